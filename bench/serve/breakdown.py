@@ -14,8 +14,8 @@ import msgspec
 
 from bench.serve.curve import first_goodput
 from bench.serve.harness import Harness, say
-from bench.serve.records import Record, quantile
 from hydra_engine.core.outputs import StageSpan
+from hydra_engine.planner.records import Record, quantile
 from hydra_engine.telemetry.timeline import phases
 
 UNEXPLAINED = "other"

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.baselines import NAMES
-from bench.serve.arrivals import Arrivals
 from bench.serve.servers import Server, ours
-from bench.serve.shapes import SHAPES, TABLE_3
-from bench.serve.slo import Limits
 from bench.serve.workload import Workload
+from hydra_engine.planner.slo import Limits
+from hydra_engine.planner.workload.arrivals import Arrivals
+from hydra_engine.planner.workload.shapes import SHAPES, TABLE_3
 
 MODES = {
     "curve": "attainment over request rates, and goodput at 90 %",

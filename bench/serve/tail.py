@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from bench.serve.harness import Harness, say
-from bench.serve.records import Record, quantile
 from bench.serve.servers import Target
-from bench.serve.shapes import SHAPES
 from bench.serve.workload import Spec, sentence
+from hydra_engine.planner.records import Record, quantile
+from hydra_engine.planner.workload.shapes import SHAPES
 
 _STREAM_WORDS = 24
 _PICTURE_TOKENS = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.gantt import draw_gantt
 from bench.serve.breakdown import timeline
-from bench.serve.records import Record
+from hydra_engine.planner.records import Record
 from hydra_engine.telemetry.trace import TraceRing
 
 

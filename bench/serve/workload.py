@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from bench.serve.pictures import jpeg
-from bench.serve.shapes import SHAPES, TEXT, Shape
+from hydra_engine.planner.workload.shapes import SHAPES, TEXT, Shape
 
 # Short common words: about one token each in most vocabularies.
 _TEXT = (

@@ -24,15 +24,15 @@ from typing import Any
 from bench.common import card, emit
 from bench.serve.harness import say
 from bench.serve.options import seconds
-from bench.serve.shapes import SHAPES
 from bench.serve.workload import Workload
 from bench.topology import real, simulate, timeline
-from bench.topology.costs import UNKNOWN, Costs, machine_costs, read_costs
-from bench.topology.node import GIB, Site
 from bench.topology.ratios import FAMILIES
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.errors import HydraError
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.planner.simulator.costs import UNKNOWN, Costs, machine_costs, read_costs
+from hydra_engine.planner.simulator.node import GIB, Site
+from hydra_engine.planner.workload.shapes import SHAPES
 
 _MODES: dict[str, Any] = {"simulate": simulate, "real": real, "timeline": timeline}
 _REQUESTS = {"simulate": (60, 300), "real": (8, 24), "timeline": (1, 1)}  # of a load: quick, full

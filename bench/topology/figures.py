@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.serve.harness import summary
-from bench.serve.records import Record, quantile
-from bench.serve.slo import Limits
 from hydra_engine.core.outputs import Result, StageSpan
+from hydra_engine.planner.records import Record, quantile
+from hydra_engine.planner.slo import Limits
 from hydra_engine.telemetry.timeline import PHASES, intake_s, phases
 
 _PULLS = frozenset({"pull_features", "pull_kv"})

@@ -18,16 +18,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.serve.arrivals import Arrivals
 from bench.serve.harness import say
 from bench.topology.asks import FROZEN, Ask, asks
-from bench.topology.cluster import Cluster
 from bench.topology.figures import Sample, breakdown, load_figures, sample_of
-from bench.topology.node import Site
 from bench.topology.simulate import mean_work_s
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
+from hydra_engine.planner.simulator.deployment import Cluster
+from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.workload.arrivals import Arrivals
 from hydra_engine.telemetry.timeline import PHASES
 
 TOPOLOGIES = "EPD,2EPD,EP+D,ED+P,E+PD,E+P+D"

@@ -17,9 +17,9 @@ import msgspec
 from bench.gantt import draw_gantt
 from bench.serve.harness import say
 from bench.topology.asks import FROZEN, Ask, make_ask
-from bench.topology.node import Site
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result, StageSpan
+from hydra_engine.planner.simulator.node import Site
 from hydra_engine.telemetry.timeline import draw
 
 _SIZE = (640, 480)

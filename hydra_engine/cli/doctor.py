@@ -18,7 +18,7 @@ from typing import Any
 from hydra_engine import __version__
 from hydra_engine.config import DEMO_MODEL, EngineConfig
 from hydra_engine.errors import HydraError
-from hydra_engine.planner.start import processor_name
+from hydra_engine.profiler.start import processor_name
 
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "numpy", "pillow", "simplejpeg", "av", "aiohttp", "msgspec"),

@@ -23,8 +23,8 @@ from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:  # `--help` needs neither
-    from hydra_engine.planner.fit import CorunTimes
-    from hydra_engine.planner.store import Profile
+    from hydra_engine.profiler.fit import CorunTimes
+    from hydra_engine.profiler.store import Profile
 
 _DECODES = (1, 4, 16, 64)
 # As where instances run: an idle OpenMP team that spins would take the cores from the other lane.
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = find_model_files(read_settings(arguments).engine())
-    from hydra_engine.planner.store import save
+    from hydra_engine.profiler.store import save
 
     log.configure(config.log_level, log_format=config.log_format)
     output: Path | None = arguments.output
@@ -151,7 +151,7 @@ def _corun_cells(profile: Profile, point: CorunTimes) -> tuple[str, ...]:
 
 
 def _limit_lines(profile: Profile, limit_s: float) -> Iterator[str]:
-    from hydra_engine.planner.fit import TYPICAL_CONTEXT, allowance
+    from hydra_engine.profiler.fit import TYPICAL_CONTEXT, allowance
 
     yield f"a limit of {_ms(limit_s)} ms between tokens leaves, beside decodes of {TYPICAL_CONTEXT} keys each"
     units = {"decodes": "", "alone": "ms", "prompt tokens a step": "tokens", "with vision": "tokens", "vision": "ms"}

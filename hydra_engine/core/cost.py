@@ -3,7 +3,7 @@
 A language step costs a monotone piecewise linear function of its rows, plus a price per decode, per key that its
 decodes read, per (query, key) pair of its chunks and per chunk. A vision step costs the same kind of function of its
 patches, plus a price per pair of patches that see each other. While both lanes run, each is slowed by a factor, on a
-divided device by that of the partition. Measured by `planner/calibrate.py`, evaluated by `scheduler/budget.py`. Does
+divided device by that of the partition. Measured by `profiler/calibrate.py`, evaluated by `scheduler/budget.py`. Does
 not know requests, limits or the clock.
 """
 

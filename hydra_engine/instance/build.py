@@ -17,7 +17,7 @@ from hydra_engine.instance.compute_stack import ComputeStack, Progress, build_wo
 from hydra_engine.instance.hooks import Connect, Hooks, make_gate, make_hooks
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
-from hydra_engine.planner.start import StepCosts
+from hydra_engine.profiler.start import StepCosts
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.worker import Worker
 

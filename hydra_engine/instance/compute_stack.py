@@ -40,7 +40,7 @@ from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
-from hydra_engine.planner.start import StepCosts, Subject, surface_for
+from hydra_engine.profiler.start import StepCosts, Subject, surface_for
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.limits import with_limits
@@ -279,8 +279,8 @@ def step_times(
     fresh: bool = False,
     deadline_s: float | None = None,
 ) -> StepCosts:
-    """Saved or measured; before the instance serves, in inference mode. See `planner/start.py`. `deadline_s` None: the
-    planner's own."""
+    """Saved or measured; before the instance serves, in inference mode. See `profiler/start.py`. `deadline_s` None: the
+    profiler's own."""
     backend = stack.backend
     gpu = gpu_name(backend.device.name)
     kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}

@@ -21,8 +21,8 @@ from hydra_engine.instance.compute_stack import ComputeStack, Progress, step_tim
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.ports import NoPeers, PeerPort
 from hydra_engine.models.specs.base import VisionSpec
-from hydra_engine.planner.fit import TYPICAL_CONTEXT, allowance
-from hydra_engine.planner.start import StepCosts
+from hydra_engine.profiler.fit import TYPICAL_CONTEXT, allowance
+from hydra_engine.profiler.start import StepCosts
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.hooks import Connector, StepObserver

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | {"core", "config", "specs", "backend"},
     "worker": BASE | {"core", "config", "specs", "guidance", "backend", "models"},
     "preprocess": BASE | {"core", "config", "specs", "guidance"},
-    "planner": BASE | {"core", "config", "specs"},
+    "profiler": BASE | {"core", "config", "specs"},
     "instance": BASE
     | {
         "core",
@@ -51,10 +51,24 @@ ALLOWED: dict[str, set[str]] = {
         "backend",
         "models",
         "worker",
-        "planner",
+        "profiler",
     },
     "cluster": BASE | {"core", "config", "telemetry", "transfer", "instance"},
     "frontend": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster"},
+    "planner": BASE
+    | {
+        "core",
+        "config",
+        "specs",
+        "cache",
+        "telemetry",
+        "scheduler",
+        "transfer",
+        "profiler",
+        "worker",
+        "instance",
+        "frontend",
+    },
     "engine": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster", "frontend"},
     "server": BASE | {"core", "config", "telemetry", "engine"},
     "demo": set(),
@@ -68,6 +82,7 @@ ALLOWED: dict[str, set[str]] = {
         "cluster",
         "engine",
         "server",
+        "profiler",
         "planner",
         "instance",
         "backend",
@@ -91,7 +106,7 @@ TORCH_FREE = {
         "preprocess",
         "cluster",
     ),
-    *("frontend", "engine", "server", "cli", "planner", "transfer"),
+    *("frontend", "engine", "server", "cli", "profiler", "planner", "transfer"),
 }
 TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}
 # Folders and files that hang onto the rest of their room: `HOOKS` puts them in, where they are needed.

@@ -18,8 +18,8 @@ from bench.compare import at_once, beside, free_port, memory_mib, numbers, parse
 from bench.peers.convert import completed, renamed
 from bench.peers.launch import PRECISIONS, SYSTEMS, Launch, Missing, Setup
 from bench.peers.table import features, processor, table
-from bench.serve.records import Record
 from bench.serve.servers import ServerFailed
+from hydra_engine.planner.records import Record
 from tests.gguf_files import add_tensor, finish
 
 AVX2, AVX512 = frozenset({"avx2"}), frozenset({"avx2", "avx512f"})

@@ -16,9 +16,9 @@ from PIL import Image
 from bench.serve import ablation, breakdown, budget, tail, trace
 from bench.serve.harness import summary
 from bench.serve.load import Run
-from bench.serve.records import Record
-from bench.serve.slo import Goodput, Limits
 from hydra_engine.core.outputs import StageSpan
+from hydra_engine.planner.records import Record
+from hydra_engine.planner.slo import Goodput, Limits
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(0.5, 0.1)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench import step_times
-from hydra_engine.planner.calibrate import Site, calibrate
-from hydra_engine.planner.fit import Samples, fit
-from hydra_engine.planner.store import Identity, Profile, Reach, save
-from tests.planner.fakes import SIZES, FakeLanes, SquareVision
+from hydra_engine.profiler.calibrate import Site, calibrate
+from hydra_engine.profiler.fit import Samples, fit
+from hydra_engine.profiler.store import Identity, Profile, Reach, save
+from tests.profiler.fakes import SIZES, FakeLanes, SquareVision
 
 IDENTITY = Identity("abc", "cpu", "a processor", 2, 2, "throughput", "bfloat16", "native", True, False, 16, "0.1.0")
 

@@ -14,17 +14,9 @@ import msgspec
 import pytest
 from PIL import Image
 
-from bench.serve.arrivals import Arrivals
-from bench.serve.records import Record, quantile
-from bench.serve.slo import Limits
 from bench.serve.workload import Workload
-from bench.topology.agenda import Agenda
 from bench.topology.asks import Ask, asks, make_ask
-from bench.topology.cluster import Cluster
-from bench.topology.costs import Costs, read_costs
 from bench.topology.figures import breakdown, exposed_s, point, sample_of
-from bench.topology.machine import LANGUAGE, VISION, Job, Machine
-from bench.topology.node import Site
 from bench.topology.ratios import ratios
 from bench.topology.timeline import early
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -32,6 +24,14 @@ from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.roles import Topology
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.planner.records import Record, quantile
+from hydra_engine.planner.simulator.agenda import Agenda
+from hydra_engine.planner.simulator.costs import Costs, read_costs
+from hydra_engine.planner.simulator.deployment import Cluster
+from hydra_engine.planner.simulator.machine import LANGUAGE, VISION, Job, Machine
+from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.slo import Limits
+from hydra_engine.planner.workload.arrivals import Arrivals
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(("textcaps", "pope", "mme"), text_share=0.25, scale=0.25)

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from bench.serve.pictures import jpeg
-from bench.serve.shapes import SHAPES, TABLE_3, TEXT
 from bench.serve.workload import Spec, Workload, body
+from hydra_engine.planner.workload.shapes import SHAPES, TABLE_3, TEXT
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -1,7 +1,7 @@
 """The share of the multiprocessors that each step chooses, on the emulated clock: beside the best share that is kept.
 
 The figures are those of LLaVA-1.5-7B's decoder and of encodes of 4096 patches on one H200. Step times are measured on
-the clock by the planner, budgets and sharing are the engine's, and lanes are threads that launch and wait.
+the clock by the profiler, budgets and sharing are the engine's, and lanes are threads that launch and wait.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
-from hydra_engine.planner.calibrate import Site, calibrate
-from hydra_engine.planner.fit import fit
-from hydra_engine.planner.synthetic import load_of
+from hydra_engine.profiler.calibrate import Site, calibrate
+from hydra_engine.profiler.fit import fit
+from hydra_engine.profiler.synthetic import load_of
 from hydra_engine.scheduler.budget import PendingWork
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
 from hydra_engine.worker.vision import gate as gates
 from tests.emulated.clock import Clock, Line, Work
-from tests.planner.fakes import SIZES, SquareVision
+from tests.profiler.fakes import SIZES, SquareVision
 
 SPLITS = (32, 64, 96)  # multiprocessors for tokens, of 132
 LIMIT_S = 0.020
@@ -50,7 +50,7 @@ def vision_works(num_patches: int) -> list[Work]:
 
 
 class Lanes:
-    """The planner's and the loop's: a thread a lane, which waits for what it has launched."""
+    """The profiler's and the loop's: a thread a lane, which waits for what it has launched."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

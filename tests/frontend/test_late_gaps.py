@@ -17,9 +17,6 @@ from typing import Any, cast
 import pytest
 
 from bench.topology.asks import Ask, make_ask, request_of
-from bench.topology.cluster import Cluster, _NoText, _Stamped
-from bench.topology.costs import Costs
-from bench.topology.node import Site
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.ids import RequestId
@@ -30,6 +27,9 @@ from hydra_engine.core.roles import Role
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.instance.ports import PeerDown
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.planner.simulator.costs import Costs
+from hydra_engine.planner.simulator.deployment import Cluster, _NoText, _Stamped
+from hydra_engine.planner.simulator.node import Site
 from hydra_engine.telemetry.request_metrics import FinishedRequests
 from hydra_engine.telemetry.timeline import phases
 from tests.examples import examples

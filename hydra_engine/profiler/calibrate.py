@@ -23,9 +23,9 @@ from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, St
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError
 from hydra_engine.models.specs.base import VisionSpec
-from hydra_engine.planner.fit import CorunTimes, LanguageTimes, Samples, VisionTimes
-from hydra_engine.planner.grid import CorunPoint, Grid, LanguagePoint, Point, Sizes, VisionPoint, make_grid
-from hydra_engine.planner.synthetic import PlanMaker, load_of, picture_request, text_request
+from hydra_engine.profiler.fit import CorunTimes, LanguageTimes, Samples, VisionTimes
+from hydra_engine.profiler.grid import CorunPoint, Grid, LanguagePoint, Point, Sizes, VisionPoint, make_grid
+from hydra_engine.profiler.synthetic import PlanMaker, load_of, picture_request, text_request
 
 ROUNDS = 7
 DEADLINE_S = 40.0

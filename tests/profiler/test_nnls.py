@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.planner.fit import Floats, nnls
+from hydra_engine.profiler.fit import Floats, nnls
 
 
 def brute_force(matrix: Floats, target: Floats) -> float:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.plans import LanguagePlan
-from hydra_engine.planner.grid import LanguagePoint, VisionPoint, make_grid
-from hydra_engine.planner.synthetic import PlanMaker, load_of, picture_request, text_request
-from tests.planner.fakes import SIZES, SquareVision
+from hydra_engine.profiler.grid import LanguagePoint, VisionPoint, make_grid
+from hydra_engine.profiler.synthetic import PlanMaker, load_of, picture_request, text_request
+from tests.profiler.fakes import SIZES, SquareVision
 
 POINTS = [p for g in [make_grid(SIZES, SquareVision())] for p in g.coarse + g.rest]
 VOCABULARY = 500

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.cost import Curve, Slowdowns, VisionLoad
-from hydra_engine.planner.fit import LanguageTimes, Samples, VisionTimes
-from hydra_engine.planner.store import (
+from hydra_engine.profiler.fit import LanguageTimes, Samples, VisionTimes
+from hydra_engine.profiler.store import (
     Identity,
     Profile,
     Reach,
@@ -25,7 +25,7 @@ from hydra_engine.planner.store import (
     problem_of,
     save,
 )
-from tests.planner.fakes import SURFACE, decodes
+from tests.profiler.fakes import SURFACE, decodes
 
 IDENTITY = Identity("abc", "cpu", "a processor", 2, 2, "throughput", "bfloat16", "native", True, False, 16, "0.1.0")
 REACH = Reach(rows=512, decodes=64, patches=1024)

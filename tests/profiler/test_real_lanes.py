@@ -14,7 +14,7 @@ from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.instance.build import profile_instance
 from hydra_engine.instance.compute_stack import build_worker, step_times
 from hydra_engine.instance.hooks import make_gate
-from hydra_engine.planner.store import problem_of
+from hydra_engine.profiler.store import problem_of
 from tools.miniatures import make_tiny
 
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}

@@ -20,10 +20,10 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
 from hydra_engine.core.profile_file import Refused
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
-from hydra_engine.planner.calibrate import DEADLINE_S, Lanes, Site, calibrate
-from hydra_engine.planner.fit import fit
-from hydra_engine.planner.grid import Sizes
-from hydra_engine.planner.store import Identity, Profile, Reach, file_name, load, model_identity, save
+from hydra_engine.profiler.calibrate import DEADLINE_S, Lanes, Site, calibrate
+from hydra_engine.profiler.fit import fit
+from hydra_engine.profiler.grid import Sizes
+from hydra_engine.profiler.store import Identity, Profile, Reach, file_name, load, model_identity, save
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.models.specs.geometry import no_videos
-from hydra_engine.planner.grid import Sizes
-from hydra_engine.planner.synthetic import load_of
+from hydra_engine.profiler.grid import Sizes
+from hydra_engine.profiler.synthetic import load_of
 from tests.virtual_clock import VirtualClock
 
 SURFACE = CostSurface(

@@ -8,10 +8,10 @@ import pytest
 
 from hydra_engine.core.cost import CostSurface, Slowdowns
 from hydra_engine.errors import BackendError
-from hydra_engine.planner.calibrate import Calibration, Site, calibrate, covered
-from hydra_engine.planner.fit import fit
-from hydra_engine.planner.grid import Sizes
-from tests.planner.fakes import SIZES, SURFACE, FakeLanes, SquareVision, decodes, prompt
+from hydra_engine.profiler.calibrate import Calibration, Site, calibrate, covered
+from hydra_engine.profiler.fit import fit
+from hydra_engine.profiler.grid import Sizes
+from tests.profiler.fakes import SIZES, SURFACE, FakeLanes, SquareVision, decodes, prompt
 
 
 def site(lanes: FakeLanes, *, vision: bool = True, stateful: bool = False, sizes: Sizes = SIZES) -> Site:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.serve.records import Record
+from hydra_engine.planner.records import Record
 
 SHARE = 0.9
 

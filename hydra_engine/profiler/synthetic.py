@@ -17,7 +17,7 @@ from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.plans import ChunkRow, DecodeRows, EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request, SamplingParams
-from hydra_engine.planner.grid import LanguagePoint, Sizes, VisionPoint
+from hydra_engine.profiler.grid import LanguagePoint, Sizes, VisionPoint
 
 _FIRST_PICTURE_ID = 1 << 20  # of requests with pictures; below it a request's id is its slot
 _DRIFT = 64  # a slot's state may have come so much further than a point says

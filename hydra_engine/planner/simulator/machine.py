@@ -1,11 +1,10 @@
-"""What runs at once on one machine slows each other: steps of lanes as jobs that advance at shares of their speed.
+"""What runs at once on one device slows each other: steps of lanes as jobs that advance at shares of their speed.
 
-A job has work, in seconds of having the machine to itself. Beside other jobs it takes `1 + sum(beside - 1)` times as
+A job has work, in seconds of having the device to itself. Beside other jobs it takes `1 + sum(beside - 1)` times as
 long, one term for each of them, where `beside` is the factor that the profile has measured for a lane of that kind; and
 never less than all jobs' threads over the cores. For one instance with two lanes on a device of its own that is the
 cost surface's model exactly. For lanes of several instances on the same cores it is plain processor sharing: right as
-far as a lane uses its threads all along and memory bandwidth is shared like cores. The cost of switching between
-processes and of their cold caches is not in it.
+far as a lane uses its threads all along and memory bandwidth is shared like cores.
 
 The gate between the two lanes of an instance (`worker/vision/gate.py`) is here too, but for its granularity: vision
 pauses at once when the seconds that a language step allows are used up.
@@ -14,44 +13,42 @@ pauses at once when the seconds that a language step allows are used up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from bench.topology.agenda import Agenda
+from hydra_engine.planner.simulator.agenda import Agenda
 
-VISION, LANGUAGE = "vision", "language"
+VISION, LANGUAGE, HOST = "vision", "language", "host"
 _DONE_S = 1e-9  # of work: less than this is rounding
 
 
 @dataclass(eq=False)
 class Job:
-    """`beside[kind]`: how many times as long it takes beside one job of that kind. `allowance_s`, of a language step:
-    seconds of vision of the same instance that may run beside it."""
+    """`beside[kind]`: how many times as long it takes beside one job of that kind, 1 where it says nothing.
+    `allowance_s`, of a language step: seconds of vision of the same instance that may run beside it."""
 
     instance: str
     kind: str
     left_s: float
-    beside: dict[str, float]
     done: Callable[[Job], None]
+    beside: Mapping[str, float] = field(default_factory=dict)
     allowance_s: float = math.inf
+    threads: int = 1
     vision_s: float = 0.0  # that ran beside it
     started_s: float = 0.0
 
 
 class Machine:
-    """`cores` and `threads` of a lane: (1, 0) for a device where only the measured factors count."""
+    """`cores` 0: a device where only the measured factors count. `busy_s`: seconds in which a job of that kind ran, by
+    (instance, kind)."""
 
-    def __init__(self, agenda: Agenda, cores: int = 1, threads: int = 0) -> None:
+    def __init__(self, agenda: Agenda, cores: int = 0) -> None:
+        self.busy_s: dict[tuple[str, str], float] = {}
         self._agenda = agenda
         self._cores = cores
-        self._threads = threads
         self._jobs: list[Job] = []
         self._settled_s = 0.0
         self._version = 0
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._jobs)
 
     def run(self, job: Job) -> None:
         self._settle()
@@ -59,16 +56,28 @@ class Machine:
         self._jobs.append(job)
         self._schedule()
 
+    def drop(self, instance: str) -> None:
+        """The instance has died: its jobs are never done."""
+        self._settle()
+        self._jobs = [job for job in self._jobs if job.instance != instance]
+        self._schedule()
+
     # ---- sharing
 
     def _running(self) -> list[Job]:
         """Those that are not held up at a gate."""
+        if len(self._jobs) == 1:
+            return self._jobs
         closed = {job.instance for job in self._jobs if job.kind == LANGUAGE and job.allowance_s - job.vision_s <= 0}
-        return [job for job in self._jobs if job.kind == LANGUAGE or job.instance not in closed]
+        return [job for job in self._jobs if job.kind != VISION or job.instance not in closed]
 
     def _factor(self, job: Job, running: list[Job]) -> float:
-        beside = 1.0 + sum(job.beside[other.kind] - 1.0 for other in running if other is not job)
-        return max(beside, len(running) * self._threads / self._cores)
+        if len(running) == 1:
+            return 1.0
+        beside = 1.0 + sum(job.beside.get(other.kind, 1.0) - 1.0 for other in running if other is not job)
+        if not self._cores:
+            return beside
+        return max(beside, sum(other.threads for other in running) / self._cores)
 
     def _settle(self) -> None:
         """Brings all work up to this moment."""
@@ -80,6 +89,8 @@ class Machine:
         encoding = {job.instance for job in running if job.kind == VISION}
         for job in running:
             job.left_s -= elapsed_s / self._factor(job, running)
+            key = job.instance, job.kind
+            self.busy_s[key] = self.busy_s.get(key, 0.0) + elapsed_s
             if job.kind == LANGUAGE and job.instance in encoding:
                 job.vision_s += elapsed_s
 

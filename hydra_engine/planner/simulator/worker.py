@@ -1,21 +1,19 @@
-"""A worker that computes nothing and takes its time: `WorkerPort` and `TransferPort` over a simulated machine.
+"""A worker that computes nothing and takes its time: `WorkerPort` and `TransferPort` over a simulated device.
 
 Steps take what the cost surface says, slowed by what runs beside them; every row samples the same token. Pulls copy
-nothing but take bytes over bandwidth, and their validity is decided as a real one's is: by the source's control word,
-read after the copy.
+nothing but take their share of the links, and their validity is decided as a real one's is: by the source's control
+word, read after the copy.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from bench.topology.agenda import Agenda
-from bench.topology.costs import Costs
-from bench.topology.machine import LANGUAGE, VISION, Job, Machine
 from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
@@ -30,7 +28,11 @@ from hydra_engine.core.plans import (
 )
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
-from hydra_engine.planner.synthetic import load_of
+from hydra_engine.planner.simulator.agenda import Agenda
+from hydra_engine.planner.simulator.costs import Costs, Host
+from hydra_engine.planner.simulator.links import Links
+from hydra_engine.planner.simulator.machine import LANGUAGE, VISION, Job, Machine
+from hydra_engine.profiler.synthetic import load_of
 
 TOKEN = 7
 NUM_WORDS = 4096
@@ -64,6 +66,17 @@ class _Lane:
             self._busy = False
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where an instance runs: its device by name, what shares it, and the ways to others."""
+
+    device: str
+    machine: Machine
+    links: Links
+    costs: Costs
+    host: Host
+
+
 class SimulatedWorker:
     """`block_bytes` by pool. `wake` is called whenever a result has arrived."""
 
@@ -71,8 +84,7 @@ class SimulatedWorker:
         self,
         name: str,
         agenda: Agenda,
-        machine: Machine,
-        costs: Costs,
+        around: Surroundings,
         block_bytes: Mapping[str, int],
         wake: Callable[[], None],
     ) -> None:
@@ -82,8 +94,8 @@ class SimulatedWorker:
         self.pixel_bytes = 0
         self._name = name
         self._agenda = agenda
-        self._machine = machine
-        self._costs = costs
+        self._around = around
+        self._costs = costs = around.costs
         self._block_bytes = block_bytes
         self._wake = wake
         self._results: list[Result] = []
@@ -108,18 +120,18 @@ class SimulatedWorker:
         surface = self._costs.surface
         patches = [item.num_patches for item in plan.items]
         load = VisionLoad(sum(patches), float(sum(count * count for count in patches)))
-        beside = {LANGUAGE: surface.vision_slowdown, VISION: self._even}
+        beside = {LANGUAGE: surface.vision_slowdown, VISION: self._costs.alike}
 
         def done(job: Job) -> None:
             self._vision.ended()
             self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now(), (None,) * len(plan.items)))
 
-        job = Job(self._name, VISION, surface.vision_s(load), beside, done)
-        self._vision.submit(lambda: self._machine.run(job))
+        job = Job(self._name, VISION, surface.vision_s(load), done, beside, threads=self._costs.threads)
+        self._vision.submit(lambda: self._around.machine.run(job))
 
     def submit_language(self, plan: LanguagePlan) -> None:
         surface, load = self._costs.surface, load_of(plan)
-        beside = {VISION: surface.slowdown(load), LANGUAGE: self._even}
+        beside = {VISION: surface.slowdown(load), LANGUAGE: self._costs.alike}
         tokens = np.full(plan.num_rows, TOKEN, dtype=np.int64)
         tokens[len(plan.decodes) :] = [TOKEN if chunk.sample else -1 for chunk in plan.chunks]
 
@@ -128,13 +140,9 @@ class SimulatedWorker:
             self._language.ended()
             self._deliver(LanguageResult(plan.step_id, job.started_s, ended_s, tokens, vision_s=job.vision_s))
 
-        job = Job(self._name, LANGUAGE, surface.language_s(load), beside, done, allowance_s=plan.vision_s)
-        self._language.submit(lambda: self._machine.run(job))
-
-    @property
-    def _even(self) -> float:
-        """Of two lanes of one kind, which only different instances on one machine have."""
-        return max(1.0, 2 * self._costs.threads / self._costs.cores)
+        threads, alone_s = self._costs.threads, surface.language_s(load)
+        job = Job(self._name, LANGUAGE, alone_s, done, beside, allowance_s=plan.vision_s, threads=threads)
+        self._language.submit(lambda: self._around.machine.run(job))
 
     def submit_pull(self, job: PullJob) -> None:
         source = self.peers[job.peer]
@@ -148,9 +156,14 @@ class SimulatedWorker:
                 self._transfer.ended()
                 self._deliver(PullResult(job.step_id, started_s, self._agenda.now(), valid, num_bytes))
 
-            self._agenda.after(self._costs.pulled_s(num_bytes), done)
+            here, there = self._around.device, source.device
+            self._agenda.after(self._around.host.pull_s, lambda: self._around.links.copy(there, here, num_bytes, done))
 
         self._transfer.submit(start)
+
+    @property
+    def device(self) -> str:
+        return self._around.device
 
     def _deliver(self, result: Result) -> None:
         def arrive() -> None:

@@ -18,7 +18,7 @@ import msgspec
 from hydra_engine.core import profile_file
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.profile_file import Refused
-from hydra_engine.planner.fit import Samples
+from hydra_engine.profiler.fit import Samples
 
 SCHEMA = 1
 _LONGEST_S = 3600.0

@@ -7,13 +7,9 @@ a moment between processes and come in order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from bench.topology.agenda import Agenda
-from bench.topology.costs import Costs
-from bench.topology.machine import Machine
-from bench.topology.worker import EXPORTS, NUM_WORDS, SimulatedWorker
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
@@ -25,16 +21,18 @@ from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
 from hydra_engine.models.specs.base import DTYPE_BYTES, ModelSpec
+from hydra_engine.planner.simulator.agenda import Agenda
+from hydra_engine.planner.simulator.costs import DeviceKind, Host
+from hydra_engine.planner.simulator.sizing import Sizes, sizes_of
+from hydra_engine.planner.simulator.worker import EXPORTS, NUM_WORDS, SimulatedWorker, Surroundings
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.transfer.messages import TransferMessage
 
-GIB = 1 << 30
 # Pieces of the largest encode between which it can wait: 24 layers, as CLIP-L has; only budgets ask for it.
 NUM_SLICES = 24
-_MOST_PATCHES = 16384  # of a vision step, as in instance/compute_stack.py
 _LEAST_PAUSE_S = 1e-6  # between two turns of one loop
 _OVERDUE_PAUSE_S = 1e-3  # where a deadline has passed and the turn could do nothing about it
 _INCARNATION = 1
@@ -44,20 +42,13 @@ FromNode = Callable[[str, Sequence[ToFront]], None]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What all instances of a simulation have in common. `device_bytes`: memory of one device."""
+    """The node and the model. `devices`: what kind each one is, by name; an instance on "auto" has one of its own, in
+    their order, or where there is one device shares that."""
 
     spec: ModelSpec
     config: EngineConfig
-    costs: Costs
-    device_bytes: int = 16 * GIB
-
-    def resolved(self) -> EngineConfig:
-        """Without "auto", as an instance resolves it."""
-        scheduler, vision = self.config.scheduler, self.spec.vision
-        if scheduler.image_budget <= 0 and vision is not None:
-            most = min(2 * vision.max_patches_per_image, _MOST_PATCHES)
-            scheduler = replace(scheduler, image_budget=most)
-        return replace(self.config, scheduler=scheduler)
+    devices: Mapping[str, DeviceKind]
+    host: Host = field(default_factory=Host)
 
 
 class _Inbox:
@@ -105,26 +96,39 @@ class _Outbox:
 
 
 class Node:
-    def __init__(self, name: str, role: Role, site: Site, agenda: Agenda, machine: Machine, deliver: FromNode) -> None:
+    """`neighbours`: roles of all instances on its device, its own among them."""
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        site: Site,
+        agenda: Agenda,
+        around: Surroundings,
+        neighbours: Sequence[Role],
+        deliver: FromNode,
+    ) -> None:
         self.name, self.role = name, role
         self.inbox = _Inbox()
-        self.peers = _Peers(name, agenda, site.costs.message_s)
-        self.worker = SimulatedWorker(name, agenda, machine, site.costs, _block_bytes(site), self.wake)
+        self.peers = _Peers(name, agenda, around.host.message_s)
+        kind = site.devices[around.device]
+        self.worker = SimulatedWorker(name, agenda, around, _block_bytes(site, kind), self.wake)
         self._agenda = agenda
-        self._delay_s = site.costs.message_s
+        self._delay_s = around.host.message_s
         self._awake = False
         self._turns = 0
-        config = site.resolved()
+        self.sizes = sizes_of(site.spec, site.config, kind, role, neighbours)
+        config = self.sizes.config
         connector = PeerConnector(config.scheduler)
-        scheduler = _scheduler(name, role, site, config, connector)
+        scheduler = _scheduler(name, role, kind, self.sizes, connector)
         self.instance = Instance(
             scheduler=scheduler,
             worker=self.worker,
             inbox=self.inbox,
-            outbox=_Outbox(name, agenda, site.costs.message_s, deliver),
+            outbox=_Outbox(name, agenda, around.host.message_s, deliver),
             wake=threading.Event(),
             clock=agenda,
-            look_ahead=config.scheduler.look_ahead,
+            look_ahead=bool(config.scheduler.look_ahead),
             peers=Migration(
                 incarnation=_INCARNATION,
                 connector=connector,
@@ -177,24 +181,19 @@ class Node:
 def _no_fault(point: str, requests: Iterable[Request]) -> None: ...
 
 
-def _block_bytes(site: Site) -> dict[str, int]:
-    size, cache, spec = DTYPE_BYTES[site.costs.dtype], site.config.cache, site.spec
+def _block_bytes(site: Site, kind: DeviceKind) -> dict[str, int]:
+    size, cache, spec = DTYPE_BYTES[kind.costs.dtype], site.config.cache, site.spec
     found: dict[str, int] = {PoolKind.KV: cache.block_size * spec.language.kv_bytes_per_token(size)}
     if spec.vision is not None:
         found[PoolKind.FEATURES] = cache.image_block_size * spec.vision.num_planes * spec.vision.feature_size * size
     return found
 
 
-def _scheduler(name: str, role: Role, site: Site, config: EngineConfig, connector: PeerConnector) -> StageScheduler:
+def _scheduler(name: str, role: Role, kind: DeviceKind, sizes: Sizes, connector: PeerConnector) -> StageScheduler:
     """As instance/build.py assembles it."""
-    import torch
-
-    from hydra_engine.worker.memory.plan import plan_memory
-
-    dtype = getattr(torch, site.costs.dtype)
-    plan = plan_memory(site.spec, role, config, dtype.itemsize, site.device_bytes)
+    config, plan = sizes.config, sizes.plan
     limited = config.scheduler.tpot_slo is not None or config.scheduler.ttft_slo is not None
-    surface = site.costs.surface if limited and role.needs_language else None
+    surface = kind.costs.surface if limited and role.needs_language else None
     budgets = None
     if surface is not None:
         budgets = LatencyBudgets(surface, config.scheduler, num_slices=NUM_SLICES if role.needs_vision else 0)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
-from hydra_engine.planner.fit import CorunTimes, LanguageTimes, Samples, VisionTimes, fit, without_bursts
-from hydra_engine.planner.grid import LanguagePoint, VisionPoint, make_grid
-from hydra_engine.planner.store import SCHEMA, Identity, Profile, Reach, problem_of
-from tests.planner.fakes import SIZES, SURFACE, SquareVision, decodes, prompt
+from hydra_engine.profiler.fit import CorunTimes, LanguageTimes, Samples, VisionTimes, fit, without_bursts
+from hydra_engine.profiler.grid import LanguagePoint, VisionPoint, make_grid
+from hydra_engine.profiler.store import SCHEMA, Identity, Profile, Reach, problem_of
+from tests.profiler.fakes import SIZES, SURFACE, SquareVision, decodes, prompt
 
 POINTS = make_grid(SIZES, SquareVision())
 LANGUAGE = [p.load for p in (*POINTS.coarse, *POINTS.rest) if isinstance(p, LanguagePoint)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.planner.grid import CorunPoint, LanguagePoint, Point, Sizes, VisionPoint, make_grid, powers
-from tests.planner.fakes import SIZES, SquareVision
+from hydra_engine.profiler.grid import CorunPoint, LanguagePoint, Point, Sizes, VisionPoint, make_grid, powers
+from tests.profiler.fakes import SIZES, SquareVision
 
 
 @st.composite

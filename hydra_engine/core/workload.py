@@ -1,0 +1,149 @@
+"""A workload as a file: what each request of a load asks for and when, in sizes and times, never in contents.
+
+JSON lines. The first one names the format; each other one is a request, in the order of arrival:
+
+    {"format": "hydra-engine workload", "version": 1}
+    {"at_s": 0.0, "prompt_tokens": 32, "output_tokens": 64, "pictures": [[1024, 768, 0]]}
+    {"at_s": 0.4, "prompt_tokens": 90, "output_tokens": 64, "session": 3, "shared_tokens": 32}
+
+The server records one (`--record-workload FILE`), generators make others, the planner reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hydra_engine.errors import ConfigError
+
+FORMAT, VERSION = "hydra-engine workload", 1
+_MOST_REQUESTS = 1_000_000
+_MOST_TOKENS = 1 << 24
+_MOST_SIDE = 1 << 16
+_MOST_FRAMES = 1 << 16
+
+
+class Picture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Pixels as they come, before any resizing. Requests that give the same picture give the same `number`."""
+
+    width: int
+    height: int
+    number: int
+
+
+class Video(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    width: int
+    height: int
+    frames: int  # of the source
+    fps: float
+    number: int
+
+
+class WorkloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One request. `prompt_tokens` are those of text, without what pictures and videos become. Of them the first
+    `shared_tokens` are also the first ones of an earlier request of the same `session` (a conversation, or one system
+    prompt): a prefix cache may have them. `kind` is a word for tables."""
+
+    at_s: float  # seconds since the first one could have come
+    prompt_tokens: int
+    output_tokens: int
+    pictures: tuple[Picture, ...] = ()
+    videos: tuple[Video, ...] = ()
+    session: int | None = None
+    shared_tokens: int = 0
+    kind: str = ""
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    format: str
+    version: int
+    source: str = ""
+
+
+def header_line(source: str = "") -> bytes:
+    """The first line of a file, without its end. `source`: where the requests come from, in a few words."""
+    return msgspec.json.encode(_Header(format=FORMAT, version=VERSION, source=source))
+
+
+def request_line(request: WorkloadRequest) -> bytes:
+    return msgspec.json.encode(request)
+
+
+def write_workload(path: Path, requests: Iterable[WorkloadRequest], source: str = "") -> None:
+    """Raises OSError."""
+    with path.open("wb") as file:
+        file.write(header_line(source) + b"\n")
+        for request in requests:
+            file.write(request_line(request) + b"\n")
+
+
+def read_workload(path: Path) -> tuple[WorkloadRequest, ...]:
+    """In the order of arrival. Raises ConfigError, which names the line and what is wrong there."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror}") from error
+    if lines and not lines[-1]:
+        lines.pop()
+    _check_header(path, lines)
+    if len(lines) - 1 > _MOST_REQUESTS:
+        raise _refused(path, f"has {len(lines) - 1} requests; give at most {_MOST_REQUESTS}")
+    decoder = msgspec.json.Decoder(WorkloadRequest, strict=True)
+    requests: list[WorkloadRequest] = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            request = decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problem = str(error) if line.strip() else "it is empty"
+            raise _refused(path, f"has a line {number} that is no request: {problem}") from error
+        if (wrong := problem_of(request)) is not None:
+            raise _refused(path, f"has a line {number} that makes no sense: {wrong}")
+        if requests and request.at_s < requests[-1].at_s:
+            raise _refused(path, f"is out of order: line {number} comes before the one above it; sort it by at_s")
+        requests.append(request)
+    if not requests:
+        raise _refused(path, "has no requests")
+    return tuple(requests)
+
+
+def problem_of(request: WorkloadRequest) -> str | None:
+    """Why no such request can be, or None."""
+    if not math.isfinite(request.at_s) or request.at_s < 0:
+        return "at_s must be a number of seconds, 0 or more"
+    for name, value, least in (
+        ("prompt_tokens", request.prompt_tokens, 1),
+        ("output_tokens", request.output_tokens, 1),
+        ("shared_tokens", request.shared_tokens, 0),
+    ):
+        if not least <= value <= _MOST_TOKENS:
+            return f"{name} must be between {least} and {_MOST_TOKENS}"
+    if request.shared_tokens > request.prompt_tokens:
+        return "shared_tokens must not exceed prompt_tokens"
+    if request.shared_tokens and request.session is None:
+        return "shared_tokens needs a session that shares them"
+    for picture in (*request.pictures, *request.videos):
+        if not (1 <= picture.width <= _MOST_SIDE and 1 <= picture.height <= _MOST_SIDE):
+            return f"a picture of {picture.width} x {picture.height} pixels cannot be"
+    for video in request.videos:
+        if not (1 <= video.frames <= _MOST_FRAMES and 0 < video.fps < math.inf):
+            return "a video needs frames, and frames per second"
+    return None
+
+
+def _check_header(path: Path, lines: Sequence[bytes]) -> None:
+    try:
+        found: Any = msgspec.json.decode(lines[0], type=_Header, strict=True) if lines else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = None
+    if found is None or found.format != FORMAT:
+        raise _refused(path, f'is no workload: its first line must be {{"format": "{FORMAT}", "version": {VERSION}}}')
+    if found.version != VERSION:
+        raise _refused(path, f"is a workload of version {found.version}; this version of the engine reads {VERSION}")
+
+
+def _refused(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"the workload {path.name} {problem}", param="workload")

@@ -1,0 +1,118 @@
+"""What everything costs that a simulation does not compute: steps from a profile or a roofline, the rest constants that
+were measured once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.units import GIB
+from hydra_engine.errors import ConfigError
+from hydra_engine.profiler.store import Profile, problem_of
+
+# A turn of an instance's loop that takes a step back and plans the next one: bench.sched on two cores of an EPYC.
+TURN_S = 0.0002
+# A message between two processes, until the other one has read it: bench.migrate's round trips, and a thread to wake.
+MESSAGE_S = 0.0001
+# A pull job besides its bytes (to the lane, the control word, and back), and its bytes: bench.migrate on one machine.
+PULL_S = 0.0001
+PULL_BYTES_PER_S = 8e9
+# From a body to token ids: template and tokenizer; bench.preprocess.
+REQUEST_S = 0.001
+# Decode and resize of a JPEG picture, one thread: bench.preprocess.
+PIXEL_S = 1.2e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Steps on one device, seconds. `cores` and `threads` (of a lane): of a processor; a GPU has (1, 0), where only the
+    factors count. `alike`: how many times as long a step takes beside one of another instance on the same lane kind."""
+
+    surface: CostSurface
+    submit_s: float = 0.0  # from a plan's submission to an idle lane to the start of its step
+    collect_s: float = 0.0  # from the end of a step until its instance knows
+    cores: int = 1
+    threads: int = 1
+    dtype: str = "bfloat16"
+    turn_s: float = TURN_S
+    alike: float = 1.0
+    source: str = "made up"
+
+    def document(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """One kind of device. `link_bytes_per_s`: to and from others, each direction; `copy_bytes_per_s`: within it.
+    `price`: of one in dollars, `hour_price` of one for an hour; None: not known."""
+
+    name: str
+    costs: Costs
+    memory_bytes: int = 16 * GIB
+    link_bytes_per_s: float = PULL_BYTES_PER_S
+    copy_bytes_per_s: float = PULL_BYTES_PER_S
+    price: float | None = None
+    hour_price: float | None = None
+
+    @property
+    def on_processor(self) -> bool:
+        """Its cores are those of the host, and its memory is shared with everything there."""
+        return self.costs.threads > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the processor does beside the devices. `cores` 0: it is the device, whose cores intake takes too.
+    `fabric_bytes_per_s`: of all links together, where something behind them is shared; 0: nothing."""
+
+    cores: int = 0
+    message_s: float = MESSAGE_S
+    pull_s: float = PULL_S
+    request_s: float = REQUEST_S
+    pixel_s: float = PIXEL_S
+    fabric_bytes_per_s: float = 0.0
+
+
+_NOTHING = Curve((0.0,), (0.0,))
+UNKNOWN = Costs(CostSurface(_NOTHING, 0.0, 0.0, 0.0, _NOTHING, 0.0), source="not measured")
+
+
+def costs_of(profile: Profile, source: str) -> Costs:
+    identity = profile.identity
+    on_processor = identity.device == "cpu"
+    return Costs(
+        profile.surface,
+        submit_s=profile.submit_s,
+        collect_s=profile.collect_s,
+        cores=identity.cores if on_processor else 1,
+        threads=identity.threads if on_processor else 0,
+        dtype=identity.dtype,
+        alike=1.0 if on_processor else 2.0,  # processes take turns on a GPU
+        source=f"{source}: {identity.processor or identity.device}, {identity.cores} cores, {identity.dtype}",
+    )
+
+
+def read_profile(path: Path) -> Profile:
+    """A file that `hydra-engine profile --output` has written, on whatever machine. Raises ConfigError."""
+    try:
+        outer = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        profile = msgspec.json.decode(outer["profile"], type=Profile)
+    except (OSError, KeyError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{path.name} is no profile of this version of the engine: {error}", param="profile"
+        ) from error
+    if (wrong := problem_of(profile)) is not None:
+        raise ConfigError(f"the profile {path.name} makes no sense: {wrong}", param="profile")
+    return profile
+
+
+def read_costs(path: Path) -> Costs:
+    """Of a profile in a file. Raises ConfigError."""
+    profile = read_profile(path)
+    return costs_of(profile, f"profile of {profile.measured_at[:10]}")

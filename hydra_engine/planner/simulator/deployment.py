@@ -1,0 +1,324 @@
+"""A whole deployment on virtual time: the real dispatcher, and instances of `node.py` on the devices of a site.
+
+Everything that decides is the code that serves: routing, replays, scheduling, budgets, migration, leases. What is
+played: bytes, steps, intake, and the processes between them. One thread, no clock of the system, no randomness of its
+own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import InstanceState
+from hydra_engine.core.messages import (
+    LedgerReport,
+    PeerState,
+    QueryLedger,
+    SetRole,
+    Status,
+    ToFront,
+    ToInstance,
+)
+from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.core.roles import Topology
+from hydra_engine.core.workload import WorkloadRequest
+from hydra_engine.errors import ConfigError
+from hydra_engine.frontend.active import ActiveRequest
+from hydra_engine.frontend.dispatch import Dispatcher
+from hydra_engine.frontend.frontend import TICK_S
+from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.incoming import Incoming
+from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
+from hydra_engine.frontend.routing.placement import Switch, plan_switches
+from hydra_engine.planner.records import Record
+from hydra_engine.planner.simulator.agenda import Agenda
+from hydra_engine.planner.simulator.intake import Intake
+from hydra_engine.planner.simulator.links import Links
+from hydra_engine.planner.simulator.machine import Machine
+from hydra_engine.planner.simulator.node import Node, Site
+from hydra_engine.planner.simulator.requests import RequestMaker
+from hydra_engine.planner.simulator.worker import Surroundings
+
+_FIRST_ATTEMPT = 1 << 32  # ids behind those of the requests
+_REST_S = 1.0  # after the last request: what is on its way arrives
+_LONGEST_S = 360_000.0  # of virtual time: what has not ended by then never does
+_POLL_S = 0.05  # while an instance is emptied
+
+
+class SimulationError(RuntimeError):
+    """The deployment has lost something, which is a bug of the engine or of the simulator."""
+
+
+class _Stamped(Handle):
+    """A handle without a reader, which records when tokens reach the frontend."""
+
+    def __init__(self, name: str, now: Callable[[], float]) -> None:
+        super().__init__(name, lambda: None)
+        self.stamps: list[float] = []
+        self.counts: list[int] = []
+        self._now = now
+
+    def feed(self, piece: Piece) -> None:
+        if piece.token_ids:
+            self.stamps.append(self._now())
+            self.counts.append(len(piece.token_ids))
+        if piece.result is not None:
+            super().feed(piece)
+
+
+class _NoText:
+    """A detokenizer of tokens without meaning."""
+
+    stop_string: str | None = None
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def feed_one(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Shares of the time from the first arrival to the last end in which a lane of an instance computed."""
+
+    vision: float
+    language: float
+
+
+def placed(topology: Topology, site: Site) -> tuple[str, ...]:
+    """The device of each instance. Raises ConfigError where there are not enough."""
+    names = [*site.devices]
+    if unknown := [spec.device for spec in topology.instances if spec.device not in ("auto", *names)]:
+        raise ConfigError(f"topology {topology} names {unknown[0]}; there are {', '.join(names)}", param="topology")
+    if len(names) == 1:
+        return (names[0],) * len(topology.instances)
+    free = [name for name in names if name not in {spec.device for spec in topology.instances}]
+    wanted = sum(spec.device == "auto" for spec in topology.instances)
+    if wanted > len(free):
+        raise ConfigError(
+            f"topology {topology} has {wanted} instances without a device, and {len(free)} devices are left; say which "
+            "share one, for example E@cuda:0+PD@cuda:0",
+            param="topology",
+        )
+    own = iter(free)
+    return tuple(next(own) if spec.device == "auto" else spec.device for spec in topology.instances)
+
+
+class Deployment:
+    """`submit`, then `run` once."""
+
+    def __init__(self, topology: str | Topology, site: Site, *, content: int = 0) -> None:
+        self.agenda = Agenda()
+        self.results: dict[int, Result] = {}  # by the number of the request
+        self.handles: dict[int, _Stamped] = {}
+        self.statuses: dict[str, Status] = {}
+        self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
+        self._site = site
+        self._maker = RequestMaker(site.spec, content)
+        self._ended_s: dict[int, float] = {}
+        self._ledgers: dict[str, LedgerReport] = {}
+        self._up_sides: set[frozenset[str]] = set()
+        self._rows: list[WorkloadRequest] = []
+        self._open_s = 0.0
+        self._switches = 0
+        ids = itertools.count(_FIRST_ATTEMPT)
+        self._roles = {n: one.role for n, one in zip(self.topology.names, self.topology.instances, strict=True)}
+        self.dispatcher = Dispatcher(
+            site.config,
+            self._roles,
+            send=self._send,
+            next_id=lambda: RequestId(next(ids)),
+            report=self._report,
+        )
+        self._stealing = DecodeStealing(site.config, self.dispatcher)
+        self._incoming = Incoming(self.dispatcher, self._stealing)
+        self._make_nodes()
+        media = site.config.media
+        host = self._host_machine
+        self._intake = Intake(host, site.host, media.decode_workers, keeps_pixels=media.pixel_cache_mib > 0)
+        for name in self._roles:
+            self.dispatcher.on_up(name, 0.0)
+            self._stealing.on_up(self.nodes[name].sizes.config.scheduler.most_requests)
+        for one, other in itertools.combinations(self.nodes.values(), 2):
+            one.connect(other)
+        num_pairs = len(self._roles) * (len(self._roles) - 1) // 2
+        self._until(lambda: len(self._up_sides) == num_pairs)
+        self._open_s = self.agenda.now()
+
+    def _make_nodes(self) -> None:
+        site, devices = self._site, placed(self.topology, self._site)
+        cores = site.host.cores
+        self.machines = {
+            name: Machine(self.agenda, kind.costs.cores if kind.on_processor else 0)
+            for name, kind in site.devices.items()
+        }
+        own = next((self.machines[name] for name, kind in site.devices.items() if kind.on_processor), None)
+        self._host_machine = own if own is not None and not cores else Machine(self.agenda, max(cores, 1))
+        links = Links(self.agenda, site.devices, site.host.fabric_bytes_per_s)
+        self.device_of = dict(zip(self._roles, devices, strict=True))
+        self.nodes = {}
+        for name, role in self._roles.items():
+            device = self.device_of[name]
+            neighbours = [self._roles[other] for other, there in self.device_of.items() if there == device]
+            around = Surroundings(device, self.machines[device], links, site.devices[device].costs, site.host)
+            self.nodes[name] = Node(name, role, site, self.agenda, around, neighbours, self._on_messages)
+
+    # ---- requests
+
+    def submit(self, row: WorkloadRequest) -> None:
+        """At its seconds after the deployment is up."""
+        self._rows.append(row)
+        number = len(self._rows)
+        at_s = self._open_s + row.at_s
+        self.agenda.at(at_s, lambda: self._intake.take(row, lambda: self._submit(number, row, at_s)))
+
+    def _submit(self, number: int, row: WorkloadRequest, arrival_s: float) -> None:
+        request, pixels = self._maker.request(row, number, arrival_s)
+        scheduler = self._site.config.scheduler
+        request = replace(request, slo=request.slo.with_defaults(scheduler.ttft_slo, scheduler.tpot_slo))
+        handle = self.handles[number] = _Stamped(f"r{number}", self.agenda.now)
+        no_text: Any = _NoText()
+        active = ActiveRequest(request, handle, cast(Any, None), no_text, ())
+        self.dispatcher.submit(active, pixels, self.agenda.now())
+
+    def run(self) -> list[Record]:
+        """Until every request has ended. Raises SimulationError if one does not, or if something is held then."""
+        self._tick()
+        self._until(lambda: len(self.results) == len(self._rows) and not self._switches)
+        rest_s = self.agenda.now() + _REST_S
+        self._until(lambda: self.agenda.now() >= rest_s)
+        self._check_rest()
+        return [self._record(index) for index in range(len(self._rows))]
+
+    def busy(self) -> dict[str, Busy]:
+        """By instance, after `run`."""
+        span_s = max(max(self._ended_s.values(), default=0.0) - self._open_s, 1e-9)
+        found = {}
+        for name, device in self.device_of.items():
+            seconds = self.machines[device].busy_s
+            found[name] = Busy(*(seconds.get((name, kind), 0.0) / span_s for kind in ("vision", "language")))
+        return found
+
+    # ---- roles at run time
+
+    def switch(self, text: str, at_s: float) -> None:
+        """From so many seconds on, as `POST /admin/topology` does: each instance once it has been emptied."""
+        self._switches += 1
+        self.agenda.at(self._open_s + at_s, lambda: self._begin_switch(text))
+
+    def _begin_switch(self, text: str) -> None:
+        instances = self.dispatcher.instances
+        states = [
+            InstanceState(name, instances[name].role.letters, loaded.letters, instances[name].condition, 1)
+            for name, loaded in self._roles.items()
+        ]
+        self._next_group(plan_switches(text, states, {}))
+
+    def _next_group(self, groups: Sequence[Sequence[Switch]]) -> None:
+        if not groups:
+            self._switches -= 1
+            return
+        names = [switch.name for switch in groups[0]]
+        self.dispatcher.instances.drain(names)
+        due = [in_flight for in_flight in self.dispatcher.requests.values() if in_flight.may_need_images()]
+
+        def poll() -> None:
+            if any(one.may_need_images() for one in due) or any(map(self.dispatcher.holds_work, names)):
+                self.agenda.after(_POLL_S, poll)
+                return
+            for switch in groups[0]:
+                self._send(switch.name, [SetRole(switch.role.letters)])
+                self.dispatcher.instances[switch.name].role = switch.role
+            self.dispatcher.undrain(names, self.agenda.now())
+            self._next_group(groups[1:])
+
+        poll()
+
+    # ---- time
+
+    def _tick(self) -> None:
+        self.dispatcher.tick(self.agenda.now())
+        self._stealing.tick(self.agenda.now())
+        self.agenda.after(TICK_S, self._tick)
+
+    def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            if not self.agenda.step() or self.agenda.now() > _LONGEST_S:
+                lost = [number for number in range(1, len(self._rows) + 1) if number not in self.results]
+                raise SimulationError(f"{len(lost)} requests have not ended, the first is {lost[:1]}")
+
+    def _check_rest(self) -> None:
+        for node in self.nodes.values():
+            node.send([QueryLedger(0)])
+        self._until(lambda: len(self._ledgers) == len(self.nodes))
+        held = {name: ledger for name, ledger in self._ledgers.items() if not ledger.at_rest}
+        if held or self.dispatcher.requests:
+            raise SimulationError(f"held at rest: {held}, {list(self.dispatcher.requests)}")
+
+    def _record(self, index: int) -> Record:
+        number, row = index + 1, self._rows[index]
+        result, handle = self.results[number], self.handles[number]
+        return Record(
+            index=index,
+            kind=row.kind,
+            planned_s=row.at_s,
+            sent_s=row.at_s,
+            end_s=self._ended_s[number] - self._open_s,
+            wanted_tokens=row.output_tokens,
+            stamps=tuple(stamp - self._open_s for stamp in handle.stamps),
+            counts=tuple(handle.counts),
+            prompt_tokens=result.usage.prompt_tokens,
+            cached_tokens=result.usage.cached_tokens,
+            error=None if result.error is None else str(result.error),
+        )
+
+    # ---- messages
+
+    def _send(self, name: str, messages: Sequence[ToInstance]) -> None:
+        self.nodes[name].send(messages)
+
+    def _report(self, active: ActiveRequest, result: Result) -> None:
+        number = int(active.request.age)
+        if number in self.results:
+            raise SimulationError(f"request {number} has ended twice")
+        self.results[number] = result
+        self._ended_s[number] = self.agenda.now()
+
+    def _on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
+        """As frontend/frontend.py takes them."""
+        now = self.agenda.now()
+        for message in messages:
+            match message:
+                case Status():
+                    self.statuses[name] = message
+                    self.dispatcher.instances[name].status = message
+                case LedgerReport():
+                    self._ledgers[name] = message
+                case PeerState():
+                    self._on_peer(name, message, now)
+                case _:
+                    self._incoming.take(name, message, now)
+
+    def _on_peer(self, name: str, state: PeerState, now: float) -> None:
+        """A pair is up once both sides have said so; here both do in the same moment."""
+        pair = frozenset((name, state.name))
+        if state.up and pair not in self._up_sides:
+            self._up_sides.add(pair)
+            self.dispatcher.on_pair(name, state.name, True, now)
+
+
+def simulate(topology: str | Topology, site: Site, rows: Sequence[WorkloadRequest], content: int = 0) -> list[Record]:
+    """One load. Raises ConfigError for a topology that does not fit the site, ResourceError for a model that does not
+    fit a device."""
+    deployment = Deployment(topology, site, content=content)
+    for row in rows:
+        deployment.submit(row)
+    return deployment.run()
