@@ -68,7 +68,7 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the processor does beside the devices. `cores` 0: it is the device, whose cores intake takes too.
+    """What the processor does beside the devices. `cores` 0: it is the device, whose cores preprocessing takes too.
     `fabric_bytes_per_s`: of all links together, where something behind them is shared; 0: nothing."""
 
     cores: int = 0

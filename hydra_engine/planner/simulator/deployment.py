@@ -1,7 +1,7 @@
 """A whole deployment on virtual time: the real dispatcher, and instances of `node.py` on the devices of a site.
 
 Everything that decides is the code that serves: routing, replays, scheduling, budgets, migration, leases. What is
-played: bytes, steps, intake, and the processes between them. One thread, no clock of the system, no randomness of its
+played: bytes, steps, preprocessing, and the processes between them. One thread, no clock of the system, no randomness of its
 own.
 """
 
@@ -25,7 +25,6 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.roles import Topology
-from hydra_engine.core.workload import WorkloadRequest
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.dispatch import Dispatcher
@@ -36,12 +35,13 @@ from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.placement import Switch, plan_switches
 from hydra_engine.planner.records import Record
 from hydra_engine.planner.simulator.agenda import Agenda
-from hydra_engine.planner.simulator.intake import Intake
 from hydra_engine.planner.simulator.links import Links
 from hydra_engine.planner.simulator.machine import Machine
 from hydra_engine.planner.simulator.node import Node, Site
+from hydra_engine.planner.simulator.preprocessing import Preprocessing
 from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.planner.simulator.worker import Surroundings
+from hydra_engine.telemetry.workload import WorkloadRequest
 
 _FIRST_ATTEMPT = 1 << 32  # ids behind those of the requests
 _REST_S = 1.0  # after the last request: what is on its way arrives
@@ -143,7 +143,9 @@ class Deployment:
         self._make_nodes()
         media = site.config.media
         host = self._host_machine
-        self._intake = Intake(host, site.host, media.decode_workers, keeps_pixels=media.pixel_cache_mib > 0)
+        self._preprocessing = Preprocessing(
+            host, site.host, media.decode_workers, keeps_pixels=media.pixel_cache_mib > 0
+        )
         for name in self._roles:
             self.dispatcher.on_up(name, 0.0)
             self._stealing.on_up(self.nodes[name].sizes.config.scheduler.most_requests)
@@ -178,7 +180,7 @@ class Deployment:
         self._rows.append(row)
         number = len(self._rows)
         at_s = self._open_s + row.at_s
-        self.agenda.at(at_s, lambda: self._intake.take(row, lambda: self._submit(number, row, at_s)))
+        self.agenda.at(at_s, lambda: self._preprocessing.take(row, lambda: self._submit(number, row, at_s)))
 
     def _submit(self, number: int, row: WorkloadRequest, arrival_s: float) -> None:
         request, pixels = self._maker.request(row, number, arrival_s)

@@ -14,9 +14,9 @@ import numpy as np
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.request import Request, SamplingParams
-from hydra_engine.core.workload import WorkloadRequest
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
+from hydra_engine.telemetry.workload import WorkloadRequest
 
 FROZEN = SamplingParams(temperature=0.0, ignore_eos=True)
 _BEGINNING = 4  # tokens of a chat template before the pictures, which all requests share

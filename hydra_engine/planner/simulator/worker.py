@@ -23,6 +23,7 @@ from hydra_engine.core.plans import (
     PullJob,
     PullResult,
     StagingJob,
+    StagingResult,
     VisionPlan,
     VisionResult,
 )
@@ -38,7 +39,7 @@ TOKEN = 7
 NUM_WORDS = 4096
 EXPORTS = Exports(pools=(), words=0, num_words=NUM_WORDS)
 
-Result = VisionResult | LanguageResult | PullResult
+Result = VisionResult | LanguageResult | PullResult | StagingResult
 Start = Callable[[], None]
 
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from hydra_engine.core.workload import WorkloadRequest
+from hydra_engine.config import MediaConfig
 from hydra_engine.planner.simulator.costs import Host
 from hydra_engine.planner.simulator.machine import HOST, Job, Machine
+from hydra_engine.telemetry.workload import WorkloadRequest
 
 FRONTEND = "frontend"
 
 
-class Intake:
-    def __init__(self, machine: Machine, host: Host, num_threads: int, *, keeps_pixels: bool) -> None:
+class Preprocessing:
+    def __init__(self, machine: Machine, host: Host, config: MediaConfig) -> None:
         self._machine = machine
         self._host = host
-        self._free = num_threads
-        self._keeps_pixels = keeps_pixels
+        self._free = config.decode_workers
+        self._keeps_pixels = config.pixel_cache_mib > 0
         self._decoded: set[int] = set()
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
 
