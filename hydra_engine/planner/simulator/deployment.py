@@ -1,8 +1,8 @@
 """A whole deployment on virtual time: the real dispatcher, and instances of `node.py` on the devices of a site.
 
 Everything that decides is the code that serves: routing, replays, scheduling, budgets, migration, leases. What is
-played: bytes, steps, preprocessing, and the processes between them. One thread, no clock of the system, no randomness of its
-own.
+played: bytes, steps, preprocessing, and the processes between them. One thread, no clock of the system, no randomness
+of its own.
 """
 
 from __future__ import annotations
@@ -141,11 +141,7 @@ class Deployment:
         self._stealing = DecodeStealing(site.config, self.dispatcher)
         self._incoming = Incoming(self.dispatcher, self._stealing)
         self._make_nodes()
-        media = site.config.media
-        host = self._host_machine
-        self._preprocessing = Preprocessing(
-            host, site.host, media.decode_workers, keeps_pixels=media.pixel_cache_mib > 0
-        )
+        self._preprocessing = Preprocessing(self._host_machine, site.host, site.config.media)
         for name in self._roles:
             self.dispatcher.on_up(name, 0.0)
             self._stealing.on_up(self.nodes[name].sizes.config.scheduler.most_requests)
