@@ -125,9 +125,9 @@ def problem_of(request: WorkloadRequest) -> str | None:
         return "shared_tokens must not exceed prompt_tokens"
     if request.shared_tokens and request.session is None:
         return "shared_tokens needs a session that shares them"
-    for picture in (*request.pictures, *request.videos):
-        if not (1 <= picture.width <= _MOST_SIDE and 1 <= picture.height <= _MOST_SIDE):
-            return f"a picture of {picture.width} x {picture.height} pixels cannot be"
+    for width, height in [(one.width, one.height) for one in (*request.pictures, *request.videos)]:
+        if not (1 <= width <= _MOST_SIDE and 1 <= height <= _MOST_SIDE):
+            return f"a picture of {width} x {height} pixels cannot be"
     for video in request.videos:
         if not (1 <= video.frames <= _MOST_FRAMES and 0 < video.fps < math.inf):
             return "a video needs frames, and frames per second"

@@ -1,0 +1,156 @@
+"""Successive halving: many candidates on short loads, the better half of them on longer ones at a rate nearer to what
+the best can keep, until few are left; of those the goodput is measured, seed by seed.
+
+Jamieson and Talwalkar's scheme (2016) over loads instead of training epochs. Who loses a round keeps the point that it
+lost by, so that a plan can say why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hydra_engine.planner.search.candidates import Candidate
+from hydra_engine.planner.search.estimate import Bound
+from hydra_engine.planner.search.measure import SHARE, Point
+from hydra_engine.planner.slo import Goodput, goodput
+
+_FIRST_SHARE = 0.5  # of the best bound: the rate of the first round
+_FASTER, _SLOWER = 1.35, 0.7  # from round to round, by whether the best one kept the limits
+_KEPT = 0.5  # of the candidates of a round
+_STEPS = 3  # of a bisection, per seed
+_BEYOND = 2.0  # times the bound: a load that is kept there is too short to tell
+_STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 % of t, by number of seeds
+
+
+class Measure(Protocol):
+    """Points of several (candidate, rate, number of requests, seed), in their order."""
+
+    def __call__(self, jobs: Sequence[tuple[Candidate, float | None, int, int]]) -> list[Point]: ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """A candidate on its way. `points`: in the order of measuring; `goodputs`: of finalists, one for each seed."""
+
+    candidate: Candidate
+    bound: Bound
+    points: list[Point] = field(default_factory=list)
+    goodputs: list[Goodput] = field(default_factory=list)
+    rounds: int = 0  # that it was in
+
+    @property
+    def goodput(self) -> float:
+        """Requests per second, the mean over seeds; 0 for one that was not measured or kept no rate."""
+        rates = [0.0 if one.bound == "at_most" else one.rate for one in self.goodputs]
+        return sum(rates) / len(rates) if rates else 0.0
+
+    @property
+    def uncertainty(self) -> float:
+        """Half of the 95 % confidence interval of `goodput`, over seeds; infinite from one seed."""
+        rates = [0.0 if one.bound == "at_most" else one.rate for one in self.goodputs]
+        if len(rates) < 2:
+            return math.inf
+        mean = sum(rates) / len(rates)
+        variance = sum((rate - mean) ** 2 for rate in rates) / (len(rates) - 1)
+        return _STUDENT.get(len(rates), 2.0) * math.sqrt(variance / len(rates))
+
+
+def requests_at(rate: float, seconds: float, least: int, most: int) -> int:
+    """So many that the load lasts for `seconds`, within bounds."""
+    return int(min(max(rate * seconds, least), most))
+
+
+def race(
+    entries: Sequence[Entry],
+    measure: Measure,
+    *,
+    finalists: int,
+    seconds: float,
+    requests: tuple[int, int],
+    progress: Callable[[str, int], None],
+) -> list[Entry]:
+    """The finalists, the best first. `seconds`: how long a load of the last round lasts; `requests`: fewest and most of
+    a load."""
+    running = sorted(entries, key=lambda entry: -entry.bound.rate)
+    rate = _FIRST_SHARE * running[0].bound.rate
+    num_rounds = max(math.ceil(math.log(max(len(running) / finalists, 1), 1 / _KEPT)), 1)
+    for number in range(num_rounds):
+        count = requests_at(rate, seconds / 2 ** (num_rounds - number), *requests)
+        progress(f"round {number + 1}: {len(running)} topologies at {rate:.3g} requests/s", len(running))
+        points = measure([(entry.candidate, rate, count, number) for entry in running])
+        for entry, point in zip(running, points, strict=True):
+            entry.points.append(point)
+            entry.rounds = number + 1
+        running.sort(key=_merit, reverse=True)
+        good = running[0].points[-1].attainment >= SHARE
+        running = running[: max(finalists, math.ceil(_KEPT * len(running)))]
+        rate *= _FASTER if good else _SLOWER
+    return running[:finalists]
+
+
+def _merit(entry: Entry) -> tuple[float, float, float]:
+    point = entry.points[-1]
+    return round(min(point.attainment, SHARE), 2), point.slack, entry.bound.rate
+
+
+def measure_goodputs(
+    entries: Sequence[Entry],
+    measure: Measure,
+    *,
+    seeds: int,
+    seconds: float,
+    requests: tuple[int, int],
+    progress: Callable[[str, int], None],
+) -> None:
+    """Of every entry, for each seed: bracketed from the rate of its latest point, then bisected."""
+    for seed in range(seeds):
+        progress(f"goodput of {len(entries)} topologies, seed {seed}", len(entries) * (_STEPS + 2))
+        searches = [_Search(entry, seed) for entry in entries]
+        while open_ones := [search for search in searches if not search.done]:
+            jobs = [search.next_job(seconds, requests) for search in open_ones]
+            for search, point in zip(open_ones, measure(jobs), strict=True):
+                search.take(point)
+        for search in searches:
+            search.entry.goodputs.append(goodput([(p.rate or 0.0, p.attainment) for p in search.points], SHARE))
+
+
+class _Search:
+    """Doubles or halves the rate until the share is crossed, then halves the interval in its logarithm."""
+
+    def __init__(self, entry: Entry, seed: int) -> None:
+        self.entry = entry
+        self.points: list[Point] = []
+        self._seed = seed
+        start = entry.goodput if seed and entry.goodput else entry.points[-1].rate or entry.bound.rate / 2
+        self._rate = min(start, entry.bound.rate)
+        self._low: float | None = None
+        self._high: float | None = None
+        self._steps = 0
+        self._floor = self._rate / 64
+
+    @property
+    def done(self) -> bool:
+        narrow = self._low is not None and self._high is not None and self._steps >= _STEPS
+        hopeless = self._low is None and self._high is not None and self._high <= self._floor
+        boundless = self._high is None and self._rate > _BEYOND * self.entry.bound.rate
+        return narrow or hopeless or boundless
+
+    def next_job(self, seconds: float, requests: tuple[int, int]) -> tuple[Candidate, float | None, int, int]:
+        return self.entry.candidate, self._rate, requests_at(self._rate, seconds, *requests), self._seed
+
+    def take(self, point: Point) -> None:
+        self.points.append(point)
+        self.entry.points.append(point)
+        if point.attainment >= SHARE:
+            self._low = self._rate if self._low is None else max(self._low, self._rate)
+        else:
+            self._high = self._rate if self._high is None else min(self._high, self._rate)
+        if self._low is not None and self._high is not None:
+            self._steps += 1
+            self._rate = math.sqrt(self._low * self._high)
+        else:
+            factor = 1.4 if self._seed or len(self.points) > 1 else 1.6
+            self._rate = self._rate * factor if self._high is None else self._rate / factor

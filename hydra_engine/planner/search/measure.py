@@ -1,0 +1,119 @@
+"""One candidate at one rate: the load is simulated, and what comes of it is judged by the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+
+from hydra_engine.config import EngineConfig
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.planner.records import quantile
+from hydra_engine.planner.search.candidates import Candidate
+from hydra_engine.planner.search.load import window
+from hydra_engine.planner.simulator.costs import DeviceKind, Host
+from hydra_engine.planner.simulator.deployment import Deployment
+from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.slo import Limits
+from hydra_engine.telemetry.workload import WorkloadRequest
+
+SHARE = 0.9  # of the requests must be within both limits
+_COLD = 0.1  # of a load, at its beginning: the deployment is still empty then
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is planned: the model, the node, the load and its limits. `kinds`: of every device by name."""
+
+    spec: ModelSpec
+    config: EngineConfig
+    kinds: Mapping[str, DeviceKind]
+    host: Host
+    rows: Sequence[WorkloadRequest]
+    limits: Limits
+
+    def site(self, candidate: Candidate) -> Site:
+        devices, config = {name: self.kinds[name] for name in candidate.devices}, self.config
+        for setting in candidate.settings:
+            config = setting.change(config)
+        return Site(self.spec, config, devices, self.host)
+
+    def limited(self) -> Question:
+        """Instances are told the limits, so that their budgets follow from them."""
+        scheduler = replace(self.config.scheduler, ttft_slo=self.limits.ttft_s, tpot_slo=self.limits.tpot_s)
+        return replace(self, config=replace(self.config, scheduler=scheduler))
+
+
+class Spread(NamedTuple):
+    """Seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares are of requests; `attainment` of those that met both limits. `busy`: of each role's instances on the mean,
+    the share of the time that their vision and language lanes computed."""
+
+    rate: float | None
+    seed: int
+    requests: int
+    attainment: float
+    ttft_met: float
+    tpot_met: float
+    ttft: Spread
+    tpot: Spread
+    requests_per_s: float
+    tokens_per_s: float
+    span_s: float
+    busy: dict[str, tuple[float, float]]
+
+    @property
+    def slack(self) -> float:
+        """For ranking what attains alike: the larger, the farther from the limits."""
+        return self.ttft_met + self.tpot_met
+
+
+def measure(question: Question, candidate: Candidate, rate: float | None, count: int, seed: int = 0) -> Point:
+    """Raises ResourceError where the model does not fit a device."""
+    rows = window(question.rows, count, rate, seed)
+    deployment = Deployment(candidate.topology, question.site(candidate), content=seed)
+    for row in rows:
+        deployment.submit(row)
+    records = deployment.run()
+    judged = records[int(_COLD * len(records)) :] if rate is not None else records
+    limits = question.limits
+    span_s = max(record.end_s for record in records)
+    return Point(
+        rate=rate,
+        seed=seed,
+        requests=count,
+        attainment=limits.attainment(judged),
+        ttft_met=sum(map(limits.ttft_met, judged)) / len(judged),
+        tpot_met=sum(map(limits.tpot_met, judged)) / len(judged),
+        ttft=_spread([record.ttft_s for record in judged if record.ttft_s is not None]),
+        tpot=_spread([record.tpot_s for record in judged if record.tpot_s is not None]),
+        requests_per_s=sum(record.ok for record in records) / span_s,
+        tokens_per_s=sum(record.num_tokens for record in records) / span_s,
+        span_s=span_s,
+        busy=_busy(deployment, candidate),
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(*(quantile(values, share) or 0.0 for share in (0.5, 0.9, 0.99)))
+
+
+def _busy(deployment: Deployment, candidate: Candidate) -> dict[str, tuple[float, float]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    shares = deployment.busy()
+    for name, spec in zip(candidate.topology.names, candidate.topology.instances, strict=True):
+        found.setdefault(spec.role.letters, []).append((shares[name].vision, shares[name].language))
+    return {role: (_mean([v for v, _ in pairs]), _mean([w for _, w in pairs])) for role, pairs in found.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
