@@ -1,0 +1,192 @@
+"""`hydra-engine plan MODEL --workload FILE --devices 8`: which topology keeps the limits at the highest rate, and why.
+
+Simulates deployments of the real scheduler, router and migration in virtual time, on step times that were measured
+(this machine's, or `--profile FILE`) or that follow from a device's data (`--devices 8xH200`). Starts nothing, unless
+`--launch` is given: then the server, with the topology that has won.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hydra_engine import log
+from hydra_engine.cli.options import add_engine_options, add_model_argument
+from hydra_engine.cli.sources import read_settings
+from hydra_engine.config import EngineConfig
+from hydra_engine.errors import ConfigError
+from hydra_engine.preprocess.model_files import find_model_files
+
+if TYPE_CHECKING:  # `--help` needs none
+    from hydra_engine.planner.search.candidates import Candidate
+    from hydra_engine.planner.search.measure import Question
+    from hydra_engine.planner.search.plan import Effort, Plan
+
+_TTFT_S, _TPOT_S = 1.0, 0.05  # limits where none are given
+_REQUESTS = 400  # of a workload that is only named
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--workload",
+        metavar="FILE",
+        help="requests to plan for: a file that `serve --record-workload FILE` has written, or the name of a load, for "
+        "example textcaps",
+    )
+    group.add_argument(
+        "--devices",
+        metavar="DEVICES",
+        default="1",
+        help="how many devices like those of this machine, or of which kind: 8, 8xH200, 2xA100+2xRTX4090 (default: 1)",
+    )
+    group.add_argument(
+        "--profile", type=Path, metavar="FILE", help="step times that `hydra-engine profile --output FILE` has written"
+    )
+    group.add_argument("--topologies", metavar="LIST", help="only these, with spaces between them")
+    group.add_argument(
+        "--objective",
+        choices=("goodput", "cost", "offline"),
+        default="goodput",
+        help="goodput: the highest rate within the limits; cost: the cheapest of the devices that keep them at --rate; "
+        "offline: all requests at once, done as early as possible (default: goodput)",
+    )
+    group.add_argument("--rate", type=float, metavar="RATE", help="requests per second, for --objective cost")
+    group.add_argument("--seeds", type=int, default=3, metavar="N", help="parts of the workload to repeat with")
+    group.add_argument(
+        "--explain", action="store_true", help="also print the bytes, links and prices that the choice rests on"
+    )
+    group.add_argument("--output", type=Path, metavar="FILE", help="also write the plan to this file, as JSON")
+    group.add_argument("--pictures", type=Path, metavar="FOLDER", help="write pictures there (needs matplotlib)")
+    group.add_argument("--launch", action="store_true", help="start the server with the topology that has won")
+    add_engine_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = find_model_files(read_settings(arguments).engine())
+    log.configure(config.log_level, log_format=config.log_format)
+    _check(arguments)
+    from hydra_engine.planner.report import explain_lines, plan_lines
+    from hydra_engine.planner.search.plan import make_plan
+
+    question, effort = _question(arguments, config), _effort(arguments)
+    began_s = time.monotonic()
+    plan = make_plan(question, effort, _progress(), arguments.objective, arguments.rate, _only(arguments, question))
+    seconds = time.monotonic() - began_s
+    lines = plan_lines(plan, question, config.model, seconds)
+    if arguments.explain:
+        lines += ["", *explain_lines(plan, question)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    _write(arguments, plan)
+    return _launch(arguments, plan, question) if arguments.launch else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What can be refused before anything is read."""
+    if not arguments.workload:
+        raise ConfigError(
+            "say what to plan for: --workload FILE, which `hydra-engine serve --record-workload FILE` writes, or a "
+            "load's name such as --workload textcaps",
+            param="workload",
+        )
+    if arguments.objective == "cost" and not (arguments.rate and arguments.rate > 0):
+        raise ConfigError("--objective cost needs --rate, in requests per second", param="rate")
+    if not 1 <= arguments.seeds <= 20:
+        raise ConfigError("--seeds must be between 1 and 20", param="seeds")
+    for name, folder in (("output", arguments.output and arguments.output.parent),):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"--{name}: there is no folder {folder}", param=name)
+    if arguments.pictures is not None:
+        _drawing()
+
+
+def _drawing() -> Any:
+    """Raises ConfigError without matplotlib: before a plan is made, not behind it."""
+    try:
+        from hydra_engine.planner import pictures
+    except ImportError as error:
+        raise ConfigError(
+            "--pictures needs matplotlib; install it with `pip install matplotlib`", param="pictures"
+        ) from error
+    return pictures
+
+
+def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
+    from hydra_engine.cli.plan_devices import devices_of
+    from hydra_engine.models.specs.registry import load_spec
+    from hydra_engine.planner.search.measure import Question
+    from hydra_engine.planner.slo import Limits
+    from hydra_engine.planner.workload.generators import read_or_make
+
+    rows = read_or_make(arguments.workload, _REQUESTS, 0)
+    spec = load_spec(config.model_path, config.spec_options)
+    given = config.scheduler
+    limits = Limits(given.ttft_slo or _TTFT_S, given.tpot_slo or _TPOT_S)
+    kinds, host = devices_of(arguments.devices, arguments.profile, config, spec)
+    return Question(spec, config, kinds, host, rows, limits).limited()
+
+
+def _effort(arguments: argparse.Namespace) -> Effort:
+    from hydra_engine.planner.search.plan import Effort
+
+    return Effort(seeds=arguments.seeds, workers=len(os.sched_getaffinity(0)))
+
+
+def _only(arguments: argparse.Namespace, question: Question) -> list[Candidate]:
+    if not arguments.topologies:
+        return []
+    from hydra_engine.planner.search.candidates import Candidate
+    from hydra_engine.planner.simulator.deployment import placed
+    from hydra_engine.core.roles import Topology, check_serves
+
+    found = []
+    for text in arguments.topologies.split():
+        topology = Topology.parse(text)
+        check_serves(topology, question.spec.vision is not None)
+        found.append(Candidate(topology.on(placed(topology, question.kinds)), text))
+    return found
+
+
+def _progress() -> Callable[[str, int], None]:
+    """A line for each part of the search."""
+
+    def report(what: str, _: int) -> None:
+        log.tell(what)
+
+    return report
+
+
+def _write(arguments: argparse.Namespace, plan: Plan) -> None:
+    if arguments.output is not None:
+        try:
+            arguments.output.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"the plan cannot be written: {error.strerror}", param="output") from error
+    if arguments.pictures is not None:
+        for path in _drawing().draw(plan, arguments.pictures):
+            log.tell(f"picture: {path}")
+
+
+def _launch(arguments: argparse.Namespace, plan: Plan, question: Question) -> int:
+    """Raises ConfigError where this machine has not the devices."""
+    from hydra_engine.cli.plan_devices import check_here
+    from hydra_engine.cli.serve import serve_with
+
+    check_here(question.kinds, plan.best.topology)
+    return serve_with(arguments, serve_flags(plan, question))
+
+
+def serve_flags(plan: Plan, question: Question) -> Sequence[str]:
+    """Of `hydra-engine serve`, for the topology that has won."""
+    limits = question.limits
+    flags = ["--topology", plan.best.topology, "--ttft-slo", f"{limits.ttft_s:g}s", "--tpot-slo", f"{limits.tpot_s:g}s"]
+    return [*flags, *(word for text in plan.best.flags for word in text.split())]
