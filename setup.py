@@ -225,6 +225,7 @@ setup(
         "hydra_engine": ["*.pyi", "py.typed"],
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],
         "hydra_engine.models": ["shapes/*/*"],
+        "hydra_engine.planner.hardware": ["*.json"],
         "hydra_engine.server.page": ["static/**/*"],
     },
     ext_modules=[Extension("hydra_engine._C", SOURCES)],
