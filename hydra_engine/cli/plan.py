@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hydra_engine import log
-from hydra_engine.cli.options import add_engine_options, add_model_argument
+from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import EngineConfig
+from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:  # `--help` needs none
     from hydra_engine.planner.search.candidates import Candidate
+    from hydra_engine.planner.search.halving import Effort
     from hydra_engine.planner.search.measure import Question
-    from hydra_engine.planner.search.plan import Effort, Plan
+    from hydra_engine.planner.search.plan import Plan
 
 _TTFT_S, _TPOT_S = 1.0, 0.05  # limits where none are given
 _REQUESTS = 400  # of a workload that is only named
@@ -68,17 +69,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output", type=Path, metavar="FILE", help="also write the plan to this file, as JSON")
     group.add_argument("--pictures", type=Path, metavar="FOLDER", help="write pictures there (needs matplotlib)")
     group.add_argument("--launch", action="store_true", help="start the server with the topology that has won")
-    add_engine_options(parser)
+    add_all_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = find_model_files(read_settings(arguments).engine())
+    settings = read_settings(arguments)
+    config = find_model_files(settings.engine())
     log.configure(config.log_level, log_format=config.log_format)
     _check(arguments)
+    from hydra_engine.cli.plan_devices import check_here
     from hydra_engine.planner.report import explain_lines, plan_lines
     from hydra_engine.planner.search.plan import make_plan
 
     question, effort = _question(arguments, config), _effort(arguments)
+    if arguments.launch:
+        check_here(question.kinds)
     began_s = time.monotonic()
     plan = make_plan(question, effort, _progress(), arguments.objective, arguments.rate, _only(arguments, question))
     seconds = time.monotonic() - began_s
@@ -87,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines += ["", *explain_lines(plan, question)]
     sys.stdout.write("\n".join(lines) + "\n")
     _write(arguments, plan)
-    return _launch(arguments, plan, question) if arguments.launch else 0
+    return _launch(plan, question, settings.server()) if arguments.launch else 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -136,7 +141,7 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
 
 
 def _effort(arguments: argparse.Namespace) -> Effort:
-    from hydra_engine.planner.search.plan import Effort
+    from hydra_engine.planner.search.halving import Effort
 
     return Effort(seeds=arguments.seeds, workers=len(os.sched_getaffinity(0)))
 
@@ -144,9 +149,9 @@ def _effort(arguments: argparse.Namespace) -> Effort:
 def _only(arguments: argparse.Namespace, question: Question) -> list[Candidate]:
     if not arguments.topologies:
         return []
+    from hydra_engine.core.roles import Topology, check_serves
     from hydra_engine.planner.search.candidates import Candidate
     from hydra_engine.planner.simulator.deployment import placed
-    from hydra_engine.core.roles import Topology, check_serves
 
     found = []
     for text in arguments.topologies.split():
@@ -176,17 +181,11 @@ def _write(arguments: argparse.Namespace, plan: Plan) -> None:
             log.tell(f"picture: {path}")
 
 
-def _launch(arguments: argparse.Namespace, plan: Plan, question: Question) -> int:
+def _launch(plan: Plan, question: Question, server: ServerConfig) -> int:
     """Raises ConfigError where this machine has not the devices."""
-    from hydra_engine.cli.plan_devices import check_here
-    from hydra_engine.cli.serve import serve_with
+    from hydra_engine.cli.serve import start
 
-    check_here(question.kinds, plan.best.topology)
-    return serve_with(arguments, serve_flags(plan, question))
-
-
-def serve_flags(plan: Plan, question: Question) -> Sequence[str]:
-    """Of `hydra-engine serve`, for the topology that has won."""
-    limits = question.limits
-    flags = ["--topology", plan.best.topology, "--ttft-slo", f"{limits.ttft_s:g}s", "--tpot-slo", f"{limits.tpot_s:g}s"]
-    return [*flags, *(word for text in plan.best.flags for word in text.split())]
+    config = question.config
+    for setting in plan.best.settings:
+        config = setting.apply(config)
+    return start(replace(config, topology=plan.best.topology), server)

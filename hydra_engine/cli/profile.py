@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
     os.environ.setdefault(*_OPENMP_IDLE)
     build: Any = import_module("hydra_engine.instance.build")  # loads torch
-    measured = build.profile_instance(config, _progress(), fresh=not arguments.cached, deadline_s=arguments.seconds)
+    measured = build.profile_instance(config, progress_line(), fresh=not arguments.cached, deadline_s=arguments.seconds)
     state = "saved" if measured.file.exists() else "could not be saved"
     lines = [*profile_lines(measured.profile, config.scheduler.tpot_slo), ""]
     sys.stdout.write("\n".join([*lines, f"{measured.source}; {state} in {measured.file}", ""]))
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _progress() -> Callable[[str, int, int], None]:
+def progress_line() -> Callable[[str, int, int], None]:
     """A counting line on a terminal, nothing elsewhere."""
     shown = sys.stderr.isatty()
 

@@ -28,9 +28,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    log.never_wait()
     settings = read_settings(arguments)
-    config, server = find_model_files(settings.engine()), settings.server()
+    return start(find_model_files(settings.engine()), settings.server())
+
+
+def start(config: EngineConfig, server: ServerConfig) -> int:
+    """Serves until it is stopped. `config` with the model's files."""
+    log.never_wait()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
     from hydra_engine.cluster.spawn import COMMAND, Spawned, spawn
     from hydra_engine.core.roles import Topology

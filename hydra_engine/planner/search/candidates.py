@@ -61,6 +61,12 @@ _TOGETHER: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("(E-P)-D", (("E", "P"), ("D",))),
     ("(E-D)-P", (("E", "D"), ("P",))),
 )
+_ONE_DEVICE: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("(EP-D)", (("EP", "D"),)),
+    ("(ED-P)", (("ED", "P"),)),
+    ("(E-P-D)", (("E", "P", "D"),)),
+    ("2EPD", (("EPD", "EPD"),)),
+)
 _TEXT: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("PD", (("PD",),)),
     ("P+D", (("P",), ("D",))),
@@ -73,7 +79,8 @@ def candidates(
     """`devices`: the kind of each by name. Parts get devices in every ratio; where kinds differ, each part may also
     prefer either end of their order, so that encoders can stand on the cheaper ones. `keeps_states`: what prefills must
     decode. `together`: also with instances that share a device."""
-    families = (*_APART, *(_TOGETHER if together else ())) if has_vision else _TEXT
+    shared = (*_TOGETHER, *(_ONE_DEVICE if len(devices) == 1 else ())) if together else ()
+    families = (*_APART, *shared) if has_vision else _TEXT
     if keeps_states:
         families = tuple(family for family in families if all(_keeps(part) for part in family[1]))
     orders = [list(devices)]

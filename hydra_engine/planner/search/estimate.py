@@ -11,34 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
-from hydra_engine.core.request import Request
+from hydra_engine.core.cost import CostSurface, LanguageLoad
 from hydra_engine.core.roles import Role
-from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.planner.search.candidates import Candidate
 from hydra_engine.planner.simulator.costs import DeviceKind
-from hydra_engine.planner.simulator.requests import RequestMaker
-from hydra_engine.telemetry.workload import WorkloadRequest
+from hydra_engine.planner.work import DECODES, RequestSeconds, Work, decode_seconds, prefill_seconds, vision_seconds
 
 STAGES = (("encode", Role.E), ("prefill", Role.P), ("decode", Role.D))
-_BATCH = 64  # decodes of a step, as far as the TPOT limit allows
 _LEAST_RATE, _MOST_RATE, _ROUNDS = 1e-4, 1e5, 40  # of the search for the bound
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Seconds of one device for a request on the mean, stage by stage."""
-
-    encode_s: float
-    prefill_s: float
-    decode_s: float
-
-    def of(self, stage: Role) -> float:
-        return {Role.E: self.encode_s, Role.P: self.prefill_s, Role.D: self.decode_s}[stage]
-
-    @property
-    def total_s(self) -> float:
-        return self.encode_s + self.prefill_s + self.decode_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,53 +29,39 @@ class Bound:
     stage: str
 
 
-def requests_of(spec: ModelSpec, rows: Sequence[WorkloadRequest]) -> list[Request]:
-    maker = RequestMaker(spec)
-    return [maker.request(row, number, 0.0)[0] for number, row in enumerate(rows, start=1)]
+def seconds_of(surface: CostSurface, asked: Sequence[Work], tpot_s: float | None = None) -> RequestSeconds:
+    """Of the mean request on a device with these step times; decodes in batches as large as the limit allows."""
+    count = len(asked)
+    return RequestSeconds(
+        sum(vision_seconds(surface, work) for work in asked) / count,
+        sum(prefill_seconds(surface, work) for work in asked) / count,
+        sum(decode_seconds(surface, work, _batch(surface, work, tpot_s)) for work in asked) / count,
+    )
 
 
-def work_of(surface: CostSurface, requests: Sequence[Request], tpot_s: float | None) -> Work:
-    """On a device with these step times. Pictures that come again are encoded once."""
-    encode_s = prefill_s = decode_s = 0.0
-    seen: set[bytes] = set()
-    for request in requests:
-        for image in request.images:
-            if image.digest not in seen:
-                seen.add(image.digest)
-                encode_s += surface.vision_s(VisionLoad(image.num_patches, float(image.num_patches**2)))
-        tokens, decodes = request.num_prompt, request.max_new_tokens - 1
-        prefill_s += surface.language_s(LanguageLoad(0, 0, tokens, tokens * (tokens + 1) / 2, 1))
-        if decodes:
-            context = tokens + decodes // 2
-            batch = _batch(surface, context, tpot_s)
-            decode_s += decodes * surface.language_s(LanguageLoad(batch, batch * context)) / batch
-    count = len(requests)
-    return Work(encode_s / count, prefill_s / count, decode_s / count)
-
-
-def _batch(surface: CostSurface, context: int, tpot_s: float | None) -> int:
-    batch = _BATCH
+def _batch(surface: CostSurface, work: Work, tpot_s: float | None) -> int:
+    batch, context = DECODES, work.prompt + work.output // 2
     while batch > 1 and tpot_s is not None and surface.language_s(LanguageLoad(batch, batch * context)) > tpot_s:
         batch //= 2
     return batch
 
 
-def bound_of(candidate: Candidate, kinds: Mapping[str, DeviceKind], works: Mapping[str, Work]) -> Bound:
-    """`works`: by the name of a kind."""
+def bound_of(candidate: Candidate, kinds: Mapping[str, DeviceKind], seconds: Mapping[str, RequestSeconds]) -> Bound:
+    """`seconds`: of a request, by the name of a kind."""
     low, high = _LEAST_RATE, _MOST_RATE
-    if _short_of(candidate, kinds, works, low) is not None:
+    if _short_of(candidate, kinds, seconds, low) is not None:
         high = low
     for _ in range(_ROUNDS):
         rate = (low * high) ** 0.5
-        if _short_of(candidate, kinds, works, rate) is None:
+        if _short_of(candidate, kinds, seconds, rate) is None:
             low = rate
         else:
             high = rate
-    return Bound(low, _short_of(candidate, kinds, works, high * 1.001) or "none")
+    return Bound(low, _short_of(candidate, kinds, seconds, high * 1.001) or "none")
 
 
 def _short_of(
-    candidate: Candidate, kinds: Mapping[str, DeviceKind], works: Mapping[str, Work], rate: float
+    candidate: Candidate, kinds: Mapping[str, DeviceKind], seconds: Mapping[str, RequestSeconds], rate: float
 ) -> str | None:
     """The first stage that does not fit at this rate, or None. Stages with the fewest devices are placed first, each on
     what is left of its devices, the one with most left first."""
@@ -104,16 +70,20 @@ def _short_of(
     for name, stage, devices in sorted(by_stage, key=lambda entry: len(entry[2])):
         amount = rate  # requests per second to place
         for device in sorted(devices, key=lambda device: -left[device].of(stage)):
-            seconds = works[kinds[device].name].of(stage)
-            if seconds <= 0:
+            each_s = _of(stage, seconds[kinds[device].name])
+            if each_s <= 0:
                 amount = 0.0
                 break
-            done = min(amount, left[device].of(stage) / seconds)
+            done = min(amount, left[device].of(stage) / each_s)
             amount -= done
-            left[device].take(stage, done * seconds)
+            left[device].take(stage, done * each_s)
         if amount > 1e-9 * rate:
             return name
     return None
+
+
+def _of(stage: Role, seconds: RequestSeconds) -> float:
+    return {Role.E: seconds.vision, Role.P: seconds.prefill, Role.D: seconds.decode}[stage]
 
 
 class _Left:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
-from hydra_engine.core.request import Request
 from hydra_engine.errors import ConfigError
-from hydra_engine.planner.search.estimate import requests_of
 from hydra_engine.planner.search.measure import SHARE, Question
+from hydra_engine.planner.work import Work, works
 
 _SAMPLE = 200
 
@@ -26,19 +25,19 @@ class Floor:
         return self.encode_s + self.prefill_s
 
 
-def floor_of(surface: CostSurface, request: Request) -> Floor:
-    encodes = [surface.vision_s(VisionLoad(i.num_patches, float(i.num_patches**2))) for i in request.images]
-    tokens = request.num_prompt
+def floor_of(surface: CostSurface, work: Work) -> Floor:
+    encodes = [surface.vision_s(VisionLoad(count, float(count * count))) for count in work.encoded]
+    tokens = work.prompt - min(work.cached, work.prompt - 1)
     prefill_s = surface.language_s(LanguageLoad(0, 0, tokens, tokens * (tokens + 1) / 2, 1))
-    return Floor(max(encodes, default=0.0), prefill_s, surface.language_s(LanguageLoad(1, tokens)))
+    return Floor(max(encodes, default=0.0), prefill_s, surface.language_s(LanguageLoad(1, work.prompt)))
 
 
 def check_reachable(question: Question) -> None:
     """Raises ConfigError where more requests than may miss a limit cannot keep it on the best of these devices,
     naming the stage, by how much, and the device."""
-    requests = requests_of(question.spec, question.rows[:_SAMPLE])
+    asked = list(works(question.spec, question.rows[:_SAMPLE]))
     kinds = {kind.name: kind for kind in question.kinds.values()}
-    floors = {name: [floor_of(kind.costs.surface, request) for request in requests] for name, kind in kinds.items()}
+    floors = {name: [floor_of(kind.costs.surface, work) for work in asked] for name, kind in kinds.items()}
     limits = question.limits
     for what, flag, limit_s, seconds in (
         ("the time to the first token", "ttft_slo", limits.ttft_s, lambda floor: floor.ttft_s),
@@ -48,7 +47,7 @@ def check_reachable(question: Question) -> None:
         name = min(best, key=lambda kind: best[kind])
         if best[name] <= limit_s:
             continue
-        stage = _stage(sorted(floors[name], key=seconds)[int(SHARE * (len(requests) - 1))], flag)
+        stage = _stage(sorted(floors[name], key=seconds)[int(SHARE * (len(asked) - 1))], flag)
         raise ConfigError(
             f"no topology keeps {what} within {_time(limit_s)}: on an idle {name} a request of this workload needs "
             f"{_time(best[name])} ({stage}), {best[name] / limit_s:.1f} times as long; raise "

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from hydra_engine.planner.search.candidates import Candidate
 from hydra_engine.planner.search.estimate import Bound
 from hydra_engine.planner.search.measure import SHARE, Point
@@ -23,6 +25,19 @@ _KEPT = 0.5  # of the candidates of a round
 _STEPS = 3  # of a bisection, per seed
 _BEYOND = 2.0  # times the bound: a load that is kept there is too short to tell
 _STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 % of t, by number of seeds
+
+
+class Effort(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is simulated. `seconds`: how long the longest loads last; `requests`: fewest and most of one."""
+
+    seconds: float = 10.0
+    requests: tuple[int, int] = (60, 400)
+    finalists: int = 4
+    seeds: int = 3
+    workers: int = 1
+
+
+Progress = Callable[[str, int], None]  # what is done now, and how many simulations it has at most
 
 
 class Measure(Protocol):
@@ -58,27 +73,22 @@ class Entry:
         return _STUDENT.get(len(rates), 2.0) * math.sqrt(variance / len(rates))
 
 
-def requests_at(rate: float, seconds: float, least: int, most: int) -> int:
-    """So many that the load lasts for `seconds`, within bounds."""
-    return int(min(max(rate * seconds, least), most))
+def requests_at(rate: float, effort: Effort, share: float = 1.0) -> int:
+    """So many that the load lasts for a share of the longest one's seconds, within bounds."""
+    least, most = effort.requests
+    return int(min(max(rate * share * effort.seconds, least), most))
 
 
 def race(
-    entries: Sequence[Entry],
-    measure: Measure,
-    *,
-    finalists: int,
-    seconds: float,
-    requests: tuple[int, int],
-    progress: Callable[[str, int], None],
+    entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress, rate: float | None = None
 ) -> list[Entry]:
-    """The finalists, the best first. `seconds`: how long a load of the last round lasts; `requests`: fewest and most of
-    a load."""
+    """The finalists, the best first. `rate`: of the first round."""
     running = sorted(entries, key=lambda entry: -entry.bound.rate)
-    rate = _FIRST_SHARE * running[0].bound.rate
+    rate = rate or _FIRST_SHARE * running[0].bound.rate
+    finalists = effort.finalists
     num_rounds = max(math.ceil(math.log(max(len(running) / finalists, 1), 1 / _KEPT)), 1)
     for number in range(num_rounds):
-        count = requests_at(rate, seconds / 2 ** (num_rounds - number), *requests)
+        count = requests_at(rate, effort, 1 / 2 ** (num_rounds - number))
         progress(f"round {number + 1}: {len(running)} topologies at {rate:.3g} requests/s", len(running))
         points = measure([(entry.candidate, rate, count, number) for entry in running])
         for entry, point in zip(running, points, strict=True):
@@ -96,21 +106,13 @@ def _merit(entry: Entry) -> tuple[float, float, float]:
     return round(min(point.attainment, SHARE), 2), point.slack, entry.bound.rate
 
 
-def measure_goodputs(
-    entries: Sequence[Entry],
-    measure: Measure,
-    *,
-    seeds: int,
-    seconds: float,
-    requests: tuple[int, int],
-    progress: Callable[[str, int], None],
-) -> None:
+def measure_goodputs(entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress) -> None:
     """Of every entry, for each seed: bracketed from the rate of its latest point, then bisected."""
-    for seed in range(seeds):
+    for seed in range(effort.seeds):
         progress(f"goodput of {len(entries)} topologies, seed {seed}", len(entries) * (_STEPS + 2))
         searches = [_Search(entry, seed) for entry in entries]
         while open_ones := [search for search in searches if not search.done]:
-            jobs = [search.next_job(seconds, requests) for search in open_ones]
+            jobs = [search.next_job(effort) for search in open_ones]
             for search, point in zip(open_ones, measure(jobs), strict=True):
                 search.take(point)
         for search in searches:
@@ -138,8 +140,8 @@ class _Search:
         boundless = self._high is None and self._rate > _BEYOND * self.entry.bound.rate
         return narrow or hopeless or boundless
 
-    def next_job(self, seconds: float, requests: tuple[int, int]) -> tuple[Candidate, float | None, int, int]:
-        return self.entry.candidate, self._rate, requests_at(self._rate, seconds, *requests), self._seed
+    def next_job(self, effort: Effort) -> tuple[Candidate, float | None, int, int]:
+        return self.entry.candidate, self._rate, requests_at(self._rate, effort), self._seed
 
     def take(self, point: Point) -> None:
         self.points.append(point)

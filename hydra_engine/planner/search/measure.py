@@ -37,7 +37,7 @@ class Question:
     def site(self, candidate: Candidate) -> Site:
         devices, config = {name: self.kinds[name] for name in candidate.devices}, self.config
         for setting in candidate.settings:
-            config = setting.change(config)
+            config = setting.apply(config)
         return Site(self.spec, config, devices, self.host)
 
     def limited(self) -> Question:

@@ -6,54 +6,30 @@ The order: can the limits be kept at all (`floors`), what can each candidate do 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
 
 import msgspec
 
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.planner.search.candidates import Candidate, candidates
-from hydra_engine.planner.search.estimate import Work, bound_of, requests_of, work_of
+from hydra_engine.planner.search.estimate import bound_of, seconds_of
 from hydra_engine.planner.search.floors import check_reachable
-from hydra_engine.planner.search.halving import Entry, measure_goodputs, race
+from hydra_engine.planner.search.halving import Effort, Entry, Progress, measure_goodputs, race, requests_at
 from hydra_engine.planner.search.measure import SHARE, Point, Question, measure
+from hydra_engine.planner.search.rows import Row, device_price, misses, refused_row, row_of
 from hydra_engine.planner.search.settings import settings_to_try
 from hydra_engine.planner.search.workers import run_all
 from hydra_engine.planner.simulator.sizing import Sizes, sizes_of
+from hydra_engine.planner.work import RequestSeconds, works
 
 _MOST_CANDIDATES = 24  # are simulated: those with the highest bounds
 _SAMPLE = 200  # requests of the workload from which work is estimated
 _BETTER = 1.02  # another setting must win by this much
 
-Progress = Callable[[str, int], None]  # what is done now, and how many simulations it has at most
-
-
-class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is simulated. `seconds`: how long the longest loads last; `requests`: fewest and most of one."""
-
-    seconds: float = 10.0
-    requests: tuple[int, int] = (60, 400)
-    finalists: int = 4
-    seeds: int = 3
-    workers: int = 1
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate in the plan's table. Rates in requests per second; `goodput` None: it did not come so far, and
-    `reason` says why. `point`: the last one below or at its goodput, else the last one."""
-
-    name: str
-    topology: str
-    family: str
-    bound: float
-    binds: str
-    goodput: float | None
-    uncertainty: float | None
-    point: Point | None
-    reason: str
-    hour_price: float | None
-    flags: tuple[str, ...] = ()
+Objective = Literal["goodput", "cost", "offline"]
 
 
 class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,98 +43,203 @@ class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`rows`: the best first. `work`: seconds of a request's stages on each kind of device."""
+    """`rows`: the best first. `work`: seconds of a request's encode, prefill and decode on each kind of device.
+    `points` and `tokens` were simulated."""
 
-    objective: str
+    objective: Objective
     rows: list[Row]
     limits: list[InstanceLimits]
     work: dict[str, tuple[float, float, float]]
     points: int
-    tokens: float  # simulated
+    tokens: float
 
     @property
     def best(self) -> Row:
         return self.rows[0]
 
 
-class _Runner:
-    """Counts what is simulated."""
+@dataclass(slots=True)
+class _Search:
+    """A question and what has been simulated for it. Called with (candidate, rate, number of requests, seed)."""
 
-    def __init__(self, question: Question, effort: Effort) -> None:
-        self.num_points, self.num_tokens = 0, 0.0
-        self._question, self._effort = question, effort
+    question: Question
+    effort: Effort
+    progress: Progress
+    seconds: dict[str, RequestSeconds]
+    num_points: int = 0
+    num_tokens: float = 0.0
 
     def __call__(self, jobs: Sequence[tuple[Candidate, float | None, int, int]]) -> list[Point]:
-        calls = [_job(self._question, *job) for job in jobs]
-        points = run_all(calls, self._effort.workers)
+        points = run_all([_job(self.question, *job) for job in jobs], self.effort.workers)
         self.num_points += len(points)
         self.num_tokens += sum(point.tokens_per_s * point.span_s for point in points)
         return points
+
+    def entries(self, found: Sequence[Candidate]) -> tuple[list[Entry], list[Row]]:
+        """Those that fit the devices, the highest bound first, and rows of those that do not."""
+        entries, refused = [], []
+        for candidate in found:
+            try:
+                _sizes(self.question, candidate)
+            except ResourceError as error:
+                refused.append(refused_row(self.question, candidate, str(error)))
+                continue
+            entries.append(Entry(candidate, bound_of(candidate, self.question.kinds, self.seconds)))
+        if not entries:
+            raise ConfigError(f"the model fits none of these deployments: {refused[0].reason}", param="devices")
+        return sorted(entries, key=lambda entry: -entry.bound.rate), refused
+
+    def plan(self, objective: Objective, rows: list[Row], best: Candidate) -> Plan:
+        return Plan(
+            objective=objective,
+            rows=rows,
+            limits=limits_of(self.question, best),
+            work={name: (one.vision, one.prefill, one.decode) for name, one in self.seconds.items()},
+            points=self.num_points,
+            tokens=self.num_tokens,
+        )
 
 
 def _job(question: Question, candidate: Candidate, rate: float | None, count: int, seed: int) -> Callable[[], Point]:
     return lambda: measure(question, candidate, rate, count, seed)
 
 
-def make_plan(question: Question, effort: Effort, progress: Progress, chosen: Sequence[Candidate] = ()) -> Plan:
-    """For the highest goodput. `chosen`: only these candidates. Raises ConfigError where no deployment can keep the
-    limits, with the stage that misses them and by how much."""
-    works = works_of(question)
+def make_plan(
+    question: Question,
+    effort: Effort,
+    progress: Progress,
+    objective: Objective = "goodput",
+    rate: float | None = None,
+    chosen: Sequence[Candidate] = (),
+) -> Plan:
+    """`rate`: requests per second, for the least cost. `chosen`: only these candidates. Raises ConfigError where no
+    deployment can keep the limits, with the stage that misses them and by how much."""
+    search = _Search(question, effort, progress, request_seconds(question))
+    if objective == "offline":
+        return _offline(search, chosen)
     check_reachable(question)
-    entries, refused = _entries(question, works, chosen)
-    if not entries:
-        raise ConfigError(f"the model fits none of these deployments: {refused[0].reason}", param="devices")
-    simulated = sorted(entries, key=lambda entry: -entry.bound.rate)[:_MOST_CANDIDATES]
-    left_out = [entry for entry in entries if entry not in simulated]
-    runner = _Runner(question, effort)
-    how = {"seconds": effort.seconds, "requests": effort.requests, "progress": progress}
-    finalists = race(simulated, runner, finalists=effort.finalists, **how)  # type: ignore[arg-type]
-    measure_goodputs(finalists, runner, seeds=effort.seeds, **how)  # type: ignore[arg-type]
-    finalists.sort(key=lambda entry: -entry.goodput)
-    better = _with_settings(question, finalists[0], runner, effort, progress)
-    final = sorted([*better, *finalists], key=lambda entry: -entry.goodput)
-    if not final[0].goodput:
-        raise ConfigError(_nothing_keeps(question, final[0]), param="tpot_slo")
-    lost = sorted((e for e in simulated if e not in finalists), key=lambda e: (-e.rounds, -e.bound.rate))
-    rows = [_row(question, entry, final[0]) for entry in (*final, *lost, *left_out)]
-    return Plan(
-        objective="goodput",
-        rows=[*rows, *refused],
-        limits=limits_of(question, final[0].candidate),
-        work={name: (work.encode_s, work.prefill_s, work.decode_s) for name, work in works.items()},
-        points=runner.num_points,
-        tokens=runner.num_tokens,
-    )
+    if objective == "cost":
+        assert rate is not None, "the least cost is that of a rate"
+        return _cheapest(search, rate, chosen)
+    return _highest(search, chosen)
 
 
-def works_of(question: Question) -> dict[str, Work]:
-    """By the name of a kind of device."""
-    requests = requests_of(question.spec, question.rows[:_SAMPLE])
+def request_seconds(question: Question) -> dict[str, RequestSeconds]:
+    """Of a request on the mean, by the name of a kind of device."""
+    asked = list(works(question.spec, question.rows[:_SAMPLE]))
     surfaces = {kind.name: kind.costs.surface for kind in question.kinds.values()}
-    return {name: work_of(surface, requests, question.limits.tpot_s) for name, surface in surfaces.items()}
+    return {name: seconds_of(surface, asked, question.limits.tpot_s) for name, surface in surfaces.items()}
 
 
-def _entries(question: Question, works: dict[str, Work], chosen: Sequence[Candidate]) -> tuple[list[Entry], list[Row]]:
-    """Those that fit the devices, and rows of those that do not."""
+def _candidates(question: Question, names: Sequence[str]) -> list[Candidate]:
     spec = question.spec
-    found = chosen or candidates(
-        {name: kind.name for name, kind in question.kinds.items()},
+    return candidates(
+        {name: question.kinds[name].name for name in names},
         has_vision=spec.vision is not None,
         keeps_states=spec.language.has_states,
     )
-    entries, refused = [], []
-    for candidate in found:
-        try:
-            _sizes(question, candidate)
-        except ResourceError as error:
-            refused.append(_refused(question, candidate, str(error)))
-            continue
-        entries.append(Entry(candidate, bound_of(candidate, question.kinds, works)))
-    return entries, refused
+
+
+# ---- objectives
+
+
+def _highest(search: _Search, chosen: Sequence[Candidate]) -> Plan:
+    """The highest goodput of all devices."""
+    question, effort, progress = search.question, search.effort, search.progress
+    entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
+    simulated, left_out = entries[:_MOST_CANDIDATES], entries[_MOST_CANDIDATES:]
+    finalists = race(simulated, search, effort, progress)
+    measure_goodputs(finalists, search, effort, progress)
+    winner = max(finalists, key=lambda entry: entry.goodput)
+    final = sorted([*_with_settings(search, winner), *finalists], key=lambda entry: -entry.goodput)
+    best = final[0]
+    if not best.goodput:
+        raise ConfigError(_nothing_keeps(question, best), param="tpot_slo")
+    lost = sorted((e for e in simulated if e not in finalists), key=lambda e: (-e.rounds, -e.bound.rate))
+    rows = [row_of(question, entry, best) for entry in (*final, *lost, *left_out)]
+    return search.plan("goodput", [*rows, *refused], best.candidate)
+
+
+def _cheapest(search: _Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
+    """The fewest dollars an hour (or to buy, or the fewest devices) that keep the limits at `rate` on every seed."""
+    question, effort = search.question, search.effort
+    count = requests_at(rate, effort)
+    failed: list[Entry] = []
+    groups = [[candidate] for candidate in chosen] or [_candidates(question, names) for names in _subsets(question)]
+    groups = [group for group in groups if group]
+    for group in sorted(groups, key=lambda group: device_price(question, group[0].devices)):
+        entries, _ = search.entries(group)
+        able = [entry for entry in entries if entry.bound.rate >= rate][:_MOST_CANDIDATES]
+        search.progress(f"{len(able)} topologies of {len(group[0].devices)} devices at {rate:g} requests/s", len(able))
+        for entry, point in zip(able, search([(e.candidate, rate, count, 0) for e in able]), strict=True):
+            entry.points.append(point)
+        good = [entry for entry in able if entry.points[-1].attainment >= SHARE]
+        good.sort(key=lambda entry: (-entry.points[-1].slack, -entry.bound.rate))
+        for entry in good[: effort.finalists]:
+            entry.points += search([(entry.candidate, rate, count, seed) for seed in range(1, effort.seeds)])
+            if all(point.attainment >= SHARE for point in entry.points):
+                others = [other for other in able if other is not entry]
+                shown = [entry, *sorted(others, key=lambda other: -other.points[-1].slack), *failed[::-1]]
+                return search.plan("cost", [row_of(question, one, entry) for one in shown], entry.candidate)
+        failed += able or entries[:1]
+    raise ConfigError(
+        f"none of these devices keep the limits at {rate:g} requests/s; the best was {failed[-1].candidate.name}"
+        + (f": {misses(failed[-1].points[-1])}" if failed[-1].points else ", which has no time left for that"),
+        param="rate",
+    )
+
+
+def _subsets(question: Question) -> Iterator[list[str]]:
+    """Some of the devices of each kind, one at least in all."""
+    by_kind: dict[str, list[str]] = {}
+    for name, kind in question.kinds.items():
+        by_kind.setdefault(kind.name, []).append(name)
+    for counts in product(*(range(len(names) + 1) for names in by_kind.values())):
+        if any(counts):
+            yield [name for names, count in zip(by_kind.values(), counts, strict=True) for name in names[:count]]
+
+
+def _offline(search: _Search, chosen: Sequence[Candidate]) -> Plan:
+    """All requests at once, the last answer as early as possible."""
+    question, effort = search.question, search.effort
+    entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
+    running, count = entries[:_MOST_CANDIDATES], effort.requests[0]
+    while True:
+        search.progress(f"{len(running)} topologies with {count} requests at once", len(running))
+        for entry, point in zip(running, search([(e.candidate, None, count, 0) for e in running]), strict=True):
+            entry.points.append(point)
+            entry.rounds += 1
+        running.sort(key=lambda entry: entry.points[-1].span_s)
+        if len(running) <= effort.finalists and count >= effort.requests[1]:
+            break
+        running = running[: max(effort.finalists, len(running) // 2)]
+        count = min(2 * count, effort.requests[1])
+    lost = sorted((e for e in entries if e not in running), key=lambda e: (-e.rounds, -e.bound.rate))
+    rows = [row_of(question, entry, running[0]) for entry in (*running, *lost)]
+    return search.plan("offline", [*rows, *refused], running[0].candidate)
+
+
+def _with_settings(search: _Search, winner: Entry) -> list[Entry]:
+    """The winner with the setting that makes it better, if one does, over all seeds."""
+    limits = limits_of(search.question, winner.candidate)
+    language = next((one for one in limits if one.kv_tokens), limits[0])
+    tried = settings_to_try(search.question.config, language.token_budget, language.max_num_seqs)
+    if not winner.goodput or not tried:
+        return []
+    entries = [
+        Entry(replace(winner.candidate, settings=(setting,)), winner.bound, list(winner.points)) for setting in tried
+    ]
+    effort = msgspec.structs.replace(search.effort, finalists=1)
+    hopeful = race(entries, search, effort, search.progress, rate=winner.goodput)
+    measure_goodputs(hopeful, search, effort, search.progress)
+    return [entry for entry in hopeful if entry.goodput > _BETTER * winner.goodput]
+
+
+# ---- limits
 
 
 def _sizes(question: Question, candidate: Candidate) -> dict[str, Sizes]:
-    """By role: what an instance of it finds, for the first one of each."""
+    """By role: what the first instance of it finds. Raises ResourceError."""
     site, found = question.site(candidate), dict[str, Sizes]()
     for spec in candidate.topology.instances:
         neighbours = [other.role for other in candidate.topology.instances if other.device == spec.device]
@@ -184,123 +265,9 @@ def limits_of(question: Question, candidate: Candidate) -> list[InstanceLimits]:
     return limits
 
 
-def _with_settings(
-    question: Question, winner: Entry, runner: _Runner, effort: Effort, progress: Progress
-) -> list[Entry]:
-    """The winner with each setting that makes it better, measured over all seeds."""
-    limits = limits_of(question, winner.candidate)
-    language = next((one for one in limits if one.kv_tokens), limits[0])
-    tried = settings_to_try(question.config, language.token_budget, language.max_num_seqs)
-    rate = winner.goodput
-    if not rate or not tried:
-        return []
-    entries = [
-        Entry(replace(winner.candidate, settings=(setting,)), winner.bound, list(winner.points)) for setting in tried
-    ]
-    # Just above what the winner keeps, where a better setting shows at once.
-    how = {"seconds": effort.seconds, "requests": effort.requests, "progress": progress}
-    hopeful = race(entries, runner, finalists=1, **how)  # type: ignore[arg-type]
-    measure_goodputs(hopeful, runner, seeds=effort.seeds, **how)  # type: ignore[arg-type]
-    return [entry for entry in hopeful if entry.goodput > _BETTER * winner.goodput]
-
-
-# ---- rows
-
-
-def _row(question: Question, entry: Entry, best: Entry) -> Row:
-    candidate = entry.candidate
-    measured = bool(entry.goodputs)
-    uncertainty = entry.uncertainty if measured and math.isfinite(entry.uncertainty) else None
-    return Row(
-        name=candidate.name,
-        topology=str(candidate.topology),
-        family=candidate.family,
-        bound=entry.bound.rate,
-        binds=entry.bound.stage,
-        goodput=entry.goodput if measured else None,
-        uncertainty=uncertainty,
-        point=shown_point(entry),
-        reason="" if entry is best else _reason(entry, best),
-        hour_price=hour_price(question, candidate),
-        flags=tuple(setting.flags for setting in candidate.settings),
-    )
-
-
-def shown_point(entry: Entry) -> Point | None:
-    kept = [point for point in entry.points if point.attainment >= SHARE and point.rate is not None]
-    if kept:
-        return max(kept, key=lambda point: point.rate or 0.0)
-    return entry.points[-1] if entry.points else None
-
-
-def _reason(entry: Entry, best: Entry) -> str:
-    """Why it was not chosen."""
-    bound = entry.bound
-    if not entry.points:
-        return f"not simulated: its bound is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"
-    failed = [point for point in entry.points if point.attainment < SHARE]
-    point = failed[0] if failed else entry.points[-1]
-    if entry.goodputs:
-        less = 1 - entry.goodput / best.goodput if best.goodput else 0.0
-        return f"{less:.0%} less goodput; above it {_misses(point)}" if failed else f"{less:.0%} less goodput"
-    if failed:
-        return f"out in round {entry.rounds}: at {point.rate:.3g} requests/s {_misses(point)}"
-    return f"out in round {entry.rounds}: kept the limits with less to spare than others"
-
-
-def _misses(point: Point) -> str:
-    stage, role, share = binding(point)
-    return (
-        f"{point.ttft_met:.0%} of the requests keep the TTFT limit and {point.tpot_met:.0%} the TPOT limit; "
-        f"{stage} binds ({role} busy {share:.0%})"
-    )
-
-
-def binding(point: Point) -> tuple[str, str, float]:
-    """(stage, role, busy share): what most probably misses the limit that is missed more. A late first token is for
-    want of encodes or prefills, a late next one for want of time beside decodes."""
-    if point.tpot_met < point.ttft_met:
-        role, share = _busiest(point, "D", 1)
-        return "decode", role, share
-    encoders, prefillers = _busiest(point, "E", 0), _busiest(point, "P", 1)
-    if encoders[1] > prefillers[1]:
-        return "encode", *encoders
-    return "prefill", *prefillers
-
-
-def _busiest(point: Point, stage: str, lane: int) -> tuple[str, float]:
-    shares = {role: busy[lane] for role, busy in point.busy.items() if stage in role}
-    if not shares:
-        return stage, 0.0
-    role = max(shares, key=lambda role: shares[role])
-    return role, shares[role]
-
-
-def hour_price(question: Question, candidate: Candidate) -> float | None:
-    prices = [question.kinds[name].hour_price for name in candidate.devices]
-    return None if any(price is None for price in prices) else sum(price or 0.0 for price in prices)
-
-
-def _refused(question: Question, candidate: Candidate, reason: str) -> Row:
-    return Row(
-        name=candidate.name,
-        topology=str(candidate.topology),
-        family=candidate.family,
-        bound=0.0,
-        binds="memory",
-        goodput=None,
-        uncertainty=None,
-        point=None,
-        reason=reason,
-        hour_price=hour_price(question, candidate),
-    )
-
-
 def _nothing_keeps(question: Question, entry: Entry) -> str:
-    point = shown_point(entry)
-    assert point is not None
-    limits = question.limits
+    limits, point = question.limits, entry.points[-1]
     return (
         f"no topology keeps TTFT {limits.ttft_s:g} s and TPOT {limits.tpot_s:g} s for {SHARE:.0%} of the requests at "
-        f"any rate; the best, {entry.candidate.name}, at {point.rate:.3g} requests/s: {_misses(point)}"
+        f"any rate; the best, {entry.candidate.name}, at {point.rate:.3g} requests/s: {misses(point)}"
     )

@@ -1,27 +1,32 @@
-"""Settings of a deployment that a plan may change, as flags of `serve`: each is tried on the topology that has won."""
+"""Settings of a deployment that a plan may change: each is tried on the topology that has won."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from hydra_engine.config import EngineConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """`flags` are what `serve` takes; `change` does the same to a configuration."""
+class Setting(msgspec.Struct, frozen=True):
+    """One field of a section of the configuration, for example ("scheduler", "token_budget", 1024)."""
 
-    flags: str
-    change: Callable[[EngineConfig], EngineConfig]
+    section: str
+    field: str
+    value: int | str | bool
 
+    @property
+    def flags(self) -> str:
+        """As `serve` takes it."""
+        name = self.field.replace("_", "-")
+        if isinstance(self.value, bool):
+            return f"--{'' if self.value else 'no-'}{name}"
+        return f"--{name} {self.value}"
 
-def _tokens(value: int) -> Setting:
-    return Setting(f"--token-budget {value}", lambda c: replace(c, scheduler=replace(c.scheduler, token_budget=value)))
-
-
-def _requests(value: int) -> Setting:
-    return Setting(f"--max-num-seqs {value}", lambda c: replace(c, scheduler=replace(c.scheduler, max_num_seqs=value)))
+    def apply(self, config: EngineConfig) -> EngineConfig:
+        changed = replace(getattr(config, self.section), **{self.field: self.value})
+        return replace(config, **{self.section: changed})
 
 
 def settings_to_try(config: EngineConfig, num_tokens: int, num_requests: int) -> list[Setting]:
@@ -29,13 +34,13 @@ def settings_to_try(config: EngineConfig, num_tokens: int, num_requests: int) ->
     has given stays."""
     found = []
     if config.scheduler.token_budget is None:
-        found += [_tokens(max(num_tokens // 2, 64)), _tokens(2 * num_tokens)]
+        found += [Setting("scheduler", "token_budget", count) for count in (max(num_tokens // 2, 64), 2 * num_tokens)]
     if config.scheduler.max_num_seqs is None:
-        found += [_requests(max(num_requests // 2, 1)), _requests(2 * num_requests)]
+        found += [
+            Setting("scheduler", "max_num_seqs", count) for count in (max(num_requests // 2, 1), 2 * num_requests)
+        ]
     if config.cluster.steal_decodes:
-        off = Setting("--no-steal-decodes", lambda c: replace(c, cluster=replace(c.cluster, steal_decodes=False)))
-        found.append(off)
+        found.append(Setting("cluster", "steal_decodes", value=False))
     if config.cluster.router == "least-loaded":
-        near = Setting("--router affinity", lambda c: replace(c, cluster=replace(c.cluster, router="affinity")))
-        found.append(near)
+        found.append(Setting("cluster", "router", "affinity"))
     return found

@@ -8,7 +8,7 @@ of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.placement import Switch, plan_switches
 from hydra_engine.planner.records import Record
 from hydra_engine.planner.simulator.agenda import Agenda
+from hydra_engine.planner.simulator.costs import DeviceKind
 from hydra_engine.planner.simulator.links import Links
 from hydra_engine.planner.simulator.machine import Machine
 from hydra_engine.planner.simulator.node import Node, Site
@@ -93,9 +94,9 @@ class Busy:
     language: float
 
 
-def placed(topology: Topology, site: Site) -> tuple[str, ...]:
+def placed(topology: Topology, devices: Mapping[str, DeviceKind]) -> tuple[str, ...]:
     """The device of each instance. Raises ConfigError where there are not enough."""
-    names = [*site.devices]
+    names = [*devices]
     if unknown := [spec.device for spec in topology.instances if spec.device not in ("auto", *names)]:
         raise ConfigError(f"topology {topology} names {unknown[0]}; there are {', '.join(names)}", param="topology")
     if len(names) == 1:
@@ -152,7 +153,7 @@ class Deployment:
         self._open_s = self.agenda.now()
 
     def _make_nodes(self) -> None:
-        site, devices = self._site, placed(self.topology, self._site)
+        site, devices = self._site, placed(self.topology, self._site.devices)
         cores = site.host.cores
         self.machines = {
             name: Machine(self.agenda, kind.costs.cores if kind.on_processor else 0)

@@ -1,0 +1,125 @@
+"""`--devices` of `hydra-engine plan`: words to kinds of devices, with step times from measurements or a roofline."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra_engine import log
+from hydra_engine.backend import devices
+from hydra_engine.cli.profile import progress_line
+from hydra_engine.config import EngineConfig
+from hydra_engine.errors import ConfigError
+from hydra_engine.models.specs.base import ModelSpec
+
+if TYPE_CHECKING:
+    from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
+    from hydra_engine.profiler.store import Profile
+
+MOST_DEVICES = 64
+_PART = re.compile(r"(?:(?P<count>[0-9]{1,4})\s*[x*]\s*)?(?P<kind>\S.*)")
+_HOST_CORES = 16  # beside devices that are not here
+
+
+def devices_of(
+    text: str, profile: Path | None, config: EngineConfig, spec: ModelSpec
+) -> tuple[dict[str, DeviceKind], Host]:
+    """Devices by name, and what the host costs. Raises ConfigError for what cannot be read, an unknown kind, and a
+    profile of another model."""
+    from hydra_engine.planner.simulator.costs import Host
+
+    if text.strip().isdigit():
+        count = _checked(int(text), text)
+        kind = _like_here(profile, config)
+        if kind.on_processor and count == 1:
+            return {devices.CPU: kind}, Host()
+        return {f"cuda:{index}": kind for index in range(count)}, Host(cores=0 if kind.on_processor else _HOST_CORES)
+    if profile is not None:
+        raise ConfigError(
+            f"--profile holds for devices like the one it was measured on; write --devices 8, not {text[:40]}",
+            param="profile",
+        )
+    kinds: list[DeviceKind] = []
+    for part in text.split("+"):
+        count, kind = _part(part.strip(), text, config, spec)
+        kinds += [kind] * count
+    _checked(len(kinds), text)
+    return {f"cuda:{index}": kind for index, kind in enumerate(kinds)}, Host(cores=_HOST_CORES)
+
+
+def _part(part: str, text: str, config: EngineConfig, spec: ModelSpec) -> tuple[int, DeviceKind]:
+    from hydra_engine.planner.hardware.devices import find_device
+    from hydra_engine.planner.hardware.roofline import device_kind
+
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise ConfigError(
+            f"cannot read --devices {text[:40]!r}; write for example 8, 8xH200 or 2xA100+2xRTX4090", param="devices"
+        )
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    device = find_device(match["kind"].strip())
+    return int(match["count"] or 1), device_kind(spec, device, "bfloat16" if dtype == "float32" else dtype)
+
+
+def _checked(count: int, text: str) -> int:
+    if not 1 <= count <= MOST_DEVICES:
+        raise ConfigError(f"--devices {text[:40]}: plan for 1 to {MOST_DEVICES} devices", param="devices")
+    return count
+
+
+def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
+    from hydra_engine.planner.simulator.costs import costs_of, read_profile
+    from hydra_engine.profiler.store import model_identity
+
+    if path is None:
+        log.tell("step times: looking for a saved profile of this model here, else measuring one")
+        build: Any = import_module("hydra_engine.instance.build")  # loads torch
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as where instances run
+        measured = build.profile_instance(config, progress_line(), fresh=False)
+        profile, source = measured.profile, measured.source
+    else:
+        profile = read_profile(path)
+        source = f"profile of {profile.measured_at[:10]}"
+        if profile.identity.model != model_identity(config.model_path):
+            raise ConfigError(
+                f"the profile {path.name} was measured with another model than {config.model_name}; measure one with "
+                f"`hydra-engine profile {config.model} --output FILE`",
+                param="profile",
+            )
+    return _kind(profile, costs_of(profile, source))
+
+
+def _kind(profile: Profile, costs: Costs) -> DeviceKind:
+    """A GPU's memory and links are those of its datasheet where that is known."""
+    from hydra_engine.planner.hardware.devices import LINK_SHARE, find_device
+    from hydra_engine.planner.simulator.costs import DeviceKind
+
+    if costs.threads:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return DeviceKind(profile.identity.processor or "this processor", costs, memory_bytes=free)
+    device = find_device(profile.identity.gpu)
+    return DeviceKind(
+        device.name,
+        costs,
+        memory_bytes=device.memory_bytes,
+        link_bytes_per_s=LINK_SHARE * device.link_bytes_per_s,
+        copy_bytes_per_s=device.copy_bytes_per_s,
+        price=device.price,
+        hour_price=device.hour_price,
+    )
+
+
+def check_here(kinds: Mapping[str, DeviceKind]) -> None:
+    """Raises ConfigError where this machine has not all of these devices, before anything is simulated."""
+    here = devices.names()
+    missing = [name for name in kinds if name not in here]
+    if missing:
+        raise ConfigError(
+            f"--launch needs {len(kinds)} devices, and this machine has {', '.join(here)}; plan for those, or leave "
+            "--launch out",
+            param="launch",
+        )

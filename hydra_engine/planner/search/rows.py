@@ -1,0 +1,137 @@
+"""A candidate in the table of a plan: what was measured of it, and why it was not chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from hydra_engine.planner.search.candidates import Candidate
+from hydra_engine.planner.search.halving import Entry
+from hydra_engine.planner.search.measure import SHARE, Point, Question
+from hydra_engine.planner.search.settings import Setting
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate in the plan's table. Rates in requests per second; `goodput` None: it did not come so far, and
+    `reason` says why. `point`: the last one below or at its goodput, else the last one."""
+
+    name: str
+    topology: str
+    family: str
+    bound: float
+    binds: str
+    goodput: float | None
+    uncertainty: float | None
+    point: Point | None
+    reason: str
+    hour_price: float | None
+    price: float | None
+    settings: tuple[Setting, ...] = ()
+
+
+def row_of(question: Question, entry: Entry, best: Entry) -> Row:
+    candidate = entry.candidate
+    measured = bool(entry.goodputs)
+    uncertainty = entry.uncertainty if measured and math.isfinite(entry.uncertainty) else None
+    return Row(
+        name=candidate.name,
+        topology=str(candidate.topology),
+        family=candidate.family,
+        bound=entry.bound.rate,
+        binds=entry.bound.stage,
+        goodput=entry.goodput if measured else None,
+        uncertainty=uncertainty,
+        point=shown_point(entry),
+        reason="" if entry is best else _reason(entry, best),
+        hour_price=hour_price(question, candidate.devices),
+        price=buying_price(question, candidate.devices),
+        settings=candidate.settings,
+    )
+
+
+def shown_point(entry: Entry) -> Point | None:
+    kept = [point for point in entry.points if point.attainment >= SHARE and point.rate is not None]
+    if kept:
+        return max(kept, key=lambda point: point.rate or 0.0)
+    return entry.points[-1] if entry.points else None
+
+
+def _reason(entry: Entry, best: Entry) -> str:
+    """Why it was not chosen."""
+    bound = entry.bound
+    if not entry.points:
+        return f"not simulated: its bound is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"
+    failed = [point for point in entry.points if point.attainment < SHARE]
+    point = failed[0] if failed else entry.points[-1]
+    if entry.goodputs:
+        less = 1 - entry.goodput / best.goodput if best.goodput else 0.0
+        return f"{less:.0%} less goodput; above it {misses(point)}" if failed else f"{less:.0%} less goodput"
+    if failed:
+        return f"out in round {entry.rounds}: at {point.rate:.3g} requests/s {misses(point)}"
+    return f"out in round {entry.rounds}: kept the limits with less to spare than others"
+
+
+def misses(point: Point) -> str:
+    stage, role, share = binding(point)
+    return (
+        f"{point.ttft_met:.0%} of the requests keep the TTFT limit and {point.tpot_met:.0%} the TPOT limit; "
+        f"{stage} binds ({role} busy {share:.0%})"
+    )
+
+
+def binding(point: Point) -> tuple[str, str, float]:
+    """(stage, role, busy share): what most probably misses the limit that is missed more. A late first token is for
+    want of encodes or prefills, a late next one for want of time beside decodes."""
+    if point.tpot_met < point.ttft_met:
+        role, share = _busiest(point, "D", 1)
+        return "decode", role, share
+    encoders, prefillers = _busiest(point, "E", 0), _busiest(point, "P", 1)
+    if encoders[1] > prefillers[1]:
+        return "encode", *encoders
+    return "prefill", *prefillers
+
+
+def _busiest(point: Point, stage: str, lane: int) -> tuple[str, float]:
+    shares = {role: busy[lane] for role, busy in point.busy.items() if stage in role}
+    if not shares:
+        return stage, 0.0
+    role = max(shares, key=lambda role: shares[role])
+    return role, shares[role]
+
+
+def hour_price(question: Question, devices: Sequence[str]) -> float | None:
+    """Dollars for an hour of all of them; None where one has no price."""
+    prices = [question.kinds[name].hour_price for name in devices]
+    return None if any(price is None for price in prices) else sum(price or 0.0 for price in prices)
+
+
+def buying_price(question: Question, devices: Sequence[str]) -> float | None:
+    prices = [question.kinds[name].price for name in devices]
+    return None if any(price is None for price in prices) else sum(price or 0.0 for price in prices)
+
+
+def device_price(question: Question, devices: Sequence[str]) -> tuple[float, int]:
+    """For ordering: by the hour where every kind has such a price, else to buy, else how many there are."""
+    every = list(question.kinds)
+    for price in (hour_price, buying_price):
+        if price(question, every) is not None:
+            return price(question, devices) or 0.0, len(devices)
+    return float(len(devices)), len(devices)
+
+
+def refused_row(question: Question, candidate: Candidate, reason: str) -> Row:
+    return Row(
+        name=candidate.name,
+        topology=str(candidate.topology),
+        family=candidate.family,
+        bound=0.0,
+        binds="memory",
+        goodput=None,
+        uncertainty=None,
+        point=None,
+        reason=reason,
+        hour_price=hour_price(question, candidate.devices),
+        price=buying_price(question, candidate.devices),
+    )
