@@ -284,7 +284,12 @@ class Engine(EngineLife):
 
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         """Called on the engine's loop with the Result of every request that ends, failed ones included."""
-        self.front.observers.append(observer)
+        self.front.observers.append(lambda _, result: observer(result))
+
+    def record_workload(self, write: Callable[[bytes], None]) -> None:
+        """`write` gets the lines of a workload file (`telemetry/workload.py`) for requests that come from now on, the
+        last ones while the engine closes. It is called on the engine's loop, and so is this."""
+        self._recordings.append(self.front.record_workload(write))
 
     def ledger(self) -> LedgerReport:
         """What is held right now; `.at_rest` when nothing is."""

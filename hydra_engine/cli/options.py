@@ -75,7 +75,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "when instances fail": (),
     "logging": (
         *("log_level", "log_format", "disable_log_stats", "access_log", "enable_log_requests", "server_timing"),
-        "otlp_endpoint",
+        *("otlp_endpoint", "record_workload"),
     ),
     "kernels and tests": (
         *("deterministic", "backend", "check_transfers"),

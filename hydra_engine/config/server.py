@@ -74,6 +74,12 @@ class ServerConfig:
         "URL of an OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318): a trace per request with a "
         "span per stage; needs hydra-engine[otel]",
     )
+    record_workload: str | None = opt(
+        None,
+        "file that gets a line for each request that ended, with sizes and times and no contents; a file that is there "
+        "is kept as FILE.old",
+        kind="file",
+    )
     server_timing: bool = opt(
         False, "a Server-Timing header on every answer that is not streamed; reveals the load to clients"
     )

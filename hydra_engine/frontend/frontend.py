@@ -12,7 +12,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
@@ -33,15 +32,15 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
 from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.choices import Choices
-from hydra_engine.frontend.dispatch import RETRY_AFTER_S, Dispatcher
+from hydra_engine.frontend.dispatch import RETRY_AFTER_S, Dispatcher, Report
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.incoming import Incoming
-from hydra_engine.frontend.progress import JointProgress
+from hydra_engine.frontend.progress import JointProgress, OnProgress
+from hydra_engine.frontend.recording import Recording
 from hydra_engine.frontend.reports import LedgerQueries, StatusTable, Watch
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.instances import missing_for_good
@@ -55,9 +54,6 @@ from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 
 logger = logging.getLogger(__name__)
 
-OnProgress = Callable[[Loading], None]
-
-COUNTING = SamplingParams(max_tokens=1, seed=0)  # of a call whose prompt alone is looked at
 TICK_S = 0.1  # how often the frontend looks for what has waited too long
 LEDGER_S = 5.0  # for all instances to answer
 
@@ -101,7 +97,7 @@ class Front:
         self.statuses = StatusTable()
         self._watch = Watch(self._dispatcher, self.statuses)
         self._queries = LedgerQueries()
-        self.observers: list[Callable[[Result], None]] = []  # called with the result of every request that ends
+        self.observers: list[Report] = []  # called with every request that ends
         self._switching = asyncio.Lock()
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -253,7 +249,11 @@ class Front:
         self._finish_times.append(self._clock.now())
         self.trace.add(result.request_id, active.request.arrival_s, result.timeline, result.usage)
         for observer in self.observers:
-            observer(result)
+            observer(active, result)
+
+    def record_workload(self, write: Callable[[bytes], None]) -> Recording:
+        """`write` gets the lines of a workload file, for requests that come from now on, until that is closed."""
+        return Recording(write, self._clock, self.observers, self._dispatcher.requests, self._in_preprocess)
 
     # ---- the supervisor's listener
 
@@ -371,10 +371,9 @@ class Front:
         self._check_open(1)
         self._admitting += 1
         try:
-            prepared = await self.preprocessor.prepare(self._next_id(), replace(call, sampling=COUNTING))
+            return await self.preprocessor.count(self._next_id(), call)
         finally:
             self._admitting -= 1
-        return prepared.request.num_prompt
 
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
         """The last `seconds` of the requests that have ended, as trace events. From any thread."""

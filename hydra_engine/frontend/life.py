@@ -18,6 +18,7 @@ from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.frontend import Front
 from hydra_engine.frontend.progress import LoadProgress
+from hydra_engine.frontend.recording import Recording
 from hydra_engine.models.specs.generation import default_sampling
 from hydra_engine.preprocess.model_files import find_model_files
 
@@ -97,6 +98,7 @@ class EngineLife:
         self._ahead = ahead
         self._front: Front | None = None
         self._closed = False
+        self._recordings: list[Recording] = []
         self.default_sampling_params = default_sampling(
             config.model_path, config.override_generation_config, use_file=config.generation_config == "auto"
         )
@@ -168,6 +170,8 @@ class EngineLife:
     async def _close_front(self) -> None:
         if self._front is not None:
             await self._front.close()
+        for recording in self._recordings:
+            recording.close()
 
     def __enter__(self) -> Self:
         return self

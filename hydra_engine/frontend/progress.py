@@ -13,6 +13,8 @@ from tqdm import tqdm
 from hydra_engine.core.messages import Loading, Status
 from hydra_engine.core.outputs import Result
 
+OnProgress = Callable[[Loading], None]
+
 
 class _Bars:
     """`enabled` None: on a terminal."""

@@ -11,6 +11,7 @@ from hydra_engine.planner.search.load import rate_of
 from hydra_engine.planner.search.measure import SHARE, Question
 from hydra_engine.planner.search.plan import Plan
 from hydra_engine.planner.search.rows import Row
+from hydra_engine.telemetry.workload import WorkloadRequest
 
 _SHOWN = 24  # rows of the table
 
@@ -32,6 +33,7 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
     pictures = sum(len(row.pictures) for row in rows) / len(rows)
     videos = sum(len(row.videos) for row in rows)
     rate = rate_of(rows)
+    text, answer = (sum(lengths) / len(rows) for lengths in zip(*_lengths(rows), strict=True))
     yield f"model       {model}"
     counts = Counter(kind.name for kind in question.kinds.values())
     sources = {kind.name: kind.costs.source for kind in question.kinds.values()}
@@ -39,9 +41,8 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
         yield f"devices     {count} x {name} ({sources[name]})"
     recorded = "all at once" if rate is None else f"recorded at {rate:.3g} requests/s"
     yield (
-        f"workload    {len(rows)} requests, {recorded}; on the mean {_mean(row.prompt_tokens for row in rows):.0f} tokens "
-        f"of text, {pictures:.2g} pictures{f', {videos} videos in all' if videos else ''}, "
-        f"{_mean(row.output_tokens for row in rows):.0f} tokens out"
+        f"workload    {len(rows)} requests, {recorded}; on the mean {text:.0f} tokens of text, {pictures:.2g} pictures"
+        f"{f', {videos} videos in all' if videos else ''}, {answer:.0f} tokens out"
     )
     for name, (encode_s, prefill_s, decode_s) in plan.work.items():
         yield (
@@ -110,7 +111,8 @@ def _verdict(plan: Plan, question: Question, model: str) -> Iterator[str]:
     )
     yield f"best        {best.name}: {limits}"
     if best.point is not None and best.price:
-        yield f"            {explain.tokens_per_kilodollar(best.point.tokens_per_s, best.price):.3g} tokens/s per $1,000"
+        each = explain.tokens_per_kilodollar(best.point.tokens_per_s, best.price)
+        yield f"            {each:.3g} tokens/s per $1,000"
     if best.point is not None and best.hour_price and best.point.tokens_per_s:
         yield f"            ${best.hour_price / best.point.tokens_per_s / 3600 * 1e6:.3g} for a million tokens"
     yield f"to start    hydra-engine serve {model} {' '.join(serve_flags(plan, question))}"
@@ -141,9 +143,8 @@ def explain_lines(plan: Plan, question: Question) -> list[str]:
     return explain.lines(explain.explain(question.spec, question.rows, vision, language, links))
 
 
-def _mean(values: object) -> float:
-    numbers: Sequence[float] = list(values)  # type: ignore[call-overload]
-    return sum(numbers) / len(numbers)
+def _lengths(rows: Sequence[WorkloadRequest]) -> list[tuple[int, int]]:
+    return [(row.prompt_tokens, row.output_tokens) for row in rows]
 
 
 def _time(seconds: float) -> str:

@@ -20,7 +20,7 @@ from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import TemplateOptions, texts_of
 from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
-from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec
+from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.preprocess.media.fetch import Resolve
 from hydra_engine.preprocess.media.media import Media, MediaLoader
@@ -34,6 +34,18 @@ MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
 MAX_WAITING_TEXTS = 512
 
+_COUNTING = SamplingParams(max_tokens=1, seed=0)  # of a call whose prompt alone is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user asked for as far as a request does not tell: its `number`, which several answers share; the tokens of
+    the prompt that are not there for pictures or videos; of each of these, in order, what a video was."""
+
+    number: RequestId
+    num_text: int
+    videos: tuple[VideoInfo | None, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -42,6 +54,7 @@ class Prepared:
     request: Request
     pixels: tuple[PixelPayload, ...]
     spans: tuple[StageSpan, ...]
+    asked: Asked | None = None  # None: not made of a call
 
 
 class Preprocessor:
@@ -118,6 +131,7 @@ class Preprocessor:
             await self._grammars.check(sampling.grammar)
         media = await self._loader.load(prompt.media, sources, call.pixels, call.cache_salt)
         spans.extend(span for item in media for span in item.spans)
+        asked = Asked(request_id, len(token_ids) - len(media), tuple(item.video for item in media))
         if media and (processor := self._spec.processor) is not None:
             token_ids, media = await self._texts.run(self._place_pictures, prompt, token_ids, media, processor)
         token_ids, items, rope_delta = self._expand(token_ids, media)
@@ -135,7 +149,12 @@ class Preprocessor:
             rope_delta=rope_delta,
             priority=call.priority,
         )
-        return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans))
+        return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans), asked)
+
+    async def count(self, request_id: RequestId, call: GenerationCall) -> int:
+        """The length of a call's prompt, pictures included, which are opened for that. Raises as `prepare` does."""
+        prepared = await self.prepare(request_id, replace(call, sampling=_COUNTING))
+        return prepared.request.num_prompt
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
         """Token ids of a call's prompt; an image is one placeholder and is not opened."""

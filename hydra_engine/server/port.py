@@ -138,6 +138,11 @@ class EnginePort(Protocol):
         """Nothing can be served any more, and no instance that could will be started again. The server ends then."""
         ...
 
+    def record_workload(self, write: Callable[[bytes], None]) -> None:
+        """`write` gets the lines of a workload file for requests that come from now on, the last ones while the engine
+        closes."""
+        ...
+
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         """`observer` is called on the loop with the Result of every request that ends, failed ones included."""
         ...

@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_keys
 from hydra_engine.core.outputs import Result
@@ -23,6 +24,7 @@ from hydra_engine.server.http.cors import is_loopback
 from hydra_engine.server.http.listening import CLOSE_S, SWITCH_S, Listening, listen
 from hydra_engine.server.port import EnginePort
 from hydra_engine.server.state import STATE, Lifecycle, ServerState
+from hydra_engine.server.workload_file import WorkloadFile
 
 logger = logging.getLogger(__name__)
 request_log = logging.getLogger("hydra_engine.requests")
@@ -52,17 +54,21 @@ async def serve(
     if config.access_log != "off":
         access.turn_on(config.access_log)
     listening = await listen(app, config.host, config.port)
-    signals = _Signals()
+    signals, recorded = _Signals(), None
     sys.setswitchinterval(SWITCH_S)
     try:
+        if config.record_workload is not None:
+            recorded = WorkloadFile(Path(config.record_workload))
         _warn_of_exposure(listening, app[KEYS], config)
         with signals.installed(app[KEYS]):
-            return await _run(engine, config, app[STATE], listening.url, signals, start, ready)
+            return await _run(engine, config, app[STATE], listening.url, signals, start, ready, recorded)
     finally:
         try:
             await listening.close()
         finally:
             await stop()
+            if recorded is not None:
+                recorded.close()
 
 
 def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig) -> None:
@@ -87,6 +93,7 @@ async def _run(
     signals: _Signals,
     start: Callable[[], Awaitable[None]],
     ready: Callable[[str], None] | None,
+    recorded: WorkloadFile | None,
 ) -> int:
     if not await _load(start, signals):
         return 0
@@ -97,6 +104,8 @@ async def _run(
     if config.enable_log_requests:
         request_log.setLevel(logging.INFO)  # asked for by name, whatever the level of the rest
         engine.add_observer(_log_request)
+    if recorded is not None:
+        engine.record_workload(recorded.add)
     logger.info("ready on %s", url)
     if ready is not None:
         ready(url)

@@ -6,7 +6,8 @@ JSON lines. The first one names the format; each other one is a request, in the 
     {"at_s": 0.0, "prompt_tokens": 32, "output_tokens": 64, "pictures": [[1024, 768, 0]]}
     {"at_s": 0.4, "prompt_tokens": 90, "output_tokens": 64, "session": 3, "shared_tokens": 32}
 
-The server records one (`--record-workload FILE`), generators make others, the planner reads them.
+The server records one (`--record-workload FILE`), generators make others, the planner reads them. A file that is still
+written, or whose writer has died, can be read too: a last line that is not whole is passed over.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import msgspec
 from hydra_engine.errors import ConfigError
 
 FORMAT, VERSION = "hydra-engine workload", 1
-_MOST_REQUESTS = 1_000_000
+MOST_REQUESTS = 1_000_000  # of a file
 _MOST_TOKENS = 1 << 24
-_MOST_SIDE = 1 << 16
-_MOST_FRAMES = 1 << 16
+_MOST_SIDE = 1 << 20  # pixels
+_MOST_FRAMES = 1 << 20
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -87,11 +88,11 @@ def read_workload(path: Path) -> tuple[WorkloadRequest, ...]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror}") from error
-    if lines and not lines[-1]:
+    if len(lines) > 1 and not _is_whole(lines[-1]):
         lines.pop()
     _check_header(path, lines)
-    if len(lines) - 1 > _MOST_REQUESTS:
-        raise _refused(path, f"has {len(lines) - 1} requests; give at most {_MOST_REQUESTS}")
+    if len(lines) - 1 > MOST_REQUESTS:
+        raise _refused(path, f"has {len(lines) - 1} requests; give at most {MOST_REQUESTS}")
     decoder = msgspec.json.Decoder(WorkloadRequest, strict=True)
     requests: list[WorkloadRequest] = []
     for number, line in enumerate(lines[1:], start=2):
@@ -121,22 +122,36 @@ def problem_of(request: WorkloadRequest) -> str | None:
     ):
         if not least <= value <= _MOST_TOKENS:
             return f"{name} must be between {least} and {_MOST_TOKENS}"
+    if request.session is not None and request.session < 0:
+        return "session must be 0 or more"
     if request.shared_tokens > request.prompt_tokens:
         return "shared_tokens must not exceed prompt_tokens"
     if request.shared_tokens and request.session is None:
         return "shared_tokens needs a session that shares them"
-    for width, height in [(one.width, one.height) for one in (*request.pictures, *request.videos)]:
-        if not (1 <= width <= _MOST_SIDE and 1 <= height <= _MOST_SIDE):
-            return f"a picture of {width} x {height} pixels cannot be"
+    media: tuple[Picture | Video, ...] = (*request.pictures, *request.videos)
+    for picture in media:
+        if not (1 <= picture.width <= _MOST_SIDE and 1 <= picture.height <= _MOST_SIDE):
+            return f"a picture of {picture.width} x {picture.height} pixels cannot be"
+        if picture.number < 0:
+            return "the number of a picture must be 0 or more"
     for video in request.videos:
         if not (1 <= video.frames <= _MOST_FRAMES and 0 < video.fps < math.inf):
             return "a video needs frames, and frames per second"
     return None
 
 
+def _is_whole(last: bytes) -> bool:
+    """What is behind the last end of a line is a line, and not a part of one or nothing."""
+    try:
+        msgspec.json.decode(last)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
 def _check_header(path: Path, lines: Sequence[bytes]) -> None:
     try:
-        found: Any = msgspec.json.decode(lines[0], type=_Header, strict=True) if lines else None
+        found: Any = msgspec.json.decode(lines[0], type=_Header, strict=True)
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = None
     if found is None or found.format != FORMAT:

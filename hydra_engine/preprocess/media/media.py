@@ -24,7 +24,7 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VisionSpec
+from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, VisionSpec
 from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.preprocess.media import images, videos
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
@@ -66,6 +66,7 @@ class Media:
     size: tuple[int, int]  # (width, height) of the upright source
     plan: MediaPlan
     payloads: tuple[PixelPayload, ...]
+    video: VideoInfo | None = None  # where it is one
     spans: tuple[StageSpan, ...] = ()  # fetch, preprocess
 
 
@@ -225,7 +226,8 @@ class MediaLoader:
         video = vision.plan_video(info)
         job = videos.VideoJob(data, video.frames, video.media.views, vision.preprocess.resample)
         content = content_of_frames([content_of_file(data)], video.frames)
-        return self._media("video", info[:2], video.media, content, partial(self._decoders.render, job), salt)
+        media = self._media("video", info[:2], video.media, content, partial(self._decoders.render, job), salt)
+        return replace(media, video=info)
 
     def _from_frames(self, frames: Frames, vision: VisionSpec, salt: str) -> Media:
         values = [read_local(picture, self._limits) for picture in frames.pictures]
@@ -247,7 +249,7 @@ class MediaLoader:
             contents = [content_of_image(picture) for picture in chosen]
             pixels = partial(render, chosen, views, resample)
         content = content_of_frames(contents, video.frames)
-        return self._media("video", info[:2], video.media, content, pixels, salt)
+        return replace(self._media("video", info[:2], video.media, content, pixels, salt), video=info)
 
     def _media(
         self,

@@ -1,0 +1,104 @@
+"""The file of `--record-workload`: lines of requests that ended (`telemetry/workload.py`), for its owner alone.
+
+A thread writes, so that a slow disk delays no token, and whole lines only, so that the file can be read at any time.
+Where a line cannot be written the recording is over: one line of the log says so, and serving goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import stat
+import threading
+from pathlib import Path
+
+from hydra_engine.errors import ConfigError
+from hydra_engine.telemetry.workload import header_line
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 1 << 16  # lines
+_LAST_LINES_S = 5.0  # that the end waits for the disk
+
+
+class WorkloadFile:
+    """Opened at once; a file that is there already is kept under the same name with `.old`. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            _put_aside(path)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._size = 0
+            try:
+                self._write(header_line("recorded"))
+            except OSError:
+                os.close(self._file)
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"record_workload cannot be written: {error.strerror}; name a file in a folder that the server may "
+                "write to",
+                param="record_workload",
+            ) from error
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
+        self._over = False
+        self._thread = threading.Thread(target=self._write_all, name="workload-file", daemon=True)
+        self._thread.start()
+
+    def add(self, line: bytes) -> None:
+        """Never waits and never fails."""
+        if self._over:
+            return
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._give_up("the disk is too slow")
+
+    def close(self) -> None:
+        """Returns when all is written, or when that takes too long."""
+        try:
+            self._lines.put(None, timeout=_LAST_LINES_S)
+        except queue.Full:
+            return
+        self._thread.join(_LAST_LINES_S)
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if self._over:
+                continue
+            try:
+                self._write(line)
+            except OSError as error:
+                self._give_up(error.strerror or type(error).__name__)
+        os.close(self._file)
+
+    def _write(self, line: bytes) -> None:
+        """The whole line, or nothing of it. Raises OSError."""
+        data = line + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            if stat.S_ISREG(os.fstat(self._file).st_mode):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(line) + 1
+
+    def _give_up(self, reason: str) -> None:
+        self._over = True
+        logger.warning("the workload is recorded no longer: %s; what was written before is whole", reason)
+
+
+def _put_aside(path: Path) -> None:
+    """A regular file gets the name with `.old`, unless it holds no request."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        return
+    if found.st_size > len(header_line("recorded")) + 1:
+        path.replace(path.with_name(path.name + ".old"))
+    else:
+        path.unlink()
