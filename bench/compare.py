@@ -141,11 +141,12 @@ def memory_mib(pid: int) -> int:
 
 def texts(count: int, seed: int, tokens: int) -> list[Spec]:
     rng = np.random.default_rng([seed, count])
-    return [Spec("text", None, sentence(rng, _WORDS), tokens) for _ in range(count)]
+    return [Spec("text", (), sentence(rng, _WORDS), tokens) for _ in range(count)]
 
 
 def pictured(count: int, seed: int, tokens: int) -> list[Spec]:
-    return [Spec("picture", (_SIDE, _SIDE, 1000 * seed + 100 * count + i), QUESTION, tokens) for i in range(count)]
+    pictures = [(_SIDE, _SIDE, 1000 * seed + 100 * count + i) for i in range(count)]
+    return [Spec("picture", (picture,), QUESTION, tokens) for picture in pictures]
 
 
 def load(target: Target, specs: Sequence[Spec], times_s: Sequence[float] | None = None) -> tuple[Record, ...]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from bench.baselines import NAMES
 from bench.serve.servers import Server, ours
-from bench.serve.workload import Workload
+from bench.serve.workload import TEXT_SHARE_HELP, Workload
 from hydra_engine.planner.slo import Limits
 from hydra_engine.planner.workload.arrivals import Arrivals
-from hydra_engine.planner.workload.shapes import SHAPES, TABLE_3
+from hydra_engine.planner.workload.shapes import MIXED, SHAPES, TABLE_3
 
 MODES = {
     "curve": "attainment over request rates, and goodput at 90 %",
@@ -23,7 +23,6 @@ MODES = {
     "budget": "steps over the TPOT limit, and how much of the limit is used",
     "ablation": "goodput with everything on, and with each switch off",
 }
-_EVERY_SHAPE = tuple(SHAPES)
 
 # What --quick and a full run take where the command line says nothing.
 _DEFAULTS: dict[str, tuple[float, float]] = {
@@ -93,7 +92,7 @@ def settings_from(arguments: Sequence[str] | None, description: str | None) -> S
             model=given.model,
             servers=_servers(given),
             server_flags=given.server_args,
-            workload=_workload(given),
+            workload=Workload.named(given.workload, given.text_share, given.scale, not given.no_reuse, given.seed),
             arrivals=Arrivals.parse(given.arrivals),
             requests=given.requests,
             rates=tuple(float(rate) for rate in given.rates.split(",")) if given.rates else (),
@@ -148,19 +147,10 @@ def _named(text: str) -> tuple[str, str]:
     return name, value.strip()
 
 
-def _workload(given: argparse.Namespace) -> Workload:
-    shapes = _EVERY_SHAPE if given.workload == "mixed" else tuple(given.workload.split(","))
-    if unknown := [shape for shape in shapes if shape not in SHAPES]:
-        raise ValueError(f"no workload is called {unknown[0]!r}; there are mixed, {', '.join(SHAPES)}")
-    if not (0 <= given.text_share <= 1 and given.scale > 0):
-        raise ValueError("--text-share is between 0 and 1, --scale above 0")
-    return Workload(shapes, given.text_share, given.scale, not given.no_reuse, given.seed)
-
-
 def _limits(given: argparse.Namespace) -> Limits | None:
     if given.limits:
-        if given.workload not in SHAPES:
-            raise ValueError("--limits takes the limits of one workload; name one with --workload")
+        if given.workload not in TABLE_3[given.limits]:
+            raise ValueError(f"--limits takes the limits of one workload; name one of {', '.join(MIXED)}")
         return Limits(*TABLE_3[given.limits][given.workload], source=f"HydraInfer, Table 3, {given.limits}")
     if (given.ttft_slo is None) != (given.tpot_slo is None):
         raise ValueError("give both --ttft-slo and --tpot-slo, or neither")
@@ -204,7 +194,7 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--workload", default="mixed", help=f"mixed, or of {', '.join(SHAPES)} (default: mixed)")
-    group.add_argument("--text-share", type=float, default=0.25, help="share of requests without a picture")
+    group.add_argument("--text-share", type=float, help=TEXT_SHARE_HELP)
     group.add_argument("--scale", type=float, help="shrinks picture sides, prompts and outputs, for small models")
     group.add_argument("--no-reuse", action="store_true", help="no two questions share a picture")
     group.add_argument(

@@ -53,13 +53,13 @@ def _num_bursts(harness: Harness, alone: Sequence[Record]) -> int:
 def _load(harness: Harness, target: Target, content: int, bursts: int) -> Sequence[Record]:
     settings = harness.settings
     rng = np.random.default_rng([settings.workload.seed, content])
-    specs = [Spec(_STREAM, None, sentence(rng, _STREAM_WORDS), settings.stream_tokens) for _ in range(settings.streams)]
+    specs = [Spec(_STREAM, (), sentence(rng, _STREAM_WORDS), settings.stream_tokens) for _ in range(settings.streams)]
     times_s = [0.0] * len(specs)
     for number in range(bursts):
         for _ in range(settings.burst):
             size = SHAPES[_LARGE].draw_size(rng, settings.workload.scale)
             picture = (*size, int(rng.integers(1 << 31)))
-            specs.append(Spec(_PICTURE, picture, sentence(rng, _BURST_WORDS), _PICTURE_TOKENS))
+            specs.append(Spec(_PICTURE, (picture,), sentence(rng, _BURST_WORDS), _PICTURE_TOKENS))
             times_s.append(_SETTLE_S + number * settings.burst_every_s)
     return harness.run_specs(target, specs, times_s, pictures=bursts * settings.burst).records
 

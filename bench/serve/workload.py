@@ -17,7 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from bench.serve.pictures import jpeg
-from hydra_engine.planner.workload.shapes import SHAPES, TEXT, Shape
+from hydra_engine.planner.workload.generators import MIXED_TEXT_SHARE, Load, draw
+from hydra_engine.planner.workload.shapes import MIXED, SHAPES
+from hydra_engine.telemetry.workload import Picture
 
 # Short common words: about one token each in most vocabularies.
 _TEXT = (
@@ -26,6 +28,8 @@ _TEXT = (
     "please answer tell me about it looks like water tree house car dog cat door hand paper box cup old new open time"
 )
 _WORDS = tuple(_TEXT.split())
+
+TEXT_SHARE_HELP = "share of requests without a picture (default: a quarter, of papers' loads what they say)"
 
 # Fields beyond OpenAI's that fix the length of an answer and make every token visible.
 _FROZEN: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
@@ -38,10 +42,10 @@ _DIALECTS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One request. `picture`: (width, height, seed), or None for text alone."""
+    """One request. `pictures`: (width, height, seed) of each."""
 
     kind: str
-    picture: tuple[int, int, int] | None
+    pictures: tuple[tuple[int, int, int], ...]
     question: str
     max_tokens: int
 
@@ -57,38 +61,33 @@ class Workload:
     reuse: bool = True
     seed: int = 0
 
+    @classmethod
+    def named(cls, text: str, text_share: float | None, scale: float, reuse: bool, seed: int) -> Workload:
+        """`text`: mixed, or shapes with commas. `text_share` None: a quarter of a mix of HydraInfer's data sets, as
+        the others are what their papers say. Raises ValueError."""
+        shapes = MIXED if text == "mixed" else tuple(text.split(","))
+        if unknown := [shape for shape in shapes if shape not in SHAPES]:
+            raise ValueError(f"no workload is called {unknown[0]!r}; there are mixed, {', '.join(SHAPES)}")
+        if text_share is None:
+            text_share = MIXED_TEXT_SHARE if set(shapes) <= set(MIXED) else 0.0
+        if not (0 <= text_share <= 1 and scale > 0):
+            raise ValueError("--text-share is between 0 and 1, --scale above 0")
+        return cls(shapes, text_share, scale, reuse, seed)
+
     def specs(self, count: int, content: int = 0) -> list[Spec]:
-        rng = np.random.default_rng([self.seed, 0x5EED])
+        load = Load(tuple(SHAPES[name] for name in self.shapes), self.text_share, self.scale, self.reuse)
         words = np.random.default_rng([self.seed, content, 0x30BD])
-        pictures = _Pictures(self, content)
+        said: dict[int | None, str] = {}  # in each conversation
         specs = []
-        for index in range(count):
-            shape = SHAPES[self.shapes[rng.integers(len(self.shapes))]]
-            with_text_alone = rng.random() < self.text_share
-            if with_text_alone:
-                shape = TEXT
-            num_words, max_tokens = shape.text.draw(rng, self.scale), shape.output.draw(rng, self.scale)
-            picture = None if with_text_alone else pictures.next(shape, rng, index)
-            specs.append(Spec(shape.name, picture, sentence(words, num_words), max_tokens))
-        # Questions about one picture stand together in a data set; a sample of it has them apart.
-        return [specs[index] for index in rng.permutation(count)]
+        for row in draw(load, count, self.seed):
+            new = sentence(words, row.prompt_tokens - row.shared_tokens)
+            said[row.session] = f"{said[row.session]} {new}" if row.shared_tokens else new
+            pictures = tuple((item.width, item.height, self._seed_of(item, content)) for item in row.pictures)
+            specs.append(Spec(row.kind, pictures, said[row.session], row.output_tokens))
+        return specs
 
-
-class _Pictures:
-    """Hands out pictures, each for as many questions in a row as its data set asks about it."""
-
-    def __init__(self, workload: Workload, content: int) -> None:
-        self._workload = workload
-        self._content = content
-        self._current: dict[str, tuple[int, int, int]] = {}
-
-    def next(self, shape: Shape, rng: np.random.Generator, index: int) -> tuple[int, int, int]:
-        shared = rng.random() >= 1 / shape.questions and self._workload.reuse
-        size = shape.draw_size(rng, self._workload.scale)
-        if not shared or shape.name not in self._current:
-            seed = int(np.random.SeedSequence([self._workload.seed, self._content, index]).generate_state(1)[0])
-            self._current[shape.name] = (*size, seed)
-        return self._current[shape.name]
+    def _seed_of(self, picture: Picture, content: int) -> int:
+        return int(np.random.SeedSequence([self.seed, content, picture.number]).generate_state(1)[0])
 
 
 def sentence(rng: np.random.Generator, num_words: int) -> str:
@@ -99,8 +98,8 @@ def body(spec: Spec, model: str, dialect: str) -> bytes:
     """The JSON body of a streaming chat completion, pictures as data URLs, greedy. With `continuous_usage_stats` (ours
     and vLLM) every event says how many tokens there are so far; servers that do not know it ignore it."""
     content: list[dict[str, object]] = []
-    if spec.picture is not None:
-        content.append({"type": "image_url", "image_url": {"url": _data_url(*spec.picture)}})
+    for picture in spec.pictures:
+        content.append({"type": "image_url", "image_url": {"url": _data_url(*picture)}})
     content.append({"type": "text", "text": spec.question})
     options: dict[str, object] = {"include_usage": True}
     if dialect != "openai":

@@ -24,7 +24,7 @@ from typing import Any
 from bench.common import card, emit
 from bench.serve.harness import say
 from bench.serve.options import seconds
-from bench.serve.workload import Workload
+from bench.serve.workload import TEXT_SHARE_HELP, Workload
 from bench.topology import real, simulate, timeline
 from bench.topology.ratios import FAMILIES
 from hydra_engine.config import EngineConfig, SchedulerConfig
@@ -61,7 +61,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     mode = _MODES[options.mode]
     quick, full = _REQUESTS[options.mode]
     options.requests = options.requests or (quick if options.quick else full)
-    options.load = _workload(options)
+    options.load = Workload.named(
+        options.workload, options.text_share, options.scale, not options.no_reuse, options.seed
+    )
     if options.mode == "real":
         options.rounds = options.rounds or (1 if options.quick else 3)
         real.pin(options.cores)
@@ -111,13 +113,6 @@ def _costs(options: argparse.Namespace, config: EngineConfig) -> Costs:
     return costs if rate is None else replace(costs, pull_bytes_per_s=rate * 1e9)
 
 
-def _workload(options: argparse.Namespace) -> Workload:
-    shapes = tuple(SHAPES) if options.workload == "mixed" else tuple(options.workload.split(","))
-    if unknown := [shape for shape in shapes if shape not in SHAPES]:
-        raise ValueError(f"no workload is called {unknown[0]!r}; there are mixed, {', '.join(SHAPES)}")
-    return Workload(shapes, options.text_share, options.scale, not options.no_reuse, options.seed)
-
-
 def _draw(document: dict[str, Any], folder: Path) -> list[Path]:
     if document["mode"] == "timeline":
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--workload", default="mixed", help=f"mixed, or of {', '.join(SHAPES)} (default: mixed)")
-    group.add_argument("--text-share", type=float, default=0.25, help="share of requests without a picture")
+    group.add_argument("--text-share", type=float, help=TEXT_SHARE_HELP)
     group.add_argument("--scale", type=float, default=0.5, help="shrinks picture sides, prompts and outputs")
     group.add_argument("--no-reuse", action="store_true", help="no two questions share a picture")
     group.add_argument("--arrivals", default="poisson", help="poisson, gamma:CV or onoff:ON,OFF seconds")

@@ -54,7 +54,7 @@ def asks(workload: Workload, count: int, spec: ModelSpec, content: int = 0) -> l
 
 def ask_of(one: Spec, spec: ModelSpec, seed: Sequence[int]) -> Ask:
     num_words = len(one.question.split())
-    pictures = () if one.picture is None or spec.vision is None else (one.picture,)
+    pictures = () if spec.vision is None else one.pictures
     beginning = _ids(spec, np.random.default_rng(0), _BEGINNING)
     return Ask(one.kind, pictures, beginning, _ids(spec, np.random.default_rng(seed), num_words), one.max_tokens)
 

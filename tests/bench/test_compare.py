@@ -187,7 +187,7 @@ def test_gaps_beside_pictures_are_those_between_their_sending_and_their_end() ->
 def test_the_same_requests_for_everyone_and_others_for_every_level() -> None:
     assert texts(3, 1, 64) == texts(3, 1, 64) and pictured(2, 0, 64) == pictured(2, 0, 64)
     questions = [spec.question for n in (1, 4) for seed in (0, 1) for spec in texts(n, seed, 64)]
-    pictures = [spec.picture for n in (1, 4, 8, 16) for seed in (0, 1, 99) for spec in pictured(n, seed, 64)]
+    pictures = [spec.pictures for n in (1, 4, 8, 16) for seed in (0, 1, 99) for spec in pictured(n, seed, 64)]
     assert len(set(questions)) == len(questions) and len(set(pictures)) == len(pictures)
 
 

@@ -111,7 +111,7 @@ def target(stub: Stub) -> Iterator[Target]:
 
 
 def spec(question: str, max_tokens: int = 3) -> Spec:
-    return Spec("text", None, question, max_tokens)
+    return Spec("text", (), question, max_tokens)
 
 
 def test_a_running_server_is_asked_what_it_serves(stub: Stub, target: Target) -> None:
@@ -120,7 +120,7 @@ def test_a_running_server_is_asked_what_it_serves(stub: Stub, target: Target) ->
 
 
 def test_an_open_loop_sends_at_fixed_times_and_keeps_every_token(stub: Stub, target: Target) -> None:
-    run = open_loop(target, [spec("3"), Spec("pope", (32, 24, 1), "3", 3), spec("3")], [0.0, 0.1, 0.2])
+    run = open_loop(target, [spec("3"), Spec("pope", ((32, 24, 1),), "3", 3), spec("3")], [0.0, 0.1, 0.2])
     assert [record.planned_s for record in run.records] == [0.0, 0.1, 0.2]
     assert [record.kind for record in run.records] == ["text", "pope", "text"]
     for record in run.records:

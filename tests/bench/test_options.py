@@ -52,6 +52,7 @@ def test_limits_are_given_taken_from_the_paper_or_measured() -> None:
         ("--ttft-slo", "1s"),
         ("--tpot-slo", "-1", "--ttft-slo", "1"),
         ("--limits", "llava-1.5-7b"),
+        ("--limits", "llava-1.5-7b", "--workload", "epd-4"),
         ("--arrivals", "sometimes"),
         ("--config", "nameless"),
         ("--config", "hydra-engine=--no-look-ahead"),
