@@ -130,9 +130,12 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     from hydra_engine.models.specs.registry import load_spec
     from hydra_engine.planner.search.measure import Question
     from hydra_engine.planner.slo import Limits
-    from hydra_engine.planner.workload.generators import read_or_make
+    from hydra_engine.planner.workload.generators import LOADS, read_or_make
 
-    rows = read_or_make(arguments.workload, _REQUESTS, 0)
+    text = arguments.workload
+    if text in LOADS and arguments.objective != "offline":
+        text = f"{text}@1"  # Poisson arrivals, which are stretched to every rate
+    rows = read_or_make(text, _REQUESTS, 0)
     spec = load_spec(config.model_path, config.spec_options)
     given = config.scheduler
     limits = Limits(given.ttft_slo or _TTFT_S, given.tpot_slo or _TPOT_S)

@@ -95,7 +95,7 @@ def race(
             entry.points.append(point)
             entry.rounds = number + 1
         running.sort(key=_merit, reverse=True)
-        good = running[0].points[-1].attainment >= SHARE
+        good = running[0].points[-1].kept
         running = running[: max(finalists, math.ceil(_KEPT * len(running)))]
         rate *= _FASTER if good else _SLOWER
     return running[:finalists]
@@ -103,7 +103,12 @@ def race(
 
 def _merit(entry: Entry) -> tuple[float, float, float]:
     point = entry.points[-1]
-    return round(min(point.attainment, SHARE), 2), point.slack, entry.bound.rate
+    return round(min(_judged(point), SHARE), 2), point.slack, entry.bound.rate
+
+
+def _judged(point: Point) -> float:
+    """Attainment; of one that falls behind less than is needed, by how fast it does."""
+    return min(point.attainment, SHARE / (1 + point.growth)) if point.falls_behind else point.attainment
 
 
 def measure_goodputs(entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress) -> None:
@@ -116,7 +121,7 @@ def measure_goodputs(entries: Sequence[Entry], measure: Measure, effort: Effort,
             for search, point in zip(open_ones, measure(jobs), strict=True):
                 search.take(point)
         for search in searches:
-            search.entry.goodputs.append(goodput([(p.rate or 0.0, p.attainment) for p in search.points], SHARE))
+            search.entry.goodputs.append(goodput([(p.rate or 0.0, _judged(p)) for p in search.points], SHARE))
 
 
 class _Search:
@@ -146,7 +151,7 @@ class _Search:
     def take(self, point: Point) -> None:
         self.points.append(point)
         self.entry.points.append(point)
-        if point.attainment >= SHARE:
+        if point.kept:
             self._low = self._rate if self._low is None else max(self._low, self._rate)
         else:
             self._high = self._rate if self._high is None else min(self._high, self._rate)

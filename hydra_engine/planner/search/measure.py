@@ -10,7 +10,7 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.planner.records import quantile
+from hydra_engine.planner.records import Record, quantile
 from hydra_engine.planner.search.candidates import Candidate
 from hydra_engine.planner.search.load import window
 from hydra_engine.planner.simulator.costs import DeviceKind, Host
@@ -21,6 +21,9 @@ from hydra_engine.telemetry.workload import WorkloadRequest
 
 SHARE = 0.9  # of the requests must be within both limits
 _COLD = 0.1  # of a load, at its beginning: the deployment is still empty then
+# A deployment falls behind where first tokens come later and later: by more than this many seconds a second, and by
+# more than this share of the limit over what was simulated.
+_GROWTH, _GROWN = 0.03, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class Spread(NamedTuple):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares are of requests; `attainment` of those that met both limits. `busy`: of each role's instances on the mean,
+    """Shares are of requests; `attainment` of those that met both limits. `growth`: seconds by which first tokens came
+    later with every second of the load. `busy`: of each role's instances on the mean,
     the share of the time that their vision and language lanes computed."""
 
     rate: float | None
@@ -69,7 +73,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     tokens_per_s: float
     span_s: float
+    growth: float
+    falls_behind: bool
     busy: dict[str, tuple[float, float]]
+
+    @property
+    def kept(self) -> bool:
+        """The limits were kept, and would be if the load went on."""
+        return self.attainment >= SHARE and not self.falls_behind
 
     @property
     def slack(self) -> float:
@@ -87,6 +98,7 @@ def measure(question: Question, candidate: Candidate, rate: float | None, count:
     judged = records[int(_COLD * len(records)) :] if rate is not None else records
     limits = question.limits
     span_s = max(record.end_s for record in records)
+    growth, grown_s = _growth(judged) if rate is not None else (0.0, 0.0)
     return Point(
         rate=rate,
         seed=seed,
@@ -99,12 +111,25 @@ def measure(question: Question, candidate: Candidate, rate: float | None, count:
         requests_per_s=sum(record.ok for record in records) / span_s,
         tokens_per_s=sum(record.num_tokens for record in records) / span_s,
         span_s=span_s,
+        growth=growth,
+        falls_behind=growth > _GROWTH and grown_s > _GROWN * limits.ttft_s,
         busy=_busy(deployment, candidate),
     )
 
 
 def _spread(values: Sequence[float]) -> Spread:
     return Spread(*(quantile(values, share) or 0.0 for share in (0.5, 0.9, 0.99)))
+
+
+def _growth(records: Sequence[Record]) -> tuple[float, float]:
+    """Of the line through the times to first tokens over the times of arrival: its slope, and its rise in all."""
+    known = [(record.planned_s, record.ttft_s) for record in records if record.ttft_s is not None]
+    middle_x, middle_y = (sum(values) / len(known) for values in zip(*known, strict=True))
+    spread = sum((x - middle_x) ** 2 for x, _ in known)
+    if not spread:
+        return 0.0, 0.0
+    slope = sum((x - middle_x) * (y - middle_y) for x, y in known) / spread
+    return slope, slope * (known[-1][0] - known[0][0])
 
 
 def _busy(deployment: Deployment, candidate: Candidate) -> dict[str, tuple[float, float]]:

@@ -173,11 +173,11 @@ def _cheapest(search: _Search, rate: float, chosen: Sequence[Candidate]) -> Plan
         search.progress(f"{len(able)} topologies of {len(group[0].devices)} devices at {rate:g} requests/s", len(able))
         for entry, point in zip(able, search([(e.candidate, rate, count, 0) for e in able]), strict=True):
             entry.points.append(point)
-        good = [entry for entry in able if entry.points[-1].attainment >= SHARE]
+        good = [entry for entry in able if entry.points[-1].kept]
         good.sort(key=lambda entry: (-entry.points[-1].slack, -entry.bound.rate))
         for entry in good[: effort.finalists]:
             entry.points += search([(entry.candidate, rate, count, seed) for seed in range(1, effort.seeds)])
-            if all(point.attainment >= SHARE for point in entry.points):
+            if all(point.kept for point in entry.points):
                 others = [other for other in able if other is not entry]
                 shown = [entry, *sorted(others, key=lambda other: -other.points[-1].slack), *failed[::-1]]
                 return search.plan("cost", [row_of(question, one, entry) for one in shown], entry.candidate)

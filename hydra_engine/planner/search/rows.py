@@ -52,7 +52,7 @@ def row_of(question: Question, entry: Entry, best: Entry) -> Row:
 
 
 def shown_point(entry: Entry) -> Point | None:
-    kept = [point for point in entry.points if point.attainment >= SHARE and point.rate is not None]
+    kept = [point for point in entry.points if point.kept and point.rate is not None]
     if kept:
         return max(kept, key=lambda point: point.rate or 0.0)
     return entry.points[-1] if entry.points else None
@@ -63,7 +63,7 @@ def _reason(entry: Entry, best: Entry) -> str:
     bound = entry.bound
     if not entry.points:
         return f"not simulated: its bound is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"
-    failed = [point for point in entry.points if point.attainment < SHARE]
+    failed = [point for point in entry.points if not point.kept]
     point = failed[0] if failed else entry.points[-1]
     if entry.goodputs:
         less = 1 - entry.goodput / best.goodput if best.goodput else 0.0
@@ -75,6 +75,9 @@ def _reason(entry: Entry, best: Entry) -> str:
 
 def misses(point: Point) -> str:
     stage, role, share = binding(point)
+    if point.falls_behind and point.attainment >= SHARE:
+        late = f"first tokens come {point.growth:.2g} s later with every second"
+        return f"it falls behind: {late}; {stage} binds ({role} busy {share:.0%})"
     return (
         f"{point.ttft_met:.0%} of the requests keep the TTFT limit and {point.tpot_met:.0%} the TPOT limit; "
         f"{stage} binds ({role} busy {share:.0%})"

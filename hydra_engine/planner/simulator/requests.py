@@ -35,13 +35,16 @@ class RequestMaker:
         self._free = np.array(free)
         self.beginning = self._ids(0, _BEGINNING)
         self._plans: dict[tuple[object, ...], MediaPlan] = {}
+        self._latest: dict[int, tuple[int, ...]] = {}  # words of each session's latest request
 
     def words(self, row: WorkloadRequest, number: int) -> tuple[int, ...]:
-        """The ids of its text `[prompt_tokens]`."""
-        own = self._ids((self._content, 1, number), row.prompt_tokens - row.shared_tokens)
-        if not row.shared_tokens:
-            return own
-        return self._ids((self._content, 2, row.session or 0), row.shared_tokens) + own
+        """The ids of its text but for the beginning. Of a session's requests they are made in order."""
+        count = max(row.prompt_tokens - _BEGINNING, 1)
+        shared = self._latest.get(row.session or 0, ())[: max(row.shared_tokens - _BEGINNING, 0)]
+        words = (shared + self._ids((self._content, 1, number), count - min(len(shared), count)))[:count]
+        if row.session is not None:
+            self._latest[row.session] = words
+        return words
 
     def placeholders(self, row: WorkloadRequest, number: int) -> list[int]:
         """The prompt as a user of the real engine gives it: one placeholder for each picture."""
