@@ -1,1 +1,1 @@
-"""Which topology for which load: simulated on many devices, measured on this machine. See `__main__.py`."""
+"""Small topologies measured on this machine, beside what the simulator says of them. See `__main__.py`."""

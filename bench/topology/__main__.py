@@ -1,13 +1,9 @@
-"""Topologies: simulated on many devices, measured with real processes on this machine, and one request seen moving.
+"""Topologies measured with real processes on this machine, and one request seen moving.
 
-`python -m bench.topology simulate`: TTFT, TPOT, throughput and goodput of 8 devices (or others) over every ratio of
-roles, with the real router, schedulers and migration on a virtual clock. `real`: six small topologies on the cores of
-this machine, in turns, with a breakdown of latencies, and how far the simulator is off. `timeline`: a request with two
-pictures through E, P and D. Tables go to standard error; standard output is one JSON document, so
-`> bench/results/topology-simulate.json` keeps it.
-
-Step costs come from the profile of the model on this machine, which is measured if none is saved (`--profile FILE`
-takes one that `hydra-engine profile --output FILE` has written anywhere).
+`python -m bench.topology real --profile FILE`: six small topologies on the cores of this machine, in turns, with a
+breakdown of latencies, and how far the simulator of `hydra_engine/planner` is off with the step times of that profile,
+which `hydra-engine profile --output FILE` has written here. `timeline`: a request with two pictures through E, P and D.
+Tables go to standard error; standard output is one JSON document, so `> bench/results/topology-real.json` keeps it.
 """
 
 from __future__ import annotations
@@ -17,25 +13,25 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench.common import card, emit
 from bench.serve.harness import say
-from bench.serve.options import seconds
 from bench.serve.workload import TEXT_SHARE_HELP, Workload
-from bench.topology import real, simulate, timeline
-from bench.topology.ratios import FAMILIES
+from bench.topology import real, timeline
 from hydra_engine.config import EngineConfig, SchedulerConfig
+from hydra_engine.core.units import GIB
 from hydra_engine.errors import HydraError
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.simulator.costs import UNKNOWN, Costs, machine_costs, read_costs
-from hydra_engine.planner.simulator.node import GIB, Site
+from hydra_engine.planner.simulator.costs import UNKNOWN, DeviceKind, read_costs
+from hydra_engine.planner.simulator.node import Site
 from hydra_engine.planner.workload.shapes import SHAPES
 
-_MODES: dict[str, Any] = {"simulate": simulate, "real": real, "timeline": timeline}
-_REQUESTS = {"simulate": (60, 300), "real": (8, 24), "timeline": (1, 1)}  # of a load: quick, full
+_MODES: dict[str, Any] = {"real": real, "timeline": timeline}
+_REQUESTS = {"real": (8, 24), "timeline": (1, 1)}  # of a load: quick, full
+_MEMORY_BYTES = 16 * GIB  # of the simulated machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +77,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             "arrivals": options.arrivals,
             "requests": options.requests,
         },
-        "costs": site.costs.document(),
+        "costs": {name: kind.costs.document() for name, kind in site.devices.items()},
         "result": result,
         "card": card(),
     }
@@ -91,26 +87,23 @@ def _site(options: argparse.Namespace) -> Site:
     config = EngineConfig(
         model=options.model,
         threads=options.threads,
-        profile_dir=options.profile_dir,
         scheduler=SchedulerConfig(token_budget=options.token_budget),
     )
     spec = load_spec(config.model_path, config.spec_options)
     if spec.vision is None:
         raise ValueError("the model has no vision tower; topologies with E need one")
-    return Site(spec, config, _costs(options, config), options.device_gib * GIB)
+    return Site(spec, config, {"cpu": _kind(options)})
 
 
-def _costs(options: argparse.Namespace, config: EngineConfig) -> Costs:
+def _kind(options: argparse.Namespace) -> DeviceKind:
     if options.mode == "timeline":
-        return UNKNOWN  # nothing is simulated
-    if options.profile is not None:
-        costs = read_costs(options.profile)
-    else:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as where instances run
-        say("step costs: looking for a saved profile, else measuring one")
-        costs = machine_costs(config, options.profile_seconds)
-    rate = options.gbytes_per_s
-    return costs if rate is None else replace(costs, pull_bytes_per_s=rate * 1e9)
+        return DeviceKind("cpu", UNKNOWN)  # nothing is simulated
+    if options.profile is None:
+        raise ValueError("real needs --profile FILE, which `hydra-engine profile MODEL --output FILE` writes")
+    costs = read_costs(options.profile)
+    if options.gbytes_per_s is None:
+        return DeviceKind("cpu", costs, _MEMORY_BYTES)
+    return DeviceKind("cpu", costs, _MEMORY_BYTES, copy_bytes_per_s=options.gbytes_per_s * 1e9)
 
 
 def _draw(document: dict[str, Any], folder: Path) -> list[Path]:
@@ -126,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=tuple(_MODES))
     parser.add_argument("--model", default="demo", help="Hugging Face directory (default: demo)")
-    parser.add_argument("--quick", action="store_true", help="few ratios, rates, rounds and requests")
+    parser.add_argument("--quick", action="store_true", help="few rounds and requests")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="write PNGs there (needs matplotlib)")
     parser.add_argument("--redraw", type=Path, metavar="FILE", help="only draw the pictures of a document kept before")
     _add_load(parser.add_argument_group("load"))
@@ -142,28 +135,18 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-reuse", action="store_true", help="no two questions share a picture")
     group.add_argument("--arrivals", default="poisson", help="poisson, gamma:CV or onoff:ON,OFF seconds")
     group.add_argument("--requests", type=int, help="requests of each load")
-    group.add_argument("--rate", type=float, help="real: requests per second; simulate: at which latencies are drawn")
+    group.add_argument("--rate", type=float, help="requests per second")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--token-budget", type=int, default=SchedulerConfig().most_tokens)
 
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--profile", type=Path, metavar="FILE", help="written by `hydra-engine profile --output FILE`")
-    group.add_argument("--profile-dir", metavar="DIR", help="where profiles of this machine are kept")
-    group.add_argument("--profile-seconds", type=float, help="most time to measure one")
     group.add_argument("--threads", type=int, help="threads of a lane (default: all cores)")
     group.add_argument("--gbytes-per-s", type=float, help="of a pull between two instances")
-    group.add_argument("--device-gib", type=int, default=16, help="memory of a simulated device")
 
 
 def _add_modes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("simulate")
-    group.add_argument("--devices", type=int, default=8)
-    group.add_argument("--families", help=f"of {','.join(FAMILIES)} (default: all)")
-    group.add_argument("--rates", type=_numbers, help="requests per second; default: around the estimated capacity")
-    group.add_argument("--ttft-slo", type=seconds, metavar="TIME", help="default: 5 times that of an idle EPD")
-    group.add_argument("--tpot-slo", type=seconds, metavar="TIME", help="default: 3 gaps of an idle EPD")
-    group.add_argument("--no-limits", action="store_true", help="the instances are not told the limits")
     group = parser.add_argument_group("real")
     group.add_argument("--topologies", default=real.TOPOLOGIES)
     group.add_argument("--rounds", type=int)
@@ -172,10 +155,6 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--topology", default="E+P+D")
     group.add_argument("--words", type=int, default=64, help="of the prompt, behind its two pictures")
     group.add_argument("--tokens", type=int, default=16, help="of the answer")
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

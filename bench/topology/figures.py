@@ -1,44 +1,22 @@
-"""What is said of many requests: of simulated loads by their stamps, of real and simulated requests by their timelines.
+"""What is said of many requests, real or simulated, by their timelines.
 
-Latencies that are compared between the real engine and the simulator count from when a scheduler had the request, for
-the simulator has no intake.
+Latencies that are compared between the two count from when a scheduler had the request: what comes before is not what
+topologies differ in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.serve.harness import summary
 from hydra_engine.core.outputs import Result, StageSpan
-from hydra_engine.planner.records import Record, quantile
-from hydra_engine.planner.slo import Limits
+from hydra_engine.planner.records import quantile
 from hydra_engine.telemetry.timeline import PHASES, intake_s, phases
 
 _PULLS = frozenset({"pull_features", "pull_kv"})
 _MOVES = _PULLS | {"offered"}
 _RUNS = frozenset({"encode", "prefill", "decode"})
-_SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-
-
-def point(records: Sequence[Record], limits: Limits) -> dict[str, Any]:
-    """Milliseconds; `tpot_ms` are means of requests, `gap_ms` single gaps."""
-    span_s = max(record.end_s for record in records) - min(record.planned_s for record in records)
-    figures = summary(records, limits)
-    for name in ("met_says_server",):
-        del figures[name]
-    return {
-        **figures,
-        "tpot_ms": quantiles_ms(record.tpot_s for record in records if record.tpot_s is not None),
-        "requests_per_s": round(sum(record.ok for record in records) / span_s, 4),
-    }
-
-
-def quantiles_ms(values_s: Iterable[float]) -> dict[str, float | None]:
-    values = list(values_s)
-    quantiles = {name: quantile(values, share) for name, share in _SHARES.items()}
-    return {name: None if value is None else round(1e3 * value, 3) for name, value in quantiles.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,21 +19,23 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.serve.harness import say
-from bench.topology.asks import FROZEN, Ask, asks
 from bench.topology.figures import Sample, breakdown, load_figures, sample_of
-from bench.topology.simulate import mean_work_s
+from bench.topology.loads import Call, calls, rows
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
-from hydra_engine.planner.simulator.deployment import Cluster
+from hydra_engine.planner.simulator.deployment import Deployment
 from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.planner.workload.arrivals import Arrivals
 from hydra_engine.telemetry.timeline import PHASES
+from hydra_engine.telemetry.workload import WorkloadRequest
 
 TOPOLOGIES = "EPD,2EPD,EP+D,ED+P,E+PD,E+P+D"
 COMPARED = ("ttft_ms", "tpot_ms", "latency_ms", "tokens_per_s")
-_LOAD = 0.35  # of what the machine can do alone, where no rate is given
+_RATE = 1.5  # requests per second where none is given: little enough for a small model on two cores
 _ANSWER_S = 120.0
+_WARM_UP = 1 << 20  # content that no round has
 _REPORT_S = 0.6  # until every instance has reported its counters again
 
 
@@ -45,19 +47,19 @@ def pin(cores: str) -> list[int]:
 
 
 def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
-    topologies = options.topologies.split(",")
-    rounds = [asks(options.load, options.requests, site.spec, content) for content in range(options.rounds)]
-    rate = options.rate or float(f"{_LOAD / mean_work_s(rounds[0], site):.3g}")
+    topologies, rate = options.topologies.split(","), options.rate or _RATE
     times_s: list[float] = Arrivals.parse(options.arrivals).times(rate, options.requests, options.load.seed).tolist()
-    say(f"{site.costs.source}; {rate:.3g} requests/s, {options.rounds} round(s) of {options.requests}")
+    rounds = [rows(options.load, times_s, content) for content in range(options.rounds)]
+    (device,) = site.devices.values()
+    say(f"{device.costs.source}; {rate:.3g} requests/s, {options.rounds} round(s) of {options.requests}")
     say(f"all processes share cores {pin('')}: this is about overhead and interference, not about speed-up")
-    measured = _measure(topologies, rounds, times_s, options, site)
-    rows = []
+    measured = _measure(topologies, rounds, options, site)
+    found = []
     for topology in tqdm(topologies, unit="simulation", disable=None):
-        simulated = [predict(topology, site, load, times_s) for load in rounds]
-        rows.append({"topology": topology, **measured[topology], "simulated": _pooled(simulated)})
-    add_errors(rows)
-    return {"rate": rate, "requests": options.requests, "rounds": options.rounds, "topologies": rows}
+        simulated = [predict(topology, site, load, content) for content, load in enumerate(rounds)]
+        found.append({"topology": topology, **measured[topology], "simulated": _pooled(simulated)})
+    add_errors(found)
+    return {"rate": rate, "requests": options.requests, "rounds": options.rounds, "topologies": found}
 
 
 # ---- measured
@@ -65,8 +67,7 @@ def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
 
 def _measure(
     topologies: Sequence[str],
-    rounds: Sequence[Sequence[Ask]],
-    times_s: Sequence[float],
+    rounds: Sequence[Sequence[WorkloadRequest]],
     options: argparse.Namespace,
     site: Site,
 ) -> dict[str, dict[str, Any]]:
@@ -78,14 +79,16 @@ def _measure(
         for topology in tqdm(topologies, unit="deployment", disable=None):
             config = replace(site.config, topology=topology)
             engines[topology] = stack.enter_context(Engine.from_config(config, processes=True, progress=False))
+        warm_up = calls(rows(options.load, [0.0, 0.2], _WARM_UP), RequestMaker(site.spec, _WARM_UP))
         for topology in tqdm(topologies, unit="warm-up", disable=None):
-            _load(engines[topology], asks(options.load, 2, site.spec, 1 << 20), [0.0, 0.2], site)
+            _load(engines[topology], warm_up, [0.0, 0.2])
         with tqdm(total=len(rounds) * len(topologies), unit="load", disable=None) as bar:
-            for load in rounds:
+            for content, load in enumerate(rounds):
+                made, times_s = calls(load, RequestMaker(site.spec, content)), [row.at_s for row in load]
                 for topology in topologies:
                     bar.set_postfix_str(topology)
                     before = _pulled_bytes(engines[topology])
-                    results, wall_s = _load(engines[topology], load, times_s, site)
+                    results, wall_s = _load(engines[topology], made, times_s)
                     moved[topology] += _pulled_bytes(engines[topology]) - before
                     errors[topology] += len(load) - len(results)
                     loads[topology].append(([sample_of(result) for result in results], wall_s))
@@ -94,20 +97,19 @@ def _measure(
         topology: {
             "measured": _pooled(loads[topology]),
             "moved_bytes": moved[topology],
-            "moved_bytes_per_request": round(moved[topology] / (len(rounds) * len(times_s))),
+            "moved_bytes_per_request": round(moved[topology] / sum(map(len, rounds))),
             "errors": errors[topology],
         }
         for topology in topologies
     }
 
 
-def _load(engine: Engine, load: Sequence[Ask], times_s: Sequence[float], site: Site) -> tuple[list[Result], float]:
+def _load(engine: Engine, load: Sequence[Call], times_s: Sequence[float]) -> tuple[list[Result], float]:
     """Results of those that succeeded, and seconds from the first arrival to the last end. An open loop."""
-    calls = [(ask.prompt(site.spec), ask.images(), replace(FROZEN, max_tokens=ask.max_tokens)) for ask in load]
     began_s, handles = time.monotonic(), []
-    for (prompt, images, sampling), time_s in zip(calls, times_s, strict=True):
+    for call, time_s in zip(load, times_s, strict=True):
         time.sleep(max(0.0, began_s + time_s - time.monotonic()))
-        handles.append(engine.submit(prompt, images, sampling=sampling))
+        handles.append(engine.submit(call.prompt, call.images, sampling=call.sampling))
     results = []
     for handle in handles:
         try:
@@ -125,14 +127,14 @@ def _pulled_bytes(engine: Engine) -> int:
 # ---- simulated
 
 
-def predict(topology: str, site: Site, load: Sequence[Ask], times_s: Sequence[float]) -> tuple[list[Sample], float]:
+def predict(topology: str, site: Site, load: Sequence[WorkloadRequest], content: int = 0) -> tuple[list[Sample], float]:
     """The same load on one simulated machine whose cores all instances share."""
-    cluster = Cluster(topology, site, one_machine=True)
-    for ask, time_s in zip(load, times_s, strict=True):
-        cluster.submit(ask, time_s)
-    records = cluster.run()
-    samples = [sample_of(result) for _, result in sorted(cluster.results.items()) if result.error is None]
-    return samples, max(record.end_s for record in records) - times_s[0]
+    deployment = Deployment(topology, site, content=content)
+    for row in load:
+        deployment.submit(row)
+    records = deployment.run()
+    samples = [sample_of(result) for _, result in sorted(deployment.results.items()) if result.error is None]
+    return samples, max(record.end_s for record in records) - load[0].at_s
 
 
 # ---- both

@@ -16,11 +16,13 @@ import msgspec
 
 from bench.gantt import draw_gantt
 from bench.serve.harness import say
-from bench.topology.asks import FROZEN, Ask, make_ask
+from bench.topology.loads import call_of
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result, StageSpan
 from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.telemetry.timeline import draw
+from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 
 _SIZE = (640, 480)
 _TOKEN_BUDGET = 128  # several chunks a prompt
@@ -31,10 +33,11 @@ _ANSWER_S = 120.0
 def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
     scheduler = replace(site.config.scheduler, token_budget=_TOKEN_BUDGET, image_budget=1)  # a picture a step
     config = replace(site.config, topology=options.topology, scheduler=scheduler)
+    maker = RequestMaker(site.spec)
     with Engine.from_config(config, processes=True, progress=False) as engine:
-        for seed in (10, 20):  # the first request of a process is slow
-            _answer(engine, _ask(site, seed, options.words, options.tokens), site)
-        result = _answer(engine, _ask(site, 30, options.words, options.tokens), site)
+        for number in (1, 2):  # the first request of a process is slow
+            _answer(engine, maker, number, options)
+        result = _answer(engine, maker, 3, options)
     return {
         "topology": options.topology,
         "words": options.words,
@@ -47,13 +50,12 @@ def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
     }
 
 
-def _ask(site: Site, seed: int, words: int, tokens: int) -> Ask:
-    return make_ask(site.spec, [(*_SIZE, seed), (*_SIZE, seed + 1)], words, tokens, seed)
-
-
-def _answer(engine: Engine, ask: Ask, site: Site) -> Result:
-    sampling = replace(FROZEN, max_tokens=ask.max_tokens)
-    return engine.submit(ask.prompt(site.spec), ask.images(), sampling=sampling).result(_ANSWER_S)
+def _answer(engine: Engine, maker: RequestMaker, number: int, options: argparse.Namespace) -> Result:
+    """Every number has other pictures and words."""
+    pictures = tuple(Picture(*_SIZE, 10 * number + place) for place in range(2))
+    row = WorkloadRequest(at_s=0.0, prompt_tokens=options.words, output_tokens=options.tokens, pictures=pictures)
+    call = call_of(row, number, maker)
+    return engine.submit(call.prompt, call.images, sampling=call.sampling).result(_ANSWER_S)
 
 
 def early(timeline: tuple[StageSpan, ...]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Late tokens over every topology: as many gaps are counted and explained as the times between tokens say.
 
-On the simulated machine of `bench.topology`: dispatcher, schedulers, migration and caches are the real ones, steps take
-time that nobody waits for. Caches are small, so that requests give way; users lose interest and instances die.
+On simulated devices: dispatcher, schedulers, migration and caches are the real ones, steps take time that nobody waits
+for. Caches are small, so that requests give way; users lose interest and instances die.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
-from typing import Any, cast
 
 import pytest
 
-from bench.topology.asks import Ask, make_ask, request_of
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import Delta, ToFront, Tokens
 from hydra_engine.core.outputs import FinishReason, Result, StageSpan
-from hydra_engine.core.request import Slo
+from hydra_engine.core.request import Request, Slo
 from hydra_engine.core.roles import Role
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.instance.ports import PeerDown
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.simulator.costs import Costs
-from hydra_engine.planner.simulator.deployment import Cluster, _NoText, _Stamped
+from hydra_engine.planner.simulator.cluster import NOTICED_S
+from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
+from hydra_engine.planner.simulator.deployment import Deployment
 from hydra_engine.planner.simulator.node import Site
 from hydra_engine.telemetry.request_metrics import FinishedRequests
 from hydra_engine.telemetry.timeline import phases
+from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from tests.examples import examples
 
 TOPOLOGIES = ["EPD", "EP+D", "ED+P", "E+PD", "E+P+D", "2EPD", "2E+P+2D", "2ED+2P", "2EP+2D", "2E+2P+2D"]
@@ -54,10 +54,19 @@ def site(num_kv_blocks: int) -> Site:
     scheduler = SchedulerConfig(token_budget=64, max_num_seqs=8)
     cache_config = CacheConfig(num_kv_blocks=num_kv_blocks, num_image_blocks=4, block_size=4)
     config = EngineConfig(scheduler=scheduler, cache=cache_config, max_model_len=34 * 4)
-    return Site(load_spec(config.model_path, config.spec_options), config, Costs(SURFACE, 2e-5, 3e-5, 2, 2))
+    kind = DeviceKind("made up", Costs(SURFACE, 2e-5, 3e-5, threads=0))
+    devices = {f"cuda:{index}": kind for index in range(6)}
+    host = Host(cores=8, request_s=0.0, pixel_s=0.0)
+    return Site(load_spec(config.model_path, config.spec_options), config, devices, host)
 
 
-class LateCluster(Cluster):
+def row(at_s: float, words: int, tokens: int, pictures: Sequence[int] = ()) -> WorkloadRequest:
+    """`pictures` are numbers of small ones."""
+    small = tuple(Picture(64, 64, number) for number in pictures)
+    return WorkloadRequest(at_s=at_s, prompt_tokens=words, output_tokens=tokens, pictures=small)
+
+
+class LateDeployment(Deployment):
     """Writes down when the tokens of every request came, by the numbers that the messages carry and by nothing else."""
 
     def __init__(self, topology: str, num_kv_blocks: int) -> None:
@@ -66,25 +75,19 @@ class LateCluster(Cluster):
         self.finished = FinishedRequests()
         super().__init__(topology, site(num_kv_blocks))
 
-    def ask(self, ask: Ask, planned_s: float, limit_s: float) -> int:
-        self.submit(ask, planned_s)
-        self.limits_s[len(self._asks)] = limit_s
-        return len(self._asks)
+    def ask(self, row: WorkloadRequest, limit_s: float) -> None:
+        self.submit(row)
+        self.limits_s[len(self._rows)] = limit_s
 
-    def _submit(self, number: int, ask: Ask) -> None:
-        now, slo = self.agenda.now(), Slo(tpot_s=self.limits_s[number])
-        request, pixels = request_of(ask, self._site.spec, number, now)
-        handle = self.handles[number] = _Stamped(f"r{number}", self.agenda.now)
-        active = ActiveRequest(replace(request, slo=slo), handle, cast(Any, None), cast(Any, _NoText()), ())
-        self.dispatcher.submit(active, pixels, now)
+    def _request(self, number: int, row: WorkloadRequest, arrival_s: float) -> tuple[Request, tuple[PixelPayload, ...]]:
+        request, pixels = super()._request(number, row, arrival_s)
+        return replace(request, slo=Slo(tpot_s=self.limits_s[number])), pixels
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         super()._report(active, result)
         self.finished.add(result)
 
-    def _on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
-        if name not in self.nodes:
-            return
+    def on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
         for message in messages:
             assert not isinstance(message, Delta)
             if isinstance(message, Tokens):
@@ -92,42 +95,28 @@ class LateCluster(Cluster):
                     in_flight = self.dispatcher.by_id.get(RequestId(number))
                     if in_flight is not None and in_flight.part(name, RequestId(number)):
                         self.times[in_flight.age].setdefault(position, message.time_s)
-        super()._on_messages(name, messages)
+        super().on_messages(name, messages)
 
     def cancel_at(self, number: int, at_s: float) -> None:
         self.agenda.at(self._open_s + at_s, lambda: self.dispatcher.cancel(RequestId(number), self.agenda.now()))
 
-    def kill_at(self, name: str, at_s: float) -> None:
-        self.agenda.at(self._open_s + at_s, lambda: self._kill(name))
 
-    def _kill(self, name: str) -> None:
-        """It does nothing any more, and does not come back."""
-        node = self.nodes.pop(name)
-        node._turn = lambda: None  # type: ignore[method-assign]
-        self.statuses.pop(name, None)
-        for other in self.nodes.values():
-            other.peers.items.append(PeerDown(name, 1, ""))
-            other.wake()
-            self.dispatcher.on_pair(name, other.name, False, self.agenda.now())
-        self.dispatcher.on_down(name, self.agenda.now(), restarts=False)
-
-
-def late_of(cluster: LateCluster, number: int) -> int:
+def late_of(deployment: LateDeployment, number: int) -> int:
     """From the times of the tokens that were shown, and the limit, alone."""
-    times = [cluster.times[number][position] for position in range(len(cluster.results[number].token_ids))]
-    return sum(later - time_s > cluster.limits_s[number] for time_s, later in pairwise(times))
+    times = [deployment.times[number][position] for position in range(len(deployment.results[number].token_ids))]
+    return sum(later - time_s > deployment.limits_s[number] for time_s, later in pairwise(times))
 
 
 def explained(result: Result) -> list[StageSpan]:
     return [span for span in result.timeline if span.blame]
 
 
-def check(cluster: LateCluster) -> Counter[str]:
+def check(deployment: LateDeployment) -> Counter[str]:
     """Returns late gaps by what most of each went to, of requests that ended well."""
     by_kind: Counter[str] = Counter()
-    for number, result in cluster.results.items():
-        slo, gaps, limit_s = result.metrics.slo, explained(result), cluster.limits_s[number]
-        assert slo.late_gaps == late_of(cluster, number), f"request {number}: counted"
+    for number, result in deployment.results.items():
+        slo, gaps, limit_s = result.metrics.slo, explained(result), deployment.limits_s[number]
+        assert slo.late_gaps == late_of(deployment, number), f"request {number}: counted"
         assert len(gaps) == slo.late_gaps, f"request {number}: explained"
         assert Counter(gap.blame[0].kind for gap in gaps) == slo.late_by
         assert slo.num_gaps == max(0, len(result.token_ids) - 1)
@@ -137,35 +126,35 @@ def check(cluster: LateCluster) -> Counter[str]:
         assert limit_s == slo.tpot_limit_s
         if result.finish_reason is not FinishReason.ABORT:
             by_kind.update(slo.late_by)
-    counted = {kind: count for kind, count in cluster.finished._totals.late.items() if count}
+    counted = {kind: count for kind, count in deployment.finished._totals.late.items() if count}
     assert counted == by_kind, "what /metrics shows"
     return by_kind
 
 
-def load(cluster: LateCluster, random: Random, count: int) -> None:
-    spec, now = cluster._site.spec, 0.0
+def load(deployment: LateDeployment, random: Random, count: int) -> None:
+    now = 0.0
     for number in range(count):
         now += random.choice((0.0, 0.002, 0.03))
-        pictures = [(64, 64, random.randint(0, 3))] * random.choice((0, 0, 1, 2))
+        pictures = [random.randint(0, 3)] * random.choice((0, 0, 1, 2))
         num_tokens = random.choice((1, 2, 6, 24))
-        ask = make_ask(spec, pictures, random.choice((1, 20, 60)), num_tokens, seed=number)
-        cluster.ask(ask, now, random.choice(LIMITS_S))
+        deployment.ask(row(now, random.choice((1, 20, 60)), num_tokens, pictures), random.choice(LIMITS_S))
         if random.random() < 0.15:
-            cluster.cancel_at(number + 1, now + random.uniform(0.001, 0.3))
-    for name in [name for name in cluster.nodes if name.endswith("1")]:
+            deployment.cancel_at(number + 1, now + random.uniform(0.001, 0.3))
+    for name in [name for name in deployment.topology.names if name.endswith("1")]:
         if random.random() < 0.5:
-            cluster.kill_at(name, random.uniform(0.0, now + 0.2))
+            deployment.kill(name, random.uniform(0.0, now + 0.2), None)
 
 
-def one(topology: str, num_tokens: int, limit_s: float, kill_s: float = 0.0) -> tuple[LateCluster, Result]:
+def one(topology: str, num_tokens: int, limit_s: float, kill_s: float = 0.0) -> tuple[LateDeployment, Result]:
     """A request about a picture alone in its deployment, whose first decoder may die."""
-    cluster = LateCluster(topology, num_kv_blocks=200)
-    cluster.ask(make_ask(site(200).spec, [(64, 64, 1)], 20, num_tokens), 0.0, limit_s)
+    deployment = LateDeployment(topology, num_kv_blocks=200)
+    deployment.ask(row(0.0, 20, num_tokens, [1]), limit_s)
     if kill_s:
-        cluster.kill_at(next(name for name, role in cluster.nodes.items() if Role.D in role.role), kill_s)
-    cluster.run()
-    check(cluster)
-    return cluster, cluster.results[1]
+        decoders = (name for name, node in deployment.cluster.nodes.items() if Role.D in node.role)
+        deployment.kill(next(decoders), kill_s, None)
+    deployment.run()
+    check(deployment)
+    return deployment, deployment.results[1]
 
 
 @pytest.mark.parametrize("topology", ["EP+D", "ED+P", "E+P+D", "2E+2P+2D"])
@@ -178,14 +167,20 @@ def test_a_token_that_is_late_because_its_kv_moved_says_so(topology: str) -> Non
     assert gap.start_s < pull.end_s < gap.end_s
 
 
-@pytest.mark.parametrize("topology", ["2EPD", "EP+2D", "2E+2P+2D"])
-@pytest.mark.parametrize("kill_s", [0.01, 0.2])
+@pytest.mark.parametrize("topology", ["EP+2D", "2E+2P+2D"])
+def test_a_prefill_whose_decoder_is_lost_is_given_back_by_the_prefiller_before_the_front_is_told(topology: str) -> None:
+    deployment, result = one(topology, 60, limit_s=0.0043, kill_s=0.01)
+    assert len(result.token_ids) == 60 and not [span for span in result.timeline if span.stage == "lost"]
+    assert (result.metrics.ttft_s or 1.0) < 0.01 + NOTICED_S and not deployment.dispatcher.requests
+
+
+@pytest.mark.parametrize(("topology", "kill_s"), [("2EPD", 0.01), ("2EPD", 0.2), ("EP+2D", 0.2), ("2E+2P+2D", 0.2)])
 def test_what_an_instance_that_was_lost_took_along_is_told_and_the_gap_over_it_blamed(
     topology: str, kill_s: float
 ) -> None:
     _, result = one(topology, 60, limit_s=0.0043, kill_s=kill_s)
     (lost, *others) = [span for span in result.timeline if span.stage == "lost"][::-1]
-    assert lost.cause == "instance lost, tried again" and lost.end_s == pytest.approx(kill_s, abs=0.01)
+    assert lost.cause == "instance lost, tried again" and lost.end_s == pytest.approx(kill_s + NOTICED_S, abs=0.01)
     assert len(others) == (kill_s == 0.2 and topology == "2EPD"), "its prefill, where tokens came of it"
     seconds = phases(result.timeline, result.metrics.e2e_s, ttft_s=result.metrics.ttft_s)
     assert seconds["other"] == 0.0
@@ -201,7 +196,7 @@ def test_what_an_instance_that_was_lost_took_along_is_told_and_the_gap_over_it_b
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 2 + examples(10)))])
 def test_as_many_gaps_are_counted_and_explained_as_the_times_of_tokens_say(topology: str, seed: int) -> None:
     random = Random(f"{topology} {seed}")
-    cluster = LateCluster(topology, num_kv_blocks=random.choice((34, 40, 200)))
-    load(cluster, random, 24)
-    cluster.run()
-    assert check(cluster).total() >= 5
+    deployment = LateDeployment(topology, num_kv_blocks=random.choice((34, 40, 200)))
+    load(deployment, random, 24)
+    deployment.run()
+    assert check(deployment).total() >= 5

@@ -14,16 +14,16 @@ from typing import Any, cast
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import InstanceState
+from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     LedgerReport,
-    PeerState,
     QueryLedger,
-    SetRole,
     Status,
     ToFront,
     ToInstance,
 )
 from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest
@@ -35,13 +35,12 @@ from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.placement import Switch, plan_switches
 from hydra_engine.planner.records import Record
 from hydra_engine.planner.simulator.agenda import Agenda
+from hydra_engine.planner.simulator.cluster import SimulatedCluster
 from hydra_engine.planner.simulator.costs import DeviceKind
-from hydra_engine.planner.simulator.links import Links
 from hydra_engine.planner.simulator.machine import Machine
-from hydra_engine.planner.simulator.node import Node, Site
+from hydra_engine.planner.simulator.node import Site
 from hydra_engine.planner.simulator.preprocessing import Preprocessing
 from hydra_engine.planner.simulator.requests import RequestMaker
-from hydra_engine.planner.simulator.worker import Surroundings
 from hydra_engine.telemetry.workload import WorkloadRequest
 
 _FIRST_ATTEMPT = 1 << 32  # ids behind those of the requests
@@ -126,7 +125,6 @@ class Deployment:
         self._maker = RequestMaker(site.spec, content)
         self._ended_s: dict[int, float] = {}
         self._ledgers: dict[str, LedgerReport] = {}
-        self._up_sides: set[frozenset[str]] = set()
         self._rows: list[WorkloadRequest] = []
         self._open_s = 0.0
         self._switches = 0
@@ -141,34 +139,20 @@ class Deployment:
         )
         self._stealing = DecodeStealing(site.config, self.dispatcher)
         self._incoming = Incoming(self.dispatcher, self._stealing)
-        self._make_nodes()
-        self._preprocessing = Preprocessing(self._host_machine, site.host, site.config.media)
-        for name in self._roles:
-            self.dispatcher.on_up(name, 0.0)
-            self._stealing.on_up(self.nodes[name].sizes.config.scheduler.most_requests)
-        for one, other in itertools.combinations(self.nodes.values(), 2):
-            one.connect(other)
-        num_pairs = len(self._roles) * (len(self._roles) - 1) // 2
-        self._until(lambda: len(self._up_sides) == num_pairs)
+        self.device_of = dict(zip(self._roles, placed(self.topology, site.devices), strict=True))
+        self.cluster = SimulatedCluster(site, self.agenda, self._roles, self.device_of, self)
+        self.cluster.start()
+        self._preprocessing = Preprocessing(self._host_machine(), site.host, site.config.media)
+        self._until(lambda: self.cluster.complete)
         self._open_s = self.agenda.now()
 
-    def _make_nodes(self) -> None:
-        site, devices = self._site, placed(self.topology, self._site.devices)
-        cores = site.host.cores
-        self.machines = {
-            name: Machine(self.agenda, kind.costs.cores if kind.on_processor else 0)
-            for name, kind in site.devices.items()
-        }
-        own = next((self.machines[name] for name, kind in site.devices.items() if kind.on_processor), None)
-        self._host_machine = own if own is not None and not cores else Machine(self.agenda, max(cores, 1))
-        links = Links(self.agenda, site.devices, site.host.fabric_bytes_per_s)
-        self.device_of = dict(zip(self._roles, devices, strict=True))
-        self.nodes = {}
-        for name, role in self._roles.items():
-            device = self.device_of[name]
-            neighbours = [self._roles[other] for other, there in self.device_of.items() if there == device]
-            around = Surroundings(device, self.machines[device], links, site.devices[device].costs, site.host)
-            self.nodes[name] = Node(name, role, site, self.agenda, around, neighbours, self._on_messages)
+    def _host_machine(self) -> Machine:
+        """Where preprocessing runs: on the cores that a device has too, unless the host has some of its own."""
+        site = self._site
+        on_processor = [name for name, kind in site.devices.items() if kind.on_processor]
+        if on_processor and not site.host.cores:
+            return self.cluster.machines[on_processor[0]]
+        return Machine(self.agenda, max(site.host.cores, 1))
 
     # ---- requests
 
@@ -180,13 +164,17 @@ class Deployment:
         self.agenda.at(at_s, lambda: self._preprocessing.take(row, lambda: self._submit(number, row, at_s)))
 
     def _submit(self, number: int, row: WorkloadRequest, arrival_s: float) -> None:
-        request, pixels = self._maker.request(row, number, arrival_s)
-        scheduler = self._site.config.scheduler
-        request = replace(request, slo=request.slo.with_defaults(scheduler.ttft_slo, scheduler.tpot_slo))
+        request, pixels = self._request(number, row, arrival_s)
         handle = self.handles[number] = _Stamped(f"r{number}", self.agenda.now)
         no_text: Any = _NoText()
         active = ActiveRequest(request, handle, cast(Any, None), no_text, ())
         self.dispatcher.submit(active, pixels, self.agenda.now())
+
+    def _request(self, number: int, row: WorkloadRequest, arrival_s: float) -> tuple[Request, tuple[PixelPayload, ...]]:
+        """With the limits that the front gives each request."""
+        request, pixels = self._maker.request(row, number, arrival_s)
+        scheduler = self._site.config.scheduler
+        return replace(request, slo=request.slo.with_defaults(scheduler.ttft_slo, scheduler.tpot_slo)), pixels
 
     def run(self) -> list[Record]:
         """Until every request has ended. Raises SimulationError if one does not, or if something is held then."""
@@ -202,9 +190,14 @@ class Deployment:
         span_s = max(max(self._ended_s.values(), default=0.0) - self._open_s, 1e-9)
         found = {}
         for name, device in self.device_of.items():
-            seconds = self.machines[device].busy_s
+            seconds = self.cluster.machines[device].busy_s
             found[name] = Busy(*(seconds.get((name, kind), 0.0) / span_s for kind in ("vision", "language")))
         return found
+
+    def kill(self, name: str, at_s: float, back_s: float | None) -> None:
+        """An instance dies so many seconds after the deployment is up, and is back, empty, `back_s` later or never.
+        Nothing happens if it is not there at that time."""
+        self.agenda.at(self._open_s + at_s, lambda: self.cluster.kill(name, back_s))
 
     # ---- roles at run time
 
@@ -234,7 +227,7 @@ class Deployment:
                 self.agenda.after(_POLL_S, poll)
                 return
             for switch in groups[0]:
-                self._send(switch.name, [SetRole(switch.role.letters)])
+                self.cluster.set_role(switch.name, switch.role)
                 self.dispatcher.instances[switch.name].role = switch.role
             self.dispatcher.undrain(names, self.agenda.now())
             self._next_group(groups[1:])
@@ -255,9 +248,10 @@ class Deployment:
                 raise SimulationError(f"{len(lost)} requests have not ended, the first is {lost[:1]}")
 
     def _check_rest(self) -> None:
-        for node in self.nodes.values():
+        asked = [node for node in self.cluster.nodes.values() if node.alive]
+        for node in asked:
             node.send([QueryLedger(0)])
-        self._until(lambda: len(self._ledgers) == len(self.nodes))
+        self._until(lambda: all(node.name in self._ledgers or not node.alive for node in asked))
         held = {name: ledger for name, ledger in self._ledgers.items() if not ledger.at_rest}
         if held or self.dispatcher.requests:
             raise SimulationError(f"held at rest: {held}, {list(self.dispatcher.requests)}")
@@ -282,7 +276,7 @@ class Deployment:
     # ---- messages
 
     def _send(self, name: str, messages: Sequence[ToInstance]) -> None:
-        self.nodes[name].send(messages)
+        self.cluster.send(name, messages)
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         number = int(active.request.age)
@@ -291,7 +285,20 @@ class Deployment:
         self.results[number] = result
         self._ended_s[number] = self.agenda.now()
 
-    def _on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
+    # ---- the cluster's listener
+
+    def on_up(self, name: str) -> None:
+        self._stealing.on_up(self.cluster.nodes[name].sizes.config.scheduler.most_requests)
+        self.dispatcher.on_up(name, self.agenda.now())
+
+    def on_down(self, name: str, *, restarts: bool) -> None:
+        self.statuses.pop(name, None)
+        self.dispatcher.on_down(name, self.agenda.now(), restarts=restarts)
+
+    def on_pair(self, one: str, other: str, up: bool) -> None:
+        self.dispatcher.on_pair(one, other, up, self.agenda.now())
+
+    def on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
         """As frontend/frontend.py takes them."""
         now = self.agenda.now()
         for message in messages:
@@ -301,17 +308,8 @@ class Deployment:
                     self.dispatcher.instances[name].status = message
                 case LedgerReport():
                     self._ledgers[name] = message
-                case PeerState():
-                    self._on_peer(name, message, now)
                 case _:
                     self._incoming.take(name, message, now)
-
-    def _on_peer(self, name: str, state: PeerState, now: float) -> None:
-        """A pair is up once both sides have said so; here both do in the same moment."""
-        pair = frozenset((name, state.name))
-        if state.up and pair not in self._up_sides:
-            self._up_sides.add(pair)
-            self.dispatcher.on_pair(name, state.name, True, now)
 
 
 def simulate(topology: str | Topology, site: Site, rows: Sequence[WorkloadRequest], content: int = 0) -> list[Record]:

@@ -22,6 +22,7 @@ class _Copy:
     target: str
     left: float  # bytes
     done: Callable[[], None]
+    instance: str
 
 
 class Links:
@@ -35,10 +36,16 @@ class Links:
         self._settled_s = 0.0
         self._version = 0
 
-    def copy(self, source: str, target: str, num_bytes: int, done: Callable[[], None]) -> None:
-        """From device to device; `done` is called when the last byte is there."""
+    def copy(self, source: str, target: str, num_bytes: int, done: Callable[[], None], instance: str = "") -> None:
+        """From device to device, by an instance; `done` is called when the last byte is there."""
         self._settle()
-        self._copies.append(_Copy(source, target, float(num_bytes), done))
+        self._copies.append(_Copy(source, target, float(num_bytes), done, instance))
+        self._schedule()
+
+    def drop(self, instance: str) -> None:
+        """The instance has died: its copies are never done."""
+        self._settle()
+        self._copies = [copy for copy in self._copies if copy.instance != instance]
         self._schedule()
 
     def _rate(self, copy: _Copy) -> float:

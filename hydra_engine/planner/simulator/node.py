@@ -35,9 +35,8 @@ from hydra_engine.transfer.messages import TransferMessage
 NUM_SLICES = 24
 _LEAST_PAUSE_S = 1e-6  # between two turns of one loop
 _OVERDUE_PAUSE_S = 1e-3  # where a deadline has passed and the turn could do nothing about it
-_INCARNATION = 1
 
-FromNode = Callable[[str, Sequence[ToFront]], None]
+FromNode = Callable[["Node", Sequence[ToFront]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +62,70 @@ class _Inbox:
 class _Peers:
     """`PeerPort` to nodes of this process."""
 
-    def __init__(self, name: str, agenda: Agenda, delay_s: float) -> None:
-        self.nodes: dict[str, Node] = {}
+    def __init__(self, name: str, incarnation: int, agenda: Agenda, delay_s: float) -> None:
         self.items: list[PeerUp | PeerDown | FromPeer] = []
         self._name = name
+        self._incarnation = incarnation
         self._agenda = agenda
         self._delay_s = delay_s
+        self._met: dict[tuple[str, int], Node] = {}
+        self._nodes: dict[str, Node] = {}  # whose PeerUp has been drained, and no PeerDown
+
+    def meet(self, other: Node) -> None:
+        self._met[other.name, other.incarnation] = other
+        self.items.append(PeerUp(other.name, other.incarnation, EXPORTS, ()))
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
         items, self.items = self.items, []
+        for item in items:
+            if isinstance(item, PeerUp):
+                self._nodes[item.name] = self._met[item.name, item.incarnation]
+            elif isinstance(item, PeerDown):
+                self._nodes.pop(item.name, None)
         return items
 
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
-        target = self.nodes[name]
+        """What is meant for one life of a peer never reaches the next one."""
+        target = self._nodes.get(name)
+        if target is None:
+            return
 
         def arrive() -> None:
-            target.peers.items += [FromPeer(self._name, _INCARNATION, message) for message in messages]
+            target.peers.items += [FromPeer(self._name, self._incarnation, message) for message in messages]
             target.wake()
 
         self._agenda.after(self._delay_s, arrive)
 
 
 class _Outbox:
-    def __init__(self, name: str, agenda: Agenda, delay_s: float, deliver: FromNode) -> None:
-        self._name = name
+    def __init__(self, node: Node, agenda: Agenda, delay_s: float, deliver: FromNode) -> None:
+        self._node = node
         self._agenda = agenda
         self._delay_s = delay_s
         self._deliver = deliver
 
     def send(self, messages: Sequence[ToFront]) -> None:
-        self._agenda.after(self._delay_s, lambda: self._deliver(self._name, messages))
+        self._agenda.after(self._delay_s, lambda: self._deliver(self._node, messages))
 
 
 class Node:
-    """`neighbours`: roles of all instances on its device, its own among them."""
+    """One life of an instance. `neighbours`: roles of all instances on its device, its own among them."""
 
     def __init__(
         self,
         name: str,
         role: Role,
+        incarnation: int,
         site: Site,
         agenda: Agenda,
         around: Surroundings,
         neighbours: Sequence[Role],
         deliver: FromNode,
     ) -> None:
-        self.name, self.role = name, role
+        self.name, self.role, self.incarnation = name, role, incarnation
+        self.alive = True
         self.inbox = _Inbox()
-        self.peers = _Peers(name, agenda, around.host.message_s)
+        self.peers = _Peers(name, incarnation, agenda, around.host.message_s)
         kind = site.devices[around.device]
         self.worker = SimulatedWorker(name, agenda, around, _block_bytes(site, kind), self.wake)
         self._agenda = agenda
@@ -125,12 +140,12 @@ class Node:
             scheduler=scheduler,
             worker=self.worker,
             inbox=self.inbox,
-            outbox=_Outbox(name, agenda, around.host.message_s, deliver),
+            outbox=_Outbox(self, agenda, around.host.message_s, deliver),
             wake=threading.Event(),
             clock=agenda,
             look_ahead=bool(config.scheduler.look_ahead),
             peers=Migration(
-                incarnation=_INCARNATION,
+                incarnation=incarnation,
                 connector=connector,
                 transfer=self.worker,
                 peers=self.peers,
@@ -140,13 +155,29 @@ class Node:
             ),
         )
 
+    @property
+    def device(self) -> str:
+        return self.worker.device
+
     def connect(self, other: Node) -> None:
         """Both know each other from here on."""
         for one, two in ((self, other), (other, self)):
-            one.peers.nodes[two.name] = two
             one.worker.peers[two.name] = two.worker
-            one.peers.items.append(PeerUp(two.name, _INCARNATION, EXPORTS, ()))
+            one.peers.meet(two)
             one.wake()
+
+    def die(self) -> None:
+        """It does nothing any more. What it has sent is on its way."""
+        self.alive = self.worker.alive = False
+
+    def lose(self, other: Node) -> None:
+        """The connection to it ends."""
+
+        def arrive() -> None:
+            self.peers.items.append(PeerDown(other.name, other.incarnation, "the other side has closed the connection"))
+            self.wake()
+
+        self._agenda.after(self._delay_s, arrive)
 
     def send(self, messages: Sequence[ToInstance]) -> None:
         """From the front."""
@@ -160,11 +191,13 @@ class Node:
     # ---- the loop
 
     def wake(self) -> None:
-        if not self._awake:
+        if not self._awake and self.alive:
             self._awake = True
             self._agenda.after(0.0, self._turn)
 
     def _turn(self) -> None:
+        if not self.alive:
+            return
         self._awake = False
         self._turns += 1
         self.instance.turn()

@@ -91,6 +91,7 @@ class SimulatedWorker:
     ) -> None:
         self.words: dict[int, int] = {}
         self.peers: dict[str, SimulatedWorker] = {}
+        self.alive = True
         self.num_requests = 0
         self.pixel_bytes = 0
         self._name = name
@@ -128,7 +129,7 @@ class SimulatedWorker:
             self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now(), (None,) * len(plan.items)))
 
         job = Job(self._name, VISION, surface.vision_s(load), done, beside, threads=self._costs.threads)
-        self._vision.submit(lambda: self._around.machine.run(job))
+        self._vision.submit(lambda: self._run(job))
 
     def submit_language(self, plan: LanguagePlan) -> None:
         surface, load = self._costs.surface, load_of(plan)
@@ -143,7 +144,11 @@ class SimulatedWorker:
 
         threads, alone_s = self._costs.threads, surface.language_s(load)
         job = Job(self._name, LANGUAGE, alone_s, done, beside, allowance_s=plan.vision_s, threads=threads)
-        self._language.submit(lambda: self._around.machine.run(job))
+        self._language.submit(lambda: self._run(job))
+
+    def _run(self, job: Job) -> None:
+        if self.alive:
+            self._around.machine.run(job)
 
     def submit_pull(self, job: PullJob) -> None:
         source = self.peers[job.peer]
@@ -157,10 +162,13 @@ class SimulatedWorker:
                 self._transfer.ended()
                 self._deliver(PullResult(job.step_id, started_s, self._agenda.now(), valid, num_bytes))
 
-            here, there = self._around.device, source.device
-            self._agenda.after(self._around.host.pull_s, lambda: self._around.links.copy(there, here, num_bytes, done))
+            self._agenda.after(self._around.host.pull_s, lambda: self._copy(source.device, num_bytes, done))
 
         self._transfer.submit(start)
+
+    def _copy(self, source: str, num_bytes: int, done: Callable[[], None]) -> None:
+        if self.alive:
+            self._around.links.copy(source, self._around.device, num_bytes, done, self._name)
 
     @property
     def device(self) -> str:
@@ -197,7 +205,7 @@ class SimulatedWorker:
         return (0,) * len(blocks)
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """All workers are in this process; `peers` is filled when the cluster is made."""
+        """All workers are in this process; `peers` has those that are connected."""
         assert name in self.peers
 
     def close_peer(self, name: str) -> None: ...
