@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = find_model_files(settings.engine())
     log.configure(config.log_level, log_format=config.log_format)
     _check(arguments)
-    from hydra_engine.cli.plan_devices import check_here
+    from hydra_engine.cli.planning.devices import check_here
     from hydra_engine.planner.report import explain_lines, plan_lines
     from hydra_engine.planner.search.plan import make_plan
 
@@ -126,7 +126,7 @@ def _drawing() -> Any:
 
 
 def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
-    from hydra_engine.cli.plan_devices import devices_of
+    from hydra_engine.cli.planning.devices import devices_of
     from hydra_engine.models.specs.registry import load_spec
     from hydra_engine.planner.search.measure import Question
     from hydra_engine.planner.slo import Limits

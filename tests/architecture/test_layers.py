@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     | {
         "core",
         "config",
+        "specs",
         "telemetry",
         "models",
         "preprocess",

@@ -72,7 +72,7 @@ def test_an_idle_deployment_takes_the_sum_of_its_parts(topology: str) -> None:
     at, vision = site(), site().spec.vision
     assert vision is not None
     (item,) = vision.plan_image(64, 64).items
-    tokens = item.num_tokens + 20
+    tokens = item.num_tokens + 16  # the beginning of the chat template is computed while the picture is encoded
     encode_s = SURFACE.vision_s(VisionLoad(item.num_patches, float(item.num_patches**2)))
     prefill_s = SURFACE.language_s(LanguageLoad(0, 0, tokens, tokens * (tokens + 1) / 2, 1))
     preprocess_s = at.host.request_s + 64 * 64 * at.host.pixel_s
@@ -164,7 +164,7 @@ def test_instances_that_share_a_device_slow_each_other_and_divide_its_memory() -
     at = replace(site(), devices=gpus(2, replace(DEVICE, memory_bytes=4 * GIB)))
     apart, together = (run(f"E@cuda:0+PD@cuda:{index}", 30.0, at=at) for index in (1, 0))
     mean_s = [sum(record.latency_s for record in records) / len(records) for _, records in (apart, together)]
-    assert mean_s[1] > 1.05 * mean_s[0]
+    assert mean_s[1] > 1.01 * mean_s[0]
     # Vision steps and decodes wait for each other: the same work keeps both lanes busy for longer.
     for name, kind in (("e0", "vision_busy_s"), ("pd0", "language_busy_s")):
         seconds = [getattr(deployment.statuses[name], kind) for deployment, _ in (apart, together)]
