@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         lines += ["", *explain_lines(plan, question)]
     sys.stdout.write("\n".join(lines) + "\n")
-    _write(arguments, plan)
+    _write(arguments, plan, f"{config.model_name} on {arguments.devices} devices, {arguments.workload}")
     return _launch(plan, question, settings.server()) if arguments.launch else 0
 
 
@@ -173,14 +173,14 @@ def _progress() -> Callable[[str, int], None]:
     return report
 
 
-def _write(arguments: argparse.Namespace, plan: Plan) -> None:
+def _write(arguments: argparse.Namespace, plan: Plan, title: str) -> None:
     if arguments.output is not None:
         try:
             arguments.output.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
         except OSError as error:
             raise ConfigError(f"the plan cannot be written: {error.strerror}", param="output") from error
     if arguments.pictures is not None:
-        for path in _drawing().draw(plan, arguments.pictures):
+        for path in _drawing().draw(plan, arguments.pictures, title):
             log.tell(f"picture: {path}")
 
 

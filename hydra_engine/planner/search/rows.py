@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hydra_engine.planner.search.candidates import Candidate
-from hydra_engine.planner.search.halving import Entry
+from hydra_engine.planner.search.halving import Entry, judged
 from hydra_engine.planner.search.measure import SHARE, Point, Question
 from hydra_engine.planner.search.settings import Setting
 
@@ -29,6 +29,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     hour_price: float | None
     price: float | None
     settings: tuple[Setting, ...] = ()
+    curve: list[tuple[float, float]] = []  # (rate, attainment) of every load that was simulated
 
 
 def row_of(question: Question, entry: Entry, best: Entry) -> Row:
@@ -48,6 +49,7 @@ def row_of(question: Question, entry: Entry, best: Entry) -> Row:
         hour_price=hour_price(question, candidate.devices),
         price=buying_price(question, candidate.devices),
         settings=candidate.settings,
+        curve=[(point.rate, judged(point)) for point in entry.points if point.rate is not None],
     )
 
 

@@ -1,0 +1,287 @@
+"""The search for a topology: candidates, estimates, loads, halving, and plans of simulated deployments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydra_engine.config import EngineConfig, SchedulerConfig
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.roles import EPD, Role, Topology
+from hydra_engine.core.units import GIB
+from hydra_engine.errors import ConfigError
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.planner.report import explain_lines, plan_lines
+from hydra_engine.planner.search.candidates import Candidate, candidates
+from hydra_engine.planner.search.estimate import bound_of
+from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs, race
+from hydra_engine.planner.search.load import rate_of, window
+from hydra_engine.planner.search.measure import SHARE, Point, Question, Spread, measure
+from hydra_engine.planner.search.plan import make_plan
+from hydra_engine.planner.search.settings import Setting, settings_to_try
+from hydra_engine.planner.search.workers import run_all
+from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
+from hydra_engine.planner.simulator.deployment import SimulationError
+from hydra_engine.planner.slo import Limits
+from hydra_engine.planner.work import RequestSeconds
+from hydra_engine.planner.workload.generators import make_load
+from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+
+SURFACE = CostSurface(
+    rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),
+    per_key_s=1e-7,
+    per_pair_s=1e-8,
+    per_chunk_s=1e-4,
+    patches=Curve((4.0, 256.0), (0.01, 0.05)),
+    per_patch_pair_s=1e-8,
+    decode_slowdown=1.5,
+    prefill_slowdown=1.5,
+    vision_slowdown=1.5,
+)
+FAST = DeviceKind("fast", Costs(SURFACE, threads=0), memory_bytes=16 * GIB, price=4000, hour_price=4.0)
+SLOW = replace(FAST, name="slow", costs=Costs(replace(SURFACE, patches=Curve((4.0, 256.0), (0.02, 0.1))), threads=0))
+CHEAP = replace(SLOW, price=1000, hour_price=1.0)
+LITTLE = Effort(seconds=2.0, requests=(16, 24), finalists=2, seeds=2)
+
+
+LIMITS = Limits(1.0, 0.05)
+
+
+@cache
+def question(num_devices: int = 2, limits: Limits = LIMITS, kind: DeviceKind = FAST) -> Question:
+    config = EngineConfig(scheduler=SchedulerConfig(token_budget=256, max_num_seqs=16), max_model_len=1024)
+    spec = load_spec(config.model_path, config.spec_options)
+    rows = make_load("mixed", 60, 1.0, 0, scale=0.25)
+    return Question(spec, config, {f"cuda:{i}": kind for i in range(num_devices)}, Host(cores=4), rows, limits)
+
+
+def quiet(what: str, most: int) -> None: ...
+
+
+# ---- candidates
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+def test_candidates_use_every_device_once_and_serve_every_stage(num_devices: int) -> None:
+    names = [f"cuda:{index}" for index in range(num_devices)]
+    found = candidates(dict.fromkeys(names, "fast"))
+    assert len({candidate.name for candidate in found}) == len(found)
+    for candidate in found:
+        assert set(candidate.devices) == set(names)
+        assert candidate.topology.served == EPD
+        assert str(Topology.parse(str(candidate.topology))) == str(candidate.topology)
+
+
+def test_eight_devices_have_the_ratios_of_every_family_and_those_that_share_devices() -> None:
+    found = candidates({f"cuda:{index}": "fast" for index in range(8)})
+    families = {family: sum(one.family == family for one in found) for family in {one.family for one in found}}
+    assert families["EPD"] == families["(E-PD)"] == 1 and families["E+P+D"] == 21
+    assert {families[name] for name in ("EP+D", "ED+P", "E+PD", "EPD+PD", "(E-P)-D", "(E-D)-P")} == {7}
+    assert "8(E-PD)" in {one.name for one in found}
+
+
+def test_with_two_kinds_encoders_may_stand_on_either() -> None:
+    found = candidates({"cuda:0": "fast", "cuda:1": "slow"}, together=False)
+    pairs = {str(one.topology) for one in found if one.family == "E+PD"}
+    assert pairs == {"E@cuda:0+PD@cuda:1", "E@cuda:1+PD@cuda:0"}
+
+
+def test_what_keeps_states_decodes_where_it_prefills_and_text_needs_no_encoders() -> None:
+    names = {f"cuda:{index}": "fast" for index in range(3)}
+    for candidate in candidates(names, keeps_states=True):
+        assert all((Role.P in s.role) == (Role.D in s.role) for s in candidate.topology.instances)
+    assert {one.family for one in candidates(names, has_vision=False)} == {"PD", "P+D"}
+
+
+# ---- loads
+
+
+@given(rate=st.floats(0.1, 100), count=st.integers(2, 200), seed=st.integers(0, 5))
+def test_a_window_has_the_rate_and_stays_in_order(rate: float, count: int, seed: int) -> None:
+    rows = window(question().rows, count, rate, seed)
+    assert len(rows) == count and rate_of(rows) == pytest.approx(rate)
+    assert all(one.at_s <= two.at_s for one, two in pairwise(rows))
+
+
+def test_what_goes_round_the_workload_shows_pictures_that_nobody_has_seen() -> None:
+    rows = [WorkloadRequest(at_s=float(i), prompt_tokens=8, output_tokens=2, pictures=(Picture(32, 32, 7),), session=i)
+            for i in range(3)]  # fmt: skip
+    again = window(rows, 7, 1.0)
+    assert [len({row.pictures[0].number for row in again[first : first + 3]}) for first in (0, 3)] == [1, 1]
+    assert len({row.pictures[0].number for row in again}) == 3
+    assert len({row.session for row in again}) == 7
+    assert [row.at_s for row in window(rows, 4, None)] == [0.0] * 4
+
+
+# ---- estimates
+
+
+def seconds(vision: float, prefill: float, decode: float) -> dict[str, RequestSeconds]:
+    return {"fast": RequestSeconds(vision, prefill, decode)}
+
+
+def candidate(text: str) -> Candidate:
+    return Candidate(Topology.parse(text), text)
+
+
+@pytest.mark.parametrize(
+    ("topology", "rate", "stage"),
+    [
+        ("E@cuda:0+P@cuda:1+D@cuda:2", 1 / 0.3, "decode"),
+        ("E@cuda:0+PD@cuda:1+PD@cuda:2", 2 / 0.5, "decode"),
+        ("EP@cuda:0+D@cuda:1+D@cuda:2", 2 / 1.5 / 0.3, "prefill"),  # both lanes, each at 1 / 1.5 of its speed
+    ],
+)
+def test_the_bound_is_that_of_the_stage_that_fills_its_devices(topology: str, rate: float, stage: str) -> None:
+    kinds = {f"cuda:{index}": FAST for index in range(3)}
+    bound = bound_of(candidate(topology), kinds, seconds(0.1, 0.2, 0.3))
+    assert (bound.stage, bound.rate) == (stage, pytest.approx(rate, rel=0.01))
+
+
+def test_lanes_of_one_device_do_as_much_more_than_one_as_they_gain_side_by_side() -> None:
+    kinds = {"cuda:0": FAST}
+    alone = bound_of(candidate("EPD@cuda:0"), kinds, seconds(0.5, 0.25, 0.25))
+    assert alone.rate == pytest.approx(1 / 1.5 + 1 / 1.5, rel=0.01)  # each lane at 1 / 1.5 of its speed
+
+
+# ---- halving
+
+
+def fake(capacities: dict[str, float]) -> object:
+    """Attains all below a candidate's capacity, and less and less above."""
+
+    def measure_all(jobs: Sequence[tuple[Candidate, float | None, int, int]]) -> list[Point]:
+        points = []
+        for one, rate, count, seed in jobs:
+            capacity = capacities[one.name] * (1 + 0.02 * seed)
+            share = min(1.0, capacity / (rate or 1.0))
+            times = Spread(0.1, 0.1, 0.1)
+            points.append(Point(rate=rate, seed=seed, requests=count, attainment=share, ttft_met=share, tpot_met=share,
+                                ttft=times, tpot=times, requests_per_s=1.0, tokens_per_s=1.0, span_s=1.0, growth=0.0,
+                                falls_behind=False, busy={}))  # fmt: skip
+        return points
+
+    return measure_all
+
+
+def test_halving_keeps_the_best_and_finds_their_goodput() -> None:
+    found = candidates({f"cuda:{index}": "fast" for index in range(6)})
+    kinds = {f"cuda:{index}": FAST for index in range(6)}
+    entries = [Entry(one, bound_of(one, kinds, seconds(0.05, 0.04, 0.06))) for one in found]
+    # Some can do all that their work allows, others three quarters of it.
+    capacities = {e.candidate.name: e.bound.rate * (0.75 if i % 2 else 0.95) for i, e in enumerate(entries)}
+    measure_all, effort = fake(capacities), Effort(finalists=3, seeds=3)
+    finalists = race(entries, measure_all, effort, quiet)  # type: ignore[arg-type]
+    best = max(capacities, key=lambda name: capacities[name])
+    assert len(finalists) == 3 and best in {entry.candidate.name for entry in finalists}
+    measure_goodputs(finalists, measure_all, effort, quiet)  # type: ignore[arg-type]
+    for entry in finalists:
+        expected = capacities[entry.candidate.name] / SHARE * 1.02
+        assert entry.goodput == pytest.approx(expected, rel=0.05)
+        assert 0 < entry.uncertainty < 0.2 * expected
+
+
+def test_jobs_run_in_children_answer_in_order_and_their_failures_are_told() -> None:
+    point = fake({"2EPD": 1.0})([(candidate("EPD@cuda:0+EPD@cuda:1"), 1.0, 1, 0)])[0]  # type: ignore[operator]
+    jobs = [lambda seed=seed: Point(**{**_fields(point), "seed": seed}) for seed in range(7)]
+    assert [one.seed for one in run_all(jobs, 3)] == list(range(7)) == [one.seed for one in run_all(jobs, 1)]
+
+    def fails() -> Point:
+        raise SimulationError("the third one has lost a request")
+
+    with pytest.raises(SimulationError, match="the third one"):
+        run_all([*jobs[:2], fails], 2)
+
+
+def _fields(point: Point) -> dict[str, object]:
+    return {name: getattr(point, name) for name in point.__struct_fields__}
+
+
+# ---- settings
+
+
+def test_settings_are_flags_and_change_the_configuration() -> None:
+    config = EngineConfig()
+    tried = settings_to_try(config, 2048, 64)
+    assert [one.flags for one in tried] == [
+        "--token-budget 1024", "--token-budget 4096", "--max-num-seqs 32", "--max-num-seqs 128",
+        "--no-steal-decodes", "--router affinity",
+    ]  # fmt: skip
+    assert tried[0].apply(config).scheduler.token_budget == 1024
+    assert not Setting("cluster", "steal_decodes", value=False).apply(config).cluster.steal_decodes
+    given = replace(config, scheduler=SchedulerConfig(token_budget=512, max_num_seqs=8))
+    assert all(one.section == "cluster" for one in settings_to_try(given, 512, 8))
+
+
+# ---- plans of simulated deployments
+
+
+def test_a_point_repeats_itself_and_says_what_was_busy() -> None:
+    one = candidate("E@cuda:0+PD@cuda:1")
+    points = [measure(question(), one, 6.0, 20, seed) for seed in (0, 0, 1)]
+    assert points[0] == points[1] != points[2]
+    assert points[0].busy.keys() == {"E", "PD"}
+    assert 0 < points[0].busy["E"][0] < 1 and points[0].busy["E"][1] == 0
+
+
+def test_a_load_beyond_what_can_be_done_falls_behind() -> None:
+    one = candidate("E@cuda:0+PD@cuda:1")
+    calm, wild = (measure(question(limits=Limits(0.2, 0.05)), one, *load) for load in ((2.0, 20), (200.0, 160)))
+    assert calm.kept and not calm.falls_behind
+    assert not wild.kept and wild.falls_behind and wild.growth > 0.2
+
+
+def test_a_plan_names_a_winner_and_says_why_the_others_lost() -> None:
+    chosen = [*pair(), candidate("EP@cuda:0+D@cuda:1"), candidate("2EPD@cuda:0+PD@cuda:1")]
+    plan = make_plan(question().limited(), LITTLE, quiet, chosen=chosen)
+    best = plan.best
+    assert best.goodput and best.goodput == max(row.goodput or 0.0 for row in plan.rows)
+    assert not best.reason and all(row.reason for row in plan.rows[1:])
+    assert len({(row.topology, row.settings) for row in plan.rows}) == len(plan.rows)
+    assert Topology.parse(best.topology).served == EPD
+    lines = plan_lines(plan, question(), "demo", 1.0)
+    assert any(line.startswith("to start    hydra-engine serve demo --topology") for line in lines)
+    assert any("rho" in line for line in explain_lines(plan, question()))
+
+
+def test_the_least_cost_is_fewer_or_cheaper_devices() -> None:
+    plan = make_plan(question(3), LITTLE, quiet, "cost", 4.0)
+    assert plan.best.hour_price == 4.0  # one device is enough
+    mixed = replace(question(), kinds={"cuda:0": FAST, "cuda:1": CHEAP})
+    assert make_plan(mixed, LITTLE, quiet, "cost", 2.0).best.hour_price == 1.0
+    with pytest.raises(ConfigError, match="none of these devices keep the limits at 500 requests/s"):
+        make_plan(question(1), LITTLE, quiet, "cost", 500.0)
+
+
+def test_offline_is_the_earliest_last_answer() -> None:
+    plan = make_plan(question(), LITTLE, quiet, "offline", chosen=[candidate("E@cuda:0+PD@cuda:0"), *pair()])
+    points = [row.point for row in plan.rows if row.point is not None]
+    last = [point.span_s for point in points if point.requests == LITTLE.requests[1]]
+    assert len(last) == 2 and points[0].span_s == min(last)
+
+
+def pair() -> list[Candidate]:
+    return [candidate("EPD@cuda:0+EPD@cuda:1"), candidate("E@cuda:0+PD@cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(0.001, 1.0), "no topology keeps the time to the first token within 1 ms: on an idle fast .*encode"),
+        (Limits(10.0, 0.001), "no topology keeps the time between tokens within 1 ms: .*a decode step 4"),
+    ],
+)
+def test_a_limit_that_an_idle_device_misses_is_refused_with_the_stage(limits: Limits, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(question(limits=limits), LITTLE, quiet)
+
+
+def test_a_model_that_fits_no_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the model fits none of these deployments"):
+        make_plan(question(kind=replace(FAST, memory_bytes=GIB >> 8)), LITTLE, quiet)
