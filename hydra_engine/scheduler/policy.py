@@ -23,6 +23,9 @@ from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, re
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
 MAX_PASSED = 16  # requests without room that a step looks past; bounds the time that planning takes
+# Copies of one request's images that are in flight at once: the next one begins where the one before ends, and those of
+# several encoders run side by side. No more, for blocks that are written give way to nobody, and KV waits behind them.
+MAX_IMAGE_PULLS = 4
 # How long borrowed decodes stand still for encodes: a reader notices a longer pause, and a first token that waits for
 # an image is late by far more.
 STEAL_PATIENCE_S = 0.1

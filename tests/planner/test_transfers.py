@@ -1,0 +1,64 @@
+"""How blocks move between instances of a simulated deployment, and what that is worth."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from hydra_engine.config import EngineConfig, SchedulerConfig
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.outputs import StageSpan
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.planner.simulator.costs import Costs, DeviceKind
+from hydra_engine.planner.simulator.deployment import Deployment
+from hydra_engine.planner.simulator.node import Site
+from hydra_engine.scheduler import policy
+from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+
+SURFACE = CostSurface(
+    rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),
+    per_key_s=1e-7,
+    per_pair_s=1e-8,
+    per_chunk_s=1e-4,
+    patches=Curve((4.0, 256.0), (0.01, 0.05)),
+    per_patch_pair_s=1e-8,
+    decode_slowdown=2.0,
+    prefill_slowdown=2.0,
+    vision_slowdown=2.0,
+)
+
+
+@cache
+def site(num_devices: int, link_bytes_per_s: float) -> Site:
+    config = EngineConfig(scheduler=SchedulerConfig(token_budget=2048, max_num_seqs=16))
+    gpu = DeviceKind("gpu", Costs(SURFACE, 2e-5, 3e-5, threads=0), link_bytes_per_s=link_bytes_per_s)
+    devices = {f"cuda:{index}": gpu for index in range(num_devices)}
+    return Site(load_spec(config.model_path, config.spec_options), config, devices)
+
+
+def spans_of(deployment: Deployment, stage: str) -> list[StageSpan]:
+    (result,) = deployment.results.values()
+    return [span for span in result.timeline if span.stage == stage]
+
+
+# ---- pictures of one request
+
+
+def eight_pictures() -> tuple[Deployment, float]:
+    """The deployment and the TTFT. Links are slow: prefill waits for pictures."""
+    deployment = Deployment("4E+P+D", site(6, 2e6))
+    pictures = tuple(Picture(448, 448, number) for number in range(8))
+    deployment.submit(WorkloadRequest(at_s=0.0, prompt_tokens=20, output_tokens=4, pictures=pictures))
+    (record,) = deployment.run()  # raises where anything is held at the end
+    assert record.error is None and record.ttft_s is not None
+    return deployment, record.ttft_s
+
+
+def test_pictures_of_one_request_are_fetched_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment, together_s = eight_pictures()
+    encoders = {span.instance for span in spans_of(deployment, "encode")}
+    assert len(encoders) == 4 and len(spans_of(deployment, "pull_features")) == 8
+    monkeypatch.setattr(policy, "MAX_IMAGE_PULLS", 1)
+    _, one_by_one_s = eight_pictures()
+    assert together_s < one_by_one_s - 1e-3
