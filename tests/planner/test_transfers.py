@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.outputs import StageSpan
+from hydra_engine.core.roles import Topology
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind
 from hydra_engine.planner.simulator.deployment import Deployment
 from hydra_engine.planner.simulator.node import Site
 from hydra_engine.scheduler import policy
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+from tools.miniatures import make_tiny
 
 SURFACE = CostSurface(
     rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),
@@ -30,8 +34,9 @@ SURFACE = CostSurface(
 
 
 @cache
-def site(num_devices: int, link_bytes_per_s: float) -> Site:
+def site(num_devices: int, link_bytes_per_s: float, model: Path | None = None) -> Site:
     config = EngineConfig(scheduler=SchedulerConfig(token_budget=2048, max_num_seqs=16))
+    config = config if model is None else replace(config, model=str(model))
     gpu = DeviceKind("gpu", Costs(SURFACE, 2e-5, 3e-5, threads=0), link_bytes_per_s=link_bytes_per_s)
     devices = {f"cuda:{index}": gpu for index in range(num_devices)}
     return Site(load_spec(config.model_path, config.spec_options), config, devices)
@@ -62,3 +67,22 @@ def test_pictures_of_one_request_are_fetched_side_by_side(monkeypatch: pytest.Mo
     monkeypatch.setattr(policy, "MAX_IMAGE_PULLS", 1)
     _, one_by_one_s = eight_pictures()
     assert together_s < one_by_one_s - 1e-3
+
+
+def one_picture(topology: str, model: Path) -> tuple[Deployment, float]:
+    """In four tiles."""
+    deployment = Deployment(topology, site(len(Topology.parse(topology).instances), 1e9, model))
+    deployment.submit(WorkloadRequest(at_s=0.0, prompt_tokens=20, output_tokens=4, pictures=(Picture(60, 60, 0),)))
+    (record,) = deployment.run()
+    assert record.error is None and record.ttft_s is not None
+    return deployment, record.ttft_s
+
+
+def test_the_parts_of_one_picture_are_encoded_by_several_instances(tmp_path: Path) -> None:
+    """As EPD's parallel encode of one request: LLaVA-NeXT's square and rows of tiles have no work in common."""
+    make_tiny("llava_next", tmp_path, seed=1)
+    alone, alone_s = one_picture("E+P+D", tmp_path)
+    assert {span.instance for span in spans_of(alone, "encode")} == {"e0"}
+    several, several_s = one_picture("3E+P+D", tmp_path)
+    assert {span.instance for span in spans_of(several, "encode")} == {"e0", "e1", "e2"}
+    assert several_s < 0.9 * alone_s
