@@ -13,7 +13,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Abort, Finished, Submit
+from hydra_engine.core.messages import Abort, Finished, HandOver, Submit
 from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable
@@ -144,8 +144,11 @@ class Dispatcher:
                 continue
             if in_flight.phase is Phase.WAITING:
                 self.start(in_flight, now)
-            elif in_flight.running and in_flight.attempt is not None and in_flight.attempt.unserved:
-                self.encode(in_flight, in_flight.attempt, (), now)
+            elif in_flight.running and (attempt := in_flight.attempt) is not None:
+                if attempt.unserved:
+                    self.encode(in_flight, attempt, (), now)
+                if attempt.asks_decoder:
+                    self.bind(in_flight, attempt, now)
 
     def _by_age(self) -> list[RequestInFlight]:
         return sorted(self.requests.values(), key=lambda in_flight: in_flight.age)
@@ -163,15 +166,27 @@ class Dispatcher:
             self._wait(in_flight, now)
             return
         number = in_flight.request.id if in_flight.attempts == 0 else self._next_id()
-        in_flight.begin(number, route, self.instances, now)
+        request = in_flight.begin(number, route, self.instances, now).request
         self.by_id[number] = in_flight
-        request = in_flight.attempt_request(number)
-        if route.moves:
-            self.instances.send(route.decode, [Submit(request, part="D", source=route.prefill)])
         remote = tuple(range(len(request.images))) if route.remote_images else ()
         pixels = () if route.remote_images else in_flight.pixels
-        target = route.decode if route.moves else ""
-        self.instances.send(route.prefill, [Submit(request, pixels, route.part, remote, target)])
+        self.instances.send(route.prefill, [Submit(request, pixels, route.part, remote)])
+
+    def bind(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
+        """Decides where the request decodes, which is told first, so that it knows what is offered to it; or it
+        waits."""
+        source = attempt.route.prefill
+        chosen = self._router.decoder(source)
+        attempt.asks_decoder = isinstance(chosen, Role)
+        if isinstance(chosen, Role):
+            self._wait(in_flight, now)
+            return
+        if not attempt.waits:
+            in_flight.deadline_s = None
+        attempt.instances.add(chosen)
+        attempt.decode_at(self.instances[chosen], in_flight.num_tokens, ready=False)
+        self.instances.send(chosen, [Submit(attempt.request, part="D", source=source)])
+        self.instances.send(source, [HandOver(attempt.id, chosen)])
 
     def encode(self, in_flight: RequestInFlight, attempt: Attempt, indices: Iterable[int], now: float) -> None:
         """Has these images encoded, and those that no instance could encode before; or they wait."""
@@ -182,7 +197,8 @@ class Dispatcher:
             self._wait(in_flight, now)
             return
         attempt.unserved.clear()
-        in_flight.deadline_s = None
+        if not attempt.waits:
+            in_flight.deadline_s = None
         for name, share in chosen.items():
             number = self._next_id()
             patches = sum(in_flight.request.images[index].num_patches for index in share)

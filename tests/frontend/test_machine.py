@@ -40,7 +40,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @initialize(topology=st.sampled_from(TOPOLOGIES), attempts=st.sampled_from([2, 100]))
     def start(self, topology: str, attempts: int) -> None:
-        self.rig = Rig(topology, max_attempts=attempts, recovery_s=5.0)
+        self.rig = Rig(topology, prefills_at_once=False, max_attempts=attempts, recovery_s=5.0)
         self.played = {name: Played(name) for name in self.rig.roles}
         self.names = sorted(self.played)
         self.submit([[], [3], [2, 5], [4, 4, 4]], 60)

@@ -12,6 +12,8 @@ from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.roles import Topology
+from hydra_engine.frontend.dispatch import Dispatcher
+from hydra_engine.frontend.in_flight import RequestInFlight
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind
 from hydra_engine.planner.simulator.deployment import Deployment
@@ -34,8 +36,8 @@ SURFACE = CostSurface(
 
 
 @cache
-def site(num_devices: int, link_bytes_per_s: float, model: Path | None = None) -> Site:
-    config = EngineConfig(scheduler=SchedulerConfig(token_budget=2048, max_num_seqs=16))
+def site(num_devices: int, link_bytes_per_s: float, model: Path | None = None, max_num_seqs: int = 16) -> Site:
+    config = EngineConfig(scheduler=SchedulerConfig(token_budget=2048, max_num_seqs=max_num_seqs))
     config = config if model is None else replace(config, model=str(model))
     gpu = DeviceKind("gpu", Costs(SURFACE, 2e-5, 3e-5, threads=0), link_bytes_per_s=link_bytes_per_s)
     devices = {f"cuda:{index}": gpu for index in range(num_devices)}
@@ -86,3 +88,35 @@ def test_the_parts_of_one_picture_are_encoded_by_several_instances(tmp_path: Pat
     several, several_s = one_picture("3E+P+D", tmp_path)
     assert {span.instance for span in spans_of(several, "encode")} == {"e0", "e1", "e2"}
     assert several_s < 0.9 * alone_s
+
+
+# ---- where a request decodes
+
+
+def first_gaps() -> list[float]:
+    """Seconds from the first to the second token of requests that queue for one prefill and two decoders with room for
+    three requests each. Every second answer is long."""
+    deployment = Deployment("P+2D", site(3, 1e9, max_num_seqs=3))
+    for number in range(12):
+        row = WorkloadRequest(at_s=0.0, prompt_tokens=200, output_tokens=3 if number % 2 else 80)
+        deployment.submit(row)
+    records = deployment.run()  # raises where anything is held at the end
+    assert all(record.error is None and record.num_tokens == record.wanted_tokens for record in records)
+    return [record.gaps()[0] for record in records]
+
+
+def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the loads of their arrival all long answers go to one of two, which has no room for them at once."""
+    late = first_gaps()
+    start = Dispatcher.start
+
+    def start_bound(dispatcher: Dispatcher, in_flight: RequestInFlight, now: float) -> None:
+        start(dispatcher, in_flight, now)
+        assert in_flight.attempt is not None
+        dispatcher.bind(in_flight, in_flight.attempt, now)
+
+    monkeypatch.setattr(Dispatcher, "start", start_bound)
+    early = first_gaps()
+    assert sum(gap > 0.1 for gap in early) == 3 and sum(late) < 0.5 * sum(early)

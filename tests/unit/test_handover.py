@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Finished, NeedImages, Tokens
+from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.request import Request
@@ -501,7 +501,9 @@ def test_features_are_asked_for_again_when_kv_that_was_counted_on_is_gone() -> N
 def test_kv_is_offered_chunk_by_chunk_and_the_request_stays_until_it_is_fetched() -> None:
     s = Part(P, token_budget=6)
     request = s.put(make_request(1, 14, max_new=5))
-    s.language(took_s=1.0)
+    plan = s.plan_language()
+    assert s.told() == [NeedDecoder(RequestId(1))], "it is asked for before the first blocks are there"
+    s.end_language(plan, took_s=1.0)
     (event,) = s.told()
     assert len(event.block_ids) == 1 and event.end is None
     s.language(took_s=1.0)
@@ -530,7 +532,7 @@ def test_blocks_of_the_prefix_cache_are_offered_with_the_first_chunk() -> None:
     s._collect(s.connector.offers.release_kv(RequestId(1), 0.0))
     s.put(make_request(2, 15, source=0))
     assert s.language() == [(2, 3)]
-    (event,) = s.told()
+    _, event = s.told()
     assert len(event.block_ids) == 4 and event.end is not None
 
 
