@@ -141,6 +141,20 @@ def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
     return end
 
 
+def part_end(start: int, num_tokens: int, least: int, block_size: int) -> int:
+    """Where the next part of a prompt ends whose KV is copied to another instance while the part behind it is computed:
+    in the middle of what is left, behind a full block; at the end where a part would have less than `least` tokens.
+
+    Behind the last part only its own copy is waited for. With halves that is short after a few steps, and the copies
+    before it are hidden as long as a token is not copied more slowly than it is computed.
+    """
+    rest = num_tokens - start
+    if rest < 2 * least:
+        return num_tokens
+    middle = start + (rest + 1) // 2
+    return min(num_tokens, -(-middle // block_size) * block_size)
+
+
 def features_to_take(
     state: RequestState,
     index: int,

@@ -36,8 +36,8 @@ SURFACE = CostSurface(
 
 
 @cache
-def site(num_devices: int, link_bytes_per_s: float, model: Path | None = None, max_num_seqs: int = 16) -> Site:
-    config = EngineConfig(scheduler=SchedulerConfig(token_budget=2048, max_num_seqs=max_num_seqs))
+def site(num_devices: int, link_bytes_per_s: float, model: Path | None = None, **limits: int) -> Site:
+    config = EngineConfig(scheduler=SchedulerConfig(**{"token_budget": 2048, "max_num_seqs": 16} | limits))
     config = config if model is None else replace(config, model=str(model))
     gpu = DeviceKind("gpu", Costs(SURFACE, 2e-5, 3e-5, threads=0), link_bytes_per_s=link_bytes_per_s)
     devices = {f"cuda:{index}": gpu for index in range(num_devices)}
@@ -88,6 +88,28 @@ def test_the_parts_of_one_picture_are_encoded_by_several_instances(tmp_path: Pat
     several, several_s = one_picture("3E+P+D", tmp_path)
     assert {span.instance for span in spans_of(several, "encode")} == {"e0", "e1", "e2"}
     assert several_s < 0.9 * alone_s
+
+
+# ---- KV behind the parts of a prompt
+
+
+def one_prompt(handover_tokens: int) -> tuple[float, float, list[StageSpan]]:
+    """When the first and the second token are there, and the copies of KV. A token is copied in about a quarter of the
+    time in which it is computed."""
+    deployment = Deployment("P+D", site(2, 3e7, handover_tokens=handover_tokens))
+    deployment.submit(WorkloadRequest(at_s=0.0, prompt_tokens=400, output_tokens=4))
+    (record,) = deployment.run()
+    assert record.error is None
+    return record.stamps[0], record.stamps[1], spans_of(deployment, "pull_kv")
+
+
+def test_one_part_of_a_prompt_is_copied_while_the_next_is_computed() -> None:
+    first_s, second_s, (whole,) = one_prompt(0)
+    assert whole.start_s > first_s, "all of it waits for the end of the prefill"
+    later_s, sooner_s, (hidden, exposed) = one_prompt(128)
+    assert hidden.end_s < later_s, "beside the second part"
+    assert exposed.end_s - exposed.start_s == pytest.approx((whole.end_s - whole.start_s) / 2, rel=0.02)
+    assert sooner_s < second_s - 2e-3, "although the prompt takes two steps"
 
 
 # ---- where a request decodes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from hydra_engine.core.state import ImageProgress, RequestPhase
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.latency.attribution import StepHistory
-from hydra_engine.scheduler.policy import MAX_IMAGE_PULLS, STEAL_PATIENCE_S
+from hydra_engine.scheduler.policy import MAX_IMAGE_PULLS, STEAL_PATIENCE_S, part_end
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.language.sampler import SamplingState
 from tests.examples import examples
@@ -522,6 +522,28 @@ def test_kv_is_offered_chunk_by_chunk_and_the_request_stays_until_it_is_fetched(
         (span.start_s, span.end_s, span.tokens) for span in s.finished[1].spans if span.stage.startswith("offered")
     ] == [(3.0, 5.0, 14)]
     assert not s.told() and s.scheduler.ledger().kv_blocks_held == 0
+
+
+def test_a_prompt_that_moves_on_is_computed_in_parts_of_which_each_can_be_copied_behind_the_next() -> None:
+    s = Part(P | D, token_budget=128, handover_tokens=10)
+    s.put(make_request(1, 100, max_new=5), stages=P)
+    s.put(make_request(2, 30, max_new=2))
+    assert s.language() == [(1, 52), (2, 30)], "others have what is left of the step"
+    assert s.language() == [(2, 1), (1, 24)] and s.language() == [(1, 12)] and s.language() == [(1, 12)]
+    offered = [event for event in s.told() if isinstance(event, KvEvent)]
+    assert [len(event.block_ids) for event in offered] == [13, 6, 3, 3] and offered[-1].end is not None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 300), st.sampled_from([1, 4, 16]))
+def test_parts_end_behind_blocks_and_are_not_too_small(num_tokens: int, least: int, block_size: int) -> None:
+    ends = [0]
+    while ends[-1] < num_tokens:
+        ends.append(part_end(ends[-1], num_tokens, least, block_size))
+    assert ends[-1] == num_tokens and all(end % block_size == 0 for end in ends[:-1])
+    sizes = [end - start for start, end in pairwise(ends)]
+    assert all(size >= least for size in sizes[:-1]) and sizes[-1] > min(num_tokens, least) - block_size
+    assert all(after < before + block_size for before, after in pairwise(sizes))
 
 
 def test_blocks_of_the_prefix_cache_are_offered_with_the_first_chunk() -> None:
