@@ -52,7 +52,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
     """A request that decodes here, or is prefilled here for another instance, is to go on at instance `target`, which
-    has been told to expect it; ignored where the request is gone."""
+    has been told to expect it, and not at one that was named before; ignored where the request is gone."""
 
     request_id: RequestId
     target: str

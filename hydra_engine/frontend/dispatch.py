@@ -13,7 +13,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Abort, Finished, HandOver, Submit
+from hydra_engine.core.messages import Abort, Finished, Submit
 from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable
@@ -21,6 +21,7 @@ from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.in_flight import Attempt, Charge, Job, Phase, RequestInFlight
 from hydra_engine.frontend.poison_guard import PoisonGuard
 from hydra_engine.frontend.routing.instances import Instances, Send, missing_for_good
+from hydra_engine.frontend.routing.late_decoder import LateDecoder
 from hydra_engine.frontend.routing.router import Router
 
 # Attempts without anybody's death: each has a cause that passes (a full cache, a lost lease). This many have another.
@@ -62,6 +63,7 @@ class Dispatcher:
         self._next_id = next_id
         self._report = report
         self._router = Router(self.instances, config.cluster.router)
+        self.late_decoder = LateDecoder(self.instances, self._router)
         self._broken: list[Broken] = []
 
     # ---- instances
@@ -136,6 +138,7 @@ class Dispatcher:
                 self.start(in_flight, now)
             if in_flight.deadline_s is not None and in_flight.deadline_s <= now:
                 self._expire(in_flight, now)
+            self.late_decoder.look_again(in_flight, now)
 
     def wake(self, now: float) -> None:
         """An instance can be used again: requests that wait are tried, the oldest first."""
@@ -173,20 +176,11 @@ class Dispatcher:
         self.instances.send(route.prefill, [Submit(request, pixels, route.part, remote)])
 
     def bind(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
-        """Decides where the request decodes, which is told first, so that it knows what is offered to it; or it
-        waits."""
-        source = attempt.route.prefill
-        chosen = self._router.decoder(source)
-        attempt.asks_decoder = isinstance(chosen, Role)
-        if isinstance(chosen, Role):
+        """Decides where the request decodes; or it waits."""
+        if not self.late_decoder.bind(in_flight, attempt):
             self._wait(in_flight, now)
-            return
-        if not attempt.waits:
+        elif not attempt.waits:
             in_flight.deadline_s = None
-        attempt.instances.add(chosen)
-        attempt.decode_at(self.instances[chosen], in_flight.num_tokens, ready=False)
-        self.instances.send(chosen, [Submit(attempt.request, part="D", source=source)])
-        self.instances.send(source, [HandOver(attempt.id, chosen)])
 
     def encode(self, in_flight: RequestInFlight, attempt: Attempt, indices: Iterable[int], now: float) -> None:
         """Has these images encoded, and those that no instance could encode before; or they wait."""

@@ -86,6 +86,7 @@ class Attempt:
     asks_decoder: bool = False  # its prefill begins, and no instance could decode it
     early: dict[int, Delta] = field(default_factory=dict)  # by position: a token that overtook another instance's
     prefilled_s: float = 0.0  # the time of its first token
+    replaced: str = ""  # the decoder before, which may have the KV all the same
     victim: str = ""  # the instance that was asked to hand it over to `decoder`
     late_victim_tokens: int = 0  # that the victim has sent since
     final: Finished | None = None  # its end, though tokens before it may still be missing

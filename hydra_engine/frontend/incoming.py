@@ -75,6 +75,8 @@ class Incoming:
             return
         if not in_flight.running:
             return
+        for other in self._dispatcher.late_decoder.superseded(in_flight, attempt, name):
+            self._dispatcher.drop_part(in_flight, other)
         if name == attempt.decoder:
             attempt.decoder_ready = True
         if delta.position == in_flight.num_known:

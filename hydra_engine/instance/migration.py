@@ -104,12 +104,13 @@ class Migration(NoPeers):
             self._tell(self._destination.expect(request_id, message.source or None))
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
-        owner = request.id, None
-        if self._targets.get(request.id) == "":
+        if request.id in self._targets:
             self._targets[request.id] = target
-            if owner in self._offered:  # what has been computed meanwhile
-                self._offered[owner].peer, self._offered[owner].since_s = target, now
-                self._send(owner, now)
+            offered = self._offered.get((request.id, None))
+            if offered is not None:  # what has been computed meanwhile, or another target has not fetched
+                self._withdraw((request.id, None))
+                offered.peer, offered.since_s = target, now
+                self._begin_offer((request.id, None), offered, now)
         elif self._connector.offers.hand_over(request.id, now):
             self._requests[request.id] = request
             self._targets[request.id] = target

@@ -71,7 +71,6 @@ class Played:
                 if part is not None and part.decodes:
                     part.target, part.offered, part.decodes = target, True, False
                 elif part is not None and "D" not in part.stages:
-                    assert not part.target, "it goes on at two instances"
                     part.target = target
             case Abort(request_id):
                 self.aborted.add(request_id)

@@ -15,6 +15,7 @@ from hydra_engine.frontend.dispatch import MAX_REPLAYS, PAIR_GRACE_S
 from hydra_engine.frontend.in_flight import Attempt, Phase
 from hydra_engine.frontend.routing.decode_stealing import MOST_LATE_TOKENS
 from hydra_engine.frontend.routing.instances import missing_for_good
+from hydra_engine.frontend.routing.late_decoder import PATIENCE_S
 from tests.frontend.rig import Rig, token
 from tests.frontend.test_router import status
 
@@ -753,6 +754,72 @@ def test_a_decoder_that_dies_before_it_is_chosen_costs_nothing() -> None:
     rig.down("d0")
     ask(rig)
     assert rig.submitted("d1").request == request and rig.dispatcher.requests[1].attempts == 1
+
+
+def chosen_again() -> tuple[Rig, Request]:
+    """Its KV has waited for room at d0, and is to go to the idle d1."""
+    rig, request = waiting()
+    other = rig.submit(2)
+    assert other is not None and rig.submitted("p0").request.id == 2
+    ask(rig)
+    ask(rig, 2)
+    (first,) = [message for message in rig.take("d0") if isinstance(message, Submit)]
+    assert first.request == request
+    rig.take("d1"), rig.take("p0")
+    rig.handles[2].cancel()
+    rig.finish("p0", 2, ABORT)
+    rig.finish("d1", 2, ABORT)
+    rig.take("d1"), rig.take("p0")
+    rig.dispatcher.instances["d0"].status = status(num_running=60, num_arriving=9, kv_blocks_used=99)
+    rig.dispatcher.instances["d1"].status = status()
+    rig.speak("p0", request, 0)
+    rig.wait(PATIENCE_S / 2)
+    assert not rig.take("d1"), "the copy may be under way"
+    rig.wait(PATIENCE_S)
+    assert rig.submitted("d1").request == request and rig.take("p0") == [HandOver(1, "d1")]
+    rig.wait(10 * PATIENCE_S)
+    assert not rig.take("d1") and not rig.take("p0"), "once"
+    return rig, request
+
+
+def test_what_waits_for_room_goes_to_an_instance_that_has_some() -> None:
+    rig, request = chosen_again()
+    assert rig.aborted("d0") == [], "it may have the KV"
+    rig.finish("p0", 1, MOVED, 1)
+    rig.speak("d1", request, 1)
+    assert rig.aborted("d0") == [1]
+    rig.finish("d0", 1, ABORT)
+    rig.speak("d1", request, 2, 3)
+    rig.finish("d1", 1, LENGTH, 4)
+    rig.assert_done(1, 4)
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_first_choice_may_have_the_kv_all_the_same(told: bool) -> None:
+    """The source had given it away, or had not heard yet that it did."""
+    rig, request = chosen_again()
+    if told:
+        rig.finish("p0", 1, MOVED, 1)
+    rig.speak("d0", request, 1)
+    assert rig.aborted("d1") == [1] and rig.aborted("p0") == ([] if told else [1])
+    assert (rig.dispatcher.instances["d0"].decodes, rig.dispatcher.instances["d1"].decodes) == (1, 0)
+    rig.speak("d1", request, 1)  # both had it for a moment
+    rig.finish("d1", 1, ABORT)
+    rig.speak("d0", request, 2, 3)
+    rig.finish("d0", 1, LENGTH, 4)
+    rig.assert_done(1, 4)
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("name", ["p0", "d0", "d1"])
+def test_a_death_while_either_may_have_the_kv_begins_another_attempt(name: str) -> None:
+    rig, _ = chosen_again()
+    rig.down(name)
+    for other in {"p0", "d0", "d1"} - {name}:
+        assert 1 in [message.request_id for message in rig.take(other) if isinstance(message, Abort)]
+    rig.up(name)
+    assert rig.dispatcher.requests[1].attempts == 2
 
 
 def test_who_asks_for_a_request_that_is_over_is_told_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.roles import Topology
 from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.in_flight import RequestInFlight
+from hydra_engine.frontend.routing import late_decoder
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind
 from hydra_engine.planner.simulator.deployment import Deployment
@@ -115,12 +117,12 @@ def test_one_part_of_a_prompt_is_copied_while_the_next_is_computed() -> None:
 # ---- where a request decodes
 
 
-def first_gaps() -> list[float]:
+def first_gaps(long_answer: int = 80) -> list[float]:
     """Seconds from the first to the second token of requests that queue for one prefill and two decoders with room for
     three requests each. Every second answer is long."""
     deployment = Deployment("P+2D", site(3, 1e9, max_num_seqs=3))
     for number in range(12):
-        row = WorkloadRequest(at_s=0.0, prompt_tokens=200, output_tokens=3 if number % 2 else 80)
+        row = WorkloadRequest(at_s=0.0, prompt_tokens=200, output_tokens=3 if number % 2 else long_answer)
         deployment.submit(row)
     records = deployment.run()  # raises where anything is held at the end
     assert all(record.error is None and record.num_tokens == record.wanted_tokens for record in records)
@@ -142,3 +144,26 @@ def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_
     monkeypatch.setattr(Dispatcher, "start", start_bound)
     early = first_gaps()
     assert sum(gap > 0.1 for gap in early) == 3 and sum(late) < 0.5 * sum(early)
+
+
+def test_what_has_waited_for_room_at_one_decoder_goes_to_another_that_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = first_gaps(400)
+    monkeypatch.setattr(late_decoder, "PATIENCE_S", math.inf)
+    once = first_gaps(400)
+    assert max(once) > 1.0 > 2 * max(again)
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [3e5, 1e6, 4e6])
+def test_a_second_choice_while_kv_is_copied_loses_no_request(
+    link_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any patience, and with copies that take longer than a tick: either choice may be the one that has it."""
+    monkeypatch.setattr(late_decoder, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(late_decoder, "_has_room", lambda other, full: other.usable)
+    deployment = Deployment("2P+3D", site(5, link_bytes_per_s, max_num_seqs=4, handover_tokens=32))
+    rows = [WorkloadRequest(at_s=0.02 * i, prompt_tokens=60 + 7 * i, output_tokens=2 + i % 40) for i in range(30)]
+    for row in rows:
+        deployment.submit(row)
+    records = deployment.run()  # raises where anything is held at the end
+    assert [record.num_tokens for record in records] == [row.output_tokens for row in rows]
+    assert sum(status.transfer.withdrawn for status in deployment.statuses.values()) > 3
