@@ -46,6 +46,11 @@ class SchedulerConfig:
         aliases=("max-num-batched-tokens",),
     )
     image_budget: int = opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
+    handover_tokens: int = opt(
+        0,
+        "a prompt whose KV goes to another instance is computed half by half of what is left, in parts of at least so "
+        "many tokens, so that one part is copied while the next is computed; 0: as many as fit a step",
+    )
     max_num_seqs: int | None = opt(
         None,
         "most requests that hold KV blocks at once; default: 64, on a GPU 256, or less where its memory is small",
@@ -82,6 +87,8 @@ class SchedulerConfig:
                 name = f"{f.name} (--{f.name.replace('_', '-')})"
                 object.__setattr__(self, f.name, parse_seconds(value, name, param=f.name))
         positive(self, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
+        if self.handover_tokens < 0:
+            raise ConfigError("handover_tokens must be 0 or more", param="handover_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

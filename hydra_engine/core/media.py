@@ -40,7 +40,8 @@ class ImageItem:
     num_patches: int
     num_tokens: int
     start: int
-    grid: tuple[int, int, int]  # (time, rows, columns) in patches of each picture that the tower sees
+    # (time, rows, columns) in patches of each picture that the tower sees, or as the family's spec says.
+    grid: tuple[int, int, int]
     rope: RopeSpan | None = None
     whole: bool = False  # its rows see each other: no chunk of a prefill ends inside it
     source: int = 0  # which of the pictures and videos of its request it is (a part of)

@@ -14,7 +14,7 @@ from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 # ---- front -> instance
@@ -23,8 +23,9 @@ WIRE_VERSION = 3
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """A request, or the part of it that this instance does.
 
-    `part` is the stages done here: "EPD" all of them; with P and without D the KV is offered to instance `target` when
-    it is computed; "D" alone, or `source` given, starts with KV pulled from instance `source`. Images in
+    `part` is the stages done here: "EPD" all of them; with P and without D the KV is offered to another instance while
+    it is computed, which `HandOver` names when that is asked for (`NeedDecoder`); "D" alone, or `source` given, starts
+    with KV pulled from instance `source`. Images in
     `remote_images` are encoded elsewhere: the instance says when (`NeedImages`) and pulls what is offered to it.
     """
 
@@ -32,7 +33,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     pixels: tuple[PixelPayload, ...] = ()  # of the images that may be encoded here, in prompt order
     part: str = "EPD"
     remote_images: tuple[int, ...] = ()
-    target: str = ""
     source: str = ""
 
 
@@ -51,8 +51,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """A request that decodes here is to go on at instance `target`, which has been told to expect it; ignored unless it
-    decodes here."""
+    """A request that decodes here, or is prefilled here for another instance, is to go on at instance `target`, which
+    has been told to expect it, and not at one that was named before; ignored where the request is gone."""
 
     request_id: RequestId
     target: str
@@ -223,6 +223,13 @@ class NeedImages(msgspec.Struct, frozen=True, tag=True):
     indices: tuple[int, ...]
 
 
+class NeedDecoder(msgspec.Struct, frozen=True, tag=True):
+    """The first chunk of a request is about to be computed, whose KV is for another instance: `HandOver` says which.
+    May be sent again until that has come."""
+
+    request_id: RequestId
+
+
 class PeerState(msgspec.Struct, frozen=True, tag=True):
     """Whether blocks can be exchanged with another instance, named with its incarnation."""
 
@@ -374,5 +381,16 @@ RequestMessage = Tokens | Delta | PromptScores | Finished
 come in this order: scores of prompts, all its tokens, then the requests that have ended."""
 
 ToFront = (
-    Loading | Ready | Delta | Tokens | PromptScores | Finished | NeedImages | PeerState | Status | LedgerReport | Failed
+    Loading
+    | Ready
+    | Delta
+    | Tokens
+    | PromptScores
+    | Finished
+    | NeedImages
+    | NeedDecoder
+    | PeerState
+    | Status
+    | LedgerReport
+    | Failed
 )

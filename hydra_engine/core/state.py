@@ -94,7 +94,7 @@ class HandoverState:
     image_offers: dict[int, list[int]] = field(
         default_factory=dict
     )  # image -> offers of its features, not being copied
-    pulls_image: bool = False  # a copy of an image's features is in flight for it
+    images_copied: set[int] = field(default_factory=set)  # images whose features are being copied for it
     borrowed: bool = False  # decoded elsewhere before, and that instance goes on with other requests meanwhile
     num_offered: int = 0
     offers_all: bool = False

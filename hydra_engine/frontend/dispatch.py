@@ -21,6 +21,7 @@ from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.in_flight import Attempt, Charge, Job, Phase, RequestInFlight
 from hydra_engine.frontend.poison_guard import PoisonGuard
 from hydra_engine.frontend.routing.instances import Instances, Send, missing_for_good
+from hydra_engine.frontend.routing.late_decoder import LateDecoder
 from hydra_engine.frontend.routing.router import Router
 
 # Attempts without anybody's death: each has a cause that passes (a full cache, a lost lease). This many have another.
@@ -62,6 +63,7 @@ class Dispatcher:
         self._next_id = next_id
         self._report = report
         self._router = Router(self.instances, config.cluster.router)
+        self.late_decoder = LateDecoder(self.instances, self._router)
         self._broken: list[Broken] = []
 
     # ---- instances
@@ -136,6 +138,7 @@ class Dispatcher:
                 self.start(in_flight, now)
             if in_flight.deadline_s is not None and in_flight.deadline_s <= now:
                 self._expire(in_flight, now)
+            self.late_decoder.look_again(in_flight, now)
 
     def wake(self, now: float) -> None:
         """An instance can be used again: requests that wait are tried, the oldest first."""
@@ -144,8 +147,11 @@ class Dispatcher:
                 continue
             if in_flight.phase is Phase.WAITING:
                 self.start(in_flight, now)
-            elif in_flight.running and in_flight.attempt is not None and in_flight.attempt.unserved:
-                self.encode(in_flight, in_flight.attempt, (), now)
+            elif in_flight.running and (attempt := in_flight.attempt) is not None:
+                if attempt.unserved:
+                    self.encode(in_flight, attempt, (), now)
+                if attempt.asks_decoder:
+                    self.bind(in_flight, attempt, now)
 
     def _by_age(self) -> list[RequestInFlight]:
         return sorted(self.requests.values(), key=lambda in_flight: in_flight.age)
@@ -163,15 +169,18 @@ class Dispatcher:
             self._wait(in_flight, now)
             return
         number = in_flight.request.id if in_flight.attempts == 0 else self._next_id()
-        in_flight.begin(number, route, self.instances, now)
+        request = in_flight.begin(number, route, self.instances, now).request
         self.by_id[number] = in_flight
-        request = in_flight.attempt_request(number)
-        if route.moves:
-            self.instances.send(route.decode, [Submit(request, part="D", source=route.prefill)])
         remote = tuple(range(len(request.images))) if route.remote_images else ()
         pixels = () if route.remote_images else in_flight.pixels
-        target = route.decode if route.moves else ""
-        self.instances.send(route.prefill, [Submit(request, pixels, route.part, remote, target)])
+        self.instances.send(route.prefill, [Submit(request, pixels, route.part, remote)])
+
+    def bind(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
+        """Decides where the request decodes; or it waits."""
+        if not self.late_decoder.bind(in_flight, attempt):
+            self._wait(in_flight, now)
+        elif not attempt.waits:
+            in_flight.deadline_s = None
 
     def encode(self, in_flight: RequestInFlight, attempt: Attempt, indices: Iterable[int], now: float) -> None:
         """Has these images encoded, and those that no instance could encode before; or they wait."""
@@ -182,7 +191,8 @@ class Dispatcher:
             self._wait(in_flight, now)
             return
         attempt.unserved.clear()
-        in_flight.deadline_s = None
+        if not attempt.waits:
+            in_flight.deadline_s = None
         for name, share in chosen.items():
             number = self._next_id()
             patches = sum(in_flight.request.images[index].num_patches for index in share)

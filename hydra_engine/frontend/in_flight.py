@@ -39,7 +39,9 @@ class Charge:
         self._count(1)
 
     def grow(self, num_tokens: int) -> None:
-        """The request has so many more tokens at the instance where it decodes."""
+        """The request has so many more tokens at the instance where it decodes, if that is known."""
+        if not self.decode_tokens:
+            return
         self.decode_tokens += num_tokens
         self.instance.decode_tokens += num_tokens
 
@@ -67,9 +69,10 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """`base` tokens were known when it began at `began_s`. `decoder` is where it decodes or will."""
+    """`base` tokens were known when it began at `began_s`. `decoder` is where it decodes or will, empty while that is
+    not decided."""
 
-    id: RequestId
+    request: Request  # as its instances know it
     route: Route
     base: int
     began_s: float
@@ -80,15 +83,26 @@ class Attempt:
     instances: set[str] = field(init=False)  # have not reported the end of their part
     jobs: dict[RequestId, Job] = field(default_factory=dict)
     unserved: set[int] = field(default_factory=set)  # images that wait for an encoder
+    asks_decoder: bool = False  # its prefill begins, and no instance could decode it
     early: dict[int, Delta] = field(default_factory=dict)  # by position: a token that overtook another instance's
     prefilled_s: float = 0.0  # the time of its first token
+    replaced: str = ""  # the decoder before, which may have the KV all the same
     victim: str = ""  # the instance that was asked to hand it over to `decoder`
     late_victim_tokens: int = 0  # that the victim has sent since
     final: Finished | None = None  # its end, though tokens before it may still be missing
 
     def __post_init__(self) -> None:
         self.decoder, self.decoder_ready = self.route.decode, not self.route.moves
-        self.instances = {self.route.prefill, self.route.decode}
+        self.instances = {self.route.prefill}
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def waits(self) -> bool:
+        """For an instance that serves some stage of it."""
+        return self.asks_decoder or bool(self.unserved)
 
     @property
     def complete(self) -> bool:
@@ -127,9 +141,8 @@ class Attempt:
         for charge in (self.prefill_charge, *(job.charge for job in self.jobs.values())):
             charge.release()
 
-    def decode_at(self, instance: InstanceLoad, *, ready: bool) -> None:
-        """`instance` is the decoder from now on; not `ready`: it fetches the KV first."""
-        num_tokens = self.decode_charge.decode_tokens
+    def decode_at(self, instance: InstanceLoad, num_tokens: int, *, ready: bool) -> None:
+        """`instance` is the decoder of so many tokens from now on; not `ready`: it fetches the KV first."""
         self.decode_charge.release()
         self.decode_charge = Charge(instance, decode_tokens=num_tokens)
         self.decoder, self.decoder_ready = instance.name, ready
@@ -231,13 +244,18 @@ class RequestInFlight:
 
     # ---- from one phase to the next
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and of what is known of the answer."""
+        return self.request.num_prompt + self.num_known
+
     def begin(self, number: RequestId, route: Route, instances: Mapping[str, InstanceLoad], now: float) -> Attempt:
-        num_tokens = self.request.num_prompt + self.num_known
+        num_tokens, prefill_at = self.num_tokens, instances[route.prefill]
         local = () if route.remote_images else self.request.images
         patches = sum(image.num_patches for image in local)
-        prefill = Charge(instances[route.prefill], prefill_tokens=num_tokens, patches=patches)
-        decode = Charge(instances[route.decode], decode_tokens=num_tokens)
-        self.attempt = Attempt(number, route, self.num_known, now, prefill, decode)
+        prefill = Charge(prefill_at, prefill_tokens=num_tokens, patches=patches)
+        decode = Charge(prefill_at, decode_tokens=0 if route.moves else num_tokens)
+        self.attempt = Attempt(self.attempt_request(number), route, self.num_known, now, prefill, decode)
         self.phase, self.deadline_s = Phase.PREFILLING, None
         self.attempts += 1
         self._end_lost(now)

@@ -11,7 +11,7 @@ import logging
 import msgspec
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Delta, Finished, NeedImages, PromptScores, ToFront, Tokens
+from hydra_engine.core.messages import Delta, Finished, NeedDecoder, NeedImages, PromptScores, ToFront, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.errors import RequestFailed, from_info
 from hydra_engine.frontend.dispatch import Dispatcher
@@ -41,6 +41,8 @@ class Incoming:
                 self._on_scores(name, message)
             case NeedImages():
                 self._on_need(name, message, now)
+            case NeedDecoder(number):
+                self._on_need_decoder(name, number, now)
             case _:
                 logger.error("unexpected message %s of instance %s", type(message).__name__, name)
 
@@ -73,6 +75,8 @@ class Incoming:
             return
         if not in_flight.running:
             return
+        for other in self._dispatcher.late_decoder.superseded(in_flight, attempt, name):
+            self._dispatcher.drop_part(in_flight, other)
         if name == attempt.decoder:
             attempt.decoder_ready = True
         if delta.position == in_flight.num_known:
@@ -209,7 +213,15 @@ class Incoming:
         error = from_info(finished.error) if finished.error else RequestFailed("the request ended without a reason")
         self._dispatcher.fail(in_flight, error, now)
 
-    # ---- images
+    # ---- other instances that are needed
+
+    def _on_need_decoder(self, name: str, number: RequestId, now: float) -> None:
+        in_flight = self._dispatcher.by_id.get(number)
+        attempt = None if in_flight is None else in_flight.part(name, number)
+        if in_flight is None or attempt is None:
+            self._instances.reject(name, number)
+        elif in_flight.running and not attempt.decoder:
+            self._dispatcher.bind(in_flight, attempt, now)
 
     def _on_need(self, name: str, need: NeedImages, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(need.request_id)

@@ -23,6 +23,7 @@ from hydra_engine.core.messages import (
     Finished,
     HandOver,
     LedgerReport,
+    NeedDecoder,
     NeedImages,
     QueryLedger,
     RequestMessage,
@@ -181,12 +182,13 @@ class Instance:
                 self._check_connected()
                 self._scheduler.add(request, now, stages=Role.E)
             else:
-                if message.target or message.source or message.remote_images:
+                stages = Role.parse(message.part)
+                if message.source or message.remote_images or not stages & Role.D:
                     self._check_connected()
                 self._scheduler.add(
                     request,
                     now,
-                    stages=Role.parse(message.part),
+                    stages=stages,
                     remote_images=frozenset(message.remote_images),
                     pulls_kv=bool(message.source),
                 )
@@ -288,7 +290,7 @@ class Instance:
         self._look_outside(outgoing)  # what a request had to do with others comes before its end
         self._send(messages, outgoing)
 
-    def _send(self, messages: Iterable[RequestMessage | NeedImages], outgoing: list[ToFront]) -> None:
+    def _send(self, messages: Iterable[RequestMessage | NeedImages | NeedDecoder], outgoing: list[ToFront]) -> None:
         for message in messages:
             if isinstance(message, Finished):
                 self._worker.remove_request(message.request_id)

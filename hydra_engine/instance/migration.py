@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hydra_engine.core.messages import Encode, Finished, NeedImages, PeerState, TransferReport
+from hydra_engine.core.messages import Encode, Finished, NeedDecoder, NeedImages, PeerState, Submit, TransferReport
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import TransferError
+from hydra_engine.instance.offered_blocks import OfferedBlocks
 from hydra_engine.instance.ports import FromPeer, NoPeers, PeerDown, PeerUp
 from hydra_engine.instance.staged_moves import StagedMoves
 from hydra_engine.scheduler.handover.events import (
@@ -45,7 +45,7 @@ from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BE
 if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
     from hydra_engine.core.ids import RequestId, StepId
-    from hydra_engine.core.messages import RequestMessage, Submit, ToFront
+    from hydra_engine.core.messages import RequestMessage, ToFront
     from hydra_engine.core.plans import KvEnd, PullJob, PullPlan, PullResult, StagingResult
     from hydra_engine.core.request import Request
     from hydra_engine.instance.ports import PeerPort, TransferPort
@@ -55,18 +55,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 5  # so many may be lost or late before a lease ends
-
-
-@dataclass(slots=True)
-class _OfferedBlocks:
-    """The blocks that a request offers to its next instance, now or when that is there and a slot is free."""
-
-    peer: str
-    request_id: RequestId  # as the target knows it
-    image_index: int | None
-    since_s: float
-    blocks: list[int] = field(default_factory=list)
-    end: KvEnd | None = None
 
 
 class Migration(NoPeers):
@@ -95,9 +83,9 @@ class Migration(NoPeers):
         self._moves = StagedMoves(self._source, transfer, peers)
         self._up: dict[str, int] = {}  # peer -> incarnation
         self._requests: dict[RequestId, Request] = {}
-        self._targets: dict[RequestId, str] = {}  # of requests and encode jobs that go to another instance
+        self._targets: dict[RequestId, str] = {}  # of requests and jobs that go to another instance; "": not known yet
         self._jobs: dict[RequestId, Encode] = {}
-        self._offered: dict[Owner, _OfferedBlocks] = {}
+        self._offered: dict[Owner, OfferedBlocks] = {}
         self._unsent: dict[Owner, None] = {}  # of these, those without an offer: no slot, or the target is not up yet
         self._plans: dict[StepId, PullPlan] = {}
         self._pulled_bytes = 0
@@ -108,15 +96,22 @@ class Migration(NoPeers):
     def take(self, message: Submit | Encode) -> None:
         request_id = message.request.id
         self._requests[request_id] = message.request
-        if message.target:
-            self._targets[request_id] = message.target
         if isinstance(message, Encode):
-            self._jobs[request_id] = message
-        elif message.source or message.remote_images:
+            self._jobs[request_id], self._targets[request_id] = message, message.target
+        elif "D" not in message.part:
+            self._targets[request_id] = ""
+        if isinstance(message, Submit) and (message.source or message.remote_images):
             self._tell(self._destination.expect(request_id, message.source or None))
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
-        if self._connector.offers.hand_over(request.id, now):
+        if request.id in self._targets:
+            self._targets[request.id] = target
+            offered = self._offered.get((request.id, None))
+            if offered is not None:  # what has been computed meanwhile, or another target has not fetched
+                self._withdraw((request.id, None))
+                offered.peer, offered.since_s = target, now
+                self._begin_offer((request.id, None), offered, now)
+        elif self._connector.offers.hand_over(request.id, now):
             self._requests[request.id] = request
             self._targets[request.id] = target
 
@@ -145,7 +140,7 @@ class Migration(NoPeers):
             self._peers.send(peer, [withdrawal])
             events += self._give_up(owner, now)
         overdue = now - self._config.lease_s
-        for owner in [owner for owner in self._unsent if self._offered[owner].since_s < overdue]:
+        for owner in [owner for owner in self._unsent if self._offered[owner].waits_since_s < overdue]:
             events += self._give_up(owner, now)
         for peer, renewal in self._destination.renewals(now):
             self._peers.send(peer, [renewal])
@@ -204,9 +199,12 @@ class Migration(NoPeers):
 
     # ---- what we offer
 
-    def take_events(self, now: float) -> Iterator[Finished | NeedImages]:
+    def take_events(self, now: float) -> Iterator[Finished | NeedImages | NeedDecoder]:
         for event in self._connector.take_events():
-            if isinstance(event, Finished | NeedImages):
+            if isinstance(event, NeedDecoder):
+                if self._targets.get(event.request_id) == "":
+                    yield event
+            elif isinstance(event, Finished | NeedImages):
                 yield event
             else:
                 self._on_event(event, now)
@@ -215,7 +213,7 @@ class Migration(NoPeers):
         match event:
             case FeaturesEvent(job_id, index, block_ids):
                 job = self._jobs[job_id]
-                offered = _OfferedBlocks(job.target, job.target_request, job.indices[index], now, list(block_ids))
+                offered = OfferedBlocks(job.target, job.target_request, job.indices[index], now, list(block_ids))
                 self._begin_offer((job_id, index), offered, now)
             case FeaturesGoneEvent(job_id, index):
                 self._withdraw((job_id, index))
@@ -231,7 +229,7 @@ class Migration(NoPeers):
         owner: Owner = (request_id, None)
         offered = self._offered.get(owner)
         if offered is None:
-            offered = _OfferedBlocks(self._targets[request_id], request_id, None, now, list(block_ids), end)
+            offered = OfferedBlocks(self._targets[request_id], request_id, None, now, list(block_ids), end)
             self._begin_offer(owner, offered, now)
             return
         offered.blocks += block_ids
@@ -243,7 +241,7 @@ class Migration(NoPeers):
         if message is not None:
             self._peers.send(offered.peer, [message])
 
-    def _begin_offer(self, owner: Owner, offered: _OfferedBlocks, now: float) -> None:
+    def _begin_offer(self, owner: Owner, offered: OfferedBlocks, now: float) -> None:
         self._offered[owner] = offered
         self._unsent[owner] = None
         self._send(owner, now)
@@ -377,7 +375,7 @@ class Migration(NoPeers):
 
     @property
     def next_deadline_s(self) -> float:
-        waiting = min((self._offered[owner].since_s for owner in self._unsent), default=math.inf)
+        waiting = min((self._offered[owner].waits_since_s for owner in self._unsent), default=math.inf)
         return min(self._source.next_deadline(), self._destination.next_deadline(), waiting + self._config.lease_s)
 
     def report(self) -> TransferReport:

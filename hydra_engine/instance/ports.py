@@ -15,6 +15,7 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Encode,
     Finished,
+    NeedDecoder,
     NeedImages,
     RequestMessage,
     Submit,
@@ -176,7 +177,7 @@ class NoPeers:
         before it."""
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
-        """A decode is to go on at `target`; nothing happens if it does not run here."""
+        """A request is to decode at `target` from here on; nothing happens if it is not one that can."""
 
     def finished(self, request_id: RequestId) -> None:
         """The scheduler is done with it; whatever it had offered has been withdrawn or acknowledged."""
@@ -186,7 +187,7 @@ class NoPeers:
         that."""
         return []
 
-    def take_events(self, now: float) -> Iterable[Finished | NeedImages]:
+    def take_events(self, now: float) -> Iterable[Finished | NeedImages | NeedDecoder]:
         """Carries out what the scheduler's latest decisions mean for other instances, and yields messages for the
         front, each in its turn."""
         return ()

@@ -89,6 +89,9 @@ class Connector:
     def on_image(self, state: RequestState, index: int, now: float) -> None:
         """An image of a live request is as far as its state says."""
 
+    def on_start(self, state: RequestState) -> None:
+        """The request has got its first blocks, and its first chunk can be planned."""
+
     def may_preempt(self, state: RequestState) -> bool:
         """False: not now, but as soon as that is possible."""
         return True

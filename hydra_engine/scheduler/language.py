@@ -48,10 +48,11 @@ class LanguagePlanner:
         self._kv = requests.kv
         self._budgets = budgets
         self._starter = PrefillStarter(requests, config)
+        self._handover_tokens = config.handover_tokens
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
         """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
-        builder = StepBuilder(self._requests, now, ahead=ahead)
+        builder = StepBuilder(self._requests, now, ahead=ahead, handover_tokens=self._handover_tokens)
         try:
             ready = self._ready_decodes(builder)
             can_start = not self._starter.is_full

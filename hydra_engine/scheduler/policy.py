@@ -23,6 +23,9 @@ from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, re
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
 MAX_PASSED = 16  # requests without room that a step looks past; bounds the time that planning takes
+# Copies of one request's images that are in flight at once: the next one begins where the one before ends, and those of
+# several encoders run side by side. No more, for blocks that are written give way to nobody, and KV waits behind them.
+MAX_IMAGE_PULLS = 4
 # How long borrowed decodes stand still for encodes: a reader notices a longer pause, and a first token that waits for
 # an image is late by far more.
 STEAL_PATIENCE_S = 0.1
@@ -136,6 +139,20 @@ def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
         if image.whole and image.start < end < image.end:
             return image.start if image.start > start else image.end
     return end
+
+
+def part_end(start: int, num_tokens: int, least: int, block_size: int) -> int:
+    """Where the next part of a prompt ends whose KV is copied to another instance while the part behind it is computed:
+    in the middle of what is left, behind a full block; at the end where a part would have less than `least` tokens.
+
+    Behind the last part only its own copy is waited for. With halves that is short after a few steps, and the copies
+    before it are hidden as long as a token is not copied more slowly than it is computed.
+    """
+    rest = num_tokens - start
+    if rest < 2 * least:
+        return num_tokens
+    middle = start + (rest + 1) // 2
+    return min(num_tokens, -(-middle // block_size) * block_size)
 
 
 def features_to_take(

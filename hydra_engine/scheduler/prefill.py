@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.request_table import RequestTable
@@ -24,14 +25,16 @@ class NeedsResult(Exception):
 
 
 class StepBuilder:
-    """A step while it is filled. `ahead`: one is in flight, so no request is preempted."""
+    """A step while it is filled. `ahead`: one is in flight, so no request is preempted. `handover_tokens` as in the
+    configuration."""
 
-    def __init__(self, requests: RequestTable, now: float, *, ahead: bool) -> None:
+    def __init__(self, requests: RequestTable, now: float, *, ahead: bool, handover_tokens: int = 0) -> None:
         self.chunks: list[tuple[RequestState, int]] = []
         self.left: int = 0  # tokens
         self.now = now
         self._requests = requests
         self._ahead = ahead
+        self._handover_tokens = handover_tokens
 
     def chunk_of(self, state: RequestState) -> int:
         """How many tokens of a prefill come next: at most what is left, unless an image that must not be cut needs
@@ -41,6 +44,9 @@ class StepBuilder:
         start, end = state.num_planned, state.num_computable
         if state.lacks_one_token:
             return 1
+        if self._handover_tokens and Role.D not in state.stages:
+            part = policy.part_end(start, state.num_tokens, self._handover_tokens, self._requests.kv.block_size)
+            end = min(end, part)
         return policy.chunk_end(start, min(end, start + self.left), state.request.images) - start
 
     def __contains__(self, state: RequestState) -> bool:

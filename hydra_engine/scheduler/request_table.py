@@ -214,6 +214,7 @@ class RequestTable:
         self.images.consume(state, now)
         if waited and not state.waits_for_images:
             self.images.settled(state, now)
+        self.connector.on_start(state)
 
     def overtaken(self, state: RequestState) -> int:
         """How many younger requests have started since this one began to wait for its start."""

@@ -321,7 +321,7 @@ def _stage_report(state: RequestState) -> StageReport:
         lacking = {image.source for image, progress in pairs if progress <= ImageProgress.ENCODING}
         stage = "queue"
         if ImageProgress.ENCODING in state.images:
-            stage = "transfer" if handover is not None and handover.pulls_image else "encode"
+            stage = "transfer" if handover is not None and handover.images_copied else "encode"
         return StageReport(request.id, stage, request.num_media - len(lacking), request.num_media)
     if state.is_encode_job or state.phase is RequestPhase.HANDING_OVER or state.remote_kv is not None:
         return StageReport(request.id, "transfer")

@@ -15,6 +15,7 @@ from hydra_engine.core.messages import (
     Encode,
     Finished,
     HandOver,
+    NeedDecoder,
     NeedImages,
     Submit,
     ToFront,
@@ -30,11 +31,12 @@ from tests.frontend.rig import token
 class Part:
     request: Request
     stages: str
-    target: str
     source: str
     missing: set[int]
     tokens: list[int]
+    target: str = ""
     asked: bool = False
+    asked_decoder: bool = False
     decodes: bool = False
     offered: bool = False
 
@@ -56,10 +58,10 @@ class Played:
 
     def receive(self) -> None:
         match self.inbox.popleft():
-            case Submit(request, _, stages, remote, target, source):
+            case Submit(request, _, stages, remote, source):
                 assert request.id not in self.parts, "an id was given twice"
                 tokens = list(request.generated_token_ids)
-                self.parts[request.id] = Part(request, stages, target, source, set(remote), tokens)
+                self.parts[request.id] = Part(request, stages, source, set(remote), tokens)
             case Encode() as job:
                 assert job.request.id not in self.jobs
                 assert len(job.pixels) == len(job.indices) == len(job.request.images)
@@ -68,6 +70,8 @@ class Played:
                 part = self.parts.get(request_id)
                 if part is not None and part.decodes:
                     part.target, part.offered, part.decodes = target, True, False
+                elif part is not None and "D" not in part.stages:
+                    part.target = target
             case Abort(request_id):
                 self.aborted.add(request_id)
                 known = self.parts.pop(request_id, None) or self.jobs.pop(request_id, None)
@@ -90,7 +94,10 @@ class Played:
             self.encode(number, job, others)
             return
         part = self.parts[number]
-        if part.offered:
+        if "D" not in part.stages and not part.asked_decoder:
+            part.asked_decoder = True
+            self.outbox.append(NeedDecoder(number))
+        elif part.offered:
             self.hand_over(number, part, others)
         elif part.missing:
             if not part.asked:

@@ -13,7 +13,17 @@ from typing import Any
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload
-from hydra_engine.core.messages import Abort, Encode, Finished, NeedImages, Submit, ToInstance, Tokens
+from hydra_engine.core.messages import (
+    Abort,
+    Encode,
+    Finished,
+    HandOver,
+    NeedDecoder,
+    NeedImages,
+    Submit,
+    ToInstance,
+    Tokens,
+)
 from hydra_engine.core.outputs import DelayCause, Departure, FinishReason, Result, StageSpan
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import Topology
@@ -74,12 +84,18 @@ def token(request_age: int, position: int) -> int:
 
 
 class Rig:
-    def __init__(self, topology: str, *, up: bool = True, **cluster: Any) -> None:
+    """With `prefills_at_once` an instance asks at once where a request that it prefills goes on, and the answers are in
+    `bound`, not in `sent`."""
+
+    def __init__(self, topology: str, *, up: bool = True, prefills_at_once: bool = True, **cluster: Any) -> None:
         self.clock = VirtualClock(100.0)
         self.config = EngineConfig(topology=topology, cluster=ClusterConfig(**cluster))
         parsed = Topology.parse(topology)
         self.roles = {name: spec.role for name, spec in zip(parsed.names, parsed.instances, strict=True)}
         self.sent: dict[str, list[ToInstance]] = {name: [] for name in self.roles}
+        self.bound: dict[int, str] = {}
+        self._asking: set[int] = set()
+        self._prefills_at_once = prefills_at_once
         self.results: list[tuple[int, Result]] = []
         self.handles: dict[int, Handle] = {}
         self._ids = itertools.count(1000)
@@ -94,7 +110,15 @@ class Rig:
                 self.up(name)
 
     def _send(self, name: str, messages: Sequence[ToInstance]) -> None:
-        self.sent[name].extend(messages)
+        for message in messages:
+            if isinstance(message, HandOver) and message.request_id in self._asking:
+                self._asking.remove(message.request_id)
+                self.bound[message.request_id] = message.target
+                continue
+            self.sent[name].append(message)
+            if self._prefills_at_once and isinstance(message, Submit) and "D" not in message.part:
+                self._asking.add(message.request.id)
+                self.incoming.take(name, NeedDecoder(message.request.id), self.now)
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         self.results.append((active.request.age, result))

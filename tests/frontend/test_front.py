@@ -14,6 +14,7 @@ from PIL import Image
 
 from hydra_engine.cluster.member import ClusterListener, InstanceLink
 from hydra_engine.config import ClusterConfig, EngineConfig, SchedulerConfig
+from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import (
     InstanceSummary,
@@ -201,8 +202,12 @@ async def test_answers_come_back_over_every_topology(topology: str) -> None:
 
 async def test_a_death_is_not_seen_in_the_answer() -> None:
     async with started("P+2D+E") as (front, supervisor):
-        number, handle = await ask(front, max_tokens=20)
         supervisor.works = False
+        number, handle = await ask(front, max_tokens=20)
+        source = supervisor.played["p0"]
+        source.receive()
+        source.work(RequestId(number), supervisor.played)  # asks where it goes on
+        supervisor.tell("p0", source.outbox.popleft())
         await asyncio.sleep(0)
         supervisor.die(front._dispatcher.requests[number].attempt.decoder)
         supervisor.works = True

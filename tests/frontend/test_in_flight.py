@@ -6,15 +6,16 @@ import msgspec
 import pytest
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Abort, Encode, HandOver, StageReport, Submit
+from hydra_engine.core.messages import Abort, Encode, HandOver, NeedDecoder, StageReport, Submit
 from hydra_engine.core.outputs import DelayCause, Departure, FinishReason, StageSpan
 from hydra_engine.core.request import Request
 from hydra_engine.errors import RequestFailed, Unavailable
 from hydra_engine.frontend.active import MAX_LATE
 from hydra_engine.frontend.dispatch import MAX_REPLAYS, PAIR_GRACE_S
-from hydra_engine.frontend.in_flight import Attempt
+from hydra_engine.frontend.in_flight import Attempt, Phase
 from hydra_engine.frontend.routing.decode_stealing import MOST_LATE_TOKENS
 from hydra_engine.frontend.routing.instances import missing_for_good
+from hydra_engine.frontend.routing.late_decoder import PATIENCE_S
 from tests.frontend.rig import Rig, token
 from tests.frontend.test_router import status
 
@@ -51,7 +52,7 @@ def test_one_instance_gets_the_whole_request() -> None:
     rig = Rig("EPD")
     rig.submit(1, images=[16])
     submit = rig.submitted("epd0")
-    assert (submit.part, submit.remote_images, submit.target, submit.source) == ("EPD", (), "", "")
+    assert (submit.part, submit.remote_images, submit.source) == ("EPD", (), "")
     assert (submit.request.id, submit.request.age, len(submit.pixels)) == (1, 1, 1)
     rig.speak("epd0", submit.request, 0, 1, 2, 3)
     rig.finish("epd0", 1, LENGTH, 4)
@@ -63,7 +64,7 @@ def test_text_goes_from_prefill_to_decode_and_counts_are_of_both() -> None:
     rig = Rig("E+P+D")
     rig.submit(1)
     prefill, decode = rig.submitted("p0"), rig.submitted("d0")
-    assert (prefill.part, prefill.target) == ("P", "d0")
+    assert (prefill.part, rig.bound[1]) == ("P", "d0")
     assert (decode.part, decode.source, decode.request) == ("D", "p0", prefill.request)
     assert rig.take("e0") == []
     rig.speak("p0", prefill.request, 0)
@@ -210,7 +211,7 @@ def test_what_prefills_and_encodes_gets_the_pixels() -> None:
     rig = Rig("EP+D")
     rig.submit(1, images=[16, 16])
     submit = rig.submitted("ep0")
-    assert (submit.part, submit.remote_images, len(submit.pixels), submit.target) == ("EP", (), 2, "d0")
+    assert (submit.part, submit.remote_images, len(submit.pixels), rig.bound[1]) == ("EP", (), 2, "d0")
 
 
 def test_the_first_token_may_be_the_last_one() -> None:
@@ -684,6 +685,150 @@ def test_a_report_that_never_comes_does_not_hold_the_result_back() -> None:
     assert rig.results == []
     rig.wait(5.1)
     rig.assert_done(1, 4)
+    rig.assert_at_rest()
+
+
+# ---- where it decodes is decided late
+
+
+def waiting(topology: str = "P+2D") -> tuple[Rig, Request]:
+    """A request whose prefill has not begun."""
+    rig = Rig(topology, prefills_at_once=False)
+    rig.submit(1)
+    return rig, rig.submitted("p0").request
+
+
+def ask(rig: Rig, number: int = 1) -> None:
+    rig.incoming.take("p0", NeedDecoder(RequestId(number)), rig.now)
+
+
+def test_a_request_decodes_where_there_is_room_when_its_prefill_begins() -> None:
+    rig, request = waiting()
+    assert not rig.take("d0") and not rig.take("d1")
+    assert rig.dispatcher.instances["d0"].decodes == rig.dispatcher.instances["d1"].decodes == 0
+    rig.dispatcher.instances["d0"].status = status(kv_blocks_used=99)
+    rig.dispatcher.instances["d1"].decode_tokens = 5000
+    ask(rig)
+    submit = rig.submitted("d1")
+    assert (submit.part, submit.source, submit.request) == ("D", "p0", request)
+    assert rig.take("p0") == [HandOver(1, "d1")] and not rig.take("d0")
+    assert (rig.dispatcher.instances["d1"].decodes, rig.dispatcher.instances["d1"].decode_tokens) == (1, 5008)
+    ask(rig)  # it gave way and started again before it had heard
+    assert not rig.take("d0") and not rig.take("d1") and not rig.take("p0")
+    rig.dispatcher.instances["d1"].decode_tokens -= 5000
+    rig.speak("p0", request, 0)
+    rig.finish("p0", 1, MOVED, 1)
+    rig.speak("d1", request, 1, 2, 3)
+    rig.finish("d1", 1, LENGTH, 4)
+    rig.assert_done(1, 4)
+    rig.assert_at_rest()
+
+
+def test_a_first_token_may_come_before_the_decoder_is_known() -> None:
+    """What the decoder is told is what its source was told: it gets that token with the KV."""
+    rig, request = waiting("P+D")
+    rig.down("d0")
+    ask(rig)
+    rig.speak("p0", request, 0)
+    assert rig.dispatcher.requests[1].phase is Phase.MOVING
+    rig.up("d0")
+    assert rig.submitted("d0").request == request and rig.take("p0") == [HandOver(1, "d0")]
+    rig.finish("p0", 1, MOVED, 1)
+    rig.speak("d0", request, 1, 2, 3)
+    rig.finish("d0", 1, LENGTH, 4)
+    rig.assert_done(1, 4)
+    rig.assert_at_rest()
+
+
+def test_no_decoder_in_time_is_the_end() -> None:
+    rig, _ = waiting("P+D")
+    rig.down("d0")
+    ask(rig)
+    rig.wait(rig.config.cluster.recovery_s + 1.0)
+    assert isinstance(rig.error(1), Unavailable) and rig.aborted("p0") == [1]
+    rig.assert_at_rest()
+
+
+def test_a_decoder_that_dies_before_it_is_chosen_costs_nothing() -> None:
+    rig, request = waiting()
+    rig.down("d0")
+    ask(rig)
+    assert rig.submitted("d1").request == request and rig.dispatcher.requests[1].attempts == 1
+
+
+def chosen_again() -> tuple[Rig, Request]:
+    """Its KV has waited for room at d0, and is to go to the idle d1."""
+    rig, request = waiting()
+    other = rig.submit(2)
+    assert other is not None and rig.submitted("p0").request.id == 2
+    ask(rig)
+    ask(rig, 2)
+    (first,) = [message for message in rig.take("d0") if isinstance(message, Submit)]
+    assert first.request == request
+    rig.take("d1"), rig.take("p0")
+    rig.handles[2].cancel()
+    rig.finish("p0", 2, ABORT)
+    rig.finish("d1", 2, ABORT)
+    rig.take("d1"), rig.take("p0")
+    rig.dispatcher.instances["d0"].status = status(num_running=60, num_arriving=9, kv_blocks_used=99)
+    rig.dispatcher.instances["d1"].status = status()
+    rig.speak("p0", request, 0)
+    rig.wait(PATIENCE_S / 2)
+    assert not rig.take("d1"), "the copy may be under way"
+    rig.wait(PATIENCE_S)
+    assert rig.submitted("d1").request == request and rig.take("p0") == [HandOver(1, "d1")]
+    rig.wait(10 * PATIENCE_S)
+    assert not rig.take("d1") and not rig.take("p0"), "once"
+    return rig, request
+
+
+def test_what_waits_for_room_goes_to_an_instance_that_has_some() -> None:
+    rig, request = chosen_again()
+    assert rig.aborted("d0") == [], "it may have the KV"
+    rig.finish("p0", 1, MOVED, 1)
+    rig.speak("d1", request, 1)
+    assert rig.aborted("d0") == [1]
+    rig.finish("d0", 1, ABORT)
+    rig.speak("d1", request, 2, 3)
+    rig.finish("d1", 1, LENGTH, 4)
+    rig.assert_done(1, 4)
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_first_choice_may_have_the_kv_all_the_same(told: bool) -> None:
+    """The source had given it away, or had not heard yet that it did."""
+    rig, request = chosen_again()
+    if told:
+        rig.finish("p0", 1, MOVED, 1)
+    rig.speak("d0", request, 1)
+    assert rig.aborted("d1") == [1] and rig.aborted("p0") == ([] if told else [1])
+    assert (rig.dispatcher.instances["d0"].decodes, rig.dispatcher.instances["d1"].decodes) == (1, 0)
+    rig.speak("d1", request, 1)  # both had it for a moment
+    rig.finish("d1", 1, ABORT)
+    rig.speak("d0", request, 2, 3)
+    rig.finish("d0", 1, LENGTH, 4)
+    rig.assert_done(1, 4)
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("name", ["p0", "d0", "d1"])
+def test_a_death_while_either_may_have_the_kv_begins_another_attempt(name: str) -> None:
+    rig, _ = chosen_again()
+    rig.down(name)
+    for other in {"p0", "d0", "d1"} - {name}:
+        assert 1 in [message.request_id for message in rig.take(other) if isinstance(message, Abort)]
+    rig.up(name)
+    assert rig.dispatcher.requests[1].attempts == 2
+
+
+def test_who_asks_for_a_request_that_is_over_is_told_so() -> None:
+    rig, _ = waiting()
+    rig.handles[1].cancel()
+    rig.finish("p0", 1, FinishReason.ABORT)
+    rig.take("p0")
+    ask(rig)
+    assert rig.aborted("p0") == [1] and not rig.take("d0") and not rig.take("d1")
     rig.assert_at_rest()
 
 

@@ -46,11 +46,11 @@ def routed(instances: dict[str, InstanceLoad], request: Request, policy: str = "
     [
         ("EPD", PICTURE, Route("epd0", "epd0", "EPD")),
         ("EPD", TEXT, Route("epd0", "epd0", "EPD")),
-        ("E+P+D", TEXT, Route("p0", "d0", "P")),
-        ("E+P+D", PICTURE, Route("p0", "d0", "P", remote_images=True)),
-        ("EP+D", PICTURE, Route("ep0", "d0", "EP")),
-        ("ED+P", PICTURE, Route("p0", "ed0", "P", remote_images=True)),
-        ("ED+P", TEXT, Route("p0", "ed0", "P")),
+        ("E+P+D", TEXT, Route("p0", "", "P")),
+        ("E+P+D", PICTURE, Route("p0", "", "P", remote_images=True)),
+        ("EP+D", PICTURE, Route("ep0", "", "EP")),
+        ("ED+P", PICTURE, Route("p0", "", "P", remote_images=True)),
+        ("ED+P", TEXT, Route("p0", "", "P")),
         ("E+PD", PICTURE, Route("pd0", "pd0", "PD", remote_images=True)),
         ("ED+PD", PICTURE, Route("pd0", "pd0", "PD", remote_images=True)),
     ],
@@ -63,6 +63,21 @@ def test_what_prefills_and_decodes_keeps_its_requests() -> None:
     instances = table("PD+D+E")
     instances["pd0"].decodes = instances["pd0"].decode_tokens = 1000
     assert routed(instances, TEXT).decode == "pd0"
+
+
+def test_where_it_decodes_is_decided_by_the_loads_of_the_moment_it_is_asked_for() -> None:
+    instances = table("P+2D+E")
+    router = Router(instances)
+    assert isinstance(route := router.route(TEXT), Route) and (route.decode, route.moves) == ("", True)
+    instances["d0"].status = status(kv_blocks_used=99)
+    instances["d1"].decodes, instances["d1"].decode_tokens = 9, 5000
+    assert router.decoder("p0") == "d1"
+    instances["d1"].condition = Condition.DRAINING
+    assert router.decoder("p0") == "d0"
+    instances["d0"].condition = Condition.STARTING
+    assert router.decoder("p0") == "d1", "what is under way ends where it can"
+    instances["p0"].pairs.discard("d1")
+    assert router.decoder("p0") == Role.D
 
 
 def test_the_least_loaded_one_is_taken_and_equals_take_turns() -> None:
@@ -251,7 +266,9 @@ def test_only_what_can_be_used_is_chosen(instances: dict[str, InstanceLoad], ima
             assert route == missing
             continue
         assert missing is None
-        prefill, decode = instances[route.prefill], instances[route.decode]
+        decoder = route.decode or router.decoder(route.prefill)
+        assert not isinstance(decoder, Role)
+        prefill, decode = instances[route.prefill], instances[decoder]
         assert prefill.usable and Role.P in prefill.role
         assert decode.usable and Role.D in decode.role
         assert decode is prefill or decode.name in prefill.pairs

@@ -96,8 +96,8 @@ def test_a_smaller_budget_makes_less_of_a_large_picture(directory: Any, family: 
 @pytest.mark.parametrize("family", (*TILED, *QWEN))
 def test_a_larger_minimum_makes_more_of_a_small_picture(directory: Any, family: str) -> None:
     vision = vision_of(directory(family))
-    patches = [vision.plan_image(20, 20, PixelBudget(min_pixels=1 << n)).num_patches for n in range(1, 24)]
-    assert patches == sorted(patches) and patches[-1] > patches[0]
+    tokens = [vision.plan_image(20, 20, PixelBudget(min_pixels=1 << n)).num_tokens for n in range(1, 24)]
+    assert tokens == sorted(tokens) and tokens[-1] > tokens[0]
 
 
 @pytest.mark.parametrize("family", QWEN)

@@ -48,6 +48,30 @@ def offered(events: list) -> int:
     return event.handle
 
 
+# ---- pictures of one request, side by side
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("other", ["valid", "torn", "peer lost", "refused"])
+def test_copies_of_two_pictures_of_one_request_do_not_know_of_each_other(target, first: int, other: str) -> None:
+    """Whichever ends first, and however the other one ends."""
+    target.expect(9, None)
+    handles = [offered(target.on_offer(f"e{i}", picture(1, index=i), 0.0)) for i in range(2)]
+    for handle in handles:
+        assert begin(target, handle, 0, 2) is not None
+    last = 1 - first
+    assert target.end(handles[first], valid=True, last=True) == Committed(9, first, f"e{first}", Ack(3, 1))
+    if other == "peer lost":
+        assert target.peer_lost(f"e{last}") == []
+    elif other == "refused":
+        assert target.refuse(handles[last]) == (f"e{last}", Refuse(3, 1))
+    ended = target.end(handles[last], valid=other == "valid", last=True)
+    lost = Lost(handles[last], 9, last)
+    assert ended == (Committed(9, last, f"e{last}", Ack(3, 1)) if other == "valid" else lost)
+    target.check()
+    assert not target.live
+
+
 # ---- OFFER: who may offer what to whom
 
 

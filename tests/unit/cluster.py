@@ -15,7 +15,7 @@ from random import Random
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Finished, NeedImages
+from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.plans import KvEnd, LanguagePlan, PullPlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
@@ -106,6 +106,7 @@ class Cluster:
         self.users: list[User] = []
         self.jobs: dict[int, Job] = {}
         self.owner: dict[int, User] = {}  # by attempt
+        self.requests: dict[int, Request] = {}  # by attempt
         self.kv_target: dict[int, Node] = {}
         self._channels: dict[tuple[str, str], list[Callable[[], None]]] = defaultdict(list)  # in order
         self._speeds: dict[tuple[str, str], float] = {}
@@ -132,15 +133,19 @@ class Cluster:
         )
         self.owner[request.id] = user
         prefill = self.random.choice([node for node in self.nodes if Role.P in node.role])
-        nodes = user.parts[request.id] = [prefill]
-        if Role.D not in prefill.role:
-            decode = self.random.choice([node for node in self.nodes if Role.D in node.role])
-            nodes.append(decode)
-            self.kv_target[request.id] = decode
-            self._add(decode, request, stages=Role.D, pulls_kv=True)
+        user.parts[request.id] = [prefill]
+        self.requests[request.id] = request
         remote = frozenset(i for i in range(len(request.images)) if self.random.random() < 0.5)
         encoders = [node for node in self.nodes if Role.E in node.role and node is not prefill]
         self._add(prefill, request, stages=prefill.role, remote_images=remote if encoders else frozenset())
+
+    def _bind(self, request_id: int) -> None:
+        """Its prefill begins."""
+        if request_id not in self.kv_target:
+            decode = self.random.choice([node for node in self.nodes if Role.D in node.role])
+            self.kv_target[request_id] = decode
+            self.owner[request_id].parts[request_id].append(decode)
+            self._add(decode, self.requests[request_id], stages=Role.D, pulls_kv=True)
 
     def _add(self, node: Node, request: Request, **kwargs) -> None:
         node.scheduler.add(request, self.now, **kwargs)
@@ -410,6 +415,8 @@ class Cluster:
             match event:
                 case NeedImages(request_id, indices):
                     self._encode(self.owner[request_id], node, request_id, list(indices))
+                case NeedDecoder(request_id):
+                    self._bind(request_id)
                 case FeaturesEvent(request_id, index, block_ids):
                     self._offer(node, request_id, index, list(block_ids), None)
                 case FeaturesGoneEvent(request_id, index):

@@ -43,7 +43,8 @@ def smallest(work: list[Request], spare: int = 0) -> dict[str, int]:
 
 def settings_of(random: Random) -> SchedulerConfig:
     look_ahead = random.random() < 0.4
-    return config(token_budget=12, max_num_seqs=random.randint(1, 4), look_ahead=look_ahead, max_bypass=2)
+    limits = {"max_num_seqs": random.randint(1, 4), "handover_tokens": random.choice([0, 0, 3])}
+    return config(token_budget=12, look_ahead=look_ahead, max_bypass=2, **limits)
 
 
 @pytest.mark.quick("[E+P+D", "2EP+D", "ED+PD")

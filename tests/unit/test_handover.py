@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Finished, NeedImages, Tokens
+from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.request import Request
@@ -23,7 +24,7 @@ from hydra_engine.core.state import ImageProgress, RequestPhase
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.latency.attribution import StepHistory
-from hydra_engine.scheduler.policy import STEAL_PATIENCE_S
+from hydra_engine.scheduler.policy import MAX_IMAGE_PULLS, STEAL_PATIENCE_S, part_end
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.language.sampler import SamplingState
 from tests.examples import examples
@@ -310,12 +311,12 @@ def test_remote_images_are_asked_for_pulled_and_consumed() -> None:
     assert s.told() == [NeedImages(RequestId(1), (0, 1))] and s.plan_vision() is None and not s.pulls()
     s.offer_image(1, 1, 71)
     s.offer_image(1, 0, 70)
-    plan = s.pull()
+    plan, later = s.pulls()
     assert (plan.offer, plan.image_index, plan.first_block, plan.last, len(plan.block_ids)) == (70, 0, 0, True, 1)
-    assert s.state(1).images == [ENCODING, WAITING] and not s.pulls(), "one copy for a request"
+    assert (later.offer, later.image_index) == (71, 1) and s.state(1).images == [ENCODING, ENCODING]
     s.pulled(plan, took_s=0.5)
     assert s.language() == [(1, 9)], "up to the image that is still missing"
-    s.pulled(s.pull())
+    s.pulled(later)
     s.finish_all()
     assert not s.told(), "what was pulled is acknowledged by whoever copied it"
     pulls = [
@@ -394,12 +395,61 @@ def test_offers_of_a_request_that_ends_are_let_go_but_not_the_one_that_is_copied
     s.put(make_request(1, A, B, 1), remote_images=frozenset({0, 1}))
     s.told()
     s.offer_image(1, 0, 1)
-    s.offer_image(1, 1, 2)
     plan = s.pull()
+    s.offer_image(1, 1, 2)
     assert not s.abort(1) and s.told() == [UnneededEvent(2)]
     s.pulled(plan)
     assert s.finished[1].reason == FinishReason.ABORT and not s.told()
     assert s.scheduler.ledger().image_blocks_held == 0
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+@pytest.mark.parametrize("lost", [None, 0, 2])
+def test_copies_of_one_requests_images_end_in_any_order(order: tuple[int, ...], lost: int | None) -> None:
+    """One that is not valid waits for its next offer; the others are not touched."""
+    s = Part(P | D, token_budget=64)
+    s.put(make_request(1, 3, A, 2, B, 1, Img(3), 1), remote_images=frozenset({0, 1, 2}))
+    s.told()
+    for index in (2, 0, 1):
+        s.offer_image(1, index, 10 + index)
+    plans = s.pulls()
+    assert [plan.image_index for plan in plans] == [0, 1, 2]
+    for index in order:
+        s.pulled(plans[index], valid=index != lost)
+    assert s.state(1).images == [WAITING if index == lost else ENCODED for index in range(3)]
+    if lost is not None:
+        s.offer_image(1, lost, 20)
+        s.pulled(s.pull())
+    s.finish_all()
+    assert not s.told() and s.scheduler.ledger().image_blocks_held == 0
+
+
+def test_no_more_images_of_a_request_are_copied_at_once_than_is_allowed() -> None:
+    """Others are copied beside them, and the next one begins as soon as one has ended, whichever it was."""
+    s = Part(P | D, token_budget=64)
+    count = MAX_IMAGE_PULLS + 2
+    s.put(make_request(1, *(Img(4, name=str(i)) for i in range(count)), 1), remote_images=frozenset(range(count)))
+    s.put(make_request(2, 3, A, 1), remote_images=frozenset({0}))
+    for index in range(count):
+        s.offer_image(1, index, index)
+    s.offer_image(2, 0, 99)
+    plans = s.pulls()
+    assert [plan.offer for plan in plans] == [*range(MAX_IMAGE_PULLS), 99] and not s.pulls()
+    s.pulled(plans[2])
+    assert s.pull().image_index == MAX_IMAGE_PULLS
+
+
+def test_a_request_that_ends_waits_for_every_copy_of_its_images() -> None:
+    s = Part(P | D)
+    s.put(make_request(1, A, B, 1), remote_images=frozenset({0, 1}))
+    s.offer_image(1, 0, 1)
+    s.offer_image(1, 1, 2)
+    first, second = s.pulls()
+    assert not s.abort(1)
+    s.pulled(second)
+    assert 1 not in s.finished and s.scheduler.ledger().image_blocks_held > 0
+    s.pulled(first, valid=False)
+    assert s.finished[1].reason == FinishReason.ABORT and s.scheduler.ledger().image_blocks_held == 0
 
 
 def test_room_is_kept_for_an_earlier_image_and_taken_from_later_ones() -> None:
@@ -451,7 +501,9 @@ def test_features_are_asked_for_again_when_kv_that_was_counted_on_is_gone() -> N
 def test_kv_is_offered_chunk_by_chunk_and_the_request_stays_until_it_is_fetched() -> None:
     s = Part(P, token_budget=6)
     request = s.put(make_request(1, 14, max_new=5))
-    s.language(took_s=1.0)
+    plan = s.plan_language()
+    assert s.told() == [NeedDecoder(RequestId(1))], "it is asked for before the first blocks are there"
+    s.end_language(plan, took_s=1.0)
     (event,) = s.told()
     assert len(event.block_ids) == 1 and event.end is None
     s.language(took_s=1.0)
@@ -472,6 +524,28 @@ def test_kv_is_offered_chunk_by_chunk_and_the_request_stays_until_it_is_fetched(
     assert not s.told() and s.scheduler.ledger().kv_blocks_held == 0
 
 
+def test_a_prompt_that_moves_on_is_computed_in_parts_of_which_each_can_be_copied_behind_the_next() -> None:
+    s = Part(P | D, token_budget=128, handover_tokens=10)
+    s.put(make_request(1, 100, max_new=5), stages=P)
+    s.put(make_request(2, 30, max_new=2))
+    assert s.language() == [(1, 52), (2, 30)], "others have what is left of the step"
+    assert s.language() == [(2, 1), (1, 24)] and s.language() == [(1, 12)] and s.language() == [(1, 12)]
+    offered = [event for event in s.told() if isinstance(event, KvEvent)]
+    assert [len(event.block_ids) for event in offered] == [13, 6, 3, 3] and offered[-1].end is not None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 300), st.sampled_from([1, 4, 16]))
+def test_parts_end_behind_blocks_and_are_not_too_small(num_tokens: int, least: int, block_size: int) -> None:
+    ends = [0]
+    while ends[-1] < num_tokens:
+        ends.append(part_end(ends[-1], num_tokens, least, block_size))
+    assert ends[-1] == num_tokens and all(end % block_size == 0 for end in ends[:-1])
+    sizes = [end - start for start, end in pairwise(ends)]
+    assert all(size >= least for size in sizes[:-1]) and sizes[-1] > min(num_tokens, least) - block_size
+    assert all(after < before + block_size for before, after in pairwise(sizes))
+
+
 def test_blocks_of_the_prefix_cache_are_offered_with_the_first_chunk() -> None:
     s = Part(P, token_budget=64)
     s.put(make_request(1, 13, source=0))
@@ -480,7 +554,7 @@ def test_blocks_of_the_prefix_cache_are_offered_with_the_first_chunk() -> None:
     s._collect(s.connector.offers.release_kv(RequestId(1), 0.0))
     s.put(make_request(2, 15, source=0))
     assert s.language() == [(2, 3)]
-    (event,) = s.told()
+    _, event = s.told()
     assert len(event.block_ids) == 4 and event.end is not None
 
 

@@ -104,11 +104,16 @@ def test_a_published_checkpoint(published: ModelDir) -> None:
     # 7,566,747,648 without the tower's last layer and the norm behind it, which nobody reads.
     layer = 12 * 1024**2 + 13 * 1024
     assert spec.language.num_parameters() + tower.num_parameters() == 7_566_747_648 - layer - 2 * 1024
-    assert (tower.max_tokens_per_image, tower.max_tokens_per_item, tower.max_patches_per_image) == (2928, 2928, 2880)
+    assert (tower.max_tokens_per_image, tower.max_tokens_per_item, tower.max_patches_per_image) == (2928, 24 * 73, 2880)
     assert tower.plan_image(1000, 1000).num_tokens == 576 + 48 * 49
     assert tower.plan_image(640, 480).num_tokens == 576 + 36 * 49
-    (item,) = tower.plan_image(336, 1008).items
-    assert (item.num_pictures, item.num_patches, item.grid) == (4, 2304, (1, 72, 24))
+    square, *tiles = tower.plan_image(336, 1008).items
+    assert (square.num_pictures, square.num_tokens, square.grid) == (1, 576, (0, 24, 24))
+    assert [(item.num_pictures, item.num_patches, item.grid) for item in tiles] == [
+        (1, 576, (number, 72, 24)) for number in (1, 2, 3)
+    ]
+    wide = tower.plan_image(1000, 1000).items
+    assert [(item.num_pictures, item.num_tokens) for item in wide] == [(1, 576), (2, 24 * 49), (2, 24 * 49)]
     assert tower.flops(2 * 576) == 2 * tower.flops(576) > 2e11
 
 
@@ -149,18 +154,24 @@ def test_geometry_is_that_of_transformers(published: ModelDir, tokenizer: Any, p
     )
     for width, height in SIZES:
         plan = spec.plan_image(width, height)
-        (item,), (square, tiles) = plan.items, plan.views
+        (_, *rows), (square, *canvases) = plan.items, plan.views
         size = f"{width} x {height}"
         best = select_best_resolution((height, width), pinpoints)
-        assert tiles.canvas == best[::-1], size
-        assert item.num_pictures == image_size_to_num_patches((height, width), pinpoints, 336), size
-        assert item.num_pictures == 1 + tiles.num_tiles and square.num_tiles == 1
-        resized = get_patch_output_size(_Shape(height, width), best, ChannelDimension.FIRST)
-        assert tiles.resize == resized[::-1], size
-        assert tiles.corner == ((best[1] - resized[1]) // 2, (best[0] - resized[0]) // 2)
-        assert item.num_tokens == theirs._get_number_of_features(height, width, 336, 336) - 1, size
-        assert item.num_tokens <= spec.max_tokens_per_image
-        assert item.num_patches <= spec.max_patches_per_image
+        num_pictures = sum(item.num_pictures for item in plan.items)
+        assert num_pictures == sum(view.num_tiles for view in plan.views) and square.num_tiles == 1
+        assert plan.num_tokens == theirs._get_number_of_features(height, width, 336, 336) - 1, size
+        assert all(0 < item.num_tokens <= spec.max_tokens_per_item for item in plan.items), size
+        assert plan.num_tokens <= spec.max_tokens_per_image and plan.num_patches <= spec.max_patches_per_image
+        assert len(canvases) == bool(rows), size
+        for tiles in canvases:
+            left_out = [number for number in range(1, best[0] // 336 + 1) if number not in {r.grid[0] for r in rows}]
+            above = sum(number < rows[0].grid[0] for number in left_out) * 336
+            assert tiles.canvas == (best[1], best[0] - len(left_out) * 336), size
+            wanted = image_size_to_num_patches((height, width), pinpoints, 336)
+            assert num_pictures == wanted - len(left_out) * best[1] // 336, size
+            resized = get_patch_output_size(_Shape(height, width), best, ChannelDimension.FIRST)
+            assert tiles.resize == resized[::-1], size
+            assert tiles.corner == ((best[1] - resized[1]) // 2, (best[0] - resized[0]) // 2 - above), size
 
 
 class _Shape:
@@ -181,6 +192,16 @@ def test_what_is_dropped_is_what_transformers_drops(published: ModelDir) -> None
         assert torch.equal(ours, unpad_image(grid, (height, width))), f"{width} x {height}"
 
 
+def test_rows_of_tiles_that_are_all_border_are_not_encoded(published: ModelDir) -> None:
+    """Transformers encodes them and drops what comes out; the pixels of the others stay what they were."""
+    spec = with_pinpoints(published, [[1680, 1680]])
+    square, *rows = (plan := spec.plan_image(1000, 100)).items
+    assert [(item.grid[0], item.num_tokens) for item in rows] == [(3, 12 * 121)]
+    whole, tiles = plan.views
+    assert (tiles.resize, tiles.canvas, tiles.corner) == ((1680, 168), (1680, 336), (0, 756 - 2 * 336))
+    assert spec.plan_image(10000, 1).views == (whole,) and spec.plan_image(10000, 1).items == (square,)
+
+
 def test_rounding_follows_double_precision() -> None:
     """The tests above have sizes where exact arithmetic would say something else."""
     assert sum(size_within(*size, (672, 672)) != _exact_size(*size) for size in SIZES) > 3
@@ -193,8 +214,8 @@ def _exact_size(width: int, height: int) -> tuple[int, int]:
 
 
 def test_a_thin_picture_may_have_nothing_but_newlines(published: ModelDir) -> None:
-    (item,) = vision(published).plan_image(1, 10000).items
-    assert item.num_tokens == 576 + 24
+    _, newlines = vision(published).plan_image(1, 10000).items
+    assert newlines.num_tokens == 24
     with pytest.raises(InvalidImage):
         vision(published).plan_image(0, 5)
     with pytest.raises(InvalidRequest, match="takes no videos"):

@@ -148,7 +148,7 @@ class DecodeStealing:
         victim = attempt.victim = attempt.decoder
         in_flight.moved, attempt.late_victim_tokens = True, 0
         attempt.instances.add(thief)
-        attempt.decode_at(instances[thief], ready=False)
+        attempt.decode_at(instances[thief], in_flight.num_tokens, ready=False)
         in_flight.advance()
         instances.send(thief, [Submit(in_flight.attempt_request(attempt.id), part="D", source=victim)])
         instances.send(victim, [HandOver(attempt.id, thief)])
@@ -159,7 +159,7 @@ class DecodeStealing:
         if attempt.late_victim_tokens <= MOST_LATE_TOKENS or attempt.decoder_ready:
             return
         self._dispatcher.drop_part(in_flight, attempt.decoder)
-        attempt.decode_at(self._dispatcher.instances[attempt.victim], ready=True)
+        attempt.decode_at(self._dispatcher.instances[attempt.victim], in_flight.num_tokens, ready=True)
         attempt.victim = ""
         in_flight.advance()
 

@@ -32,8 +32,8 @@ _DEPTHS = (32, 128, 512, 2048)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`prefill` and `decode` are names of instances, the same one where a request stays. `part` are the stages that the
-    one that prefills does."""
+    """`prefill` and `decode` are names of instances, the same one where a request stays; `decode` is empty where it
+    moves on, for where to is decided when its prefill begins. `part` are the stages that the one that prefills does."""
 
     prefill: str
     decode: str
@@ -67,12 +67,16 @@ class Router:
         prefill = self._choose("P", able, _language_key, self._known_prefill(request, able), BUSIER_TOKENS)
         self._remember_prefill(request, prefill.name)
         remote = bool(request.images) and self._encodes_elsewhere(request, prefill)
-        decode = prefill
-        if not prefill.serves(Role.D):
-            decode = self._choose("D", self._partners(prefill, Role.D), _language_key, None, 0)
-        stages = (Role.E, not remote), (Role.P, True), (Role.D, decode is prefill)
+        stages = (Role.E, not remote), (Role.P, True), (Role.D, True)
         part = "".join(stage.name or "" for stage, here in stages if here and prefill.serves(stage))
-        return Route(prefill.name, decode.name, part, remote)
+        return Route(prefill.name, prefill.name if prefill.serves(Role.D) else "", part, remote)
+
+    def decoder(self, source: str) -> str | Role:
+        """Where a request decodes that is prefilled at `source`, by the loads of this moment. One that is being emptied
+        takes requests that are under way if nobody else can."""
+        instance = self._instances[source]
+        candidates = self._partners(instance, Role.D) or self._partners(instance, Role.D, Condition.DRAINING)
+        return self._choose("D", candidates, _language_key, None, 0).name if candidates else Role.D
 
     def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Role:
         """Encoders with their share of these (index, image), for a request that is prefilled at `target`: spread over

@@ -19,8 +19,8 @@ _NEWLINE = -1  # instead of a row of the tower
 
 
 class LlavaNextVision(LlavaVision):
-    """A span is a square and the tiles of its canvas. Its features: those of the square row by row, then those of the
-    canvas without its borders, with a newline after each row."""
+    """A span is a square, whose features are those of its patches row by row, or a row of tiles of a canvas: the rows
+    of features across these tiles, without the canvas's borders, with a newline after each."""
 
     weight_names = ("vision_tower.", "multi_modal_projector.", "image_newline")
     renames = (("model.image_newline", "image_newline"), *LLAVA_RENAMES)
@@ -57,11 +57,11 @@ class LlavaNextVision(LlavaVision):
 @lru_cache(maxsize=64)
 def span_rows(grid: Grid, source: tuple[int, int], side: int) -> Ints:
     """[num_tokens]: which of the tower's rows of its span each feature is made of."""
-    _, rows, columns = grid
-    row, column = np.arange(rows)[:, None], np.arange(columns)
-    tile = 1 + row // side * (columns // side) + column // side  # the square is picture 0
-    canvas = tile * side**2 + row % side * side + column % side
+    number, rows, columns = grid
+    if number == 0:
+        return np.arange(side**2)
     kept = unpadded(rows, columns, *source)
-    part = canvas[kept.top : kept.top + kept.rows, kept.left : kept.left + kept.columns]
-    tiles = np.pad(part, ((0, 0), (0, 1)), constant_values=_NEWLINE)
-    return np.concatenate((np.arange(side**2), tiles.reshape(-1)))
+    row = np.arange(*kept.rows_of(number, side))[:, None] % side
+    column = np.arange(kept.left, kept.left + kept.columns)
+    tiles = column // side * side**2 + row * side + column % side
+    return np.pad(tiles, ((0, 0), (0, 1)), constant_values=_NEWLINE).reshape(-1)

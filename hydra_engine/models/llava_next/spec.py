@@ -2,6 +2,9 @@
 resolutions; the borders that the tiles' canvas added are dropped from the features, and every row of them ends with a
 newline. Tower, projector and decoders are those of LLaVA-1.5.
 
+Features of the canvas stand in the prompt row by row across its tiles, so a row of tiles is the smallest part of it
+that is a span: the square and each row of tiles are encoded, cached and moved alone, by several encoders if there are.
+
 Sizes are computed in double precision with the operations in transformers' order, because a product that should be
 whole may come out just below or above it and then counts as one pixel less or more.
 """
@@ -36,13 +39,18 @@ class Region(NamedTuple):
     rows: int
     columns: int
 
+    def rows_of(self, number: int, side: int) -> tuple[int, int]:
+        """First and last but one, of the grid, in the row of tiles with that number from 1 on; tiles have `side`."""
+        top = (number - 1) * side
+        return max(self.top, top), min(self.top + self.rows, top + side)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaNextVisionSpec(SquareVisionSpec):
     """`resolutions` are the canvases to choose from, multiples of the tower's picture size.
 
-    A picture is one span: its square first, then the tiles of its canvas row by row. The span's grid is that of the
-    canvas.
+    A picture is a span of its square, then one for each row of tiles of its canvas that is not all border. The grid of
+    such a row is that of the canvas, with the row's number from 1 on in the place of time; the square's has 0 there.
     """
 
     resolutions: tuple[Size, ...]
@@ -57,25 +65,38 @@ class LlavaNextVisionSpec(SquareVisionSpec):
         canvases = [self._grid(size) for size in self.resolutions]
         return self.tower.num_patches + max(rows * (columns + 1) for rows, columns in canvases)
 
+    @property
+    def max_tokens_per_item(self) -> int:
+        return self.tower.grid_side * (max(self._grid(size)[1] for size in self.resolutions) + 1)
+
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         check_picture(width, height)
         side = self.tower.image_size
         canvas = best_resolution(width, height, within_budget(self.resolutions, budget))
         resized = size_within(width, height, canvas)
         corner = ((canvas[0] - resized[0]) // 2, (canvas[1] - resized[1]) // 2)
-        views = (View.whole(side, side), View(resized, canvas, corner, (side, side)))
-        rows, columns = self._grid(canvas)
+        grid_side, (rows, columns) = self.tower.grid_side, self._grid(canvas)
+        square = ItemPlan(side, side, 1, self.tower.num_patches, self.tower.num_patches, (0, grid_side, grid_side))
         kept = unpadded(rows, columns, width, height)
-        num_pictures = self._num_pictures(canvas)
-        item = ItemPlan(
-            side,
-            side,
-            num_pictures,
-            num_pictures * self.tower.num_patches,
-            self.tower.num_patches + kept.rows * (kept.columns + 1),
-            (1, rows, columns),
+        if not kept.rows:
+            return MediaPlan((View.whole(side, side),), (square,))
+        first, last = kept.top // grid_side, (kept.top + kept.rows - 1) // grid_side
+        seen = View(
+            resized, (canvas[0], (last + 1 - first) * side), (corner[0], corner[1] - first * side), (side, side)
         )
-        return MediaPlan(views, (item,))
+        num_tiles = columns // grid_side
+        tiles = (
+            ItemPlan(
+                side,
+                side,
+                num_tiles,
+                num_tiles * self.tower.num_patches,
+                len(range(*kept.rows_of(number, grid_side))) * (kept.columns + 1),
+                (number, rows, columns),
+            )
+            for number in range(first + 1, last + 2)
+        )
+        return MediaPlan((View.whole(side, side), seen), (square, *tiles))
 
     def num_parameters(self) -> int:
         """With the newline."""

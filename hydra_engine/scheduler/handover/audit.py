@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.events import handover_of
 from hydra_engine.scheduler.request_table import RequestTable
 
@@ -54,6 +56,7 @@ def _check_offers_of(requests: RequestTable, state: RequestState, kv: Mapping[in
 
 def check_pulls(requests: RequestTable, pulls: Iterable[PullPlan]) -> None:
     """They write to blocks of their requests, which cannot be found before."""
+    copied: dict[RequestId, set[int]] = {}
     for pull in pulls:
         state = requests.states[pull.request_id]
         stop = pull.first_block + len(pull.block_ids)
@@ -63,7 +66,13 @@ def check_pulls(requests: RequestTable, pulls: Iterable[PullPlan]) -> None:
             hashes = requests.kv.hashes(pull.request_id)
             assert not any(hashes[pull.first_block :]), "a block is found before it is filled"
         else:
-            waits = handover_of(state).pulls_image
+            of_request = copied.setdefault(pull.request_id, set())
+            waits = pull.image_index in handover_of(state).images_copied - of_request
+            of_request.add(pull.image_index)
             block_ids = requests.features.block_ids(state.image_keys[pull.image_index])
         assert waits, "a pull for a request that does not wait for it"
         assert (block_ids[pull.first_block : stop] == pull.block_ids).all(), "a pull writes to blocks of others"
+    for state in requests.states.values():
+        known = set() if state.handover is None else state.handover.images_copied
+        assert known == copied.get(state.request.id, set()), f"request {state.request.id}: its images in flight"
+        assert len(known) <= policy.MAX_IMAGE_PULLS

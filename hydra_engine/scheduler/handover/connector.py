@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.messages import Finished, RequestMessage
+from hydra_engine.core.messages import Finished, NeedDecoder, RequestMessage
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.roles import Role
@@ -82,6 +82,11 @@ class PeerConnector(Connector):
             self.pulls.images.request(state, index)
         elif state.is_encode_job:
             self.offers.update_features(state, index, now)
+
+    def on_start(self, state: RequestState) -> None:
+        """Late enough to know which instances have room to decode, early enough for the first blocks to leave."""
+        if Role.D not in state.stages:
+            self._events.add(NeedDecoder(state.request.id))
 
     def may_preempt(self, state: RequestState) -> bool:
         """Not while KV is being copied into its blocks; it gives way as soon as that has ended."""

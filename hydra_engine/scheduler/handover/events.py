@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Finished, NeedImages
+from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.state import HandoverState, RequestState
 
@@ -56,7 +56,7 @@ class UnneededEvent:
 
 
 OfferEvent = FeaturesEvent | FeaturesGoneEvent | KvEvent | KvGoneEvent | UnneededEvent
-RemoteEvent = OfferEvent | NeedImages | Finished
+RemoteEvent = OfferEvent | NeedImages | NeedDecoder | Finished
 
 
 class RemoteEvents:

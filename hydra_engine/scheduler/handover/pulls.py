@@ -1,9 +1,9 @@
 """What is fetched from other instances: which image features and which KV, into which blocks, and in which order.
 
 A copy gets its blocks before it begins, by the same rules as an encode or a prefill: images by urgency while there is
-room for all that go before, otherwise by age, and KV all at once for what has been admitted (`remote_kv.py`). At most
-one copy is in flight for a request. What was offered and is not wanted (any more) is named to `RemoteEvents`, to be
-let go. Does not know who offers it, nor how bytes are moved.
+room for all that go before, otherwise by age, and KV all at once for what has been admitted (`remote_kv.py`). Of a
+request one copy of KV is in flight, or several of its images, which may end in any order. What was offered and is not
+wanted (any more) is named to `RemoteEvents`, to be let go. Does not know who offers it, nor how bytes are moved.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
+from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.events import RemoteEvents, UnneededEvent, handover_of
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
 from hydra_engine.scheduler.request_table import RequestTable
@@ -199,8 +200,8 @@ class Pulls:
                 num_blocks = features.blocks_for(state.request.images[index].num_tokens)
                 reserved = sum(aside.values()) - aside.get(key, 0)
                 handover, images = handover_of(state), self._requests.images
-                offered = index in handover.image_offers and not handover.pulls_image
-                if offered and images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
+                begins = index in handover.image_offers and len(handover.images_copied) < policy.MAX_IMAGE_PULLS
+                if begins and images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
                     plans.append(self._pull_image(state, index, now))
                     aside.pop(key, None)
                     continue
@@ -211,7 +212,7 @@ class Pulls:
     def _pull_image(self, state: RequestState, index: int, now: float) -> PullPlan:
         requests = self._requests
         offer = self.images.claim(state, index)
-        handover_of(state).pulls_image = True
+        handover_of(state).images_copied.add(index)
         requests.images.reserve(state, index, now)
         num_blocks = requests.features.blocks_for(state.request.images[index].num_tokens)
         block_ids = requests.features.block_ids(state.image_keys[index])[:num_blocks].copy()
@@ -233,7 +234,7 @@ class Pulls:
             self._requests.timelines[plan.request_id].pulled("pull_kv", started_s, ended_s, num_tokens)
             self._end_kv(state, plan, now, valid=valid)
         else:
-            handover_of(state).pulls_image = False
+            handover_of(state).images_copied.remove(plan.image_index)
             self._end_features(state, plan.image_index, started_s, ended_s, valid=valid)
         return state
 

@@ -1,0 +1,74 @@
+"""Which instance decodes a request that another one prefills: chosen when the prefill begins, and once more where its
+KV is computed and has waited for room, and another instance has some.
+
+Until the second choice, or the first one after all, has sent a token, either may turn out to have the KV: the source
+may have given it away before it heard. Whoever sends a token has it, and the other one is let go. Decides over the
+table of instances, sends what follows, and has no clock.
+"""
+
+from __future__ import annotations
+
+from hydra_engine.core.messages import HandOver, Submit
+from hydra_engine.core.roles import Role
+from hydra_engine.frontend.in_flight import Attempt, Phase, RequestInFlight
+from hydra_engine.frontend.routing.instances import InstanceLoad, Instances
+from hydra_engine.frontend.routing.router import Router
+
+# From the first token on: most copies have ended by then, and who waits longer waits for room.
+PATIENCE_S = 0.25
+
+
+class LateDecoder:
+    def __init__(self, instances: Instances, router: Router) -> None:
+        self._instances = instances
+        self._router = router
+
+    def bind(self, in_flight: RequestInFlight, attempt: Attempt) -> bool:
+        """False: no instance could decode it."""
+        chosen = self._router.decoder(attempt.route.prefill)
+        attempt.asks_decoder = isinstance(chosen, Role)
+        if isinstance(chosen, Role):
+            return False
+        self._send_to(in_flight, attempt, chosen)
+        return True
+
+    def look_again(self, in_flight: RequestInFlight, now: float) -> None:
+        """A few times a second."""
+        attempt = in_flight.attempt
+        if attempt is None or in_flight.phase is not Phase.MOVING or attempt.replaced or not attempt.route.moves:
+            return
+        source, full = attempt.route.prefill, attempt.decoder
+        waits = source in attempt.instances and full and not attempt.decoder_ready and not attempt.early
+        if not waits or attempt.final is not None or now - attempt.prefilled_s < PATIENCE_S:
+            return
+        chosen = self._router.decoder(source)
+        if isinstance(chosen, Role) or chosen == full or not _has_room(self._instances[chosen], self._instances[full]):
+            return
+        attempt.replaced = full
+        self._send_to(in_flight, attempt, chosen)
+
+    def _send_to(self, in_flight: RequestInFlight, attempt: Attempt, chosen: str) -> None:
+        """It is told before the source, so that it knows what is offered to it."""
+        source = attempt.route.prefill
+        attempt.instances.add(chosen)
+        attempt.decode_at(self._instances[chosen], in_flight.num_tokens, ready=False)
+        self._instances.send(chosen, [Submit(attempt.request, part="D", source=source)])
+        self._instances.send(source, [HandOver(attempt.id, chosen)])
+
+    def superseded(self, in_flight: RequestInFlight, attempt: Attempt, name: str) -> list[str]:
+        """Instance `name` has sent a token. Returns those that are to be let go because of that."""
+        if not attempt.replaced or name not in (attempt.decoder, attempt.replaced):
+            return []
+        replaced, attempt.replaced = attempt.replaced, ""
+        if name == attempt.decoder:
+            return [replaced]
+        others = [attempt.decoder, attempt.route.prefill]  # which still offers it to the other one, perhaps
+        attempt.decode_at(self._instances[name], in_flight.num_tokens, ready=True)
+        return others
+
+
+def _has_room(other: InstanceLoad, full: InstanceLoad) -> bool:
+    """Nobody waits there, and less is decoded there."""
+    status = other.status
+    queues = status is None or status.num_waiting + status.num_arriving > 0
+    return other.usable and not queues and not other.nearly_full and other.decodes < full.decodes
