@@ -168,7 +168,7 @@ def test_instances_that_share_a_device_slow_each_other_and_divide_its_memory() -
     # Vision steps and decodes wait for each other: the same work keeps both lanes busy for longer.
     for name, kind in (("e0", "vision_busy_s"), ("pd0", "language_busy_s")):
         seconds = [getattr(deployment.statuses[name], kind) for deployment, _ in (apart, together)]
-        assert seconds[1] > 1.05 * seconds[0]
+        assert seconds[1] > 1.01 * seconds[0]
     blocks = [deployment.cluster.nodes["pd0"].sizes.plan.num_kv_blocks for deployment, _ in (apart, together)]
     assert blocks[1] < 0.8 * blocks[0]
 

@@ -110,7 +110,7 @@ def test_one_part_of_a_prompt_is_copied_while_the_next_is_computed() -> None:
     assert whole.start_s > first_s, "all of it waits for the end of the prefill"
     later_s, sooner_s, (hidden, exposed) = one_prompt(128)
     assert hidden.end_s < later_s, "beside the second part"
-    assert exposed.end_s - exposed.start_s == pytest.approx((whole.end_s - whole.start_s) / 2, rel=0.02)
+    assert exposed.end_s - exposed.start_s == pytest.approx((whole.end_s - whole.start_s) / 2, rel=0.05)
     assert sooner_s < second_s - 2e-3, "although the prompt takes two steps"
 
 
