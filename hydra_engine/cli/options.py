@@ -59,7 +59,10 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         ),
         *("load_format", "packed_cache", "model_impl", "trust_remote_code"),
     ),
-    "where stages run": ("topology", "threads", "lane_priority", "sm_split", "router", "steal_decodes", "transport"),
+    "where stages run": (
+        *("topology", "instance_limits", "threads", "lane_priority", "sm_split"),
+        *("router", "steal_decodes", "transport"),
+    ),
     "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),
     "memory": (
         "gpu_memory_utilization",

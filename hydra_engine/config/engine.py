@@ -20,8 +20,10 @@ from hydra_engine.config.fields import (
     parse_sm_split,
     positive,
 )
+from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
+from hydra_engine.config.media import MediaConfig
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import Topology
+from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
@@ -124,50 +126,6 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediaConfig:
-    """Limits that are checked before bytes are read or pixels decoded."""
-
-    max_images: int = opt(16, "most images of one request")
-    max_image_bytes: int = opt(20 << 20, "most bytes of one encoded image")
-    max_image_pixels: int = opt(40_000_000, "most pixels of one image, known from its header")
-    max_aspect_ratio: float = opt(200.0, "longest side over shortest side of an image")
-    max_videos: int = opt(1, "most videos of one request; 0: none")
-    max_video_bytes: int = opt(64 << 20, "most bytes of one encoded video")
-    max_video_frames: int = opt(7200, "most frames of one video, counted in its file")
-    max_video_pixels: int = opt(4_000_000_000, "most pixels of all frames of one video together")
-    fetch_timeout_s: float = opt(10.0, "total time to fetch one image by URL")
-    max_fetched_bytes: int = opt(
-        1 << 30, "most bytes of fetched images and videos that are not decoded yet; above it 503"
-    )
-    allow_private_media: bool = opt(False, "also fetch images from private network addresses")
-    allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
-    allowed_media_path: str | None = opt(
-        None,
-        "folder below which file:// images may be read by the server",
-        aliases=("allowed-local-media-path",),
-        kind="folder",
-    )
-    local_files: bool = opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
-    decode_workers: int = opt(2, "threads that decode and resize images")
-    pixel_cache_mib: int = opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: off")
-    min_pixels: int | None = opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
-    max_pixels: int | None = opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
-
-    def __post_init__(self) -> None:
-        positive(self, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
-        positive(self, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
-        if self.max_fetched_bytes < max(self.max_image_bytes, self.max_video_bytes):
-            raise ConfigError(
-                "max_fetched_bytes must be at least max_image_bytes and max_video_bytes", param="max_fetched_bytes"
-            )
-        if self.allowed_media_path is not None and not self.allowed_media_path.strip():
-            raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")
-        low, high = self.min_pixels, self.max_pixels
-        if (low is not None and low < 1) or (high is not None and high < (low or 1)):
-            raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Routing, leases and timeouts of several instances. Seconds."""
 
@@ -225,6 +183,12 @@ class EngineConfig:
         "EPD",
         "instances and the stages that each serves: EPD is one for all; EP+D keeps decodes apart; 1E3P4D is one that "
         "encodes, three that prefill and four that decode; E@cuda:0+PD@cuda:1 says on which device",
+    )
+    instance_limits: str | None = opt(
+        None,
+        "limits that some instances have instead of those of all, by role or by name: "
+        "'D:max_num_seqs=128;P:token_budget=8192,max_num_seqs=16;e0:image_budget=4096'. Of token_budget, max_num_seqs, "
+        "image_budget, kv_cache_gib, image_cache_gib, num_kv_blocks and num_image_blocks",
     )
     max_model_len: int | None = opt(None, "longest prompt plus output; default: what the model allows")
     threads: int | None = opt(None, "CPU threads per lane; default: all cores that this process may use")
@@ -316,6 +280,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         Topology.parse(self.topology)
+        if self.instance_limits is not None:
+            parse_instance_limits(self.instance_limits, self.topology)
         for name, most in (("cuda_graph_sizes", MAX_GRAPH_SIZE), ("encoder_cuda_graph_sizes", MAX_ENCODE_SIZE)):
             object.__setattr__(self, name, parse_graph_sizes(getattr(self, name), name, most))
         if isinstance(self.override_generation_config, dict):
@@ -330,6 +296,16 @@ class EngineConfig:
             raise ConfigError("threads must be between 1 and 1024", param="threads")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len must be at least 2", param="max_model_len")
+
+    def for_instance(self, name: str, role: Role) -> EngineConfig:
+        """With the limits that are an instance's own; itself where it has none."""
+        if self.instance_limits is None:
+            return self
+        own = chosen_limits(parse_instance_limits(self.instance_limits, self.topology), name, role)
+        if not own:
+            return self
+        parts = {part: replace(getattr(self, part), **limits) for part, limits in own.items()}
+        return replace(self, **parts)
 
     @property
     def model_path(self) -> Path:

@@ -144,7 +144,7 @@ class Deployment:
         self._preprocessing = Preprocessing(self._host_machine, site.host, site.config.media)
         for name in self._roles:
             self.dispatcher.on_up(name, 0.0)
-            self._stealing.on_up(self.nodes[name].sizes.config.scheduler.most_requests)
+            self._stealing.on_up(name, self.nodes[name].sizes.config.scheduler.most_requests)
         for one, other in itertools.combinations(self.nodes.values(), 2):
             one.connect(other)
         num_pairs = len(self._roles) * (len(self._roles) - 1) // 2
@@ -165,7 +165,7 @@ class Deployment:
         self.nodes = {}
         for name, role in self._roles.items():
             device = self.device_of[name]
-            neighbours = [self._roles[other] for other, there in self.device_of.items() if there == device]
+            neighbours = [other for other, there in self.device_of.items() if there == device]
             around = Surroundings(device, self.machines[device], links, site.devices[device].costs, site.host)
             self.nodes[name] = Node(name, role, site, self.agenda, around, neighbours, self._on_messages)
 
