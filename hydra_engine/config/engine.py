@@ -131,7 +131,7 @@ class ClusterConfig:
 
     router: str = opt(
         "least-loaded",
-        "least-loaded: least work; affinity: the instance that has seen the prompt or picture, unless it is much "
+        "least-loaded: done soonest; affinity: the instance that has seen the prompt or picture, unless it is much "
         "busier; round-robin",
         choices=("least-loaded", "affinity", "round-robin"),
     )

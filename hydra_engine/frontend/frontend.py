@@ -289,7 +289,7 @@ class Front:
                 case Status():
                     self.statuses.put(name, message)
                     self._watch.on_status(name, message)
-                    self._dispatcher.instances[name].status = message
+                    self._dispatcher.instances.on_status(name, message)
                 case LedgerReport():
                     self._queries.answer(name, message)
                 case _:

@@ -297,7 +297,7 @@ class Deployment:
             match message:
                 case Status():
                     self.statuses[name] = message
-                    self.dispatcher.instances[name].status = message
+                    self.dispatcher.instances.on_status(name, message)
                 case LedgerReport():
                     self._ledgers[name] = message
                 case PeerState():
