@@ -63,7 +63,10 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         *("topology", "instance_limits", "threads", "lane_priority", "sm_split"),
         *("router", "steal_decodes", "transport"),
     ),
-    "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),
+    "latency and batching": (
+        *("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),
+        *("scheduling_policy", "encode_policy"),
+    ),
     "memory": (
         "gpu_memory_utilization",
         "kv_cache_gib",

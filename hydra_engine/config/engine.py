@@ -53,6 +53,19 @@ class SchedulerConfig:
         "most requests that hold KV blocks at once; default: 64, on a GPU 256, or less where its memory is small",
     )
     max_queue: int = opt(512, "most requests accepted and not finished; above it 503")
+    scheduling_policy: str = opt(
+        "priority",
+        "which waiting request starts first. priority: by priority, then by when its first token is due, then by "
+        "arrival; fcfs: by arrival; sjf: by priority, then the one with the fewest tokens to prefill. With any of them "
+        "one that max_bypass others have overtaken is next",
+        choices=("priority", "fcfs", "sjf"),
+    )
+    encode_policy: str = opt(
+        "priority",
+        "whose images are encoded first. priority and fcfs: as with scheduling_policy; srpt: of the request with the "
+        "fewest patches left. An image that has waited for 2 seconds is next",
+        choices=("priority", "fcfs", "srpt"),
+    )
     encode_patience_s: float = 2.0  # an image that has waited this long is encoded next
     max_bypass: int = opt(16, "how many later requests may overtake a waiting one before blocks are reserved for it")
     look_ahead: bool | None = opt(
@@ -78,6 +91,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Converts durations given as text to seconds."""
+        check_choices(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if f.metadata.get("kind") == "seconds" and value is not None:
