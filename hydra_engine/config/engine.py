@@ -157,6 +157,12 @@ class ClusterConfig:
     steal_decodes: bool = opt(
         True, "instances that encode and decode take over decodes of busy ones while they have nothing to encode"
     )
+    prefetch_features: bool = opt(
+        True, "an instance that prefills fetches features of pictures while their requests still wait for their turn"
+    )
+    early_kv: bool = opt(
+        True, "KV leaves for the instance that decodes behind each chunk of a prefill, and not when all is computed"
+    )
     transport: str = opt(
         "auto",
         "how blocks move between instances. auto: they are read where they are, or through pinned host memory where "

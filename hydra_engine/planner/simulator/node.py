@@ -121,7 +121,7 @@ class Node:
         configs = [site.config.for_instance(*named) for named in zip(neighbours, roles, strict=True)]
         self.sizes = sizes_of(site.spec, site.config.for_instance(name, role), kind, role, roles, configs)
         config = self.sizes.config
-        connector = PeerConnector(config.scheduler)
+        connector = PeerConnector(config.scheduler, config.cluster)
         scheduler = _scheduler(name, role, kind, self.sizes, connector)
         self.instance = Instance(
             scheduler=scheduler,
