@@ -60,10 +60,13 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         *("load_format", "packed_cache", "model_impl", "trust_remote_code"),
     ),
     "where stages run": (
-        *("topology", "threads", "lane_priority", "sm_split", "router", "steal_decodes", "transport"),
-        "handover_tokens",
+        *("topology", "instance_limits", "threads", "lane_priority", "sm_split"),
+        *("router", "steal_decodes", "prefetch_features", "early_kv", "transport", "handover_tokens"),
     ),
-    "latency and batching": ("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),
+    "latency and batching": (
+        *("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),
+        *("scheduling_policy", "encode_policy"),
+    ),
     "memory": (
         "gpu_memory_utilization",
         "kv_cache_gib",

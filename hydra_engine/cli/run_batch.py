@@ -72,9 +72,10 @@ def _default_concurrency(config: EngineConfig) -> int:
     """Enough to keep lanes and preprocessing busy, and within the queue limit."""
     from hydra_engine.core.roles import Topology
 
-    num_instances = len(Topology.parse(config.topology).instances)
-    limits = config.scheduler
-    return max(1, min(2 * limits.most_requests * num_instances, limits.max_queue // 2))
+    topology = Topology.parse(config.topology)
+    named = zip(topology.names, topology.instances, strict=True)
+    at_once = sum(config.for_instance(name, spec.role).scheduler.most_requests for name, spec in named)
+    return max(1, min(2 * at_once, config.scheduler.max_queue // 2))
 
 
 async def _answer_all(

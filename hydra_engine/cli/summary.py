@@ -46,11 +46,28 @@ def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
         f"  limits       {min(s.max_model_len for s in serving)} tokens a request, "
         f"{min(s.token_budget for s in serving)} tokens a language step, "
         f"{min(s.image_budget for s in encoding)} patches a vision step",
+        *_own_limits(summaries),
         *limit_lines(decoding.limits),
         f"  loaded in    {max(s.load_s for s in summaries):.1f} s",
         *_slower(summaries),
         *_notes((*others, *notes), len(summaries)),
     ]
+
+
+def _own_limits(summaries: Sequence[InstanceSummary]) -> list[str]:
+    """A line for each instance whose limits are not those of others that have a use for them."""
+    decoders = {(s.token_budget, s.max_num_seqs) for s in summaries if s.num_kv_blocks}
+    encoders = {s.image_budget for s in summaries if "E" in s.role}
+    lines = []
+    for s in summaries:
+        said = []
+        if s.num_kv_blocks and len(decoders) > 1:
+            said += [f"{s.token_budget} tokens a language step", f"{s.max_num_seqs} requests at once"]
+        if "E" in s.role and len(encoders) > 1:
+            said.append(f"{s.image_budget} patches a vision step")
+        if said:
+            lines.append(f"    of {s.name:<8} {', '.join(said)}")
+    return lines
 
 
 def _instance(summary: InstanceSummary) -> list[str]:

@@ -157,7 +157,7 @@ class Supervisor:
     async def _launch(self, member: Member) -> None:
         """Raises OSError."""
         device = member.config.device
-        neighbours = tuple(other.loaded.letters for other in self._members.values() if other.config.device == device)
+        neighbours = tuple(other.name for other in self._members.values() if other.config.device == device)
         start = member.begin(next(self._incarnations), neighbours=neighbours, has_peers=self._has_peers)
         child: Child
         if self._processes:

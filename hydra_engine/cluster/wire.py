@@ -20,7 +20,7 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import ToFront, ToInstance
-from hydra_engine.core.roles import Role
+from hydra_engine.core.roles import Role, role_of
 from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Hello, TransferMessage
 
@@ -41,15 +41,17 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     version: int
     name: str
     role: str
-    config: EngineConfig  # of this instance: its own device
+    config: EngineConfig  # with the device of this instance, and the limits of all
     incarnation: int = 0
-    neighbours: tuple[str, ...] = ()  # roles of all instances on the same device, which divide its memory among them
+    neighbours: tuple[str, ...] = ()  # names of all instances on the same device, which divide its memory among them
     has_peers: bool = False  # caches lie in memory that other instances can map
 
     @property
     def context(self) -> InstanceContext:
-        neighbours = tuple(Role.parse(letters) for letters in self.neighbours)
-        return InstanceContext(Role.parse(self.role), self.incarnation, neighbours, self.has_peers)
+        neighbours = tuple(map(role_of, self.neighbours))
+        named = zip(self.neighbours, neighbours, strict=True)
+        configs = tuple(self.config.for_instance(name, role) for name, role in named)
+        return InstanceContext(Role.parse(self.role), self.incarnation, neighbours, configs, self.has_peers)
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,6 @@ from hydra_engine.config.engine import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,
-    MediaConfig,
     SchedulerConfig,
     config_from_options,
 )
@@ -30,6 +29,7 @@ from hydra_engine.config.environment import (
 )
 from hydra_engine.config.fields import MAX_LIMIT_S, parse_seconds
 from hydra_engine.config.hub import find_model
+from hydra_engine.config.media import MediaConfig
 from hydra_engine.config.server import ServerConfig
 
 __all__ = [

@@ -20,8 +20,10 @@ from hydra_engine.config.fields import (
     parse_sm_split,
     positive,
 )
+from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
+from hydra_engine.config.media import MediaConfig
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import Topology
+from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
@@ -56,6 +58,19 @@ class SchedulerConfig:
         "most requests that hold KV blocks at once; default: 64, on a GPU 256, or less where its memory is small",
     )
     max_queue: int = opt(512, "most requests accepted and not finished; above it 503")
+    scheduling_policy: str = opt(
+        "priority",
+        "which waiting request starts first. priority: by priority, then by when its first token is due, then by "
+        "arrival; fcfs: by arrival; sjf: by priority, then the one with the fewest tokens to prefill. With any of them "
+        "one that max_bypass others have overtaken is next",
+        choices=("priority", "fcfs", "sjf"),
+    )
+    encode_policy: str = opt(
+        "priority",
+        "whose images are encoded first. priority and fcfs: as with scheduling_policy; srpt: of the request with the "
+        "fewest patches left. An image that has waited for 2 seconds is next",
+        choices=("priority", "fcfs", "srpt"),
+    )
     encode_patience_s: float = 2.0  # an image that has waited this long is encoded next
     max_bypass: int = opt(16, "how many later requests may overtake a waiting one before blocks are reserved for it")
     look_ahead: bool | None = opt(
@@ -81,6 +96,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Converts durations given as text to seconds."""
+        check_choices(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if f.metadata.get("kind") == "seconds" and value is not None:
@@ -131,56 +147,12 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediaConfig:
-    """Limits that are checked before bytes are read or pixels decoded."""
-
-    max_images: int = opt(16, "most images of one request")
-    max_image_bytes: int = opt(20 << 20, "most bytes of one encoded image")
-    max_image_pixels: int = opt(40_000_000, "most pixels of one image, known from its header")
-    max_aspect_ratio: float = opt(200.0, "longest side over shortest side of an image")
-    max_videos: int = opt(1, "most videos of one request; 0: none")
-    max_video_bytes: int = opt(64 << 20, "most bytes of one encoded video")
-    max_video_frames: int = opt(7200, "most frames of one video, counted in its file")
-    max_video_pixels: int = opt(4_000_000_000, "most pixels of all frames of one video together")
-    fetch_timeout_s: float = opt(10.0, "total time to fetch one image by URL")
-    max_fetched_bytes: int = opt(
-        1 << 30, "most bytes of fetched images and videos that are not decoded yet; above it 503"
-    )
-    allow_private_media: bool = opt(False, "also fetch images from private network addresses")
-    allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
-    allowed_media_path: str | None = opt(
-        None,
-        "folder below which file:// images may be read by the server",
-        aliases=("allowed-local-media-path",),
-        kind="folder",
-    )
-    local_files: bool = opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
-    decode_workers: int = opt(2, "threads that decode and resize images")
-    pixel_cache_mib: int = opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: off")
-    min_pixels: int | None = opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
-    max_pixels: int | None = opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
-
-    def __post_init__(self) -> None:
-        positive(self, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
-        positive(self, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
-        if self.max_fetched_bytes < max(self.max_image_bytes, self.max_video_bytes):
-            raise ConfigError(
-                "max_fetched_bytes must be at least max_image_bytes and max_video_bytes", param="max_fetched_bytes"
-            )
-        if self.allowed_media_path is not None and not self.allowed_media_path.strip():
-            raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")
-        low, high = self.min_pixels, self.max_pixels
-        if (low is not None and low < 1) or (high is not None and high < (low or 1)):
-            raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Routing, leases and timeouts of several instances. Seconds."""
 
     router: str = opt(
         "least-loaded",
-        "least-loaded: least work; affinity: the instance that has seen the prompt or picture, unless it is much "
+        "least-loaded: done soonest; affinity: the instance that has seen the prompt or picture, unless it is much "
         "busier; round-robin",
         choices=("least-loaded", "affinity", "round-robin"),
     )
@@ -191,6 +163,12 @@ class ClusterConfig:
     max_attempts: int = opt(3, "most attempts of a request whose instance dies")
     steal_decodes: bool = opt(
         True, "instances that encode and decode take over decodes of busy ones while they have nothing to encode"
+    )
+    prefetch_features: bool = opt(
+        True, "an instance that prefills fetches features of pictures while their requests still wait for their turn"
+    )
+    early_kv: bool = opt(
+        True, "KV leaves for the instance that decodes behind each chunk of a prefill, and not when all is computed"
     )
     transport: str = opt(
         "auto",
@@ -232,6 +210,12 @@ class EngineConfig:
         "EPD",
         "instances and the stages that each serves: EPD is one for all; EP+D keeps decodes apart; 1E3P4D is one that "
         "encodes, three that prefill and four that decode; E@cuda:0+PD@cuda:1 says on which device",
+    )
+    instance_limits: str | None = opt(
+        None,
+        "limits that some instances have instead of those of all, by role or by name: "
+        "'D:max_num_seqs=128;P:token_budget=8192,max_num_seqs=16;e0:image_budget=4096'. Of token_budget, max_num_seqs, "
+        "image_budget, kv_cache_gib, image_cache_gib, num_kv_blocks and num_image_blocks",
     )
     max_model_len: int | None = opt(None, "longest prompt plus output; default: what the model allows")
     threads: int | None = opt(None, "CPU threads per lane; default: all cores that this process may use")
@@ -323,6 +307,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         Topology.parse(self.topology)
+        if self.instance_limits is not None:
+            parse_instance_limits(self.instance_limits, self.topology)
         for name, most in (("cuda_graph_sizes", MAX_GRAPH_SIZE), ("encoder_cuda_graph_sizes", MAX_ENCODE_SIZE)):
             object.__setattr__(self, name, parse_graph_sizes(getattr(self, name), name, most))
         if isinstance(self.override_generation_config, dict):
@@ -337,6 +323,16 @@ class EngineConfig:
             raise ConfigError("threads must be between 1 and 1024", param="threads")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len must be at least 2", param="max_model_len")
+
+    def for_instance(self, name: str, role: Role) -> EngineConfig:
+        """With the limits that are an instance's own; itself where it has none."""
+        if self.instance_limits is None:
+            return self
+        own = chosen_limits(parse_instance_limits(self.instance_limits, self.topology), name, role)
+        if not own:
+            return self
+        parts = {part: replace(getattr(self, part), **limits) for part, limits in own.items()}
+        return replace(self, **parts)
 
     @property
     def model_path(self) -> Path:

@@ -283,6 +283,15 @@ class StepReport(msgspec.Struct, frozen=True):
     tokens: int = 0
 
 
+class StepSpeeds(msgspec.Struct, frozen=True):
+    """Seconds that steps take on an instance, by the bit length of their size: rows of a language step with prompts or
+    with decodes only, patches of a vision step. Sizes that it has not seen often enough are missing."""
+
+    prefill: dict[int, float] = {}
+    decode: dict[int, float] = {}
+    vision: dict[int, float] = {}
+
+
 class StageReport(msgspec.Struct, frozen=True):
     """What a part of a request, or an encode job, waits for on an instance: `stage`, `done` and `of` as in
     `observe.live.LiveRequest`. None of those that decode."""
@@ -312,6 +321,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     num_arriving: int = 0  # wait for KV of other instances
     num_decoding: int = 0  # of num_running, those that have their whole prompt
     budget: BudgetReport = BudgetReport()
+    speeds: StepSpeeds = StepSpeeds()
     stages: tuple[StageReport, ...] = ()  # of the oldest requests that wait for a token
     time_s: float = 0.0
     progress: int = 0  # grows with every turn of the instance's loop

@@ -47,6 +47,11 @@ class Role(Flag):
 EPD = Role.E | Role.P | Role.D
 
 
+def role_of(name: str) -> Role:
+    """The role that an instance of this name (`Topology.names`) starts with."""
+    return Role.parse(name.rstrip("0123456789").upper())
+
+
 def lends_decodes(source: Role, target: Role) -> bool:
     """Whether an instance that decodes may lend some to another while that has nothing to encode. Never in a circle:
     who may borrow encodes, who lends does not."""

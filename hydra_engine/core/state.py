@@ -21,7 +21,7 @@ from hydra_engine.errors import ErrorInfo
 # (age, number of arrival at this instance): the smaller one is older. Ages hold for all instances, see `Request.age`.
 Order = tuple[int, int]
 
-# (priority, when the first token is due, order): the smaller one is considered first.
+# (priority, when the first token is due or how much there is to do, order): the smaller one is considered first.
 Urgency = tuple[int, float, Order]
 
 
@@ -122,6 +122,7 @@ class RequestState:
 
     request: Request
     order: Order
+    due_s: float  # when its first token is due; infinite without a limit
     urgency: Urgency
     images: list[ImageProgress]
     stop_ids: frozenset[int]
@@ -162,6 +163,7 @@ class RequestState:
         return cls(
             request=request,
             order=order,
+            due_s=due_s,
             urgency=(request.priority, due_s, order),
             images=[ImageProgress.WAITING] * len(request.images),
             stop_ids=request.stop_ids,
@@ -188,11 +190,6 @@ class RequestState:
         if reason is None:
             return None
         return Ending(reason, stop_token_id=token_id if reason is FinishReason.STOP else None)
-
-    @property
-    def due_s(self) -> float:
-        """When its first token is due; infinite without a limit."""
-        return self.urgency[1]
 
     @property
     def num_computed(self) -> int:
@@ -245,6 +242,13 @@ class RequestState:
             return ImageProgress.WAITING in self.images
         waiting = ImageProgress.WAITING
         return any(p == waiting and i not in self.remote_images for i, p in enumerate(self.images))
+
+    @property
+    def patches_to_encode(self) -> int:
+        """Of its images that wait for an encode here."""
+        images = enumerate(zip(self.request.images, self.images, strict=True))
+        waiting = ImageProgress.WAITING
+        return sum(image.num_patches for i, (image, p) in images if p == waiting and i not in self.remote_images)
 
     @property
     def needs_pull(self) -> bool:

@@ -264,7 +264,7 @@ class Front:
     def on_up(self, link: InstanceLink) -> None:
         self._links[link.name] = link
         self._summaries[link.name] = link.summary
-        self._stealing.on_up(link.summary.max_num_seqs)
+        self._stealing.on_up(link.name, link.summary.max_num_seqs)
         self._dispatcher.on_up(link.name, self._clock.now())
 
     def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
@@ -289,7 +289,7 @@ class Front:
                 case Status():
                     self.statuses.put(name, message)
                     self._watch.on_status(name, message)
-                    self._dispatcher.instances[name].status = message
+                    self._dispatcher.instances.on_status(name, message)
                 case LedgerReport():
                     self._queries.answer(name, message)
                 case _:

@@ -184,6 +184,7 @@ def _load_and_size(
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         neighbours=context.neighbours,
+        neighbour_configs=context.neighbour_configs,
     )
     weight_bytes = weights_dtype(backend.dtype, spec.dtype, config.backend, device.name).itemsize
     if device.asynchronous:

@@ -66,11 +66,12 @@ def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footpri
         device: _free_bytes(config, device, dtype) if memory_bytes is None else memory_bytes
         for device in dict.fromkeys(devices)
     }
-    roles = [instance.role for instance in topology.instances]
+    places = list(zip(topology.names, (spec.role for spec in topology.instances), devices, strict=True))
     instances, wholes = [], []
-    for index, (name, role, device) in enumerate(zip(topology.names, roles, devices, strict=True)):
-        others = [roles[other] for other in range(len(roles)) if devices[other] == device and other != index]
-        of = partial(_footprint, spec.held_on(device), config, dtype, memory[device], name, device, others)
+    for name, role, device in places:
+        others = [(r, config.for_instance(n, r)) for n, r, there in places if there == device and n != name]
+        own = config.for_instance(name, role)
+        of = partial(_footprint, spec.held_on(device), own, dtype, memory[device], name, device, others)
         try:
             instances.append(of(role))
         except ResourceError as error:
@@ -101,7 +102,7 @@ def _footprint(
     free_bytes: int,
     name: str,
     device: str,
-    others: Sequence[Role],
+    others: Sequence[tuple[Role, EngineConfig]],
     role: Role,
 ) -> Footprint:
     """`free_bytes` of the device, for this instance and `others` together."""
@@ -109,7 +110,11 @@ def _footprint(
     weight_bytes = weights_dtype(dtype, spec.dtype, config.backend, device).itemsize
     if device != "cpu":
         whole = {"total_bytes": free_bytes, "free_bytes": free_bytes}
-        own_bytes, _ = own_part(spec, role, config, dtype.itemsize, **whole, neighbours=(role, *others))
+        all_there = [(role, config), *others]
+        roles, configs = [role for role, _ in all_there], [config for _, config in all_there]
+        own_bytes, _ = own_part(
+            spec, role, config, dtype.itemsize, **whole, neighbours=roles, neighbour_configs=configs
+        )
         config, _ = with_limits(config, spec, role, dtype.itemsize, own_bytes, weight_bytes)
         filling = Filling(own_bytes, estimate(spec, role, config, dtype.itemsize))
     plan = plan_memory(

@@ -67,7 +67,7 @@ def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, c
         budgets = LatencyBudgets(surface, config, num_slices=stack.worker.num_slices)
     connector, peers = None, NoPeers()
     if connect is not None:
-        connector = PeerConnector(config)
+        connector = PeerConnector(config, stack.config.cluster)
         peers = _migration(stack, connector, connect)
     return Hooks(budgets, StepHistory(surface), connector, peers, limits, notes)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
@@ -43,11 +44,13 @@ from hydra_engine.transfer.messages import TransferMessage
 @dataclass(frozen=True, slots=True)
 class InstanceContext:
     """The place of an instance in its topology. `neighbours`: roles of all instances on its device, its own among them,
-    which divide its memory; () where it is alone. `has_peers`: others can map its caches."""
+    which divide its memory; () where it is alone. `neighbour_configs`: the configuration of each, its limits among
+    them. `has_peers`: others can map its caches."""
 
     role: Role = EPD
     incarnation: int = 0
     neighbours: tuple[Role, ...] = ()
+    neighbour_configs: tuple[EngineConfig, ...] = ()
     has_peers: bool = False
 
     @property

@@ -10,6 +10,7 @@ and `vision.py` apply these rules.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,7 @@ from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.core.state import ImageProgress, RequestState, Urgency
 from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
@@ -39,6 +40,28 @@ def may_borrow(role: Role) -> bool:
 def yield_patience_s(tpot_slo: float | None) -> float:
     """How long borrowed decodes wait for the vision lane: with a TPOT limit no longer than half of that."""
     return STEAL_PATIENCE_S if tpot_slo is None else min(STEAL_PATIENCE_S, tpot_slo / 2)
+
+
+def start_urgency(state: RequestState, scheduling_policy: str, num_tokens_left: int) -> Urgency:
+    """Who starts first. `num_tokens_left`: to prefill here, for `sjf`. Nobody starves of it: `max_bypass` later
+    requests may start before an earlier one, whatever there is to do for either."""
+    match scheduling_policy:
+        case "fcfs":
+            return 0, math.inf, state.order
+        case "sjf":
+            return state.request.priority, num_tokens_left, state.order
+    return state.request.priority, state.due_s, state.order
+
+
+def encode_urgency(state: RequestState, encode_policy: str) -> Urgency:
+    """Whose images are encoded first. With `srpt` that changes with each image that is; the patience of the vision
+    planner keeps requests with many patches from starving."""
+    match encode_policy:
+        case "fcfs":
+            return 0, math.inf, state.order
+        case "srpt":
+            return state.request.priority, state.patches_to_encode, state.order
+    return state.request.priority, state.due_s, state.order
 
 
 def sequence_limit(max_num_seqs: int, token_budget: int) -> int:

@@ -117,7 +117,7 @@ class PrefillStarter(Admission):
         if not requests.waiting and not requests.encoding:
             return
         if not requests.prefilling and (self.is_full or self._kv.num_free <= len(requests.decoding)):
-            if first := requests.waiting.after(None):  # a start takes a block at least, and no request can give way
+            if first := requests.waiting.most_urgent():  # a start takes a block at least, and no request can give way
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()

@@ -7,7 +7,8 @@ search by halves and the move of a list's tail, however many requests wait. Does
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from hydra_engine.core.state import Order, RequestState, Urgency
 
@@ -67,42 +68,53 @@ class ArrivalQueue:
 
 
 class UrgencyQueue(ArrivalQueue):
-    """In order of age like its base, and beside that in order of `RequestState.urgency`."""
+    """In order of age like its base, and beside that in order of an urgency, which is read when a request is pushed:
+    `RequestState.urgency`, or what `urgency_of` says."""
 
-    __slots__ = ("_num_ranked", "_urgencies")
+    __slots__ = ("_num_ranked", "_urgencies", "_urgency_by_order", "_urgency_of")
 
-    def __init__(self) -> None:
+    def __init__(self, urgency_of: Callable[[RequestState], Urgency] = attrgetter("urgency")) -> None:
         super().__init__()
+        self._urgency_of = urgency_of
         self._urgencies: list[Urgency] = []
+        self._urgency_by_order: dict[Order, Urgency] = {}
         self._num_ranked = 0
 
     def push(self, state: RequestState) -> None:
         super().push(state)
-        insort(self._urgencies, state.urgency)
-        self._num_ranked += _is_ranked(state.urgency)
+        urgency = self._urgency_by_order[state.order] = self._urgency_of(state)
+        insort(self._urgencies, urgency)
+        self._num_ranked += _is_ranked(urgency)
 
     def discard(self, state: RequestState) -> None:
         if state in self:
-            del self._urgencies[bisect_left(self._urgencies, state.urgency)]
-            self._num_ranked -= _is_ranked(state.urgency)
+            urgency = self._urgency_by_order.pop(state.order)
+            del self._urgencies[bisect_left(self._urgencies, urgency)]
+            self._num_ranked -= _is_ranked(urgency)
         super().discard(state)
+
+    def refresh(self, state: RequestState) -> None:
+        """The urgency of a request that is in it may have changed."""
+        if self._urgency_by_order[state.order] != self._urgency_of(state):
+            self.discard(state)
+            self.push(state)
 
     @property
     def is_ranked(self) -> bool:
-        """Some request has a priority or a limit; without any, urgency is arrival."""
+        """Some request is not in the order of arrival: it has a priority, a limit, or a place by what there is to
+        do."""
         return self._num_ranked > 0
 
-    def after(self, urgency: Urgency | None) -> RequestState | None:
-        """The first one behind this urgency; the most urgent of all for None. What lies before may have changed."""
-        index = 0 if urgency is None else bisect_right(self._urgencies, urgency)
-        return self._by_order[self._urgencies[index][2]] if index < len(self._urgencies) else None
+    def most_urgent(self) -> RequestState | None:
+        return self._by_order[self._urgencies[0][2]] if self._urgencies else None
 
     def by_urgency(self) -> Iterator[RequestState]:
         """The most urgent first. The queue may change meanwhile."""
-        state = self.after(None)
-        while state is not None:
-            yield state
-            state = self.after(state.urgency)
+        index = 0
+        while index < len(self._urgencies):
+            urgency = self._urgencies[index]
+            yield self._by_order[urgency[2]]
+            index = bisect_right(self._urgencies, urgency)
 
 
 def _is_ranked(urgency: Urgency) -> bool:

@@ -20,6 +20,7 @@ from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
+from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.decodes import DecodeTable
 from hydra_engine.scheduler.hooks import Connector, StepObserver
 from hydra_engine.scheduler.images import ImageTracker
@@ -87,10 +88,12 @@ class RequestTable:
             RequestPhase.KV_OFFERED: self.kv_offered,
             RequestPhase.ENCODE_JOB: self.encode_jobs,
         }
-        self.unencoded, self.unfetched = UrgencyQueue(), UrgencyQueue()
+        self.unencoded = UrgencyQueue(lambda state: policy.encode_urgency(state, config.encode_policy))
+        self.unfetched = UrgencyQueue()
         self.images = ImageTracker(self.features, self.states, self.timelines, self.connector, self.requeue)
         self.num_preemptions = 0
         self._instance = instance
+        self._scheduling_policy = config.scheduling_policy
         self._next_order = 0
         self._started = StartedOrders()
         self._due: list[tuple[float, RequestId]] = []  # a heap: first tokens with a limit
@@ -107,8 +110,12 @@ class RequestTable:
         state.image_keys = self.prefixes.feature_keys(request)
         self._next_order += 1
         self.states[request.id] = state
-        looks = bool(request.images) and not state.is_encode_job and not pulls_kv
-        self.images.arrive(state, self._cached_tokens(state) if looks else 0, now)
+        by_work = self._scheduling_policy == "sjf"
+        looks = (bool(request.images) or by_work) and not state.is_encode_job and not pulls_kv
+        num_cached = self._cached_tokens(state) if looks else 0
+        num_left = 0 if pulls_kv else state.num_tokens - num_cached
+        state.urgency = policy.start_urgency(state, self._scheduling_policy, num_left)
+        self.images.arrive(state, num_cached, now)
         if state.due_s < math.inf and Role.P in stages and not pulls_kv:
             heapq.heappush(self._due, (state.due_s, request.id))
         limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
@@ -284,5 +291,7 @@ class RequestTable:
 def _index(index: UrgencyQueue, state: RequestState, *, belongs: bool) -> None:
     if not belongs:
         index.discard(state)
-    elif state not in index:
+    elif state in index:
+        index.refresh(state)
+    else:
         index.push(state)

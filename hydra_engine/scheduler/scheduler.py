@@ -34,6 +34,7 @@ from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
 from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
 from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.results import ResultProcessor
+from hydra_engine.scheduler.step_speeds import SpeedMeter
 from hydra_engine.scheduler.timeline import StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
 
@@ -81,6 +82,7 @@ class StageScheduler:
         self._most_ahead = 1 if config.look_ahead else 0
         self._patience_s = policy.yield_patience_s(config.tpot_slo)
         self._times = StepTimes()
+        self._speeds = SpeedMeter()
         self._results = ResultProcessor(self._requests, self._times)
         self._requests.connector.attach(self._requests, self._finish)
         self._most_vision_plans = vision_plans
@@ -219,6 +221,7 @@ class StageScheduler:
         plan = self._vision_plans.popleft()
         self._requests.observer.on_vision_done(result.started_s, result.ended_s, _work(plan))
         patches = [item.num_patches for item in plan.items]
+        self._speeds.on_vision(sum(patches), result.ended_s - result.started_s)
         self._budgets.on_vision(VisionLoad(sum(patches), float(sum(count * count for count in patches))))
         return self._finish(self._results.on_vision(plan, result), now)
 
@@ -229,6 +232,7 @@ class StageScheduler:
         gap_s = result.ended_s - self._language_ended_s if step.load.num_decodes else duration_s
         self._language_ended_s = result.ended_s
         self._times.record(duration_s, step.load.num_rows)
+        self._speeds.on_language(step.load, duration_s, result.vision_s)
         self._requests.observer.on_language_done(
             result.started_s, result.ended_s, step.load, step.chunks, result.vision_s
         )
@@ -288,6 +292,7 @@ class StageScheduler:
             num_arriving=len(requests.remote_prefills) + len(requests.kv_offered),
             num_decoding=len(requests.decoding),
             budget=self._budgets.report(),
+            speeds=self._speeds.report(),
             stages=_stage_reports(requests),
         )
 

@@ -182,3 +182,14 @@ def test_on_a_gpu_it_says_what_steps_take() -> None:
         "  steps        e0: activations 3 GiB, 9 GiB of 80 GiB free",
         "               pd0: activations 3 GiB, 9 GiB of 80 GiB free",
     ]
+
+
+def test_limits_of_single_instances_have_a_line_each() -> None:
+    alike = [instance("e0", "E"), instance("p0", "P"), instance("d0", "D")]
+    assert not [line for line in start_lines(alike) if line.startswith("    of ")]
+    own = [instance("e0", "E"), instance("p0", "P", max_num_seqs=16), instance("d0", "D", token_budget=64)]
+    lines = [line for line in start_lines(own) if line.startswith("    of ")]
+    assert lines == [
+        "    of p0       512 tokens a language step, 16 requests at once",
+        f"    of d0       64 tokens a language step, {own[2].max_num_seqs} requests at once",
+    ]

@@ -68,11 +68,22 @@ def test_no_channel_takes_what_belongs_to_another() -> None:
 
 def test_the_start_says_what_the_instance_is_among_others() -> None:
     start = wire.Start(
-        2, "ed0", "ED", EngineConfig(device="cuda:1"), incarnation=7, neighbours=("E", "ED"), has_peers=True
+        2, "ed0", "ED", EngineConfig(device="cuda:1"), incarnation=7, neighbours=("e0", "ed0"), has_peers=True
     )
     again = wire.decode_to_instance(wire.encode_frames([start])[wire.HEADER_BYTES :])
     assert again == start
-    assert start.context == InstanceContext(Role.E | Role.D, 7, (Role.E, Role.E | Role.D), True)
+    configs = (start.config, start.config)
+    assert start.context == InstanceContext(Role.E | Role.D, 7, (Role.E, Role.E | Role.D), configs, True)
+
+
+def test_neighbours_come_with_the_limits_of_each() -> None:
+    config = EngineConfig(topology="E+ED+P", instance_limits="ED:max_num_seqs=9;ed0:token_budget=70;e0:image_budget=5")
+    start = wire.Start(2, "p0", "P", config, neighbours=("e0", "ed0", "p0"), has_peers=True)
+    again = wire.decode_to_instance(wire.encode_frames([start])[wire.HEADER_BYTES :])
+    assert isinstance(again, wire.Start)
+    encoder, decoder, own = (c.scheduler for c in again.context.neighbour_configs)
+    assert (encoder.image_budget, decoder.max_num_seqs, decoder.token_budget) == (5, 9, 70)
+    assert own == config.scheduler
 
 
 def test_a_frame_over_the_limit_is_refused_by_its_length_alone() -> None:

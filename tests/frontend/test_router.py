@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,9 +32,9 @@ def table(topology: str) -> dict[str, InstanceLoad]:
     return instances
 
 
-def status(**changes: float) -> Status:
+def status(**changes: Any) -> Status:
     fields = dict.fromkeys(Status.__struct_fields__[:11], 0) | {"kv_blocks_total": 100} | changes
-    return Status(**fields)  # type: ignore[arg-type]
+    return Status(**fields)
 
 
 def routed(instances: dict[str, InstanceLoad], request: Request, policy: str = "least-loaded") -> Route:

@@ -37,12 +37,21 @@ def busy_table() -> dict[str, InstanceLoad]:
 
 def settled(instances: dict[str, InstanceLoad]) -> StealPolicy:
     """It has seen this table for long enough."""
-    policy = StealPolicy(64)
+    policy = StealPolicy({"ed0": 64, "pd0": 64})
     assert policy.decide(instances, [decode(1)], 10.0) == []
     return policy
 
 
 NOW = 10.0 + CALM_S
+
+
+def test_each_instance_is_full_by_its_own_limit() -> None:
+    instances = busy_table()
+    instances["pd0"].status = status(num_running=30, num_waiting=5)
+    for most, taken in ((64, 0), (32, 1)):
+        policy = StealPolicy({"ed0": 8, "pd0": most})
+        policy.decide(instances, [decode(1)], 10.0)
+        assert len(policy.decide(instances, [decode(1)], NOW)) == taken
 
 
 def test_an_idle_encoder_takes_a_decode_with_much_left() -> None:
@@ -109,7 +118,7 @@ def test_nothing_moves_twice_or_against_the_order_of_roles(data: st.DataObject) 
     """Over a whole run with changing queues: hand-overs are carried out as the frontend would."""
     topology = data.draw(st.sampled_from(["ED+PD", "2ED+PD", "ED+2PD", "ED+P+D", "EPD+PD", "2ED+P+2D"]))
     instances = table(topology)
-    policy = StealPolicy(8)
+    policy = StealPolicy(dict.fromkeys(instances, 8))
     decoders = [name for name, instance in instances.items() if "D" in instance.role.letters]
     decodes = [decode(i, data.draw(st.sampled_from(decoders)), left=200) for i in range(20)]
     moves: list[int] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from hydra_engine.cache.manager import CacheManager
-from hydra_engine.config import SchedulerConfig
+from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages
 from hydra_engine.core.outputs import Departure, FinishReason
@@ -26,6 +26,7 @@ from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.unit.sim import FakeLanes, expected_tokens, tokens_of
 
+ALL_ON = ClusterConfig()
 SIZE = 4  # tokens of a block, in both caches
 
 
@@ -47,12 +48,20 @@ class Offer:
 
 
 class Node:
-    def __init__(self, name: str, role: Role, config: SchedulerConfig, kv_blocks: int, image_blocks: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        config: SchedulerConfig,
+        switches: ClusterConfig,
+        kv_blocks: int,
+        image_blocks: int,
+    ) -> None:
         kv = CacheManager(kv_blocks if role.needs_language else 0, SIZE)
         images = CacheManager(image_blocks if Role.E in role or Role.P in role else 0, SIZE)
         self.name, self.role = name, role
         self.lanes = FakeLanes(kv, images)
-        self.connector = PeerConnector(config)
+        self.connector = PeerConnector(config, switches)
         self.scheduler = StageScheduler(
             role, kv, images, config, instance=name, observer=StepHistory(), connector=self.connector
         )
@@ -94,13 +103,14 @@ class Cluster:
         kv_blocks: int,
         image_blocks: int,
         config: SchedulerConfig,
+        switches: ClusterConfig = ALL_ON,
         bad_copies: float = 0.0,
         withdrawals: float = 0.0,
         lends: float = 0.0,
     ) -> None:
         parsed = Topology.parse(topology)
         named = zip(parsed.names, parsed.instances, strict=True)
-        self.nodes = [Node(name, spec.role, config, kv_blocks, image_blocks) for name, spec in named]
+        self.nodes = [Node(name, spec.role, config, switches, kv_blocks, image_blocks) for name, spec in named]
         self.random = Random(seed)
         self.bad_copies, self.withdrawals, self.lends = bad_copies, withdrawals, lends
         self.users: list[User] = []

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.config import SchedulerConfig
+from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.request import Request
 from tests.examples import examples
 from tests.unit.cluster import SIZE, Cluster
@@ -43,8 +43,18 @@ def smallest(work: list[Request], spare: int = 0) -> dict[str, int]:
 
 def settings_of(random: Random) -> SchedulerConfig:
     look_ahead = random.random() < 0.4
+    policies = {
+        "scheduling_policy": random.choice(["priority", "priority", "fcfs", "sjf"]),
+        "encode_policy": random.choice(["priority", "priority", "fcfs", "srpt"]),
+    }
     limits = {"max_num_seqs": random.randint(1, 4), "handover_tokens": random.choice([0, 0, 3])}
-    return config(token_budget=12, look_ahead=look_ahead, max_bypass=2, **limits)
+    return config(token_budget=12, look_ahead=look_ahead, max_bypass=2, **limits, **policies)
+
+
+def switches_of(random: Random) -> ClusterConfig:
+    """All on, most of the time."""
+    early_kv, prefetch = random.random() < 0.7, random.random() < 0.7
+    return ClusterConfig(early_kv=early_kv, prefetch_features=prefetch)
 
 
 @pytest.mark.quick("[E+P+D", "2EP+D", "ED+PD")
@@ -54,7 +64,8 @@ def settings_of(random: Random) -> SchedulerConfig:
 def test_every_request_ends_with_its_tokens(topology: str, seed: int) -> None:
     random = Random(seed)
     work = requests(random)
-    Cluster(topology, seed, config=settings_of(random), **smallest(work)).run(work)
+    own = {"config": settings_of(random), "switches": switches_of(random)}
+    Cluster(topology, seed, **own, **smallest(work)).run(work)
 
 
 @pytest.mark.quick("[E+P+D", "2EP+D", "ED+PD")
@@ -66,4 +77,5 @@ def test_also_with_aborts_invalid_copies_withdrawals_and_loans(topology: str, se
     work = requests(random)
     pools = smallest(work, spare=random.randint(0, 4))
     faults = {"bad_copies": 0.1, "withdrawals": 0.01, "lends": 0.03}
-    Cluster(topology, seed, config=settings_of(random), **pools, **faults).run(work, aborts=0.003)
+    own = {"config": settings_of(random), "switches": switches_of(random)}
+    Cluster(topology, seed, **own, **pools, **faults).run(work, aborts=0.003)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.cache.manager import CacheManager
+from hydra_engine.config import ClusterConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
@@ -34,6 +35,7 @@ from tests.unit.stepper import Stepper
 WAITING, ENCODING, ENCODED = ImageProgress.WAITING, ImageProgress.ENCODING, ImageProgress.ENCODED
 CACHED, CONSUMED = ImageProgress.CACHED, ImageProgress.CONSUMED
 E, P, D = Role.E, Role.P, Role.D
+ALL_ON = ClusterConfig()
 A, B = Img(4, name="a"), Img(8, name="b")
 
 
@@ -48,10 +50,12 @@ class NoOracle:
 class Part(Stepper):
     """An instance of some role. A test plays the others: it sees events with `told` and does what they would do."""
 
-    def __init__(self, role: Role, *, kv_blocks: int = 64, image_blocks: int = 64, **changes) -> None:
+    def __init__(
+        self, role: Role, *, kv_blocks: int = 64, image_blocks: int = 64, cluster: ClusterConfig = ALL_ON, **changes
+    ) -> None:
         super().__init__(kv_blocks=kv_blocks, image_blocks=image_blocks, **changes)
         kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
-        self.connector = PeerConnector(self.config)
+        self.connector = PeerConnector(self.config, cluster)
         self.scheduler = StageScheduler(
             role, kv, images, self.config, instance="test", observer=StepHistory(), connector=self.connector
         )
@@ -325,6 +329,24 @@ def test_remote_images_are_asked_for_pulled_and_consumed() -> None:
     assert pulls == [("transfer", 0.5, 4), ("transfer", 0.0, 8)]
 
 
+def test_without_prefetching_features_are_fetched_when_nothing_goes_before() -> None:
+    s = Part(P | D, token_budget=8, max_num_seqs=8, cluster=ClusterConfig(prefetch_features=False))
+    s.put(make_request(1, 16, max_new=1), age=1)
+    for number, image in ((2, A), (3, B)):
+        s.put(make_request(number, image, 1, max_new=1), age=number, remote_images=frozenset({0}))
+        s.offer_image(number, 0, number)
+    assert not s.pulls(), "the first request computes before them"
+    assert [s.language(), s.language()] == [[(1, 8)], [(1, 8)]]
+    plan = s.pull()
+    assert plan.request_id == 2
+    s.pulled(plan)
+    assert not s.pulls(), "it waits for its start now"
+    assert s.language() == [(2, 5)]
+    s.pulled(s.pull())
+    s.finish_all()
+    assert len(s.finished) == 3
+
+
 def test_an_invalid_pull_waits_for_the_next_offer_and_asks_nobody() -> None:
     s = Part(P | D)
     s.put(make_request(1, A, 1), remote_images=frozenset({0}))
@@ -544,6 +566,20 @@ def test_parts_end_behind_blocks_and_are_not_too_small(num_tokens: int, least: i
     sizes = [end - start for start, end in pairwise(ends)]
     assert all(size >= least for size in sizes[:-1]) and sizes[-1] > min(num_tokens, least) - block_size
     assert all(after < before + block_size for before, after in pairwise(sizes))
+
+
+def test_without_early_kv_all_of_it_is_offered_when_it_is_computed() -> None:
+    s = Part(P, token_budget=8, cluster=ClusterConfig(early_kv=False))
+    s.put(make_request(1, 18))
+    for _ in range(2):
+        s.language()
+        assert not s.told()
+    s.language()
+    (event,) = s.told()
+    assert isinstance(event, KvEvent) and event.end is not None
+    assert (len(event.block_ids), event.end.num_tokens) == (5, 18)
+    s.connector.offers.release_kv(RequestId(1), 1.0)
+    assert not s.scheduler.has_work
 
 
 def test_blocks_of_the_prefix_cache_are_offered_with_the_first_chunk() -> None:

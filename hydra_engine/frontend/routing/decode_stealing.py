@@ -48,10 +48,10 @@ class Decode:
 
 
 class StealPolicy:
-    """`max_num_seqs`: how many requests can hold KV blocks on one instance at once."""
+    """`max_num_seqs`: how many requests can hold KV blocks on an instance at once, by its name."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.max_num_seqs = max_num_seqs
+    def __init__(self, max_num_seqs: Mapping[str, int]) -> None:
+        self.max_num_seqs = dict(max_num_seqs)
         self._since: dict[tuple[str, str], float] = {}  # (name, side): since when it has been ready for it
         self._latest: dict[str, float] = {}
 
@@ -89,7 +89,10 @@ class StealPolicy:
             return False
         if not _num_queued(instance):
             return False
-        return status.num_running + _num_queued(instance) > self.max_num_seqs or status.kv_used >= VICTIM_FULL
+        return (
+            status.num_running + _num_queued(instance) > self.max_num_seqs[instance.name]
+            or status.kv_used >= VICTIM_FULL
+        )
 
 
 def _is_idle_thief(instance: InstanceLoad) -> bool:
@@ -118,12 +121,14 @@ def _best(decodes: Iterable[Decode], victims: Sequence[InstanceLoad], thief: Ins
 class DecodeStealing:
     def __init__(self, config: EngineConfig, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._policy = StealPolicy(config.scheduler.most_requests) if config.cluster.steal_decodes else None
+        roles = {instance.name: instance.role for instance in dispatcher.instances.values()}
+        limits = {name: config.for_instance(name, role).scheduler.most_requests for name, role in roles.items()}
+        self._policy = StealPolicy(limits) if config.cluster.steal_decodes else None
 
-    def on_up(self, max_num_seqs: int) -> None:
+    def on_up(self, name: str, max_num_seqs: int) -> None:
         """What an instance has found at its start, by its memory."""
         if self._policy is not None and max_num_seqs:
-            self._policy.max_num_seqs = max_num_seqs
+            self._policy.max_num_seqs[name] = max_num_seqs
 
     def stop(self) -> None:
         """No decode is stolen from now on."""

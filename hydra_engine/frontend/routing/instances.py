@@ -16,6 +16,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import Abort, Status, ToInstance
 from hydra_engine.core.roles import Role
+from hydra_engine.frontend.routing.slowness import slowness
 
 if TYPE_CHECKING:
     from hydra_engine.frontend.in_flight import RequestInFlight
@@ -44,6 +45,9 @@ class InstanceLoad:
     decode_tokens: int = 0  # their tokens so far
     patches: int = 0  # of images that wait for their encode here
     status: Status | None = None
+    prefill_slowness: float = 1.0  # how many times as long it takes as the fastest instance
+    decode_slowness: float = 1.0
+    vision_slowness: float = 1.0
     # Ids whose end it has not reported, with the request that still counts the report, if one does.
     stale: dict[RequestId, RequestInFlight | None] = field(default_factory=dict)
 
@@ -64,9 +68,16 @@ class InstanceLoad:
         return self.status is not None and self.status.kv_used >= NEARLY_FULL
 
     @property
-    def language_load(self) -> int:
-        """The load of its language lane in tokens: to be prefilled, held by decodes, and the decodes' rows."""
-        return self.prefill_tokens + self.decode_tokens + DECODE_ROW_TOKENS * self.decodes
+    def language_load(self) -> float:
+        """How long its language lane has work, in tokens of the fastest instance: to be prefilled, held by decodes, and
+        the decodes' rows."""
+        decode_load = self.decode_tokens + DECODE_ROW_TOKENS * self.decodes
+        return self.prefill_slowness * self.prefill_tokens + self.decode_slowness * decode_load
+
+    @property
+    def vision_load(self) -> float:
+        """How long its vision lane has work, in patches of the fastest instance."""
+        return self.vision_slowness * self.patches
 
     def serves(self, stage: Role) -> bool:
         return stage in self.role
@@ -78,6 +89,7 @@ class Instances(dict[str, InstanceLoad]):
     def __init__(self, roles: Mapping[str, Role], send: Send) -> None:
         super().__init__({name: InstanceLoad(name, role) for name, role in roles.items()})
         self.draining: set[str] = set()
+        self._num_statuses = 0  # since speeds were compared
         self._send = send
 
     # ---- conditions
@@ -90,6 +102,7 @@ class Instances(dict[str, InstanceLoad]):
         instance = self[name]
         instance.condition = Condition.STARTING if restarts else Condition.FAILED
         instance.status = None
+        instance.prefill_slowness = instance.decode_slowness = instance.vision_slowness = 1.0
         for other in instance.pairs:
             self[other].pairs.discard(name)
         instance.pairs.clear()
@@ -115,6 +128,26 @@ class Instances(dict[str, InstanceLoad]):
             self.draining.discard(name)
             if self[name].condition is Condition.DRAINING:
                 self[name].condition = Condition.READY
+
+    # ---- speeds
+
+    def on_status(self, name: str, status: Status) -> None:
+        """The latest report of an instance. Speeds are compared whenever about all have reported again."""
+        self[name].status = status
+        self._num_statuses += 1
+        if self._num_statuses >= len(self):
+            self._num_statuses = 0
+            self._compare_speeds()
+
+    def _compare_speeds(self) -> None:
+        speeds = {name: one.status.speeds for name, one in self.items() if one.status is not None}
+        prefill = slowness({name: speed.prefill for name, speed in speeds.items()})
+        decode = slowness({name: speed.decode for name, speed in speeds.items()})
+        vision = slowness({name: speed.vision for name, speed in speeds.items()})
+        for name in speeds:
+            instance = self[name]
+            instance.prefill_slowness, instance.decode_slowness = prefill[name], decode[name]
+            instance.vision_slowness = vision[name]
 
     # ---- messages
 

@@ -25,7 +25,7 @@ class LateDecoder:
 
     def bind(self, in_flight: RequestInFlight, attempt: Attempt) -> bool:
         """False: no instance could decode it."""
-        chosen = self._router.decoder(attempt.route.prefill)
+        chosen = self._router.decoder(attempt.route.prefill, in_flight.num_tokens)
         attempt.asks_decoder = isinstance(chosen, Role)
         if isinstance(chosen, Role):
             return False
@@ -41,7 +41,7 @@ class LateDecoder:
         waits = source in attempt.instances and full and not attempt.decoder_ready and not attempt.early
         if not waits or attempt.final is not None or now - attempt.prefilled_s < PATIENCE_S:
             return
-        chosen = self._router.decoder(source)
+        chosen = self._router.decoder(source, in_flight.num_tokens)
         if isinstance(chosen, Role) or chosen == full or not _has_room(self._instances[chosen], self._instances[full]):
             return
         attempt.replaced = full

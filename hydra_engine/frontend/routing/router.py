@@ -1,7 +1,8 @@
 """Which instances serve a request: where it is prefilled, where it decodes, where each of its images is encoded.
 
-Decides over the table of `frontend/routing/instances.py` and what it remembers of earlier choices. No I/O and
-no clock; what it decides is carried out in `frontend/dispatch.py`.
+Decides over the table of `frontend/routing/instances.py` and what it remembers of earlier choices. Loads are counted in
+tokens and patches, on slower instances as many more as they take longer for. No I/O and no clock; what it decides is
+carried out in `frontend/dispatch.py`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
-from hydra_engine.frontend.routing.instances import InstanceLoad, prefillers
+from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceLoad, prefillers
 
 LEAST_LOADED, AFFINITY, ROUND_ROBIN = "least-loaded", "affinity", "round-robin"
 
@@ -64,19 +66,22 @@ class Router:
         if isinstance(able, Role):
             return able
         able = [instance for instance in able if instance.name == near] or able
-        prefill = self._choose("P", able, _language_key, self._known_prefill(request, able), BUSIER_TOKENS)
+        known = self._known_prefill(request, able)
+        prefill = self._choose("P", able, lambda p: _prefill_key(p, request.num_prompt), known, BUSIER_TOKENS)
         self._remember_prefill(request, prefill.name)
         remote = bool(request.images) and self._encodes_elsewhere(request, prefill)
         stages = (Role.E, not remote), (Role.P, True), (Role.D, True)
         part = "".join(stage.name or "" for stage, here in stages if here and prefill.serves(stage))
         return Route(prefill.name, prefill.name if prefill.serves(Role.D) else "", part, remote)
 
-    def decoder(self, source: str) -> str | Role:
-        """Where a request decodes that is prefilled at `source`, by the loads of this moment. One that is being emptied
-        takes requests that are under way if nobody else can."""
+    def decoder(self, source: str, num_tokens: int) -> str | Role:
+        """Where a request of so many tokens decodes that is prefilled at `source`, by the loads of this moment. One that
+        is being emptied takes requests that are under way if nobody else can."""
         instance = self._instances[source]
         candidates = self._partners(instance, Role.D) or self._partners(instance, Role.D, Condition.DRAINING)
-        return self._choose("D", candidates, _language_key, None, 0).name if candidates else Role.D
+        if not candidates:
+            return Role.D
+        return self._choose("D", candidates, lambda p: _decode_key(p, num_tokens), None, 0).name
 
     def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Role:
         """Encoders with their share of these (index, image), for a request that is prefilled at `target`: spread over
@@ -90,7 +95,9 @@ class Router:
         chosen: dict[str, list[int]] = {}
         for index, image in sorted(images, key=lambda pair: (-pair[1].num_patches, pair[0])):
             known = self._known(self._encoded, image.digest, candidates)
-            encoder = self._choose("E", candidates, lambda p: (p.patches + added[p.name],), known, BUSIER_PATCHES)
+            encoder = self._choose(
+                "E", candidates, partial(_encode_key, added=added, patches=image.num_patches), known, BUSIER_PATCHES
+            )
             self._remember(self._encoded, image.digest, encoder.name)
             added[encoder.name] += image.num_patches
             chosen.setdefault(encoder.name, []).append(index)
@@ -107,7 +114,7 @@ class Router:
         if not others:
             return False
         margin = sum(image.num_patches for image in request.images)
-        return prefill.patches > min(instance.patches for instance in others) + margin
+        return prefill.vision_load > min(i.vision_slowness * (i.patches + margin) for i in others)
 
     # ---- choosing
 
@@ -122,12 +129,13 @@ class Router:
         self,
         stage: str,
         candidates: Sequence[InstanceLoad],
-        load: Callable[[InstanceLoad], tuple[int, ...]],
+        load: Callable[[InstanceLoad], tuple[float, ...]],
         known: InstanceLoad | None,
         slack: int,
     ) -> InstanceLoad:
-        """The least loaded one, among equals the one that was chosen longest ago; `known`, where something is cached,
-        unless its load exceeds the least one by far. `slack` is in units of the load."""
+        """The one whose key is least, among equals the one that was chosen longest ago; `known`, where something is
+        cached, unless its load, the last part of its key, exceeds the least one by far. `slack` is in units of the
+        load."""
 
         def turn(instance: InstanceLoad) -> int:
             return self._turns.get((stage, instance.name), 0)
@@ -190,8 +198,22 @@ class _Memory:
             self._names.popitem(last=False)
 
 
-def _language_key(instance: InstanceLoad) -> tuple[int, ...]:
-    return instance.nearly_full, instance.language_load
+# When each would be done with what it has and with this, and what it has: tokens or patches of the fastest instance.
+
+
+def _prefill_key(instance: InstanceLoad, num_tokens: int) -> tuple[float, ...]:
+    load = instance.language_load
+    return instance.nearly_full, load + instance.prefill_slowness * num_tokens, load
+
+
+def _decode_key(instance: InstanceLoad, num_tokens: int) -> tuple[float, ...]:
+    load = instance.language_load
+    return instance.nearly_full, load + instance.decode_slowness * (num_tokens + DECODE_ROW_TOKENS), load
+
+
+def _encode_key(instance: InstanceLoad, added: Mapping[str, int], patches: int) -> tuple[float, ...]:
+    waiting = instance.patches + added[instance.name]
+    return instance.vision_slowness * (waiting + patches), instance.vision_slowness * waiting
 
 
 def _prompt_keys(request: Request) -> list[bytes]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.planner.search.candidates import Candidate, candidates
 from hydra_engine.planner.search.estimate import bound_of, seconds_of
@@ -240,13 +241,19 @@ def _with_settings(search: _Search, winner: Entry) -> list[Entry]:
 
 def _sizes(question: Question, candidate: Candidate) -> dict[str, Sizes]:
     """By role: what the first instance of it finds. Raises ResourceError."""
-    site, found = question.site(candidate), dict[str, Sizes]()
-    for spec in candidate.topology.instances:
-        neighbours = [other.role for other in candidate.topology.instances if other.device == spec.device]
+    site, topology, found = question.site(candidate), candidate.topology, dict[str, Sizes]()
+    configs = [site.config.for_instance(*named) for named in zip(topology.names, _roles(topology), strict=True)]
+    for spec, config in zip(topology.instances, configs, strict=True):
         if spec.role.letters not in found:
-            kind = site.devices[spec.device]
-            found[spec.role.letters] = sizes_of(site.spec, site.config, kind, spec.role, neighbours)
+            beside = [place for place, other in enumerate(topology.instances) if other.device == spec.device]
+            roles = [topology.instances[place].role for place in beside]
+            kind, neighbours = site.devices[spec.device], [configs[place] for place in beside]
+            found[spec.role.letters] = sizes_of(site.spec, config, kind, spec.role, roles, neighbours)
     return found
+
+
+def _roles(topology: Topology) -> list[Role]:
+    return [spec.role for spec in topology.instances]
 
 
 def limits_of(question: Question, candidate: Candidate) -> list[InstanceLimits]:

@@ -79,7 +79,7 @@ class SimulatedCluster:
 
     def _make(self, name: str) -> None:
         device = self._devices[name]
-        neighbours = [role for other, role in self._loaded.items() if self._devices[other] == device]
+        neighbours = [other for other in self._loaded if self._devices[other] == device]
         costs = self._site.devices[device].costs
         around = Surroundings(device, self.machines[device], self._links, costs, self._site.host)
         self._lives[name] += 1

@@ -288,7 +288,7 @@ class Deployment:
     # ---- the cluster's listener
 
     def on_up(self, name: str) -> None:
-        self._stealing.on_up(self.cluster.nodes[name].sizes.config.scheduler.most_requests)
+        self._stealing.on_up(name, self.cluster.nodes[name].sizes.config.scheduler.most_requests)
         self.dispatcher.on_up(name, self.agenda.now())
 
     def on_down(self, name: str, *, restarts: bool) -> None:
@@ -305,7 +305,7 @@ class Deployment:
             match message:
                 case Status():
                     self.statuses[name] = message
-                    self.dispatcher.instances[name].status = message
+                    self.dispatcher.instances.on_status(name, message)
                 case LedgerReport():
                     self._ledgers[name] = message
                 case _:

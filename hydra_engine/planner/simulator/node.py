@@ -16,7 +16,7 @@ from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.messages import ToFront, ToInstance
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role
+from hydra_engine.core.roles import Role, role_of
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
@@ -109,7 +109,7 @@ class _Outbox:
 
 
 class Node:
-    """One life of an instance. `neighbours`: roles of all instances on its device, its own among them."""
+    """One life of an instance. `neighbours`: names of all instances on its device, its own among them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Node:
         site: Site,
         agenda: Agenda,
         around: Surroundings,
-        neighbours: Sequence[Role],
+        neighbours: Sequence[str],
         deliver: FromNode,
     ) -> None:
         self.name, self.role, self.incarnation = name, role, incarnation
@@ -132,9 +132,11 @@ class Node:
         self._delay_s = around.host.message_s
         self._awake = False
         self._turns = 0
-        self.sizes = sizes_of(site.spec, site.config, kind, role, neighbours)
+        roles = [role_of(neighbour) for neighbour in neighbours]
+        configs = [site.config.for_instance(*named) for named in zip(neighbours, roles, strict=True)]
+        self.sizes = sizes_of(site.spec, site.config.for_instance(name, role), kind, role, roles, configs)
         config = self.sizes.config
-        connector = PeerConnector(config.scheduler)
+        connector = PeerConnector(config.scheduler, config.cluster)
         scheduler = _scheduler(name, role, kind, self.sizes, connector)
         self.instance = Instance(
             scheduler=scheduler,

@@ -23,9 +23,16 @@ class Sizes:
     plan: CachePlan
 
 
-def sizes_of(spec: ModelSpec, config: EngineConfig, kind: DeviceKind, role: Role, neighbours: Sequence[Role]) -> Sizes:
-    """`neighbours`: roles of all instances on the device, this one's among them. Raises ResourceError where the model
-    does not fit, saying what is missing."""
+def sizes_of(
+    spec: ModelSpec,
+    config: EngineConfig,
+    kind: DeviceKind,
+    role: Role,
+    neighbours: Sequence[Role],
+    neighbour_configs: Sequence[EngineConfig] = (),
+) -> Sizes:
+    """`neighbours`: roles of all instances on the device, this one's among them; `neighbour_configs`: of each, () where
+    all have this one's. Raises ResourceError where the model does not fit, saying what is missing."""
     dtype_bytes = DTYPE_BYTES[kind.costs.dtype]
     if kind.on_processor:
         plan = plan_memory(spec, role, config, dtype_bytes, kind.memory_bytes, shares=len(neighbours))
@@ -38,6 +45,7 @@ def sizes_of(spec: ModelSpec, config: EngineConfig, kind: DeviceKind, role: Role
             total_bytes=kind.memory_bytes,
             free_bytes=kind.memory_bytes,
             neighbours=neighbours,
+            neighbour_configs=neighbour_configs,
         )
         config, _ = with_limits(config, spec, role, dtype_bytes, own_bytes, None)
         working = estimate(spec, role, config, dtype_bytes)

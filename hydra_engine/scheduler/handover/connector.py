@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hydra_engine.config import SchedulerConfig
+from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.messages import Finished, NeedDecoder, RequestMessage
 from hydra_engine.core.outputs import Departure
@@ -37,8 +37,9 @@ class PeerConnector(Connector):
     pulls: Pulls
     offers: Offers
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, cluster: ClusterConfig) -> None:
         self._config = config
+        self._cluster = cluster
         self._departed: list[RequestState] = []  # ended while a plan was made, to be forgotten behind it
 
     def attach(self, requests: RequestTable, finish: Finish) -> None:
@@ -46,7 +47,7 @@ class PeerConnector(Connector):
         self._events = RemoteEvents()
         self._admission = RemoteKvAdmission(requests, self._config)
         self._quota = EncodeJobQuota(requests)
-        self.pulls = Pulls(requests, self._events, self._admission, self._config)
+        self.pulls = Pulls(requests, self._events, self._admission, self._config, self._cluster)
         self.offers = Offers(requests, self._events, finish)
 
     # ---- hooks of the scheduler
@@ -61,7 +62,7 @@ class PeerConnector(Connector):
             self._events.add(message)
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
-        if Role.D not in state.stages:
+        if Role.D not in state.stages and (sampled or self._cluster.early_kv):
             self.offers.offer_kv(state, now, ends=sampled)
 
     @property

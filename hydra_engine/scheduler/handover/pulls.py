@@ -8,9 +8,9 @@ wanted (any more) is named to `RemoteEvents`, to be let go. Does not know who of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from hydra_engine.config import SchedulerConfig
+from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import KvEnd, PullPlan
@@ -18,6 +18,7 @@ from hydra_engine.core.state import Ending, ImageProgress, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.events import RemoteEvents, UnneededEvent, handover_of
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
+from hydra_engine.scheduler.policy import is_stalled
 from hydra_engine.scheduler.request_table import RequestTable
 
 
@@ -93,7 +94,12 @@ class Pulls:
     """
 
     def __init__(
-        self, requests: RequestTable, events: RemoteEvents, admission: RemoteKvAdmission, config: SchedulerConfig
+        self,
+        requests: RequestTable,
+        events: RemoteEvents,
+        admission: RemoteKvAdmission,
+        config: SchedulerConfig,
+        cluster: ClusterConfig,
     ) -> None:
         self.images = RemoteImages(requests, events)
         self.in_flight: dict[StepId, PullPlan] = {}
@@ -102,6 +108,7 @@ class Pulls:
         self._events = events
         self._admission = admission
         self._patience_s = config.encode_patience_s
+        self._prefetches = cluster.prefetch_features
         self._next_step = 0
 
     # ---- what is offered
@@ -184,9 +191,27 @@ class Pulls:
         unfetched, before = self._requests.unfetched, len(plans)
         oldest = unfetched.oldest()
         if unfetched.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
-            self._fill(unfetched.by_urgency(), plans, now, may_take=False)
+            self._fill(self._of_turn(unfetched.by_urgency()), plans, now, may_take=False)
         if len(plans) == before:
-            self._fill(unfetched.by_age(), plans, now, may_take=True)
+            self._fill(self._of_turn(unfetched.by_age()), plans, now, may_take=True)
+
+    def _of_turn(self, states: Iterable[RequestState]) -> Iterator[RequestState]:
+        """Those whose features may be fetched. Without prefetching it is the turn of what has started and of what
+        starts next (the oldest request that waits, on which progress rests, and the most urgent one), but only once
+        no older prefill has anything to compute."""
+        if self._prefetches:
+            yield from states
+            return
+        requests = self._requests
+        computing = next((s.order for s in requests.prefilling if s.num_scheduled or not is_stalled(s)), None)
+        queues = requests.waiting, requests.encoding
+        oldest = min((s.order for queue in queues if (s := queue.oldest()) is not None), default=None)
+        first = min((s.urgency for queue in queues if (s := queue.most_urgent()) is not None), default=None)
+        for state in states:
+            started = state.request.id in requests.kv.tables
+            is_next = started or state.order == oldest or state.urgency == first
+            if is_next and (computing is None or computing >= state.order):
+                yield state
 
     def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_take: bool) -> None:
         """Room is put aside for every image that goes before and cannot be copied yet."""

@@ -317,22 +317,27 @@ def own_part(
     total_bytes: int,
     free_bytes: int,
     neighbours: Sequence[Role] = (),
+    neighbour_configs: Sequence[EngineConfig] = (),
 ) -> tuple[int, tuple[str, ...]]:
     """(bytes, why): what one instance may take of a GPU that it fills. `neighbours`: roles of all instances on the
-    device, this one's among them. Each finds the same parts, from what the model's JSON files and the
-    configuration say of all: it gets what its role needs, and those that keep KV divide what is left. What is free
-    before loading counts for one that is alone there only: beside others it depends on how far those have come."""
+    device, this one's among them; `neighbour_configs`: of each, () where all have that of this one. Each finds the same
+    parts, from what the model's JSON files and the configurations say of all: it gets what its role needs, and those
+    that keep KV divide what is left. What is free before loading counts for one that is alone there only: beside others
+    it depends on how far those have come."""
     utilization = config.cache.gpu_memory_utilization
     budget = int(utilization * total_bytes)
     if len(neighbours) <= 1:
         if free_bytes >= budget:
             return budget, ()
         return free_bytes, (f"{size(budget - free_bytes)} of the {size(budget)} for the instance are in use already",)
-    left = budget - sum(_claim(Needs(spec, neighbour, config, dtype_bytes)) for neighbour in neighbours)
-    filling = [neighbour for neighbour in neighbours if _fills(neighbour, config)] or list(neighbours)
+    others = list(zip(neighbours, neighbour_configs or [config] * len(neighbours), strict=True))
+    left = budget - sum(_claim(Needs(spec, *other, dtype_bytes)) for other in others)
+    num_filling = sum(_fills(*other) for other in others)
     own = _claim(Needs(spec, role, config, dtype_bytes))
-    if left < 0 or role in filling:
-        own += left // (len(filling) if left >= 0 else len(neighbours))
+    if left < 0 or not num_filling:
+        own += left // len(neighbours)
+    elif _fills(role, config):
+        own += left // num_filling
     return max(own, 0), (f"{len(neighbours)} instances share the device: {size(own)} of {size(budget)} for this one",)
 
 

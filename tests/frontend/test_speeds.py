@@ -1,0 +1,168 @@
+"""Instances of different speed: what the frontend learns of them from their steps, and what each then gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.core.messages import StepSpeeds
+from hydra_engine.core.roles import Role
+from hydra_engine.frontend.in_flight import Charge
+from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceLoad, Instances
+from hydra_engine.frontend.routing.router import Route, Router
+from hydra_engine.frontend.routing.slowness import ALIKE, slowness
+from hydra_engine.scheduler.step_speeds import SpeedMeter
+from tests.frontend.rig import make_request
+from tests.frontend.test_router import status, table
+
+factors = st.floats(1.0, 10.0)
+sizes = st.sets(st.integers(0, 12), min_size=1)
+
+
+def seconds(size: int) -> float:
+    """Of a step on the fastest device: the weights are read whatever its size."""
+    return 0.005 + 1e-5 * (1 << size)
+
+
+# ---- who is how slow
+
+
+@given(st.lists(st.tuples(factors, sizes), min_size=1, max_size=6))
+def test_devices_are_told_apart_whatever_the_sizes_of_their_steps(devices: list[tuple[float, set[int]]]) -> None:
+    """As long as each has one size in common with the first."""
+    common = {size for _, own in devices for size in own}
+    taken = {f"i{n}": {s: f * seconds(s) for s in (own if n else common)} for n, (f, own) in enumerate(devices)}
+    found = slowness(taken)
+    least = min(factor for factor, _ in devices)
+    for number, (factor, _) in enumerate(devices):
+        expected = factor / least if len(devices) > 1 else 1.0
+        if not 0.85 * ALIKE < expected < 1.15 * ALIKE:
+            assert found[f"i{number}"] == pytest.approx(expected if expected > ALIKE else 1.0, rel=0.15)
+
+
+@given(st.lists(sizes, min_size=2, max_size=6), st.randoms(use_true_random=False))
+def test_equal_devices_stay_equal(seen: list[set[int]], random: object) -> None:
+    """Steps of one size vary a little; one device has had large steps only, another small ones."""
+    taken = {
+        f"i{n}": {s: seconds(s) * random.uniform(0.95, 1.05) for s in own}  # type: ignore[attr-defined]
+        for n, own in enumerate(seen)
+    }
+    assert set(slowness(taken).values()) == {1.0}
+
+
+def test_what_cannot_be_compared_counts_as_fast() -> None:
+    assert slowness({}) == {}
+    assert slowness({"a": {}, "b": {3: 1.0}, "c": {4: 9.0}}) == {"a": 1.0, "b": 1.0, "c": 1.0}
+    chain = slowness({"a": {3: 1.0}, "b": {3: 2.0, 4: 2.0}, "c": {4: 4.0}})
+    assert chain == {"a": 1.0, "b": pytest.approx(2.0, rel=0.05), "c": pytest.approx(4.0, rel=0.05)}
+
+
+def test_an_instance_learns_its_own_speed() -> None:
+    meter = SpeedMeter()
+    for _ in range(3):
+        meter.on_language(LanguageLoad(num_decodes=8), 0.01, 0.0)
+    assert meter.report() == StepSpeeds()
+    for duration_s, vision_s in ((5.0, 0.0), (0.01, 0.0), (0.09, 0.05)):  # one was stopped, one had vision beside it
+        meter.on_language(LanguageLoad(num_decodes=8), duration_s, vision_s)
+        meter.on_language(LanguageLoad(num_decodes=8, prefill_tokens=500), 0.04, vision_s)
+        meter.on_vision(1000, 0.2)
+    report = meter.report()
+    assert report.decode.keys() == {4} and report.decode[4] < 0.013
+    assert report.prefill == {} and report.vision == {}
+    meter.on_vision(1000, 0.2)
+    assert meter.report().vision == {10: pytest.approx(0.2)}
+
+
+def test_reports_of_all_instances_are_compared_by_kind_and_forgotten_with_a_death() -> None:
+    instances = Instances(dict.fromkeys(("a", "b"), Role.parse("EPD")), lambda name, messages: None)
+    speeds = StepSpeeds({9: 0.1}, {4: 0.01}, {10: 0.2}), StepSpeeds({9: 0.3}, {4: 0.011}, {10: 0.5})
+    for name, own in zip(instances, speeds, strict=True):
+        instances.on_status(name, status(speeds=own))
+    slow = instances["b"]
+    assert (instances["a"].prefill_slowness, instances["a"].vision_slowness) == (1.0, 1.0)
+    assert slow.prefill_slowness == pytest.approx(3.0) and slow.decode_slowness == 1.0
+    assert slow.vision_slowness == pytest.approx(2.5)
+    slow.prefill_tokens, slow.decode_tokens, slow.decodes, slow.patches = 100, 50, 1, 10
+    assert slow.language_load == pytest.approx(300 + 50 + DECODE_ROW_TOKENS)
+    assert slow.vision_load == pytest.approx(25)
+    instances.down("b", restarts=True)
+    assert (slow.prefill_slowness, slow.decode_slowness, slow.vision_slowness) == (1.0, 1.0, 1.0)
+
+
+# ---- who gets what
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(ALIKE, 8.0), st.lists(st.integers(10, 400), min_size=30, max_size=60))
+def test_load_is_shared_by_speed(factor: float, prompts: list[int]) -> None:
+    """Prompts that all wait: tokens go as 1 to the factor, but for the last prompt."""
+    instances = table("2P+D")
+    instances["p1"].prefill_slowness = factor
+    router = Router(instances)
+    for number, tokens in enumerate(prompts):
+        request = make_request(number, prompt=tokens)
+        route = router.route(request)
+        assert isinstance(route, Route)
+        Charge(instances[route.prefill], prefill_tokens=request.num_prompt)
+    fast, slow = instances["p0"].prefill_tokens, instances["p1"].prefill_tokens
+    assert fast + slow == sum(prompts)
+    assert abs(fast - factor * slow) <= factor * max(prompts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(ALIKE, 8.0), st.integers(40, 120))
+def test_decodes_and_pictures_are_shared_by_speed(factor: float, count: int) -> None:
+    instances = table("2E+P+2D")
+    instances["d0"].decode_slowness = instances["e1"].vision_slowness = factor
+    router = Router(instances)
+    for number in range(count):
+        request = make_request(number, images=[16])
+        route = router.route(request)
+        assert isinstance(route, Route)
+        Charge(instances[route.decode], decode_tokens=request.num_prompt)
+        chosen = router.encoders("p0", list(enumerate(request.images)))
+        assert isinstance(chosen, dict)
+        Charge(instances[next(iter(chosen))], patches=16)
+    assert abs(instances["d1"].decodes - factor * instances["d0"].decodes) <= factor
+    assert abs(instances["e0"].patches - factor * instances["e1"].patches) <= 16 * factor
+
+
+def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:
+    instances = table("EP+E+D")
+    instances["ep0"].patches, instances["e0"].patches = 16, 10
+    picture = make_request(2, images=[16])
+
+    def remote() -> bool:
+        route = Router(instances).route(picture)
+        assert isinstance(route, Route)
+        return route.remote_images
+
+    assert not remote()
+    instances["ep0"].vision_slowness = 2.0
+    assert remote()
+    instances["e0"].vision_slowness = 2.0
+    assert not remote()
+
+
+loads = st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 20), st.integers(0, 99))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(loads, min_size=2, max_size=6), st.floats(1.0, 1.2))
+def test_on_equal_devices_work_is_counted_as_it_is(counts: list[tuple[int, int, int, int]], noise: float) -> None:
+    """The fewest tokens decide, whatever equal devices report."""
+    instances = Instances({f"i{n}": Role.parse("EPD") for n in range(len(counts))}, lambda name, messages: None)
+    for number, (one, (prefill, held, decodes, nearly)) in enumerate(zip(instances.values(), counts, strict=True)):
+        instances.up(one.name)
+        one.prefill_tokens, one.decode_tokens, one.decodes = prefill, held, decodes
+        own = StepSpeeds({9: 0.1 * (noise if number % 2 else 1.0)})
+        instances.on_status(one.name, status(kv_blocks_used=nearly, speeds=own))
+
+    def key(one: InstanceLoad) -> tuple[bool, int]:
+        return one.nearly_full, one.prefill_tokens + one.decode_tokens + DECODE_ROW_TOKENS * one.decodes
+
+    route = Router(instances).route(make_request(1))
+    assert isinstance(route, Route)
+    assert route.prefill == min(instances.values(), key=key).name
