@@ -73,13 +73,13 @@ def test_where_it_decodes_is_decided_by_the_loads_of_the_moment_it_is_asked_for(
     assert isinstance(route := router.route(TEXT), Route) and (route.decode, route.moves) == ("", True)
     instances["d0"].status = status(kv_blocks_used=99)
     instances["d1"].decodes, instances["d1"].decode_tokens = 9, 5000
-    assert router.decoder("p0") == "d1"
+    assert router.decoder("p0", 8) == "d1"
     instances["d1"].condition = Condition.DRAINING
-    assert router.decoder("p0") == "d0"
+    assert router.decoder("p0", 8) == "d0"
     instances["d0"].condition = Condition.STARTING
-    assert router.decoder("p0") == "d1", "what is under way ends where it can"
+    assert router.decoder("p0", 8) == "d1", "what is under way ends where it can"
     instances["p0"].pairs.discard("d1")
-    assert router.decoder("p0") == Role.D
+    assert router.decoder("p0", 8) == Role.D
 
 
 def test_the_least_loaded_one_is_taken_and_equals_take_turns() -> None:
@@ -268,7 +268,7 @@ def test_only_what_can_be_used_is_chosen(instances: dict[str, InstanceLoad], ima
             assert route == missing
             continue
         assert missing is None
-        decoder = route.decode or router.decoder(route.prefill)
+        decoder = route.decode or router.decoder(route.prefill, 8)
         assert not isinstance(decoder, Role)
         prefill, decode = instances[route.prefill], instances[decoder]
         assert prefill.usable and Role.P in prefill.role
