@@ -7,6 +7,7 @@ whatever it once was: what comes under it is dropped, and its sender told so onc
 from __future__ import annotations
 
 import logging
+from typing import cast
 
 import msgspec
 
@@ -50,9 +51,9 @@ class Incoming:
 
     def _on_tokens(self, name: str, message: Tokens, now: float) -> None:
         columns = message.request_ids, message.positions, message.token_ids
-        find, time_s, late = self._dispatcher.by_id.get, message.time_s, message.late
+        find, time_s, late = cast(dict[int, RequestInFlight], self._dispatcher.by_id).get, message.time_s, message.late
         for number, position, token_id in zip(*columns, strict=True):
-            in_flight = find(RequestId(number))
+            in_flight = find(number)
             if in_flight is None or number in late or not in_flight.goes_on(name, number, position):
                 self._on_delta(
                     name, Delta(RequestId(number), position, (token_id,), time_s, late=late.get(number)), now

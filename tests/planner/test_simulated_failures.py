@@ -28,7 +28,7 @@ def check(deployment: Deployment, requests: Sequence[WorkloadRequest]) -> None:
         assert (status.transfer.offers, status.transfer.pulls, status.kv_blocks_used) == (0, 0, 0)
 
 
-@pytest.mark.quick("2EPD-0", "E+2P+2D-5", "2E+2P+2D-1")
+@pytest.mark.quick("2EPD-0", "2E+2P+2D-1")
 @pytest.mark.parametrize("place", [0, 1, 5])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_requests_of_an_instance_that_dies_are_done_again(topology: str, place: int) -> None:

@@ -14,12 +14,15 @@ from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.core.roles import Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
+from hydra_engine.frontend.incoming import Incoming
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.planner.records import Record, quantile
+from hydra_engine.planner.simulator import deployment as deployment_module
 from hydra_engine.planner.simulator.costs import DeviceKind, Host, read_costs
 from hydra_engine.planner.simulator.deployment import Deployment, placed, simulate
 from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.planner.slo import Limits
 from hydra_engine.telemetry.workload import Picture, Video, WorkloadRequest
 from tests.planner.sites import COSTS, CPU_COSTS, DEVICE, SURFACE, deployed, gpus, load, row, run, site
@@ -28,7 +31,7 @@ from tests.planner.sites import COSTS, CPU_COSTS, DEVICE, SURFACE, deployed, gpu
 @pytest.mark.quick("1E1P1D")
 @pytest.mark.parametrize("topology", ["2ED1P", "1E1P1D"])
 def test_equal_runs_are_equal(topology: str) -> None:
-    first, second = (run(topology, 12.0)[1] for _ in range(2))
+    first, second = (run(topology, 12.0, count=24)[1] for _ in range(2))
     assert first == second
 
 
@@ -100,14 +103,16 @@ def test_what_moves_decodes_on_elsewhere_with_one_longer_gap() -> None:
 @pytest.mark.quick("1E1PD")
 @pytest.mark.parametrize("topology", ["1EP1D", "1E1PD"])
 def test_more_load_does_not_shorten_the_tail(topology: str) -> None:
-    tails = [quantile([r.ttft_s or 0.0 for r in run(topology, rate)[1]], 0.99) or 0.0 for rate in (2.0, 20.0, 80.0)]
+    tails = [
+        quantile([r.ttft_s or 0.0 for r in run(topology, rate, count=24)[1]], 0.99) or 0.0 for rate in (2.0, 20.0, 80.0)
+    ]
     assert tails[0] < tails[1] < tails[2]
 
 
 def test_limits_are_told_to_the_instances_and_kept_where_that_is_easy() -> None:
     limits = Limits(2.0, 0.03)
     told = replace(site().config.scheduler, ttft_slo=limits.ttft_s, tpot_slo=limits.tpot_s)
-    deployment, records = run("3EPD", 4.0, at=replace(site(), config=replace(site().config, scheduler=told)))
+    deployment, records = run("3EPD", 4.0, count=20, at=replace(site(), config=replace(site().config, scheduler=told)))
     assert limits.attainment(records) == 1.0
     assert all(result.metrics.slo.tpot_limit_s == limits.tpot_s for result in deployment.results.values())
     assert (quantile([gap for record in records for gap in record.gaps()], 0.99) or 1.0) < limits.tpot_s
@@ -155,21 +160,24 @@ def test_instances_get_devices_of_their_own_in_order_or_share_the_only_one() -> 
 def test_instances_on_one_processor_disturb_each_other() -> None:
     mean_s = []
     for devices in ({"cuda:0": DEVICE, "cuda:1": DEVICE}, {"cpu": DeviceKind("cpu", CPU_COSTS)}):
-        records = run("2EPD", 12.0, at=replace(site(2), devices=devices))[1]
+        records = run("2EPD", 12.0, count=24, at=replace(site(2), devices=devices))[1]
         mean_s.append(sum(record.latency_s for record in records) / len(records))
     assert mean_s[1] > 1.2 * mean_s[0]
 
 
 def test_instances_that_share_a_device_slow_each_other_and_divide_its_memory() -> None:
     at = replace(site(), devices=gpus(2, replace(DEVICE, memory_bytes=4 * GIB)))
-    apart, together = (run(f"E@cuda:0+PD@cuda:{index}", 30.0, at=at) for index in (1, 0))
-    mean_s = [sum(record.latency_s for record in records) / len(records) for _, records in (apart, together)]
-    assert mean_s[1] > 1.01 * mean_s[0]
-    # Vision steps and decodes wait for each other: the same work keeps both lanes busy for longer.
-    for name, kind in (("e0", "vision_busy_s"), ("pd0", "language_busy_s")):
-        seconds = [getattr(deployment.statuses[name], kind) for deployment, _ in (apart, together)]
-        assert seconds[1] > 1.01 * seconds[0]
-    blocks = [deployment.cluster.nodes["pd0"].sizes.plan.num_kv_blocks for deployment, _ in (apart, together)]
+    requests = [
+        WorkloadRequest(at_s=0.04 * index, prompt_tokens=20, output_tokens=30, pictures=(Picture(64, 64, index),))
+        for index in range(16)
+    ]
+    apart, together = (deployed(f"E@cuda:0+PD@cuda:{index}", at, requests) for index in (1, 0))
+    records = [each.run() for each in (apart, together)]
+    gaps_s = [[gap for record in one for gap in record.gaps()] for one in records]
+    assert sum(gaps_s[1]) > 1.1 * sum(gaps_s[0]), "decodes beside encodes"
+    encoding_s = [each.statuses["e0"].vision_busy_s for each in (apart, together)]
+    assert 1.1 * encoding_s[0] < encoding_s[1] <= SURFACE.vision_slowdown * encoding_s[0], "encodes beside decodes"
+    blocks = [deployment.cluster.nodes["pd0"].sizes.plan.num_kv_blocks for deployment in (apart, together)]
     assert blocks[1] < 0.8 * blocks[0]
 
 
@@ -296,6 +304,7 @@ def test_pictures_are_decoded_by_as_many_threads_as_there_are_and_once() -> None
 # ---- roles at run time
 
 
+@pytest.mark.quick("2EPD-EP+D")
 @pytest.mark.parametrize(("before", "after"), [("2EPD", "EP+D"), ("2EPD", "ED+P"), ("3EPD", "E+P+D")])
 def test_roles_are_switched_while_requests_are_served(before: str, after: str) -> None:
     requests = load(20.0, 60)
@@ -306,3 +315,37 @@ def test_roles_are_switched_while_requests_are_served(before: str, after: str) -
     roles = Counter(deployment.dispatcher.instances[name].role for name in deployment.topology.names)
     assert roles == Counter(spec.role for spec in Topology.parse(after).instances)
     assert sum(status.transfer.pulled for status in deployment.statuses.values()) > 0, "stages are apart from then on"
+
+
+# ---- shortcuts change nothing
+
+
+@pytest.mark.parametrize("topology", ["2EPD", "E+P+2D"])
+def test_tokens_that_become_no_text_are_counted_as_the_serving_front_counts_them(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where instances die and requests give way."""
+    at = site(num_kv_blocks=40, num_image_blocks=4, block_size=4)
+    at = replace(at, config=replace(at.config, max_model_len=34 * 4))
+
+    def served() -> tuple[list[Record], dict[int, object], int]:
+        deployment = deployed(topology, at, load(40.0, 24))
+        deployment.kill(deployment.topology.names[-1], 0.2, back_s=0.3)
+        records = deployment.run()
+        instances = deployment.dispatcher.instances.values()
+        return records, {**deployment.results}, sum(instance.decode_tokens for instance in instances)
+
+    quickly = served()
+    monkeypatch.setattr(deployment_module, "TextlessIncoming", Incoming)
+    assert served() == quickly and quickly[2] == 0
+
+
+def test_prompts_differ_unless_a_session_shares_them() -> None:
+    maker, other = RequestMaker(site().spec), RequestMaker(site().spec, content=1)
+    alone = row(0.0, 40, 1)
+    prompts = {maker.words(alone, number)[:16] for number in range(10_000)}
+    assert len(prompts) == 10_000 and maker.words(alone, 3) == maker.words(alone, 3) != other.words(alone, 3)
+    sessions = [row(0.0, 40, 1, session=session, shared_tokens=30) for session in (5, 5, 6)]
+    first, second, third = (maker.words(request, number) for number, request in enumerate(sessions))
+    assert first[:30] == second[:30] != third[:30] and first[30:] != second[30:]
+    assert len(maker.words(row(0.0, 200_000, 1), 9)) == 200_000

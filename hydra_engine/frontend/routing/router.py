@@ -75,8 +75,8 @@ class Router:
         return Route(prefill.name, prefill.name if prefill.serves(Role.D) else "", part, remote)
 
     def decoder(self, source: str, num_tokens: int) -> str | Role:
-        """Where a request of so many tokens that is prefilled at `source` decodes, by the loads of this moment. One that
-        is being emptied takes requests that are under way if nobody else can."""
+        """Where a request of so many tokens that is prefilled at `source` decodes, by the loads of this moment. One
+        that is being emptied takes requests that are under way if nobody else can."""
         instance = self._instances[source]
         candidates = self._partners(instance, Role.D) or self._partners(instance, Role.D, Condition.DRAINING)
         if not candidates:

@@ -21,6 +21,8 @@ from hydra_engine.telemetry.workload import WorkloadRequest
 FROZEN = SamplingParams(temperature=0.0, ignore_eos=True)
 _BEGINNING = 4  # tokens of a chat template before the pictures, which all requests share
 _VOCABULARY = 4096  # so many ids are drawn from
+_DRAWN = 1 << 16
+_STRIDE = 40_503  # odd, so that keys begin in places of their own
 _PIXEL_BYTES = 1  # a payload must not be empty; its bytes are not read
 
 
@@ -32,8 +34,9 @@ class RequestMaker:
         self._content = content
         taken = {spec.image_token_id, spec.placeholder_id, spec.video_token_id, *spec.eos_token_ids}
         free = [token for token in range(min(spec.language.vocab_size, _VOCABULARY)) if token not in taken]
-        self._free = np.array(free)
-        self.beginning = self._ids(0, _BEGINNING)
+        self._free = tuple(free)
+        self._drawn = tuple(np.random.default_rng([content, 1]).choice(free, _DRAWN).tolist())
+        self.beginning = self._free[:_BEGINNING]
         self._plans: dict[tuple[object, ...], MediaPlan] = {}
         self._latest: dict[int, tuple[int, ...]] = {}  # words of each session's latest request
 
@@ -41,7 +44,7 @@ class RequestMaker:
         """The ids of its text but for the beginning. Of a session's requests they are made in order."""
         count = max(row.prompt_tokens - _BEGINNING, 1)
         shared = self._latest.get(row.session or 0, ())[: max(row.shared_tokens - _BEGINNING, 0)]
-        words = (shared + self._ids((self._content, 1, number), count - min(len(shared), count)))[:count]
+        words = (shared + self._ids(number, count - min(len(shared), count)))[:count]
         if row.session is not None:
             self._latest[row.session] = words
         return words
@@ -108,5 +111,16 @@ class RequestMaker:
             self._plans[key] = vision.plan_image(*size) if video is None else vision.plan_video(video).media
         return self._plans[key]
 
-    def _ids(self, seed: int | tuple[int, ...], count: int) -> tuple[int, ...]:
-        return tuple(self._free[np.random.default_rng(seed).integers(len(self._free), size=count)].tolist())
+    def _ids(self, key: int, count: int) -> tuple[int, ...]:
+        """The first ones spell the key, so that no two keys begin alike; the others come from what was drawn, which is
+        much faster than to draw them."""
+        spelled: list[int] = []
+        left = key
+        while left or not spelled:
+            left, digit = divmod(left, len(self._free))
+            spelled.append(self._free[digit])
+        start = key * _STRIDE % _DRAWN
+        while len(spelled) < count:
+            spelled += self._drawn[start : start + count - len(spelled)]
+            start = 0
+        return tuple(spelled[:count])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
@@ -18,6 +19,7 @@ from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import (
+    Ints,
     LanguagePlan,
     LanguageResult,
     PullJob,
@@ -38,6 +40,13 @@ from hydra_engine.profiler.synthetic import load_of
 TOKEN = 7
 NUM_WORDS = 4096
 EXPORTS = Exports(pools=(), words=0, num_words=NUM_WORDS)
+
+
+@lru_cache(maxsize=4096)
+def _tokens(num_decodes: int, samples: tuple[bool, ...]) -> Ints:
+    """Of the rows of a step `[B]`. Not to be changed."""
+    return np.array([TOKEN] * num_decodes + [TOKEN if sample else -1 for sample in samples], dtype=np.int64)
+
 
 Result = VisionResult | LanguageResult | PullResult | StagingResult
 Start = Callable[[], None]
@@ -134,8 +143,7 @@ class SimulatedWorker:
     def submit_language(self, plan: LanguagePlan) -> None:
         surface, load = self._costs.surface, load_of(plan)
         beside = {VISION: surface.slowdown(load), LANGUAGE: self._costs.alike}
-        tokens = np.full(plan.num_rows, TOKEN, dtype=np.int64)
-        tokens[len(plan.decodes) :] = [TOKEN if chunk.sample else -1 for chunk in plan.chunks]
+        tokens = _tokens(len(plan.decodes), tuple(chunk.sample for chunk in plan.chunks))
 
         def done(job: Job) -> None:
             ended_s = self._agenda.now()
