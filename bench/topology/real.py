@@ -81,14 +81,14 @@ def _measure(
             engines[topology] = stack.enter_context(Engine.from_config(config, processes=True, progress=False))
         warm_up = calls(rows(options.load, [0.0, 0.2], _WARM_UP), RequestMaker(site.spec, _WARM_UP))
         for topology in tqdm(topologies, unit="warm-up", disable=None):
-            _load(engines[topology], warm_up, [0.0, 0.2])
+            load_of(engines[topology], warm_up, [0.0, 0.2])
         with tqdm(total=len(rounds) * len(topologies), unit="load", disable=None) as bar:
             for content, load in enumerate(rounds):
                 made, times_s = calls(load, RequestMaker(site.spec, content)), [row.at_s for row in load]
                 for topology in topologies:
                     bar.set_postfix_str(topology)
                     before = _pulled_bytes(engines[topology])
-                    results, wall_s = _load(engines[topology], made, times_s)
+                    results, wall_s = load_of(engines[topology], made, times_s)
                     moved[topology] += _pulled_bytes(engines[topology]) - before
                     errors[topology] += len(load) - len(results)
                     loads[topology].append(([sample_of(result) for result in results], wall_s))
@@ -104,7 +104,7 @@ def _measure(
     }
 
 
-def _load(engine: Engine, load: Sequence[Call], times_s: Sequence[float]) -> tuple[list[Result], float]:
+def load_of(engine: Engine, load: Sequence[Call], times_s: Sequence[float]) -> tuple[list[Result], float]:
     """Results of those that succeeded, and seconds from the first arrival to the last end. An open loop."""
     began_s, handles = time.monotonic(), []
     for call, time_s in zip(load, times_s, strict=True):

@@ -345,7 +345,10 @@ def test_prompts_differ_unless_a_session_shares_them() -> None:
     alone = row(0.0, 40, 1)
     prompts = {maker.words(alone, number)[:16] for number in range(10_000)}
     assert len(prompts) == 10_000 and maker.words(alone, 3) == maker.words(alone, 3) != other.words(alone, 3)
-    sessions = [row(0.0, 40, 1, session=session, shared_tokens=30) for session in (5, 5, 6)]
+    sessions = [
+        row(0.0, 40, 1, session=session, shared_tokens=shared) for session, shared in ((5, 0), (5, 30), (6, 30))
+    ]
     first, second, third = (maker.words(request, number) for number, request in enumerate(sessions))
-    assert first[:30] == second[:30] != third[:30] and first[30:] != second[30:]
-    assert len(maker.words(row(0.0, 200_000, 1), 9)) == 200_000
+    # Of the tokens that are shared the first four are the beginning, which is before pictures.
+    assert first[:26] == second[:26] != third[:26] and first[26:] != second[26:]
+    assert len(maker.words(row(0.0, 200_000, 1), 9)) == 200_000 - 4

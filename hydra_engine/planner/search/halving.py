@@ -31,8 +31,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """How much is simulated. `seconds`: how long the longest loads last; `requests`: fewest and most of one."""
 
     seconds: float = 10.0
-    requests: tuple[int, int] = (60, 400)
-    finalists: int = 4
+    requests: tuple[int, int] = (60, 300)
+    finalists: int = 3
     seeds: int = 3
     workers: int = 1
 

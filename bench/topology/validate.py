@@ -1,0 +1,223 @@
+"""`validate`: is the simulator right? Deployments of real processes on this machine against predictions of the same
+requests at the same times: means and 90th percentiles of TTFT and TPOT, and requests within limits per second.
+
+All deployments are up at once and take turns: every load of one round before the next round, with other contents of
+equal sizes, so that what the machine does besides falls on all alike. What a step costs comes from the profile, what
+preprocessing costs from requests of one idle deployment; no number is fitted to a topology or a load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from bench.serve.harness import say
+from bench.topology.loads import calls, rows
+from bench.topology.real import load_of, pin
+from hydra_engine import Engine
+from hydra_engine.core.outputs import Result
+from hydra_engine.planner.records import quantile
+from hydra_engine.planner.simulator.costs import Host
+from hydra_engine.planner.simulator.deployment import simulate
+from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.simulator.requests import RequestMaker
+from hydra_engine.planner.work import decode_seconds, prefill_seconds, vision_seconds, works
+from hydra_engine.planner.workload.arrivals import Arrivals
+from hydra_engine.telemetry.workload import WorkloadRequest
+
+TOPOLOGIES = "EPD,2EPD,EP+D,ED+P,E+PD,E+P+D,2E+PD,EP+2D,E+2PD,EPD+PD"
+LOADS = (0.3, 0.6, 0.9)  # seconds of lanes a second, on the mean
+_WARM_UP = 1 << 20  # content that no round has
+_IDLE = 12  # requests from which preprocessing is measured
+_FACTORS = (1.5, 1.5)  # limits: so many times the middle TTFT and TPOT that an idle EPD has by the simulator
+FIGURES = ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90")
+_ALLOWED = {"mean": 0.15, "p90": 0.25}
+_LEAST_RANK = 0.9
+
+
+class Times(NamedTuple):
+    """Of one request, seconds; `tpot_s` None of one token."""
+
+    ttft_s: float
+    tpot_s: float | None
+
+
+def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
+    topologies = options.topologies.split(",")
+    (device,) = site.devices.values()
+    say(f"{device.costs.source}; all processes share cores {pin('')}")
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for topology in tqdm(topologies, unit="deployment", disable=None):
+            config = replace(site.config, topology=topology)
+            engines[topology] = stack.enter_context(Engine.from_config(config, processes=True, progress=False))
+        for topology in tqdm(topologies, unit="warm-up", disable=None):
+            _measured(engines[topology], _load(options, 2.0, 3, _WARM_UP), site, _WARM_UP)
+        site = replace(site, host=_host(engines[topologies[0]], options, site))
+        points = _points(topologies, engines, _rates(options, site), options, site)
+    limits = _limits(options, site)
+    for point in points:
+        for side in ("measured", "predicted"):
+            point[f"{side}_figures"] = _figures(point[side], limits, point["seconds"])
+    return {"host": _host_document(site.host), "limits_ms": [1e3 * limit for limit in limits], "points": points,
+            **verdict(points)}  # fmt: skip
+
+
+def _load(options: argparse.Namespace, rate: float, count: int, content: int = 0) -> list[WorkloadRequest]:
+    times_s = Arrivals.parse(options.arrivals).times(rate, count, options.load.seed).tolist()
+    return rows(options.load, times_s, content)
+
+
+def _rates(options: argparse.Namespace, site: Site) -> list[float]:
+    """At which lanes have so many seconds of work a second, with decodes in batches of four."""
+    (device,) = site.devices.values()
+    surface, found = device.costs.surface, list(works(site.spec, _load(options, 1.0, options.requests)))
+    each_s = mean(
+        vision_seconds(surface, w) + prefill_seconds(surface, w) + decode_seconds(surface, w, 4) for w in found
+    )
+    return [float(f"{share / each_s:.3g}") for share in LOADS]
+
+
+def _host(engine: Engine, options: argparse.Namespace, site: Site) -> Host:
+    """Preprocessing, from the timelines of requests that come one by one: medians with and without a picture."""
+    load = _load(options, 1.0, _IDLE, _WARM_UP + 1)
+    spans: dict[bool, list[float]] = {True: [], False: []}
+    pixels = []
+    for row, call in zip(load, calls(load, RequestMaker(site.spec, _WARM_UP + 1)), strict=True):
+        result = engine.submit(call.prompt, call.images, sampling=replace(call.sampling, max_tokens=1)).result(60.0)
+        took_s = [s.end_s - s.start_s for s in result.timeline if s.stage in ("tokenize", "preprocess")]
+        spans[bool(row.pictures)].append(sum(took_s))
+        pixels += [one.width * one.height for one in row.pictures]
+    text_s = median(spans[False]) if spans[False] else 0.0
+    picture_s = max(median(spans[True]) - text_s, 0.0) if spans[True] else 0.0
+    return replace(site.host, request_s=text_s, pixel_s=picture_s / mean(pixels) if pixels else 0.0)
+
+
+def _points(
+    topologies: Sequence[str],
+    engines: dict[str, Engine],
+    rates: Sequence[float],
+    options: argparse.Namespace,
+    site: Site,
+) -> list[dict[str, Any]]:
+    """One for each topology and rate, with the times of all requests of all rounds."""
+    points: list[dict[str, Any]] = [
+        {"topology": topology, "rate": rate, "seconds": 0.0, "measured": [], "predicted": []}
+        for rate in rates
+        for topology in topologies
+    ]
+    with tqdm(total=len(points) * options.rounds, unit="load", disable=None) as bar:
+        for number in range(options.rounds):
+            for point in points:
+                # Of its own at each rate too: nothing may be in the caches that another load has left there.
+                content = number * len(rates) + rates.index(point["rate"])
+                topology, load = point["topology"], _load(options, point["rate"], options.requests, content)
+                bar.set_postfix_str(f"{topology} at {point['rate']:.3g}/s")
+                point["measured"] += _measured(engines[topology], load, site, content)
+                point["predicted"] += _predicted(topology, load, site, content)
+                point["seconds"] += load[-1].at_s - load[0].at_s
+                bar.update()
+    return points
+
+
+def _measured(engine: Engine, load: Sequence[WorkloadRequest], site: Site, content: int) -> list[Times]:
+    results, _ = load_of(engine, calls(load, RequestMaker(site.spec, content)), [row.at_s for row in load])
+    return [_times(result) for result in results]
+
+
+def _times(result: Result) -> Times:
+    assert result.metrics.ttft_s is not None, "a request without a token"
+    return Times(result.metrics.ttft_s, result.metrics.tpot_s)
+
+
+def _predicted(topology: str, load: Sequence[WorkloadRequest], site: Site, content: int) -> list[Times]:
+    records = simulate(topology, site, load, content)
+    return [Times(record.ttft_s, record.tpot_s) for record in records if record.ttft_s is not None]
+
+
+def _limits(options: argparse.Namespace, site: Site) -> tuple[float, float]:
+    idle = _predicted("EPD", _load(options, 0.1, options.requests), site, 0)
+    ttft_s, tpot_s = median(t.ttft_s for t in idle), median(t.tpot_s for t in idle if t.tpot_s is not None)
+    return _FACTORS[0] * ttft_s, _FACTORS[1] * tpot_s
+
+
+# ---- figures
+
+
+def _figures(times: Sequence[Times], limits: tuple[float, float], seconds: float) -> dict[str, float]:
+    """Milliseconds, and requests within both limits per second of arrivals."""
+    ttft = [1e3 * one.ttft_s for one in times]
+    tpot = [1e3 * one.tpot_s for one in times if one.tpot_s is not None]
+    within = sum(one.ttft_s <= limits[0] and (one.tpot_s or 0.0) <= limits[1] for one in times)
+    return {
+        "ttft_mean": round(mean(ttft), 3),
+        "ttft_p90": round(quantile(ttft, 0.9) or 0.0, 3),
+        "tpot_mean": round(mean(tpot), 3),
+        "tpot_p90": round(quantile(tpot, 0.9) or 0.0, 3),
+        "goodput": round(within / seconds, 4),
+    }
+
+
+def verdict(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Errors are predicted over measured, less 1. `rank`: Spearman's correlation of goodput over all points."""
+    errors = {name: [_error(point, name) for point in points] for name in FIGURES}
+    return {
+        "errors": {name: {"mean_abs": round(mean(map(abs, values)), 4), "largest": round(max(map(abs, values)), 4),
+                          "within": sum(abs(value) <= _allowed(name) for value in values), "of": len(values)}
+                   for name, values in errors.items()},
+        "rank": round(_rank_correlation(*(
+            [point[f"{side}_figures"]["goodput"] for point in points] for side in ("measured", "predicted"))), 4),
+    }  # fmt: skip
+
+
+def _error(point: dict[str, Any], name: str) -> float:
+    measured: float = point["measured_figures"][name]
+    return float(point["predicted_figures"][name] / measured - 1) if measured else 0.0
+
+
+def _allowed(name: str) -> float:
+    return _ALLOWED[name.split("_")[1]]
+
+
+def _rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    first, second = (_ranks(values) for values in (one, other))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Equal values share the mean of their ranks."""
+    ordered = sorted(values)
+    return [mean(place for place, other in enumerate(ordered) if other == value) for value in values]
+
+
+def _host_document(host: Host) -> dict[str, float]:
+    return {name: getattr(host, name) for name in ("request_s", "pixel_s", "message_s", "pull_s")}
+
+
+def report(result: dict[str, Any]) -> None:
+    for line in _lines(result):
+        say(line)
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield "\nmeasured, predicted, error; milliseconds"
+    yield (
+        f"{'':8}{'rate':>6}" + "".join(f"{name.replace('_', ' ').upper():>26}" for name in FIGURES) + f"{'goodput':>16}"
+    )
+    for point in result["points"]:
+        measured, predicted = point["measured_figures"], point["predicted_figures"]
+        cells = "".join(f"{measured[n]:10.1f}{predicted[n]:9.1f}{_error(point, n):+7.0%}" for n in FIGURES)
+        yield f"{point['topology']:8}{point['rate']:6.3g}{cells}{measured['goodput']:9.2f}{predicted['goodput']:7.2f}"
+    for name, found in result["errors"].items():
+        yield (
+            f"{name.replace('_', ' ')}: {found['mean_abs']:.1%} off on the mean, {found['largest']:.0%} at most; "
+            f"within {_allowed(name):.0%} at {found['within']} of {found['of']} points"
+        )
+    yield f"rank correlation of goodput: {result['rank']:.3f} (asked for: {_LEAST_RANK})"

@@ -1,0 +1,110 @@
+"""`hydra-engine plan`: what it prints and writes, and that bad input is one sentence before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from hydra_engine.cli import plan as command
+from hydra_engine.cli.planning.devices import check_here, devices_of
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.errors import ConfigError
+from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.planner.search.plan import Plan
+from hydra_engine.profiler.fit import Samples
+from hydra_engine.profiler.store import Identity, Profile, Reach, model_identity, save
+from tests.cli.conftest import Here
+
+SURFACE = CostSurface(
+    rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),
+    per_key_s=1e-7,
+    per_pair_s=1e-8,
+    per_chunk_s=1e-4,
+    patches=Curve((4.0, 256.0), (0.01, 0.05)),
+    per_patch_pair_s=1e-8,
+)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """Of the demo model on a made-up processor."""
+    model = model_identity(EngineConfig().model_path)
+    identity = Identity(model, "cpu", "made up", 2, 1, "balanced", "float32", "b", True, True, 16, "0")
+    path = tmp_path / "profile.json"
+    samples, measured = Samples((), (), ()), "2026-01-01T00:00:00Z"
+    save(Profile(identity, Reach(512, 64, 512), SURFACE, samples, 1e-5, 1e-5, 1, 0, 1.0, measured), path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_plan_is_printed_explained_and_written(here: Here, profile: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    done = here(
+        *("plan", "demo", "--workload", "pope", "--devices", "2", "--profile", str(profile), "--seeds", "2"),
+        *("--topologies", "2EPD E+PD", "--tpot-slo", "50ms", "--explain", "--output", str(output)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "to start    hydra-engine serve demo --topology" in done.stdout and "rho" in done.stdout
+    plan = msgspec.json.decode(output.read_bytes(), type=Plan)
+    assert {row.name for row in plan.rows if not row.settings} == {"2EPD", "E+PD"}
+    assert plan.best.goodput and plan.points > 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "say what to plan for: --workload FILE"),
+        (("--workload", "textcap"), "textcaps"),
+        (("--workload", "./nothing.jsonl"), "nothing.jsonl cannot be read"),
+        (("--workload", "pope", "--devices", "8xH2000"), "knows no device 'H2000'"),
+        (("--workload", "pope", "--devices", "0"), "plan for 1 to 64 devices"),
+        (("--workload", "pope", "--objective", "cost"), "needs --rate"),
+        (("--workload", "pope", "--devices", "2xH200", "--tpot-slo", "0.01ms"), "no topology keeps the time between"),
+        (("--workload", "pope", "--devices", "8xH200", "--launch"), "--launch needs 8 devices, and this machine has"),
+        (("--workload", "pope", "--devices", "2xH200", "--topologies", "E+P+D"), "3 instances without a device"),
+    ],
+)
+def test_bad_input_is_one_sentence(here: Here, flags: tuple[str, ...], message: str) -> None:
+    done = here("plan", "demo", *flags)
+    assert done.returncode != 0 and not done.stdout
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_workload_with_holes_is_refused_by_its_line(here: Here, tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    path.write_text('{"format":"hydra-engine workload","version":1}\n{"at_s":0,"prompt_tokens":4,"output_tokens":2}\n\n'
+                    '{"at_s":1,"prompt_tokens":4,"output_tokens":2}\n')  # fmt: skip
+    done = here("plan", "demo", "--workload", str(path))
+    assert done.returncode != 0 and "line 3" in done.stderr
+
+
+def test_a_profile_of_another_model_is_refused(profile: Path) -> None:
+    config = EngineConfig(model="llava-1.5-7b", load_format="random")
+    spec = load_spec(config.model_path, config.spec_options)
+    with pytest.raises(ConfigError, match=r"profile\.json was measured with another model than llava-1\.5-7b"):
+        devices_of("2", profile, config, spec)
+
+
+def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> None:
+    config = EngineConfig()
+    spec = load_spec(config.model_path, config.spec_options)
+    kinds, host = devices_of("2xA100 + RTX 4090", None, config, spec)
+    assert [kind.name for kind in kinds.values()] == ["A100-80GB", "A100-80GB", "RTX 4090"] and host.cores
+    (one,), several = devices_of("1", profile, config, spec)[0].values(), devices_of("3", profile, config, spec)[0]
+    assert one.on_processor and [*several] == ["cuda:0", "cuda:1", "cuda:2"]
+    with pytest.raises(ConfigError, match="write --devices 8"):
+        devices_of("8xH200", profile, config, spec)
+
+
+def test_what_is_launched_is_the_winner_with_its_settings(monkeypatch: pytest.MonkeyPatch, profile: Path) -> None:
+    started: list[EngineConfig] = []
+    monkeypatch.setattr("hydra_engine.cli.serve.start", lambda config, server: started.append(config) or 0)
+    plan = SimpleNamespace(best=SimpleNamespace(topology="2EPD@cpu", settings=()))
+    question = SimpleNamespace(config=EngineConfig())
+    assert command._launch(plan, question, object()) == 0  # type: ignore[arg-type]
+    assert started[0].topology == "2EPD@cpu"
+    check_here({"cpu": devices_of("1", profile, EngineConfig(), load_spec(EngineConfig().model_path))[0]["cpu"]})
