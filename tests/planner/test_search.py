@@ -24,7 +24,7 @@ from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs,
 from hydra_engine.planner.search.load import rate_of, window
 from hydra_engine.planner.search.measure import SHARE, Point, Question, Spread, measure
 from hydra_engine.planner.search.plan import make_plan
-from hydra_engine.planner.search.settings import Setting, settings_to_try
+from hydra_engine.planner.search.settings import InstanceLimits, settings_to_try
 from hydra_engine.planner.search.workers import run_all
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_engine.planner.simulator.deployment import SimulationError
@@ -206,17 +206,24 @@ def _fields(point: Point) -> dict[str, object]:
 # ---- settings
 
 
+def limits(role: str) -> InstanceLimits:
+    return InstanceLimits(role=role, token_budget=2048, max_num_seqs=64, image_budget=4096, kv_tokens=1 << 20)
+
+
 def test_settings_are_flags_and_change_the_configuration() -> None:
-    config = EngineConfig()
-    tried = settings_to_try(config, 2048, 64)
+    config = EngineConfig(topology="E+P+D")
+    tried = settings_to_try(config, [limits("E"), limits("P"), limits("D")])
     assert [one.flags for one in tried] == [
-        "--token-budget 1024", "--token-budget 4096", "--max-num-seqs 32", "--max-num-seqs 128",
-        "--no-steal-decodes", "--router affinity",
+        "--instance-limits P:token_budget=1024", "--instance-limits P:token_budget=4096",
+        "--instance-limits D:max_num_seqs=32", "--instance-limits D:max_num_seqs=128",
+        "--scheduling-policy sjf", "--encode-policy srpt", "--handover-tokens 512", "--router affinity",
     ]  # fmt: skip
-    assert tried[0].apply(config).scheduler.token_budget == 1024
-    assert not Setting("cluster", "steal_decodes", value=False).apply(config).cluster.steal_decodes
-    given = replace(config, scheduler=SchedulerConfig(token_budget=512, max_num_seqs=8))
-    assert all(one.section == "cluster" for one in settings_to_try(given, 512, 8))
+    assert tried[0].apply(config).for_instance("p0", Role.P).scheduler.token_budget == 1024
+    assert tried[0].apply(config).for_instance("d0", Role.D).scheduler == config.scheduler
+    assert tried[-1].apply(config).cluster.router == "affinity"
+    given = replace(config, scheduler=SchedulerConfig(token_budget=512, max_num_seqs=8, scheduling_policy="fcfs"))
+    assert [one.field for one in settings_to_try(given, [limits("EPD")])] == ["encode_policy", "router"]
+    assert "--no-steal-decodes" in {one.flags for one in settings_to_try(config, [limits("ED"), limits("PD")])}
 
 
 # ---- plans of simulated deployments

@@ -21,7 +21,7 @@ from hydra_engine.planner.search.floors import check_reachable
 from hydra_engine.planner.search.halving import Effort, Entry, Progress, measure_goodputs, race, requests_at
 from hydra_engine.planner.search.measure import SHARE, Point, Question, measure
 from hydra_engine.planner.search.rows import Row, device_price, misses, refused_row, row_of
-from hydra_engine.planner.search.settings import settings_to_try
+from hydra_engine.planner.search.settings import InstanceLimits, settings_to_try
 from hydra_engine.planner.search.workers import run_all
 from hydra_engine.planner.simulator.sizing import Sizes, sizes_of
 from hydra_engine.planner.work import RequestSeconds, works
@@ -31,16 +31,6 @@ _SAMPLE = 200  # requests of the workload from which work is estimated
 _BETTER = 1.02  # another setting must win by this much
 
 Objective = Literal["goodput", "cost", "offline"]
-
-
-class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the instances of one role: what they find by their device's memory, or are given."""
-
-    role: str
-    token_budget: int
-    max_num_seqs: int
-    image_budget: int
-    kv_tokens: int
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,9 +212,7 @@ def _offline(search: _Search, chosen: Sequence[Candidate]) -> Plan:
 
 def _with_settings(search: _Search, winner: Entry) -> list[Entry]:
     """The winner with the setting that makes it better, if one does, over all seeds."""
-    limits = limits_of(search.question, winner.candidate)
-    language = next((one for one in limits if one.kv_tokens), limits[0])
-    tried = settings_to_try(search.question.config, language.token_budget, language.max_num_seqs)
+    tried = settings_to_try(search.question.config, limits_of(search.question, winner.candidate))
     if not winner.goodput or not tried:
         return []
     entries = [

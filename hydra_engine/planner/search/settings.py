@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from hydra_engine.config import EngineConfig
 
+# Of a prompt that moves on: parts of which each is copied while the next is computed.
+_PART_TOKENS = 512
+
+
+class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the instances of one role: what they find by their device's memory, or are given."""
+
+    role: str
+    token_budget: int
+    max_num_seqs: int
+    image_budget: int
+    kv_tokens: int
+
 
 class Setting(msgspec.Struct, frozen=True):
-    """One field of a section of the configuration, for example ("scheduler", "token_budget", 1024)."""
+    """One field of a section of the configuration, for example ("scheduler", "token_budget", 1024); of the
+    configuration itself where the section is empty."""
 
     section: str
     field: str
@@ -25,22 +40,35 @@ class Setting(msgspec.Struct, frozen=True):
         return f"--{name} {self.value}"
 
     def apply(self, config: EngineConfig) -> EngineConfig:
+        if not self.section:
+            return replace(config, **{self.field: self.value})  # type: ignore[arg-type]
         changed = replace(getattr(config, self.section), **{self.field: self.value})
         return replace(config, **{self.section: changed})
 
 
-def settings_to_try(config: EngineConfig, num_tokens: int, num_requests: int) -> list[Setting]:
-    """Around the limits that instances have without them: `num_tokens` of a step, `num_requests` at once. What the user
+def settings_to_try(config: EngineConfig, limits: Sequence[InstanceLimits]) -> list[Setting]:
+    """Around the `limits` that instances have without them, role by role; order, stealing and routing. What the user
     has given stays."""
-    found = []
-    if config.scheduler.token_budget is None:
-        found += [Setting("scheduler", "token_budget", count) for count in (max(num_tokens // 2, 64), 2 * num_tokens)]
-    if config.scheduler.max_num_seqs is None:
-        found += [
-            Setting("scheduler", "max_num_seqs", count) for count in (max(num_requests // 2, 1), 2 * num_requests)
-        ]
-    if config.cluster.steal_decodes:
+    found = [*_limits(config, limits)] if not config.instance_limits else []
+    roles = [one.role for one in limits]
+    if config.scheduler.scheduling_policy == "priority":
+        found.append(Setting("scheduler", "scheduling_policy", "sjf"))
+    if config.scheduler.encode_policy == "priority" and any("E" in role for role in roles):
+        found.append(Setting("scheduler", "encode_policy", "srpt"))
+    if len(roles) > 1 and config.cluster.steal_decodes and any({"E", "D"} <= set(role) for role in roles):
         found.append(Setting("cluster", "steal_decodes", value=False))
+    if any("P" in role and "D" not in role for role in roles) and not config.scheduler.handover_tokens:
+        found.append(Setting("scheduler", "handover_tokens", _PART_TOKENS))
     if config.cluster.router == "least-loaded":
         found.append(Setting("cluster", "router", "affinity"))
     return found
+
+
+def _limits(config: EngineConfig, limits: Sequence[InstanceLimits]) -> Iterator[Setting]:
+    for one in limits:
+        if "P" in one.role and config.scheduler.token_budget is None:
+            for count in (max(one.token_budget // 2, 64), 2 * one.token_budget):
+                yield Setting("", "instance_limits", f"{one.role}:token_budget={count}")
+        if "D" in one.role and config.scheduler.max_num_seqs is None:
+            for count in (max(one.max_num_seqs // 2, 1), 2 * one.max_num_seqs):
+                yield Setting("", "instance_limits", f"{one.role}:max_num_seqs={count}")
