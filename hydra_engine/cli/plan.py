@@ -188,7 +188,7 @@ def _launch(plan: Plan, question: Question, server: ServerConfig) -> int:
     """Raises ConfigError where this machine has not the devices."""
     from hydra_engine.cli.serve import start
 
-    config = question.config
+    config = replace(question.config, topology=plan.best.topology)
     for setting in plan.best.settings:
         config = setting.apply(config)
-    return start(replace(config, topology=plan.best.topology), server)
+    return start(config, server)

@@ -12,9 +12,11 @@ from hydra_engine.cli import plan as command
 from hydra_engine.cli.planning.devices import check_here, devices_of
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.roles import EPD
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.planner.search.plan import Plan
+from hydra_engine.planner.search.settings import Setting
 from hydra_engine.profiler.fit import Samples
 from hydra_engine.profiler.store import Identity, Profile, Reach, model_identity, save
 from tests.cli.conftest import Here
@@ -103,8 +105,10 @@ def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> Non
 def test_what_is_launched_is_the_winner_with_its_settings(monkeypatch: pytest.MonkeyPatch, profile: Path) -> None:
     started: list[EngineConfig] = []
     monkeypatch.setattr("hydra_engine.cli.serve.start", lambda config, server: started.append(config) or 0)
-    plan = SimpleNamespace(best=SimpleNamespace(topology="2EPD@cpu", settings=()))
+    settings = (Setting("", "instance_limits", "EPD:max_num_seqs=7"), Setting("scheduler", "token_budget", 128))
+    plan = SimpleNamespace(best=SimpleNamespace(topology="2EPD@cpu", settings=settings))
     question = SimpleNamespace(config=EngineConfig())
     assert command._launch(plan, question, object()) == 0  # type: ignore[arg-type]
-    assert started[0].topology == "2EPD@cpu"
+    assert started[0].topology == "2EPD@cpu" and started[0].scheduler.token_budget == 128
+    assert started[0].for_instance("epd1", EPD).scheduler.max_num_seqs == 7
     check_here({"cpu": devices_of("1", profile, EngineConfig(), load_spec(EngineConfig().model_path))[0]["cpu"]})

@@ -289,6 +289,13 @@ def test_a_limit_that_an_idle_device_misses_is_refused_with_the_stage(limits: Li
         make_plan(question(limits=limits), LITTLE, quiet)
 
 
+def test_limits_of_roles_hold_where_they_are_tried() -> None:
+    limited = replace(candidate("E@cuda:0+PD@cuda:1"), settings=(Setting("", "instance_limits", "PD:max_num_seqs=1"),))
+    site = question().site(limited)
+    assert site.config.for_instance("pd0", Role.P | Role.D).scheduler.max_num_seqs == 1
+    assert measure(question(), limited, 20.0, 12).ttft.p90 > measure(question(), pair()[1], 20.0, 12).ttft.p90
+
+
 def test_a_model_that_fits_no_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="the model fits none of these deployments"):
         make_plan(question(kind=replace(FAST, memory_bytes=GIB >> 8)), LITTLE, quiet)

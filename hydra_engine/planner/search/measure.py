@@ -38,7 +38,8 @@ class Question:
     limits: Limits
 
     def site(self, candidate: Candidate) -> Site:
-        devices, config = {name: self.kinds[name] for name in candidate.devices}, self.config
+        devices = {name: self.kinds[name] for name in candidate.devices}
+        config = replace(self.config, topology=str(candidate.topology))  # limits of instances are checked by it
         for setting in candidate.settings:
             config = setting.apply(config)
         return Site(self.spec, config, devices, self.host)
