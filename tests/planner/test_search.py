@@ -24,7 +24,7 @@ from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs,
 from hydra_engine.planner.search.load import rate_of, window
 from hydra_engine.planner.search.measure import SHARE, Point, Question, Spread, measure
 from hydra_engine.planner.search.plan import make_plan
-from hydra_engine.planner.search.settings import InstanceLimits, settings_to_try
+from hydra_engine.planner.search.settings import InstanceLimits, Setting, settings_to_try
 from hydra_engine.planner.search.workers import run_all
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_engine.planner.simulator.deployment import SimulationError
