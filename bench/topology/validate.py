@@ -1,8 +1,8 @@
 """`validate`: is the simulator right? Deployments of real processes on this machine against predictions of the same
 requests at the same times: means and 90th percentiles of TTFT and TPOT, and requests within limits per second.
 
-All deployments are up at once and take turns: every load of one round before the next round, with other contents of
-equal sizes, so that what the machine does besides falls on all alike. What a step costs comes from the profile, what
+Deployments are up one after the other, round after round, with other contents of equal sizes in each, so that what the
+machine does besides falls on all alike. What a step costs comes from the profile, what
 preprocessing costs from requests of one idle deployment; no number is fitted to a topology or a load.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -53,15 +54,9 @@ def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
     topologies = options.topologies.split(",")
     (device,) = site.devices.values()
     say(f"{device.costs.source}; all processes share cores {pin('')}")
-    with contextlib.ExitStack() as stack:
-        engines = {}
-        for topology in tqdm(topologies, unit="deployment", disable=None):
-            config = replace(site.config, topology=topology)
-            engines[topology] = stack.enter_context(Engine.from_config(config, processes=True, progress=False))
-        for topology in tqdm(topologies, unit="warm-up", disable=None):
-            _measured(engines[topology], _load(options, 2.0, 3, _WARM_UP), site, _WARM_UP)
-        site = replace(site, host=_host(engines[topologies[0]], options, site))
-        points = _points(topologies, engines, _rates(options, site), options, site)
+    with _serving("EPD", options, site) as engine:
+        site = replace(site, host=_host(engine, options, site))
+    points = _points(topologies, _rates(options, site), options, site)
     limits = _limits(options, site)
     for point in points:
         for side in ("measured", "predicted"):
@@ -101,30 +96,39 @@ def _host(engine: Engine, options: argparse.Namespace, site: Site) -> Host:
 
 
 def _points(
-    topologies: Sequence[str],
-    engines: dict[str, Engine],
-    rates: Sequence[float],
-    options: argparse.Namespace,
-    site: Site,
+    topologies: Sequence[str], rates: Sequence[float], options: argparse.Namespace, site: Site
 ) -> list[dict[str, Any]]:
     """One for each topology and rate, with the times of all requests of all rounds."""
     points: list[dict[str, Any]] = [
         {"topology": topology, "rate": rate, "seconds": 0.0, "measured": [], "predicted": []}
-        for rate in rates
         for topology in topologies
+        for rate in rates
     ]
     with tqdm(total=len(points) * options.rounds, unit="load", disable=None) as bar:
-        for number in range(options.rounds):
-            for point in points:
-                # Of its own at each rate too: nothing may be in the caches that another load has left there.
+        for number, topology in product(range(options.rounds), topologies):
+            with _serving(topology, options, site) as engine:
+                for point in [point for point in points if point["topology"] == topology]:
+                    # Of its own at each rate too: nothing may be in the caches that another load has left there.
+                    content = number * len(rates) + rates.index(point["rate"])
+                    load = _load(options, point["rate"], options.requests, content)
+                    bar.set_postfix_str(f"{topology} at {point['rate']:.3g}/s")
+                    point["measured"] += _measured(engine, load, site, content)
+                    point["seconds"] += load[-1].at_s - load[0].at_s
+                    bar.update()
+            for point in [point for point in points if point["topology"] == topology]:
                 content = number * len(rates) + rates.index(point["rate"])
-                topology, load = point["topology"], _load(options, point["rate"], options.requests, content)
-                bar.set_postfix_str(f"{topology} at {point['rate']:.3g}/s")
-                point["measured"] += _measured(engines[topology], load, site, content)
+                load = _load(options, point["rate"], options.requests, content)
                 point["predicted"] += _predicted(topology, load, site, content)
-                point["seconds"] += load[-1].at_s - load[0].at_s
-                bar.update()
     return points
+
+
+@contextlib.contextmanager
+def _serving(topology: str, options: argparse.Namespace, site: Site) -> Iterator[Engine]:
+    """Warm."""
+    config = replace(site.config, topology=topology)
+    with Engine.from_config(config, processes=True, progress=False) as engine:
+        _measured(engine, _load(options, 2.0, 3, _WARM_UP), site, _WARM_UP)
+        yield engine
 
 
 def _measured(engine: Engine, load: Sequence[WorkloadRequest], site: Site, content: int) -> list[Times]:
