@@ -3,13 +3,16 @@ requests at the same times: means and 90th percentiles of TTFT and TPOT, and req
 
 Deployments are up one after the other, round after round, with other contents of equal sizes in each, so that what the
 machine does besides falls on all alike. What a step costs comes from the profile, what
-preprocessing costs from requests of one idle deployment; no number is fitted to a topology or a load.
+preprocessing costs from requests of one idle deployment; no number is fitted to a topology or a load. Machines that
+others use too are not always as fast: before and behind each deployment one matrix product is timed, and costs are
+scaled by how long it takes now against how long it took when the run began, right behind the profile.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -23,6 +26,7 @@ from bench.serve.harness import say
 from bench.topology.loads import calls, rows
 from bench.topology.real import load_of, pin
 from hydra_engine import Engine
+from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.outputs import Result
 from hydra_engine.planner.records import quantile
 from hydra_engine.planner.simulator.costs import Host
@@ -38,6 +42,8 @@ LOADS = (0.3, 0.6, 0.9)  # seconds of lanes a second, on the mean
 _WARM_UP = 1 << 20  # content that no round has
 _IDLE = 12  # requests from which preprocessing is measured
 _FACTORS = (1.5, 1.5)  # limits: so many times the middle TTFT and TPOT that an idle EPD has by the simulator
+_SIDE, _SPEEDS, _SPEED_S = 512, 5, 0.2  # of the matrix product that tells the machine's speed
+_PRICES = ("per_key_s", "per_pair_s", "per_chunk_s", "per_patch_pair_s", "per_decode_s")
 FIGURES = ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90")
 _ALLOWED = {"mean": 0.15, "p90": 0.25}
 _LEAST_RANK = 0.9
@@ -100,12 +106,14 @@ def _points(
 ) -> list[dict[str, Any]]:
     """One for each topology and rate, with the times of all requests of all rounds."""
     points: list[dict[str, Any]] = [
-        {"topology": topology, "rate": rate, "seconds": 0.0, "measured": [], "predicted": []}
+        {"topology": topology, "rate": rate, "seconds": 0.0, "speeds": [], "measured": [], "predicted": []}
         for topology in topologies
         for rate in rates
     ]
+    began = _speed()
     with tqdm(total=len(points) * options.rounds, unit="load", disable=None) as bar:
         for number, topology in product(range(options.rounds), topologies):
+            before = _speed()
             with _serving(topology, options, site) as engine:
                 for point in [point for point in points if point["topology"] == topology]:
                     # Of its own at each rate too: nothing may be in the caches that another load has left there.
@@ -115,11 +123,48 @@ def _points(
                     point["measured"] += _measured(engine, load, site, content)
                     point["seconds"] += load[-1].at_s - load[0].at_s
                     bar.update()
+            now = scaled(site, began / mean((before, _speed())))
             for point in [point for point in points if point["topology"] == topology]:
                 content = number * len(rates) + rates.index(point["rate"])
                 load = _load(options, point["rate"], options.requests, content)
-                point["predicted"] += _predicted(topology, load, site, content)
+                point["predicted"] += _predicted(topology, load, now, content)
+                point["speeds"].append(round(mean((before, _speed())) / began, 3))
     return points
+
+
+def _speed() -> float:
+    """Matrix products of one thread per second, the median of several short measurements."""
+    import torch
+
+    one, rates = torch.ones(_SIDE, _SIDE), []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(_SPEEDS):
+        began_s, count = time.perf_counter(), 0
+        while time.perf_counter() - began_s < _SPEED_S:
+            torch.mm(one, one)
+            count += 1
+        rates.append(count / (time.perf_counter() - began_s))
+    torch.set_num_threads(threads)
+    return median(rates)
+
+
+def scaled(site: Site, factor: float) -> Site:
+    """Every step takes so many times as long."""
+
+    def surface_of(surface: CostSurface) -> CostSurface:
+        rows, patches = (
+            Curve(curve.knots, tuple(factor * seconds for seconds in curve.seconds))
+            for curve in (surface.rows, surface.patches)
+        )
+        prices: dict[str, Any] = {name: factor * getattr(surface, name) for name in _PRICES}
+        return replace(surface, rows=rows, patches=patches, **prices)
+
+    devices = {
+        name: replace(kind, costs=replace(kind.costs, surface=surface_of(kind.costs.surface)))
+        for name, kind in site.devices.items()
+    }
+    return replace(site, devices=devices)
 
 
 @contextlib.contextmanager

@@ -19,11 +19,12 @@ import torch
 
 from hydra_engine.backend import devices
 from hydra_engine.backend.base import Backend, OpChoice, Ops
-from hydra_engine.backend.cpu.device import NICENESS, CpuDevice, usable_cores
+from hydra_engine.backend.cpu.device import CpuDevice, usable_cores
 from hydra_engine.backend.cpu.lanes import set_torch_threads
 from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Shapes, by_name
 from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension
 from hydra_engine.backend.reference.ops import ReferenceOps
+from hydra_engine.core.options import NICENESS
 from hydra_engine.errors import BackendError, ConfigError
 
 SM_GRANULE = 8  # what devices of compute capability 9.0 divide by; others divide by 2 or 4

@@ -1,8 +1,16 @@
-"""What the user may ask of a model's spec besides what its directory says."""
+"""What the user may ask of a model's spec besides what its directory says, and of lanes that compete for cores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+# By `--lane-priority`: how far a lane's threads step back when both have work and cores are few, as nice values.
+# Measured in docs/benchmarks-serving.md.
+NICENESS: dict[str, dict[str, int]] = {
+    "throughput": {"language": 5},
+    "balanced": {},
+    "latency": {"vision": 10},
+}
 
 
 @dataclass(frozen=True, slots=True)

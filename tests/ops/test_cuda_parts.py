@@ -9,7 +9,7 @@ from hydra_engine.backend.cuda.attention import num_leading_decodes
 from hydra_engine.backend.cuda.copies import ALIGNMENT, fill, layout_of, views
 from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.cuda.lanes import PRIORITIES
-from hydra_engine.backend.select import NICENESS
+from hydra_engine.core.options import NICENESS
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import BackendError, TransferError
 

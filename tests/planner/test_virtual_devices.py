@@ -11,7 +11,7 @@ import pytest
 
 from hydra_engine.planner.simulator.agenda import Agenda
 from hydra_engine.planner.simulator.links import Links
-from hydra_engine.planner.simulator.machine import LANGUAGE, VISION, Job, Machine
+from hydra_engine.planner.simulator.machine import LANGUAGE, VISION, Job, Machine, shares
 from tests.planner.sites import DEVICE, gpus
 
 RATES = replace(DEVICE, link_bytes_per_s=100.0, copy_bytes_per_s=400.0)
@@ -131,3 +131,24 @@ def test_copies_of_a_dead_instance_leave_the_way_to_the_others() -> None:
 def test_more_copies_at_once_never_end_sooner() -> None:
     ends = [max(copied_s(*[(source, 3, 60) for source in range(number)])) for number in (1, 2, 3)]
     assert all(one < other for one, other in pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    ("threads", "niceness", "cores", "expected"),
+    [
+        ((1, 1), (0, 0), 2, (1.0, 1.0)),
+        ((1, 1, 1), (0, 0, 0), 2, (2 / 3, 2 / 3, 2 / 3)),
+        ((2, 2), (0, 0), 2, (0.5, 0.5)),
+        # Weights 1, 0.33 and 0.33: the first one has a core of its own, the others share the second.
+        ((1, 1, 1), (0, 5, 5), 2, (1.0, 0.5, 0.5)),
+        ((1, 1), (0, 5), 1, (1.25**5 / (1 + 1.25**5), 1 / (1 + 1.25**5))),
+    ],
+)
+def test_cores_are_shared_by_threads_and_niceness(
+    threads: tuple[int, ...], niceness: tuple[int, ...], cores: int, expected: tuple[float, ...]
+) -> None:
+    jobs = [
+        Job(f"i{place}", LANGUAGE, 1.0, lambda _: None, threads=count, niceness=nice)
+        for place, (count, nice) in enumerate(zip(threads, niceness, strict=True))
+    ]
+    assert shares(jobs, cores) == pytest.approx(expected)

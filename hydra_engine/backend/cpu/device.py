@@ -21,19 +21,13 @@ from torch import Tensor
 from hydra_engine.backend.cpu.lanes import ThreadLane, set_torch_threads
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT, SharedPool, map_pool
 from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
+from hydra_engine.core.options import NICENESS
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.errors import TransferError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
-
-# Which lane steps back when both have work and cores are few. Measured in docs/benchmarks-serving.md.
-NICENESS: dict[str, dict[str, int]] = {
-    "throughput": {"language": 5},
-    "balanced": {},
-    "latency": {"vision": 10},
-}
 
 
 class CpuDevice:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hydra_engine.core.messages import PeerState, SetRole, ToFront, ToInstance
+from hydra_engine.core.options import NICENESS
 from hydra_engine.core.roles import Role
 from hydra_engine.planner.simulator.agenda import Agenda
 from hydra_engine.planner.simulator.links import Links
@@ -81,7 +82,8 @@ class SimulatedCluster:
         device = self._devices[name]
         neighbours = [other for other in self._loaded if self._devices[other] == device]
         costs = self._site.devices[device].costs
-        around = Surroundings(device, self.machines[device], self._links, costs, self._site.host)
+        niceness = NICENESS[self._site.config.lane_order]
+        around = Surroundings(device, self.machines[device], self._links, costs, self._site.host, niceness)
         self._lives[name] += 1
         self.nodes[name] = Node(
             name, self._loaded[name], self._lives[name], self._site, self._agenda, around, neighbours, self._receive

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import msgspec
@@ -85,15 +86,16 @@ UNKNOWN = Costs(CostSurface(_NOTHING, 0.0, 0.0, 0.0, _NOTHING, 0.0), source="not
 
 def costs_of(profile: Profile, source: str) -> Costs:
     identity = profile.identity
-    on_processor = identity.device == "cpu"
+    on_processor, surface = identity.device == "cpu", profile.surface
     return Costs(
-        profile.surface,
+        surface,
         submit_s=profile.submit_s,
         collect_s=profile.collect_s,
         cores=identity.cores if on_processor else 1,
         threads=identity.threads if on_processor else 0,
         dtype=identity.dtype,
-        alike=1.0 if on_processor else 2.0,  # processes take turns on a GPU
+        # Processes take turns on a GPU. On cores of their own they share memory as lanes of different kinds do.
+        alike=mean((surface.decode_slowdown, surface.prefill_slowdown)) if on_processor else 2.0,
         source=f"{source}: {identity.processor or identity.device}, {identity.cores} cores, {identity.dtype}",
     )
 

@@ -78,13 +78,14 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where an instance runs: its device by name, what shares it, and the ways to others."""
+    """Where an instance runs: its device by name, what shares it and in which order, and the ways to others."""
 
     device: str
     machine: Machine
     links: Links
     costs: Costs
     host: Host
+    niceness: Mapping[str, int]  # of each lane's threads
 
 
 class SimulatedWorker:
@@ -137,7 +138,7 @@ class SimulatedWorker:
             self._vision.ended()
             self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now(), (None,) * len(plan.items)))
 
-        job = Job(self._name, VISION, surface.vision_s(load), done, beside, threads=self._costs.threads)
+        job = self._job(VISION, surface.vision_s(load), done, beside)
         self._vision.submit(lambda: self._run(job))
 
     def submit_language(self, plan: LanguagePlan) -> None:
@@ -150,9 +151,13 @@ class SimulatedWorker:
             self._language.ended()
             self._deliver(LanguageResult(plan.step_id, job.started_s, ended_s, tokens, vision_s=job.vision_s))
 
-        threads, alone_s = self._costs.threads, surface.language_s(load)
-        job = Job(self._name, LANGUAGE, alone_s, done, beside, allowance_s=plan.vision_s, threads=threads)
+        job = self._job(LANGUAGE, surface.language_s(load), done, beside)
+        job.allowance_s = plan.vision_s
         self._language.submit(lambda: self._run(job))
+
+    def _job(self, kind: str, alone_s: float, done: Callable[[Job], None], beside: Mapping[str, float]) -> Job:
+        niceness = self._around.niceness.get(kind, 0)
+        return Job(self._name, kind, alone_s, done, beside, threads=self._costs.threads, niceness=niceness)
 
     def _run(self, job: Job) -> None:
         if self.alive:
