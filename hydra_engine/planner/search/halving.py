@@ -103,10 +103,10 @@ def race(
 
 def _merit(entry: Entry) -> tuple[float, float, float]:
     point = entry.points[-1]
-    return round(min(_judged(point), SHARE), 2), point.slack, entry.bound.rate
+    return round(min(judged(point), SHARE), 2), point.slack, entry.bound.rate
 
 
-def _judged(point: Point) -> float:
+def judged(point: Point) -> float:
     """Attainment; of one that falls behind less than is needed, by how fast it does."""
     return min(point.attainment, SHARE / (1 + point.growth)) if point.falls_behind else point.attainment
 
@@ -121,7 +121,7 @@ def measure_goodputs(entries: Sequence[Entry], measure: Measure, effort: Effort,
             for search, point in zip(open_ones, measure(jobs), strict=True):
                 search.take(point)
         for search in searches:
-            search.entry.goodputs.append(goodput([(p.rate or 0.0, _judged(p)) for p in search.points], SHARE))
+            search.entry.goodputs.append(goodput([(p.rate or 0.0, judged(p)) for p in search.points], SHARE))
 
 
 class _Search:
