@@ -21,6 +21,7 @@ _COMMANDS: dict[str, str] = {
     "demo": "answer four questions with the shipped model, with timelines",
     "bench": "run a benchmark of the source tree: ops, stages, serving",
     "plan": "find the topology that keeps latency limits at the highest rate or the least cost, in simulated time",
+    "reproduce": "repeat the experiments of the papers that the engine builds on, by simulation and closed forms",
     "profile": "measure step times on this machine, save them, and print what a latency limit allows",
     "quantize": "write a checkpoint again with its decoder in 8 or 4 bits, as compressed-tensors stores it",
     "memory": "print the memory of each instance of a topology and what its role saves; loads no weights",

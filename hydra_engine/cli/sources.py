@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from hydra_engine.cli import values
 from hydra_engine.cli.options import (
     MEDIA_LIMITS,
     SECTIONS,
@@ -23,7 +22,8 @@ from hydra_engine.cli.options import (
     options_by_name,
     variable_of,
 )
-from hydra_engine.cli.other_engines import instead_of
+from hydra_engine.cli.settings import values
+from hydra_engine.cli.settings.other_engines import instead_of
 from hydra_engine.config import (
     DEMO_MODEL,
     EngineConfig,

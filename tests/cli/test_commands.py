@@ -10,8 +10,8 @@ import pytest
 
 from hydra_engine.__main__ import main
 from hydra_engine.backend.devices import probe
-from hydra_engine.cli import other_engines
 from hydra_engine.cli.commands import build_parser
+from hydra_engine.cli.settings import other_engines
 from tests.cli.conftest import Here
 from tests.packaging.flags import FLAG
 from tests.unit.test_model_files import text as gguf_text

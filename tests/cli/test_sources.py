@@ -16,8 +16,8 @@ from hydra_engine.cli.commands import build_parser
 from hydra_engine.cli.config import config_lines
 from hydra_engine.cli.options import SECTIONS, Option, all_options, options_by_name, variable_of
 from hydra_engine.cli.parser import Parser
+from hydra_engine.cli.settings.values import from_yaml
 from hydra_engine.cli.sources import Settings, read_settings
-from hydra_engine.cli.values import from_yaml
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import ConfigError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -121,6 +122,22 @@ def test_copies_within_a_device_use_no_link() -> None:
 
 def test_a_copy_of_nothing_ends_at_once() -> None:
     assert copied_s((0, 1, 0)) == [0.0]
+
+
+@pytest.mark.parametrize("late_s", [10.0, 75.9, 1000.0, 30000.0])
+def test_what_rounding_leaves_late_in_a_run_ends_too(late_s: float) -> None:
+    """A copy's last thousandth of a byte takes less time than a clock that is far on can tell."""
+    agenda, ended = Agenda(), list[float]()
+    links = Links(agenda, gpus(4, replace(RATES, link_bytes_per_s=2.4e11)))
+
+    def start(target: str) -> None:
+        links.copy("cuda:0", target, 10**6 + 7, lambda: ended.append(agenda.now()))
+
+    for number in range(8):
+        agenda.at(late_s + 1.3e-6 * number, partial(start, f"cuda:{number % 3 + 1}"))
+    for _ in range(1000):
+        agenda.step()
+    assert len(ended) == 8
 
 
 def test_copies_of_a_dead_instance_leave_the_way_to_the_others() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hydra_engine.planner.simulator.agenda import Agenda
 from hydra_engine.planner.simulator.costs import DeviceKind
 
-_DONE_BYTES = 1e-3  # less than this is rounding
+_DONE_S = 1e-9  # of copying: less than this is rounding, and late in a long run less than a clock can tell
 
 
 @dataclass(eq=False)
@@ -78,8 +78,8 @@ class Links:
         if version != self._version:
             return
         self._settle()
-        ended = [copy for copy in self._copies if copy.left < _DONE_BYTES]
-        self._copies = [copy for copy in self._copies if copy.left >= _DONE_BYTES]
+        ended = [copy for copy in self._copies if copy.left < _DONE_S * self._rate(copy)]
+        self._copies = [copy for copy in self._copies if copy not in ended]
         self._schedule()
         for copy in ended:
             copy.done()

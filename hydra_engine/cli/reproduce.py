@@ -1,0 +1,135 @@
+"""`hydra-engine reproduce NAME`: an experiment of the papers that the engine builds on, ours beside theirs.
+
+Simulated deployments and closed forms, by the sizes of models and the datasheets of devices; nothing is started, and
+what only a GPU can say is named with the command that measures it. `--page` writes docs/papers.md anew from stored
+results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hydra_engine.errors import ConfigError
+
+if TYPE_CHECKING:  # `--help` needs none
+    from hydra_engine.planner.papers.results import Experiment, Scale, Stored
+
+_TREE = Path(__file__).parents[2]
+_RESULTS = _TREE / "bench" / "results" / "papers"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments, or `all`; without a name, lists them")
+    group = parser.add_argument_group("reproduce")
+    group.add_argument("--full", action="store_true", help="four times the requests, and all points of a sweep")
+    group.add_argument("--output", type=Path, metavar="FILE", help="also write the result to this file, as JSON")
+    group.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="store the results of NAME in the source tree and write the page of all stored ones (needs matplotlib)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from hydra_engine.planner.papers.experiments import EXPERIMENTS, find
+    from hydra_engine.planner.papers.results import FULL, QUICK
+
+    scale = FULL if arguments.full else QUICK
+    chosen = EXPERIMENTS if arguments.names == ["all"] else tuple(find(name) for name in arguments.names)
+    if arguments.page is not None:
+        return _write_page(arguments.page, chosen, scale)
+    if not chosen:
+        sys.stdout.write("\n".join(_listed(EXPERIMENTS)) + "\n")
+        return 0
+    if arguments.output is not None and len(chosen) != 1:
+        raise ConfigError("--output takes the result of one experiment", param="output")
+    for experiment in chosen:
+        stored = _result_of(experiment, scale)
+        sys.stdout.write("\n".join(_told(experiment, stored)) + "\n")
+        if arguments.output is not None:
+            if stored is None:
+                raise ConfigError(f"{experiment.name} has no result here: {experiment.command}", param="output")
+            arguments.output.write_bytes(_encoded(stored))
+    return 0
+
+
+def stored_results(folder: Path = _RESULTS) -> dict[str, Stored]:
+    from hydra_engine.planner.papers.results import Stored
+
+    found = [msgspec.json.decode(path.read_bytes(), type=Stored) for path in sorted(folder.glob("*.json"))]
+    return {stored.name: stored for stored in found}
+
+
+def _listed(experiments: Sequence[Experiment]) -> Iterator[str]:
+    width = max(len(experiment.name) for experiment in experiments)
+    for experiment in experiments:
+        yield f"{experiment.name:{width}}  {experiment.how:15}  {experiment.title}"
+
+
+def _result_of(experiment: Experiment, scale: Scale) -> Stored | None:
+    """None where it needs a GPU."""
+    from hydra_engine.planner.papers.results import Stored
+
+    if experiment.run is None:
+        return None
+    return Stored(experiment.name, scale.name, experiment.run(scale))
+
+
+def _told(experiment: Experiment, stored: Stored | None) -> Iterator[str]:
+    from hydra_engine.planner.papers.results import tables_of, text_lines
+
+    yield f"{experiment.name}: {experiment.title} ({experiment.paper}; {experiment.how})"
+    yield experiment.setting
+    for title, shown in tables_of(experiment, None if stored is None else stored.result):
+        yield ""
+        yield f"{title}:"
+        yield from text_lines(shown)
+    yield ""
+    if stored is not None:
+        yield f"found       {stored.result.finding}"
+    if experiment.remark:
+        yield f"the paper   {experiment.remark}"
+    if experiment.command:
+        yield f"to measure  {experiment.command}"
+
+
+def _encoded(stored: Stored) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n"
+
+
+def _drawing() -> Callable[[Mapping[str, Stored], Path], None]:
+    """Raises ConfigError without matplotlib: before anything runs, not behind it."""
+    try:
+        from hydra_engine.planner.papers.pictures import draw
+    except ImportError as error:
+        raise ConfigError("--page needs matplotlib; install it with `pip install matplotlib`", param="page") from error
+    return draw
+
+
+def _write_page(page: Path, chosen: Sequence[Experiment], scale: Scale) -> int:
+    if not _RESULTS.parent.is_dir():
+        raise ConfigError(
+            "results are stored in the source tree; run this from a clone of the repository", param="page"
+        )
+    if not page.parent.is_dir():
+        raise ConfigError(f"--page: there is no folder {page.parent}", param="page")
+    draw = _drawing()
+    _RESULTS.mkdir(exist_ok=True)
+    for experiment in chosen:
+        sys.stderr.write(f"{experiment.name}\n")
+        stored = _result_of(experiment, scale)
+        if stored is not None:
+            (_RESULTS / f"{experiment.name}.json").write_bytes(_encoded(stored))
+    from hydra_engine.planner.papers.page import PICTURES, page_text
+
+    results: Mapping[str, Stored] = stored_results()
+    draw(results, page.parent / PICTURES)
+    page.write_text(page_text(results), encoding="utf-8")
+    return 0
