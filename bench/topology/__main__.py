@@ -154,6 +154,7 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("real and validate")
     group.add_argument("--topologies", help=f"default: {real.TOPOLOGIES}; validate: {validate.TOPOLOGIES}")
     group.add_argument("--rounds", type=int)
+    group.add_argument("--measured", type=Path, metavar="FILE", help="validate: only predict, for what a document has")
     group.add_argument("--cores", default="", help="pin everything to these, for example 0,1 (default: all)")
     group = parser.add_argument_group("timeline")
     group.add_argument("--topology", default="E+P+D")

@@ -87,9 +87,9 @@ def _measure(
                 made, times_s = calls(load, RequestMaker(site.spec, content)), [row.at_s for row in load]
                 for topology in topologies:
                     bar.set_postfix_str(topology)
-                    before = _pulled_bytes(engines[topology])
+                    before = pulled_bytes(engines[topology])
                     results, wall_s = load_of(engines[topology], made, times_s)
-                    moved[topology] += _pulled_bytes(engines[topology]) - before
+                    moved[topology] += pulled_bytes(engines[topology]) - before
                     errors[topology] += len(load) - len(results)
                     loads[topology].append(([sample_of(result) for result in results], wall_s))
                     bar.update()
@@ -119,7 +119,7 @@ def load_of(engine: Engine, load: Sequence[Call], times_s: Sequence[float]) -> t
     return results, time.monotonic() - began_s - times_s[0]
 
 
-def _pulled_bytes(engine: Engine) -> int:
+def pulled_bytes(engine: Engine) -> int:
     time.sleep(_REPORT_S)
     return sum(status.transfer.pulled_bytes for status in engine.statuses().values())
 

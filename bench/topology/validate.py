@@ -2,16 +2,16 @@
 requests at the same times: means and 90th percentiles of TTFT and TPOT, and requests within limits per second.
 
 Deployments are up one after the other, round after round, with other contents of equal sizes in each, so that what the
-machine does besides falls on all alike. What a step costs comes from the profile, what
-preprocessing costs from requests of one idle deployment; no number is fitted to a topology or a load. Machines that
-others use too are not always as fast: before and behind each deployment one matrix product is timed, and costs are
-scaled by how long it takes now against how long it took when the run began, right behind the profile.
+machine does besides falls on all alike. What a step costs comes from the profile, what preprocessing and copies cost
+from requests of one idle deployment; no number is fitted to a topology or a load. Before each deployment one matrix
+product is timed, so that a reader sees whether the machine was as fast as when the run began.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,12 +24,10 @@ from tqdm import tqdm
 
 from bench.serve.harness import say
 from bench.topology.loads import calls, rows
-from bench.topology.real import load_of, pin
+from bench.topology.real import load_of, pin, pulled_bytes
 from hydra_engine import Engine
-from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.outputs import Result
 from hydra_engine.planner.records import quantile
-from hydra_engine.planner.simulator.costs import Host
 from hydra_engine.planner.simulator.deployment import simulate
 from hydra_engine.planner.simulator.node import Site
 from hydra_engine.planner.simulator.requests import RequestMaker
@@ -43,7 +41,6 @@ _WARM_UP = 1 << 20  # content that no round has
 _IDLE = 12  # requests from which preprocessing is measured
 _FACTORS = (1.5, 1.5)  # limits: so many times the middle TTFT and TPOT that an idle EPD has by the simulator
 _SIDE, _SPEEDS, _SPEED_S = 512, 5, 0.2  # of the matrix product that tells the machine's speed
-_PRICES = ("per_key_s", "per_pair_s", "per_chunk_s", "per_patch_pair_s", "per_decode_s")
 FIGURES = ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90")
 _ALLOWED = {"mean": 0.15, "p90": 0.25}
 _LEAST_RANK = 0.9
@@ -60,14 +57,17 @@ def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
     topologies = options.topologies.split(",")
     (device,) = site.devices.values()
     say(f"{device.costs.source}; all processes share cores {pin('')}")
-    with _serving("EPD", options, site) as engine:
-        site = replace(site, host=_host(engine, options, site))
-    points = _points(topologies, _rates(options, site), options, site)
+    if options.measured is not None:
+        points, site = _kept(options, site)
+    else:
+        site = _calibrated(options, site)
+        points = _measured_points(topologies, _rates(options, site), options, site)
+    _predict(points, options, site)
     limits = _limits(options, site)
     for point in points:
         for side in ("measured", "predicted"):
             point[f"{side}_figures"] = _figures(point[side], limits, point["seconds"])
-    return {"host": _host_document(site.host), "limits_ms": [1e3 * limit for limit in limits], "points": points,
+    return {"host": _host_document(site), "limits_ms": [1e3 * limit for limit in limits], "points": points,
             **verdict(points)}  # fmt: skip
 
 
@@ -86,50 +86,77 @@ def _rates(options: argparse.Namespace, site: Site) -> list[float]:
     return [float(f"{share / each_s:.3g}") for share in LOADS]
 
 
-def _host(engine: Engine, options: argparse.Namespace, site: Site) -> Host:
-    """Preprocessing, from the timelines of requests that come one by one: medians with and without a picture."""
+def _calibrated(options: argparse.Namespace, site: Site) -> Site:
+    """With what a profile does not have: preprocessing and copies, of requests that come one by one to an idle
+    deployment which hands their KV on."""
     load = _load(options, 1.0, _IDLE, _WARM_UP + 1)
     spans: dict[bool, list[float]] = {True: [], False: []}
-    pixels = []
-    for row, call in zip(load, calls(load, RequestMaker(site.spec, _WARM_UP + 1)), strict=True):
-        result = engine.submit(call.prompt, call.images, sampling=replace(call.sampling, max_tokens=1)).result(60.0)
-        took_s = [s.end_s - s.start_s for s in result.timeline if s.stage in ("tokenize", "preprocess")]
-        spans[bool(row.pictures)].append(sum(took_s))
-        pixels += [one.width * one.height for one in row.pictures]
+    pixels, copied_s = [], 0.0
+    with _serving("EP+D", options, site) as engine:
+        before = pulled_bytes(engine)
+        for row, call in zip(load, calls(load, RequestMaker(site.spec, _WARM_UP + 1)), strict=True):
+            result = engine.submit(call.prompt, call.images, sampling=replace(call.sampling, max_tokens=2)).result(60.0)
+            took_s = [s.end_s - s.start_s for s in result.timeline if s.stage in ("tokenize", "preprocess")]
+            copied_s += sum(s.end_s - s.start_s for s in result.timeline if s.stage == "pull_kv")
+            spans[bool(row.pictures)].append(sum(took_s))
+            pixels += [one.width * one.height for one in row.pictures]
+        copied = pulled_bytes(engine) - before
     text_s = median(spans[False]) if spans[False] else 0.0
     picture_s = max(median(spans[True]) - text_s, 0.0) if spans[True] else 0.0
-    return replace(site.host, request_s=text_s, pixel_s=picture_s / mean(pixels) if pixels else 0.0)
+    host = replace(site.host, request_s=text_s, pixel_s=picture_s / mean(pixels) if pixels else 0.0)
+    return _with_copies(replace(site, host=host), copied / copied_s)
 
 
-def _points(
+def _with_copies(site: Site, bytes_per_s: float) -> Site:
+    devices = {name: replace(kind, copy_bytes_per_s=bytes_per_s) for name, kind in site.devices.items()}
+    return replace(site, devices=devices)
+
+
+def _kept(options: argparse.Namespace, site: Site) -> tuple[list[dict[str, Any]], Site]:
+    """The measured side of a document of this benchmark; the load must be given as it was then."""
+    result = json.loads(options.measured.read_text(encoding="utf-8"))["result"]
+    points = [{**point, "measured": [Times(*times) for times in point["measured"]]} for point in result["points"]]
+    host = {name: value for name, value in result["host"].items() if name != "copy_bytes_per_s"}
+    return points, _with_copies(replace(site, host=replace(site.host, **host)), result["host"]["copy_bytes_per_s"])
+
+
+def _measured_points(
     topologies: Sequence[str], rates: Sequence[float], options: argparse.Namespace, site: Site
 ) -> list[dict[str, Any]]:
     """One for each topology and rate, with the times of all requests of all rounds."""
     points: list[dict[str, Any]] = [
-        {"topology": topology, "rate": rate, "seconds": 0.0, "speeds": [], "measured": [], "predicted": []}
+        {"topology": topology, "rate": rate, "place": place, "seconds": 0.0, "speeds": [], "measured": []}
         for topology in topologies
-        for rate in rates
+        for place, rate in enumerate(rates)
     ]
     began = _speed()
     with tqdm(total=len(points) * options.rounds, unit="load", disable=None) as bar:
         for number, topology in product(range(options.rounds), topologies):
-            before = _speed()
+            speed = _speed() / began
             with _serving(topology, options, site) as engine:
                 for point in [point for point in points if point["topology"] == topology]:
-                    # Of its own at each rate too: nothing may be in the caches that another load has left there.
-                    content = number * len(rates) + rates.index(point["rate"])
-                    load = _load(options, point["rate"], options.requests, content)
                     bar.set_postfix_str(f"{topology} at {point['rate']:.3g}/s")
+                    load, content = _round(options, point, number)
                     point["measured"] += _measured(engine, load, site, content)
                     point["seconds"] += load[-1].at_s - load[0].at_s
+                    point["speeds"].append(round(speed, 3))
                     bar.update()
-            now = scaled(site, began / mean((before, _speed())))
-            for point in [point for point in points if point["topology"] == topology]:
-                content = number * len(rates) + rates.index(point["rate"])
-                load = _load(options, point["rate"], options.requests, content)
-                point["predicted"] += _predicted(topology, load, now, content)
-                point["speeds"].append(round(mean((before, _speed())) / began, 3))
     return points
+
+
+def _round(options: argparse.Namespace, point: dict[str, Any], number: int) -> tuple[list[WorkloadRequest], int]:
+    """The load, and its content: one of its own at each rate too, for nothing may be in the caches that another load
+    has left there."""
+    content = number * len(LOADS) + point["place"]
+    return _load(options, point["rate"], options.requests, content), content
+
+
+def _predict(points: Sequence[dict[str, Any]], options: argparse.Namespace, site: Site) -> None:
+    for point in tqdm(points, unit="simulation", disable=None):
+        rounds = [_round(options, point, number) for number in range(options.rounds)]
+        point["predicted"] = [
+            times for load, content in rounds for times in _predicted(point["topology"], load, site, content)
+        ]
 
 
 def _speed() -> float:
@@ -147,24 +174,6 @@ def _speed() -> float:
         rates.append(count / (time.perf_counter() - began_s))
     torch.set_num_threads(threads)
     return median(rates)
-
-
-def scaled(site: Site, factor: float) -> Site:
-    """Every step takes so many times as long."""
-
-    def surface_of(surface: CostSurface) -> CostSurface:
-        rows, patches = (
-            Curve(curve.knots, tuple(factor * seconds for seconds in curve.seconds))
-            for curve in (surface.rows, surface.patches)
-        )
-        prices: dict[str, Any] = {name: factor * getattr(surface, name) for name in _PRICES}
-        return replace(surface, rows=rows, patches=patches, **prices)
-
-    devices = {
-        name: replace(kind, costs=replace(kind.costs, surface=surface_of(kind.costs.surface)))
-        for name, kind in site.devices.items()
-    }
-    return replace(site, devices=devices)
 
 
 @contextlib.contextmanager
@@ -246,8 +255,10 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [mean(place for place, other in enumerate(ordered) if other == value) for value in values]
 
 
-def _host_document(host: Host) -> dict[str, float]:
-    return {name: getattr(host, name) for name in ("request_s", "pixel_s", "message_s", "pull_s")}
+def _host_document(site: Site) -> dict[str, float]:
+    (device,) = site.devices.values()
+    found = {name: getattr(site.host, name) for name in ("request_s", "pixel_s", "message_s", "pull_s")}
+    return {**found, "copy_bytes_per_s": device.copy_bytes_per_s}
 
 
 def report(result: dict[str, Any]) -> None:
