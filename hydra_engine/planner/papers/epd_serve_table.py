@@ -49,9 +49,7 @@ EXPERIMENTS = (
         ours.PAPER,
         "Features and KV that are moved early",
         "simulated",
-        f"{_MODEL}; ShareGPT-4o, E-P-D, 2 and 3 requests a second for each device. What is missing: the three rows in "
-        f"which "
-        "something is not moved early, for which the engine needs switches.",
+        f"{_MODEL}; ShareGPT-4o, E-P-D, 2 and 3 requests a second for each device.",
         ours.early,
         Table(
             ("method", "TTFT ms at 2", "TPOT ms at 2", "TTFT ms at 3", "TPOT ms at 3"),
