@@ -16,7 +16,6 @@ from random import Random
 import pytest
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import Delta, ToFront, Tokens
@@ -33,20 +32,10 @@ from hydra_engine.telemetry.request_metrics import FinishedRequests
 from hydra_engine.telemetry.timeline import phases
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from tests.examples import examples
+from tests.planner.sites import SURFACE
 
 TOPOLOGIES = ["EPD", "EP+D", "ED+P", "E+PD", "E+P+D", "2EPD", "2E+P+2D", "2ED+2P", "2EP+2D", "2E+2P+2D"]
 LIMITS_S = (0.0005, 0.004, 0.008, 0.02, 0.1)  # a step of one decode takes 4 ms
-SURFACE = CostSurface(
-    rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),
-    per_key_s=1e-7,
-    per_pair_s=1e-8,
-    per_chunk_s=1e-4,
-    patches=Curve((4.0, 256.0), (0.01, 0.05)),
-    per_patch_pair_s=1e-8,
-    decode_slowdown=2.0,
-    prefill_slowdown=2.0,
-    vision_slowdown=2.0,
-)
 
 
 @cache

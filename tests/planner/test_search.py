@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.config import EngineConfig, SchedulerConfig
-from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.cost import Curve
 from hydra_engine.core.roles import EPD, Role, Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError
@@ -32,18 +32,9 @@ from hydra_engine.planner.slo import Limits
 from hydra_engine.planner.work import RequestSeconds
 from hydra_engine.planner.workload.generators import make_load
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+from tests.planner import sites
 
-SURFACE = CostSurface(
-    rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),
-    per_key_s=1e-7,
-    per_pair_s=1e-8,
-    per_chunk_s=1e-4,
-    patches=Curve((4.0, 256.0), (0.01, 0.05)),
-    per_patch_pair_s=1e-8,
-    decode_slowdown=1.5,
-    prefill_slowdown=1.5,
-    vision_slowdown=1.5,
-)
+SURFACE = replace(sites.SURFACE, decode_slowdown=1.5, prefill_slowdown=1.5, vision_slowdown=1.5)
 FAST = DeviceKind("fast", Costs(SURFACE, threads=0), memory_bytes=2 * GIB, price=4000, hour_price=4.0)
 SLOW = replace(FAST, name="slow", costs=Costs(replace(SURFACE, patches=Curve((4.0, 256.0), (0.02, 0.1))), threads=0))
 CHEAP = replace(SLOW, price=1000, hour_price=1.0)

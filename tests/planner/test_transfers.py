@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.config import EngineConfig, SchedulerConfig
-from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.roles import Topology
 from hydra_engine.frontend.dispatch import Dispatcher
@@ -22,19 +21,8 @@ from hydra_engine.planner.simulator.deployment import Deployment
 from hydra_engine.planner.simulator.node import Site
 from hydra_engine.scheduler import policy
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+from tests.planner.sites import SURFACE
 from tools.miniatures import make_tiny
-
-SURFACE = CostSurface(
-    rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),
-    per_key_s=1e-7,
-    per_pair_s=1e-8,
-    per_chunk_s=1e-4,
-    patches=Curve((4.0, 256.0), (0.01, 0.05)),
-    per_patch_pair_s=1e-8,
-    decode_slowdown=2.0,
-    prefill_slowdown=2.0,
-    vision_slowdown=2.0,
-)
 
 
 @cache
