@@ -4,7 +4,7 @@
 breakdown of latencies, and how far the simulator of `hydra_engine/planner` is off with the step times of that profile,
 which `hydra-engine profile --output FILE` has written here. `validate`: the same question for ten topologies at three
 rates, answered in errors of means and 90th percentiles. `timeline`: a request with two pictures through E, P and D.
-Tables go to standard error; standard output is one JSON document, so `> bench/results/topology-real.json` keeps it.
+Tables go to standard error; standard output is one JSON document, so `> bench/results/topology-validate.json` keeps it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _table(plan: Plan) -> Iterator[str]:
     offline = plan.objective == "offline"
     titles = [
         "topology",
-        "bound",
+        "estimate",
         "last answer" if offline else "goodput",
         "within",
         "TTFT p50",

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ class Kept:
     """What a check has left in its folder, with every byte of the archive read."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        self.files = dict(sizes(folder))
         with tarfile.open(folder / "gpu-check.tar.gz") as archive:
             members = {entry.name.removeprefix("gpu-check/"): archive.extractfile(entry) for entry in archive}
             self.data = {name: file.read() for name, file in members.items() if file is not None}
@@ -44,6 +46,13 @@ class Kept:
     @property
     def states(self) -> dict[str, str]:
         return {part["name"]: part["state"] for part in self.check["parts"]}
+
+
+def sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """Of a check that runs too: what it is just writing is under its own name a moment later."""
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            yield path.name, path.stat().st_size
 
 
 def gone(pid: int) -> bool:

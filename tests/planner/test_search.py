@@ -19,16 +19,17 @@ from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.planner.report import explain_lines, plan_lines
 from hydra_engine.planner.search.candidates import Candidate, candidates
-from hydra_engine.planner.search.estimate import bound_of
-from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs, race
+from hydra_engine.planner.search.estimate import Bound, bound_of
+from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs, race, requests_at
 from hydra_engine.planner.search.load import rate_of, window
 from hydra_engine.planner.search.measure import SHARE, Point, Question, Spread, measure
-from hydra_engine.planner.search.plan import make_plan
+from hydra_engine.planner.search.plan import lasting, make_plan, simplest
+from hydra_engine.planner.search.rows import reason
 from hydra_engine.planner.search.settings import InstanceLimits, Setting, settings_to_try
 from hydra_engine.planner.search.workers import run_all
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_engine.planner.simulator.deployment import SimulationError
-from hydra_engine.planner.slo import Limits
+from hydra_engine.planner.slo import Goodput, Limits
 from hydra_engine.planner.work import RequestSeconds
 from hydra_engine.planner.workload.generators import make_load
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
@@ -38,7 +39,7 @@ SURFACE = replace(sites.SURFACE, decode_slowdown=1.5, prefill_slowdown=1.5, visi
 FAST = DeviceKind("fast", Costs(SURFACE, threads=0), memory_bytes=2 * GIB, price=4000, hour_price=4.0)
 SLOW = replace(FAST, name="slow", costs=Costs(replace(SURFACE, patches=Curve((4.0, 256.0), (0.02, 0.1))), threads=0))
 CHEAP = replace(SLOW, price=1000, hour_price=1.0)
-LITTLE = Effort(seconds=1.0, requests=(10, 16), finalists=2, seeds=2)
+LITTLE = Effort(seconds=1.0, requests=(10, 16), offline=16, finalists=2, seeds=2)
 
 
 LIMITS = Limits(1.0, 0.05)
@@ -167,7 +168,7 @@ def test_halving_keeps_the_best_and_finds_their_goodput() -> None:
     entries = [Entry(one, bound_of(one, kinds, seconds(0.05, 0.04, 0.06))) for one in found]
     # Some can do all that their work allows, others three quarters of it.
     capacities = {e.candidate.name: e.bound.rate * (0.75 if i % 2 else 0.95) for i, e in enumerate(entries)}
-    measure_all, effort = fake(capacities), Effort(finalists=3, seeds=3)
+    measure_all, effort = fake(capacities), Effort(seconds=10.0, finalists=3, seeds=3)
     finalists = race(entries, measure_all, effort, quiet)  # type: ignore[arg-type]
     best = max(capacities, key=lambda name: capacities[name])
     assert len(finalists) == 3 and best in {entry.candidate.name for entry in finalists}
@@ -176,6 +177,44 @@ def test_halving_keeps_the_best_and_finds_their_goodput() -> None:
         expected = capacities[entry.candidate.name] / SHARE * 1.02
         assert entry.goodput == pytest.approx(expected, rel=0.05)
         assert 0 < entry.uncertainty < 0.2 * expected
+
+
+def test_the_first_round_is_at_a_rate_that_tells_the_good_from_the_bad() -> None:
+    """Wherever the truth is against the estimate."""
+    found = candidates({f"cuda:{index}": "fast" for index in range(4)})
+    kinds = {f"cuda:{index}": FAST for index in range(4)}
+    for truth in (0.05, 0.4, 0.7, 1.2):
+        entries = [Entry(one, bound_of(one, kinds, seconds(0.05, 0.04, 0.06))) for one in found]
+        best = max(entry.bound.rate for entry in entries)
+        measure_all = fake({entry.candidate.name: truth * entry.bound.rate for entry in entries})
+        race(entries, measure_all, Effort(seconds=10.0), quiet)  # type: ignore[arg-type]
+        assert 0.9 < min(e.points[0].rate or 0.0 for e in entries) / (truth * best / SHARE) < 1.5
+
+
+def test_of_topologies_that_cannot_be_told_apart_the_simplest_wins() -> None:
+    def entry(text: str, *rates: float) -> Entry:
+        goodputs = [Goodput(rate, "exact") for rate in rates]
+        points = fake({candidate(text).name: 10.0})([(candidate(text), 12.0, 60, 0)])  # type: ignore[operator]
+        return Entry(candidate(text), Bound(1.0, "decode"), points, goodputs)
+
+    plain = entry("EPD@cuda:0+EPD@cuda:1", 9.8, 10.0, 9.9)
+    parts = entry("E@cuda:0+PD@cuda:1", 10.2, 9.9, 10.3)
+    three = entry("E@cuda:0+P@cuda:0+D@cuda:1", 10.3, 10.0, 10.4)
+    assert simplest([three, parts, plain]) is plain
+    assert simplest([parts, three]) is parts
+    sure = entry("E@cuda:0+PD@cuda:1", 10.301, 10.3, 10.302)
+    assert simplest([sure, entry("EPD@cuda:0+EPD@cuda:1", 10.001, 10.0, 10.002)]) is sure, "less, beyond chance"
+    assert simplest([sure, entry("EPD@cuda:0+EPD@cuda:1", 7.0, 9.9, 12.0)]) is sure, "by more than a few percent"
+    assert reason(parts, plain).startswith("2% more goodput, which may be chance")
+
+
+def test_a_load_lasts_longer_than_its_requests_do_at_their_limits() -> None:
+    asked = question(limits=Limits(2.0, 0.1))
+    tokens = sum(row.output_tokens for row in asked.rows) / len(asked.rows)
+    effort = lasting(Effort(), asked)
+    assert effort.seconds is not None and effort.seconds > 2.0 + 0.1 * tokens
+    assert lasting(LITTLE, asked) is LITTLE
+    assert requests_at(20.0, effort) == int(20.0 * effort.seconds)
 
 
 def test_jobs_run_in_children_answer_in_order_and_their_failures_are_told() -> None:
@@ -260,7 +299,7 @@ def test_the_least_cost_is_fewer_or_cheaper_devices() -> None:
 def test_offline_is_the_earliest_last_answer() -> None:
     plan = make_plan(question(), LITTLE, quiet, "offline", chosen=[candidate("E@cuda:0+PD@cuda:0"), *pair()])
     points = [row.point for row in plan.rows if row.point is not None]
-    last = [point.span_s for point in points if point.requests == LITTLE.requests[1]]
+    last = [point.span_s for point in points if point.requests == LITTLE.offline]
     assert len(last) == 2 and points[0].span_s == min(last)
 
 

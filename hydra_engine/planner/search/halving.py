@@ -1,8 +1,11 @@
-"""Successive halving: many candidates on short loads, the better half of them on longer ones at a rate nearer to what
-the best can keep, until few are left; of those the goodput is measured, seed by seed.
+"""Successive halving: many candidates on short loads, the better ones of them on longer loads at a rate nearer to what
+the best can keep, until few are left; of those the goodput is measured with every seed.
 
-Jamieson and Talwalkar's scheme (2016) over loads instead of training epochs. Who loses a round keeps the point that it
-lost by, so that a plan can say why.
+Jamieson and Talwalkar's scheme (2016) over loads instead of training epochs, with a third instead of a half kept. Who
+loses a round keeps the point that it lost by, so that a plan can say why.
+
+Simulations of one call of `Measure` run side by side, so the time of a plan on many cores is that of its longest chain
+of calls: few pilots, two or three rounds, and the bisection, in which all finalists and seeds go together.
 """
 
 from __future__ import annotations
@@ -19,19 +22,22 @@ from hydra_engine.planner.search.estimate import Bound
 from hydra_engine.planner.search.measure import SHARE, Point
 from hydra_engine.planner.slo import Goodput, goodput
 
-_FIRST_SHARE = 0.5  # of the best bound: the rate of the first round
-_FASTER, _SLOWER = 1.35, 0.7  # from round to round, by whether the best one kept the limits
-_KEPT = 0.5  # of the candidates of a round
-_STEPS = 3  # of a bisection, per seed
+_FIRST_SHARE = 0.7  # of the best bound: the rate of the first pilot
+_PILOTS = 2  # candidates, those with the highest bounds, that look for the rate of the first round
+_FASTER, _SLOWER = 1.3, 0.75  # from one load to the next, by whether the best one kept the limits
+_KEPT = 1 / 3  # of the candidates of a round
+_STEPS = 2  # of a bisection, per seed
 _BEYOND = 2.0  # times the bound: a load that is kept there is too short to tell
 _STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 % of t, by number of seeds
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is simulated. `seconds`: how long the longest loads last; `requests`: fewest and most of one."""
+    """How much is simulated. `seconds`: how long the longest loads last; None: by how long a request takes at its
+    limits (`plan.lasting`). `requests`: fewest and most of a load; `offline`: of one that comes at once."""
 
-    seconds: float = 10.0
-    requests: tuple[int, int] = (60, 300)
+    seconds: float | None = None
+    requests: tuple[int, int] = (60, 1500)
+    offline: int = 300
     finalists: int = 3
     seeds: int = 3
     workers: int = 1
@@ -75,6 +81,7 @@ class Entry:
 
 def requests_at(rate: float, effort: Effort, share: float = 1.0) -> int:
     """So many that the load lasts for a share of the longest one's seconds, within bounds."""
+    assert effort.seconds is not None
     least, most = effort.requests
     return int(min(max(rate * share * effort.seconds, least), most))
 
@@ -82,13 +89,14 @@ def requests_at(rate: float, effort: Effort, share: float = 1.0) -> int:
 def race(
     entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress, rate: float | None = None
 ) -> list[Entry]:
-    """The finalists, the best first. `rate`: of the first round."""
+    """The finalists, the best first. `rate`: of the first round; None: pilots look for it."""
     running = sorted(entries, key=lambda entry: -entry.bound.rate)
-    rate = rate or _FIRST_SHARE * running[0].bound.rate
     finalists = effort.finalists
     num_rounds = max(math.ceil(math.log(max(len(running) / finalists, 1), 1 / _KEPT)), 1)
-    for number in range(num_rounds):
-        count = requests_at(rate, effort, 1 / 2 ** (num_rounds - number))
+    shares = [1 / 2 ** (num_rounds - number) for number in range(num_rounds)]
+    rate = rate or _pilot(running[:_PILOTS], measure, effort, progress, shares[0])
+    for number, share in enumerate(shares):
+        count = requests_at(rate, effort, share)
         progress(f"round {number + 1}: {len(running)} topologies at {rate:.3g} requests/s", len(running))
         points = measure([(entry.candidate, rate, count, number) for entry in running])
         for entry, point in zip(running, points, strict=True):
@@ -99,6 +107,20 @@ def race(
         running = running[: max(finalists, math.ceil(_KEPT * len(running)))]
         rate *= _FASTER if good else _SLOWER
     return running[:finalists]
+
+
+def _pilot(pilots: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress, share: float) -> float:
+    """A rate that the best of few can just not keep, so that a round at it tells the good from the bad."""
+    rate, floor = _FIRST_SHARE * pilots[0].bound.rate, pilots[0].bound.rate / 64
+    before: bool | None = None
+    while floor <= rate <= _BEYOND * pilots[0].bound.rate:
+        progress(f"{len(pilots)} topologies at {rate:.3g} requests/s, for a start", len(pilots))
+        count = requests_at(rate, effort, share)
+        kept = any([point.kept for point in measure([(entry.candidate, rate, count, 0) for entry in pilots])])
+        if before is not None and kept != before:
+            return rate if not kept else rate * _FASTER
+        before, rate = kept, rate * (_FASTER if kept else _SLOWER)
+    return rate
 
 
 def _merit(entry: Entry) -> tuple[float, float, float]:
@@ -113,26 +135,24 @@ def judged(point: Point) -> float:
 
 def measure_goodputs(entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress) -> None:
     """Of every entry, for each seed: bracketed from the rate of its latest point, then bisected."""
-    for seed in range(effort.seeds):
-        progress(f"goodput of {len(entries)} topologies, seed {seed}", len(entries) * (_STEPS + 2))
-        searches = [_Search(entry, seed) for entry in entries]
-        while open_ones := [search for search in searches if not search.done]:
-            jobs = [search.next_job(effort) for search in open_ones]
-            for search, point in zip(open_ones, measure(jobs), strict=True):
-                search.take(point)
-        for search in searches:
-            search.entry.goodputs.append(goodput([(p.rate or 0.0, judged(p)) for p in search.points], SHARE))
+    num_points = len(entries) * effort.seeds * (_STEPS + 2)
+    progress(f"goodput of {len(entries)} topologies with {effort.seeds} seeds", num_points)
+    searches = [_Search(entry, seed) for entry in entries for seed in range(effort.seeds)]
+    while open_ones := [search for search in searches if not search.done]:
+        for search, point in zip(open_ones, measure([one.next_job(effort) for one in open_ones]), strict=True):
+            search.take(point)
+    for search in searches:
+        search.entry.goodputs.append(goodput([(p.rate or 0.0, judged(p)) for p in search.points], SHARE))
 
 
 class _Search:
-    """Doubles or halves the rate until the share is crossed, then halves the interval in its logarithm."""
+    """Raises or lowers the rate until the share is crossed, then halves the interval in its logarithm."""
 
     def __init__(self, entry: Entry, seed: int) -> None:
         self.entry = entry
         self.points: list[Point] = []
         self._seed = seed
-        start = entry.goodput if seed and entry.goodput else entry.points[-1].rate or entry.bound.rate / 2
-        self._rate = min(start, entry.bound.rate)
+        self._rate = min(entry.points[-1].rate or entry.bound.rate / 2, entry.bound.rate)
         self._low: float | None = None
         self._high: float | None = None
         self._steps = 0
@@ -159,5 +179,4 @@ class _Search:
             self._steps += 1
             self._rate = math.sqrt(self._low * self._high)
         else:
-            factor = 1.4 if self._seed or len(self.points) > 1 else 1.6
-            self._rate = self._rate * factor if self._high is None else self._rate / factor
+            self._rate *= _FASTER if self._high is None else _SLOWER

@@ -20,7 +20,7 @@ from hydra_engine.planner.slo import Limits
 from hydra_engine.telemetry.workload import WorkloadRequest
 
 SHARE = 0.9  # of the requests must be within both limits
-_COLD = 0.1  # of a load, at its beginning: the deployment is still empty then
+_COLD = 0.3  # of a load, at its beginning: the deployment fills up then
 # A deployment falls behind where first tokens come later and later: by more than this many seconds a second, and by
 # more than this share of the limit over what was simulated.
 _GROWTH, _GROWN = 0.03, 0.1

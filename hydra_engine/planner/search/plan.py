@@ -28,7 +28,9 @@ from hydra_engine.planner.work import RequestSeconds, works
 
 _MOST_CANDIDATES = 24  # are simulated: those with the highest bounds
 _SAMPLE = 200  # requests of the workload from which work is estimated
-_BETTER = 1.02  # another setting must win by this much
+# Of the highest goodput: topologies within this share of it, and within its error, are alike, and the simplest wins.
+_ALIKE = 0.95
+_SPANS = 1.5  # a load's length, in times that a request takes at its limits: a deployment fills up in less than one
 
 Objective = Literal["goodput", "cost", "offline"]
 
@@ -105,6 +107,7 @@ def make_plan(
 ) -> Plan:
     """`rate`: requests per second, for the least cost. `chosen`: only these candidates. Raises ConfigError where no
     deployment can keep the limits, with the stage that misses them and by how much."""
+    effort = lasting(effort, question)
     search = _Search(question, effort, progress, request_seconds(question))
     if objective == "offline":
         return _offline(search, chosen)
@@ -113,6 +116,15 @@ def make_plan(
         assert rate is not None, "the least cost is that of a rate"
         return _cheapest(search, rate, chosen)
     return _highest(search, chosen)
+
+
+def lasting(effort: Effort, question: Question) -> Effort:
+    """With loads that are long enough for this question."""
+    if effort.seconds is not None:
+        return effort
+    tokens = sum(row.output_tokens for row in question.rows) / len(question.rows)
+    seconds = _SPANS * (question.limits.ttft_s + tokens * question.limits.tpot_s)
+    return msgspec.structs.replace(effort, seconds=seconds)
 
 
 def request_seconds(question: Question) -> dict[str, RequestSeconds]:
@@ -141,14 +153,33 @@ def _highest(search: _Search, chosen: Sequence[Candidate]) -> Plan:
     simulated, left_out = entries[:_MOST_CANDIDATES], entries[_MOST_CANDIDATES:]
     finalists = race(simulated, search, effort, progress)
     measure_goodputs(finalists, search, effort, progress)
-    winner = max(finalists, key=lambda entry: entry.goodput)
+    winner = simplest(finalists)
     final = sorted([*_with_settings(search, winner), *finalists], key=lambda entry: -entry.goodput)
-    best = final[0]
+    best = simplest(final)
+    final.sort(key=lambda entry: entry is not best)
     if not best.goodput:
         raise ConfigError(_nothing_keeps(question, best), param="tpot_slo")
     lost = sorted((e for e in simulated if e not in finalists), key=lambda e: (-e.rounds, -e.bound.rate))
     rows = [row_of(question, entry, best) for entry in (*final, *lost, *left_out)]
     return search.plan("goodput", [*rows, *refused], best.candidate)
+
+
+def simplest(entries: Sequence[Entry]) -> Entry:
+    """Of those that cannot be told from the best one by goodput: the one with the fewest kinds of instances, instances
+    and settings."""
+    best = max(entries, key=lambda entry: entry.goodput)
+    alike = [entry for entry in entries if entry is best or _alike(entry, best)]
+    return min(alike, key=lambda entry: (*_parts(entry.candidate), -entry.goodput))
+
+
+def _alike(entry: Entry, best: Entry) -> bool:
+    error = max(entry.uncertainty, best.uncertainty)
+    return best.goodput - entry.goodput <= min((1 - _ALIKE) * best.goodput, error)
+
+
+def _parts(candidate: Candidate) -> tuple[int, int, int]:
+    roles = [one.role for one in candidate.topology.instances]
+    return len(set(roles)), len(roles), len(candidate.settings)
 
 
 def _cheapest(search: _Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
@@ -194,34 +225,35 @@ def _offline(search: _Search, chosen: Sequence[Candidate]) -> Plan:
     """All requests at once, the last answer as early as possible."""
     question, effort = search.question, search.effort
     entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
-    running, count = entries[:_MOST_CANDIDATES], effort.requests[0]
+    running, count = entries[:_MOST_CANDIDATES], min(effort.requests[0], effort.offline)
     while True:
         search.progress(f"{len(running)} topologies with {count} requests at once", len(running))
         for entry, point in zip(running, search([(e.candidate, None, count, 0) for e in running]), strict=True):
             entry.points.append(point)
             entry.rounds += 1
         running.sort(key=lambda entry: entry.points[-1].span_s)
-        if len(running) <= effort.finalists and count >= effort.requests[1]:
+        if len(running) <= effort.finalists and count >= effort.offline:
             break
         running = running[: max(effort.finalists, len(running) // 2)]
-        count = min(2 * count, effort.requests[1])
+        count = min(2 * count, effort.offline)
     lost = sorted((e for e in entries if e not in running), key=lambda e: (-e.rounds, -e.bound.rate))
     rows = [row_of(question, entry, running[0]) for entry in (*running, *lost)]
     return search.plan("offline", [*rows, *refused], running[0].candidate)
 
 
 def _with_settings(search: _Search, winner: Entry) -> list[Entry]:
-    """The winner with the setting that makes it better, if one does, over all seeds."""
+    """The winner with the setting that helps it most where it is at its limit, if one does, over all seeds."""
     tried = settings_to_try(search.question.config, limits_of(search.question, winner.candidate))
     if not winner.goodput or not tried:
         return []
-    entries = [
-        Entry(replace(winner.candidate, settings=(setting,)), winner.bound, list(winner.points)) for setting in tried
-    ]
+    plain = Entry(winner.candidate, winner.bound)
+    entries = [plain, *(Entry(replace(winner.candidate, settings=(one,)), winner.bound) for one in tried)]
     effort = msgspec.structs.replace(search.effort, finalists=1)
-    hopeful = race(entries, search, effort, search.progress, rate=winner.goodput)
-    measure_goodputs(hopeful, search, effort, search.progress)
-    return [entry for entry in hopeful if entry.goodput > _BETTER * winner.goodput]
+    (hopeful,) = race(entries, search, effort, search.progress, rate=winner.goodput)
+    if hopeful is plain:
+        return []
+    measure_goodputs([hopeful], search, effort, search.progress)
+    return [hopeful] if hopeful.goodput * _ALIKE > winner.goodput else []
 
 
 # ---- limits

@@ -45,7 +45,7 @@ def row_of(question: Question, entry: Entry, best: Entry) -> Row:
         goodput=entry.goodput if measured else None,
         uncertainty=uncertainty,
         point=shown_point(entry),
-        reason="" if entry is best else _reason(entry, best),
+        reason="" if entry is best else reason(entry, best),
         hour_price=hour_price(question, candidate.devices),
         price=buying_price(question, candidate.devices),
         settings=candidate.settings,
@@ -60,15 +60,17 @@ def shown_point(entry: Entry) -> Point | None:
     return entry.points[-1] if entry.points else None
 
 
-def _reason(entry: Entry, best: Entry) -> str:
+def reason(entry: Entry, best: Entry) -> str:
     """Why it was not chosen."""
     bound = entry.bound
     if not entry.points:
-        return f"not simulated: its bound is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"
+        return f"not simulated: its estimate is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"
     failed = [point for point in entry.points if not point.kept]
     point = failed[0] if failed else entry.points[-1]
     if entry.goodputs:
         less = 1 - entry.goodput / best.goodput if best.goodput else 0.0
+        if less <= 0 and best.goodput:
+            return f"{-less:.0%} more goodput, which may be chance, with more kinds of instances or more instances"
         return f"{less:.0%} less goodput; above it {misses(point)}" if failed else f"{less:.0%} less goodput"
     if failed:
         return f"out in round {entry.rounds}: at {point.rate:.3g} requests/s {misses(point)}"
