@@ -218,10 +218,14 @@ def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
     """torch.tensor, which keeps the dispatcher out while it copies, also to where a context of torch.device says."""
     with torch._C.DisableTorchFunction():
         made = _REAL_TENSOR(data, **kwargs)
-    return made.to(torch.get_default_device() if device is None else device)
+    return made.to(torch.empty(0).device if device is None else device)
 
 
 _REAL_TENSOR = torch.tensor
+# Torch lists what makes tensors once, at the first use of a context of torch.device: before one of them is replaced.
+# Without the real one in that list, models that transformers loads later in this process have no rotary positions.
+with torch.device("cpu"):
+    torch.empty(0)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -45,6 +47,23 @@ def test_a_divided_lane_knows_how_many_multiprocessors_it_gets(streams: Streams)
 
     in_lane(device, look)
     assert found == [8, 2, 6] and device.partitions.num_sms(8) == 8  # type: ignore[attr-defined]
+
+
+AFTERWARDS = """
+import torch
+from tests.emulated.cuda import emulated_cuda
+with emulated_cuda(), torch.device("cpu", 0):
+    torch.tensor(1.0)
+with torch.device("meta"):
+    print(torch.tensor(1.0).device)
+"""
+
+
+@pytest.mark.slow
+def test_what_comes_behind_it_in_a_process_finds_torch_as_it_was() -> None:
+    """In a process of its own: torch lists its constructors once, and transformers loads models with that list."""
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "meta\n", done.stderr
 
 
 def whats(streams: Streams) -> list[str]:
