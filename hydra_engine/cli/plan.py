@@ -129,6 +129,7 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     from hydra_engine.cli.planning.devices import devices_of
     from hydra_engine.models.specs.registry import load_spec
     from hydra_engine.planner.search.measure import Question
+    from hydra_engine.planner.search.plan import with_decoders
     from hydra_engine.planner.slo import Limits
     from hydra_engine.planner.workload.generators import LOADS, read_or_make
 
@@ -140,7 +141,7 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     given = config.scheduler
     limits = Limits(given.ttft_slo or _TTFT_S, given.tpot_slo or _TPOT_S)
     kinds, host = devices_of(arguments.devices, arguments.profile, config, spec)
-    return Question(spec, config, kinds, host, rows, limits).limited()
+    return with_decoders(Question(spec, config, kinds, host, rows, limits).limited())
 
 
 def _effort(arguments: argparse.Namespace) -> Effort:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from hydra_engine.config import MediaConfig
 from hydra_engine.planner import explain
 from hydra_engine.planner.hardware.devices import Link, devices, links_between
 from hydra_engine.planner.search.load import rate_of
@@ -126,6 +127,9 @@ def serve_flags(plan: Plan, question: Question) -> list[str]:
         f"--ttft-slo {_flag(limits.ttft_s)}",
         f"--tpot-slo {_flag(limits.tpot_s)}",
     ]
+    workers = question.config.media.decode_workers
+    if workers != MediaConfig().decode_workers:
+        flags.append(f"--decode-workers {workers}")
     return [*flags, *(setting.flags for setting in plan.best.settings)]
 
 

@@ -23,8 +23,8 @@ from hydra_engine.planner.search.estimate import Bound, bound_of
 from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs, race, requests_at
 from hydra_engine.planner.search.load import rate_of, window
 from hydra_engine.planner.search.measure import SHARE, Point, Question, Spread, measure
-from hydra_engine.planner.search.plan import lasting, make_plan, simplest
-from hydra_engine.planner.search.rows import reason
+from hydra_engine.planner.search.plan import lasting, make_plan, simplest, with_decoders
+from hydra_engine.planner.search.rows import misses, reason
 from hydra_engine.planner.search.settings import InstanceLimits, Setting, settings_to_try
 from hydra_engine.planner.search.workers import run_all
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
@@ -208,11 +208,11 @@ def test_of_topologies_that_cannot_be_told_apart_the_simplest_wins() -> None:
     assert reason(parts, plain).startswith("2% more goodput, which may be chance")
 
 
-def test_a_load_lasts_longer_than_its_requests_do_at_their_limits() -> None:
+def test_a_load_lasts_as_long_as_its_requests_do_at_their_limits() -> None:
     asked = question(limits=Limits(2.0, 0.1))
     tokens = sum(row.output_tokens for row in asked.rows) / len(asked.rows)
     effort = lasting(Effort(), asked)
-    assert effort.seconds is not None and effort.seconds > 2.0 + 0.1 * tokens
+    assert effort.seconds == pytest.approx(2.0 + 0.1 * tokens)
     assert lasting(LITTLE, asked) is LITTLE
     assert requests_at(20.0, effort) == int(20.0 * effort.seconds)
 
@@ -265,6 +265,20 @@ def test_a_point_repeats_itself_and_says_what_was_busy() -> None:
     assert points[0] == points[1] != points[2]
     assert points[0].busy.keys() == {"E", "PD"}
     assert 0 < points[0].busy["E"][0] < 1 and points[0].busy["E"][1] == 0
+
+
+def test_pictures_get_as_many_decode_workers_as_they_need_and_what_lacks_them_is_named() -> None:
+    asked = replace(question(), host=Host(cores=8, pixel_s=4e-6))  # a picture of 256 x 256 takes 0.26 s
+    helped = with_decoders(asked)
+    assert asked.config.media.decode_workers == 2 and helped.config.media.decode_workers == 8, "all there are"
+    assert with_decoders(helped) is helped
+    shared = replace(asked, host=Host())
+    assert with_decoders(shared) is shared, "its cores are the device's"
+    one = candidate("EPD@cuda:0+EPD@cuda:1")
+    point = measure(asked, one, 40.0, 40)
+    assert not point.kept and point.preprocessing > 0.8
+    assert "preprocessing binds (decode workers busy" in misses(point)
+    assert measure(helped, one, 40.0, 40).preprocessing < point.preprocessing
 
 
 def test_a_load_beyond_what_can_be_done_falls_behind() -> None:

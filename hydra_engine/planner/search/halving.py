@@ -22,12 +22,13 @@ from hydra_engine.planner.search.estimate import Bound
 from hydra_engine.planner.search.measure import SHARE, Point
 from hydra_engine.planner.slo import Goodput, goodput
 
-_FIRST_SHARE = 0.7  # of the best bound: the rate of the first pilot
+_FIRST_SHARE = 0.8  # of the best bound: the rate of the first pilot
 _PILOTS = 2  # candidates, those with the highest bounds, that look for the rate of the first round
 _FASTER, _SLOWER = 1.3, 0.75  # from one load to the next, by whether the best one kept the limits
 _KEPT = 1 / 3  # of the candidates of a round
-_STEPS = 2  # of a bisection, per seed
-_BEYOND = 2.0  # times the bound: a load that is kept there is too short to tell
+_STEPS = 2  # of a bisection
+_NEAR = 1.15  # instead of _FASTER where another seed has found the goodput; one step is enough then
+_BEYOND = 1.5  # times the bound: a load that is kept there is too short to tell
 _STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 % of t, by number of seeds
 
 
@@ -36,7 +37,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     limits (`plan.lasting`). `requests`: fewest and most of a load; `offline`: of one that comes at once."""
 
     seconds: float | None = None
-    requests: tuple[int, int] = (60, 1500)
+    requests: tuple[int, int] = (60, 3000)
     offline: int = 300
     finalists: int = 3
     seeds: int = 3
@@ -83,7 +84,7 @@ def requests_at(rate: float, effort: Effort, share: float = 1.0) -> int:
     """So many that the load lasts for a share of the longest one's seconds, within bounds."""
     assert effort.seconds is not None
     least, most = effort.requests
-    return int(min(max(rate * share * effort.seconds, least), most))
+    return max(int(min(rate * effort.seconds, most) * share), least)
 
 
 def race(
@@ -93,7 +94,7 @@ def race(
     running = sorted(entries, key=lambda entry: -entry.bound.rate)
     finalists = effort.finalists
     num_rounds = max(math.ceil(math.log(max(len(running) / finalists, 1), 1 / _KEPT)), 1)
-    shares = [1 / 2 ** (num_rounds - number) for number in range(num_rounds)]
+    shares = [(number + 1) / (num_rounds + 1) for number in range(num_rounds)]
     rate = rate or _pilot(running[:_PILOTS], measure, effort, progress, shares[0])
     for number, share in enumerate(shares):
         count = requests_at(rate, effort, share)
@@ -116,7 +117,7 @@ def _pilot(pilots: Sequence[Entry], measure: Measure, effort: Effort, progress: 
     while floor <= rate <= _BEYOND * pilots[0].bound.rate:
         progress(f"{len(pilots)} topologies at {rate:.3g} requests/s, for a start", len(pilots))
         count = requests_at(rate, effort, share)
-        kept = any([point.kept for point in measure([(entry.candidate, rate, count, 0) for entry in pilots])])
+        kept = any(point.kept for point in measure([(entry.candidate, rate, count, 0) for entry in pilots]))
         if before is not None and kept != before:
             return rate if not kept else rate * _FASTER
         before, rate = kept, rate * (_FASTER if kept else _SLOWER)
@@ -133,11 +134,16 @@ def judged(point: Point) -> float:
     return min(point.attainment, SHARE / (1 + point.growth)) if point.falls_behind else point.attainment
 
 
-def measure_goodputs(entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress) -> None:
-    """Of every entry, for each seed: bracketed from the rate of its latest point, then bisected."""
-    num_points = len(entries) * effort.seeds * (_STEPS + 2)
-    progress(f"goodput of {len(entries)} topologies with {effort.seeds} seeds", num_points)
-    searches = [_Search(entry, seed) for entry in entries for seed in range(effort.seeds)]
+def measure_goodputs(
+    entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress, seeds: Sequence[int] | None = None
+) -> None:
+    """Of every entry, for each of these seeds, all by default: bracketed from the rate of its latest point, then
+    bisected."""
+    seeds = range(effort.seeds) if seeds is None else seeds
+    if not seeds:
+        return
+    progress(f"goodput of {len(entries)} topologies", len(entries) * len(seeds) * (_STEPS + 2))
+    searches = [_Search(entry, seed) for entry in entries for seed in seeds]
     while open_ones := [search for search in searches if not search.done]:
         for search, point in zip(open_ones, measure([one.next_job(effort) for one in open_ones]), strict=True):
             search.take(point)
@@ -152,15 +158,17 @@ class _Search:
         self.entry = entry
         self.points: list[Point] = []
         self._seed = seed
-        self._rate = min(entry.points[-1].rate or entry.bound.rate / 2, entry.bound.rate)
+        self._rate = min(entry.goodput or entry.points[-1].rate or entry.bound.rate / 2, entry.bound.rate)
         self._low: float | None = None
         self._high: float | None = None
-        self._steps = 0
+        near = bool(entry.goodputs)
+        self._faster, self._slower = (_NEAR, 1 / _NEAR) if near else (_FASTER, _SLOWER)
+        self._steps = 1 if near else _STEPS  # that are left
         self._floor = self._rate / 64
 
     @property
     def done(self) -> bool:
-        narrow = self._low is not None and self._high is not None and self._steps >= _STEPS
+        narrow = self._low is not None and self._high is not None and self._steps < 0
         hopeless = self._low is None and self._high is not None and self._high <= self._floor
         boundless = self._high is None and self._rate > _BEYOND * self.entry.bound.rate
         return narrow or hopeless or boundless
@@ -176,7 +184,7 @@ class _Search:
         else:
             self._high = self._rate if self._high is None else min(self._high, self._rate)
         if self._low is not None and self._high is not None:
-            self._steps += 1
+            self._steps -= 1
             self._rate = math.sqrt(self._low * self._high)
         else:
-            self._rate *= _FASTER if self._high is None else _SLOWER
+            self._rate *= self._faster if self._high is None else self._slower

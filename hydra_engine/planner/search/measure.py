@@ -60,8 +60,8 @@ class Spread(NamedTuple):
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Shares are of requests; `attainment` of those that met both limits. `growth`: seconds by which first tokens came
-    later with every second of the load. `busy`: of each role's instances on the mean,
-    the share of the time that their vision and language lanes computed."""
+    later with every second of the load. `busy`: of each role's instances on the mean, the share of the time that their
+    vision and language lanes computed; `preprocessing`: that of the front's decode workers."""
 
     rate: float | None
     seed: int
@@ -77,6 +77,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     growth: float
     falls_behind: bool
     busy: dict[str, tuple[float, float]]
+    preprocessing: float = 0.0
 
     @property
     def kept(self) -> bool:
@@ -115,6 +116,7 @@ def measure(question: Question, candidate: Candidate, rate: float | None, count:
         growth=growth,
         falls_behind=growth > _GROWTH and grown_s > _GROWN * limits.ttft_s,
         busy=_busy(deployment, candidate),
+        preprocessing=deployment.preprocessing_busy(),
     )
 
 

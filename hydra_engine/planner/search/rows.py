@@ -90,11 +90,13 @@ def misses(point: Point) -> str:
 
 def binding(point: Point) -> tuple[str, str, float]:
     """(stage, role, busy share): what most probably misses the limit that is missed more. A late first token is for
-    want of encodes or prefills, a late next one for want of time beside decodes."""
+    want of decoded pictures, encodes or prefills, a late next one for want of time beside decodes."""
     if point.tpot_met < point.ttft_met:
         role, share = _busiest(point, "D", 1)
         return "decode", role, share
     encoders, prefillers = _busiest(point, "E", 0), _busiest(point, "P", 1)
+    if point.preprocessing > max(encoders[1], prefillers[1]):
+        return "preprocessing", "decode workers", point.preprocessing
     if encoders[1] > prefillers[1]:
         return "encode", *encoders
     return "prefill", *prefillers

@@ -39,9 +39,9 @@ from hydra_engine.planner.simulator.agenda import Agenda
 from hydra_engine.planner.simulator.cluster import SimulatedCluster
 from hydra_engine.planner.simulator.costs import DeviceKind
 from hydra_engine.planner.simulator.front import Stamped, TextlessIncoming, active_of
-from hydra_engine.planner.simulator.machine import Machine
+from hydra_engine.planner.simulator.machine import HOST, Machine
 from hydra_engine.planner.simulator.node import Site
-from hydra_engine.planner.simulator.preprocessing import Preprocessing
+from hydra_engine.planner.simulator.preprocessing import FRONTEND, Preprocessing
 from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.telemetry.workload import WorkloadRequest
 
@@ -124,7 +124,8 @@ class Deployment:
         self.device_of = dict(zip(self._roles, placed(self.topology, site.devices), strict=True))
         self.cluster = SimulatedCluster(site, self.agenda, self._roles, self.device_of, self)
         self.cluster.start()
-        self._preprocessing = Preprocessing(self._host_machine(), site.host, site.config.media)
+        self._host_cores = self._host_machine()
+        self._preprocessing = Preprocessing(self._host_cores, site.host, site.config.media)
         self._until(lambda: self.cluster.complete)
         self._open_s = self.agenda.now()
 
@@ -178,6 +179,12 @@ class Deployment:
             seconds = self.cluster.machines[device].busy_s
             found[name] = Busy(*(seconds.get((name, kind), 0.0) / span_s for kind in ("vision", "language")))
         return found
+
+    def preprocessing_busy(self) -> float:
+        """The share of their time for which the decode workers computed, after `run`."""
+        span_s = max(max(self._ended_s.values(), default=0.0) - self._open_s, 1e-9)
+        busy_s = self._host_cores.busy_s.get((FRONTEND, HOST), 0.0)
+        return busy_s / span_s / self._preprocessing.num_workers
 
     def kill(self, name: str, at_s: float, back_s: float | None) -> None:
         """An instance dies so many seconds after the deployment is up, and is back, empty, `back_s` later or never.

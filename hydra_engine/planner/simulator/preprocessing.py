@@ -17,11 +17,22 @@ from hydra_engine.telemetry.workload import WorkloadRequest
 FRONTEND = "frontend"
 
 
+def preprocess_s(host: Host, pixels: int) -> float:
+    """Of one request, on one core."""
+    return host.request_s + host.pixel_s * pixels
+
+
+def pixels_of(row: WorkloadRequest) -> int:
+    """If nothing of it has been decoded lately."""
+    pictures = sum(picture.width * picture.height for picture in row.pictures)
+    return pictures + sum(video.width * video.height * video.frames for video in row.videos)
+
+
 class Preprocessing:
     def __init__(self, machine: Machine, host: Host, config: MediaConfig) -> None:
         self._machine = machine
         self._host = host
-        self._free = config.decode_workers
+        self.num_workers = self._free = config.decode_workers
         self._keeps_pixels = config.pixel_cache_mib > 0
         self._decoded: set[int] = set()
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
@@ -50,4 +61,4 @@ class Preprocessing:
                 pixels += picture.width * picture.height
                 self._decoded.add(picture.number)
         pixels += sum(video.width * video.height * video.frames for video in row.videos)
-        return self._host.request_s + self._host.pixel_s * pixels
+        return preprocess_s(self._host, pixels)
