@@ -20,7 +20,6 @@ from hydra_engine.planner.slo import Limits
 from hydra_engine.telemetry.workload import WorkloadRequest
 
 SHARE = 0.9  # of the requests must be within both limits
-_COLD = 0.3  # of a load, at its beginning: the deployment fills up then
 # A deployment falls behind where first tokens come later and later: by more than this many seconds a second, and by
 # more than this share of the limit over what was simulated.
 _GROWTH, _GROWN = 0.03, 0.1
@@ -28,7 +27,8 @@ _GROWTH, _GROWN = 0.03, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned: the model, the node, the load and its limits. `kinds`: of every device by name."""
+    """What is planned: the model, the node, the load and its limits. `kinds`: of every device by name. `cold`: the share
+    of a load, at its beginning, that is not judged, because the deployment fills up then."""
 
     spec: ModelSpec
     config: EngineConfig
@@ -36,6 +36,7 @@ class Question:
     host: Host
     rows: Sequence[WorkloadRequest]
     limits: Limits
+    cold: float = 0.1
 
     def site(self, candidate: Candidate) -> Site:
         devices = {name: self.kinds[name] for name in candidate.devices}
@@ -97,7 +98,7 @@ def measure(question: Question, candidate: Candidate, rate: float | None, count:
     for row in rows:
         deployment.submit(row)
     records = deployment.run(audit=False)
-    judged = records[int(_COLD * len(records)) :] if rate is not None else records
+    judged = records[int(question.cold * len(records)) :] if rate is not None else records
     limits = question.limits
     span_s = max(record.end_s for record in records)
     growth, grown_s = _growth(judged) if rate is not None else (0.0, 0.0)
