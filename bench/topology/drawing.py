@@ -1,4 +1,4 @@
-"""The picture of real topologies beside simulated ones, from the JSON document alone.
+"""Pictures of real topologies beside simulated ones, from the JSON document alone.
 
 Needs matplotlib (`pip install hydra-engine[bench]`). Does not know how anything was measured.
 """
@@ -21,9 +21,10 @@ from bench.serve.drawing import _PHASE_COLOURS, _STYLE
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
     """Gives the paths of what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "topology-phases.png"
+    validates = document["mode"] == "validate"
+    path = folder / ("topology-validate.png" if validates else "topology-phases.png")
     with plt.rc_context(_STYLE):
-        figure = _phases(document["result"], document)
+        figure = (_validation if validates else _phases)(document["result"], document)
         figure.savefig(path)
         plt.close(figure)
     return [path]
@@ -69,4 +70,27 @@ def _phases(result: dict[str, Any], document: dict[str, Any]) -> Figure:
     axes.set_title(f"Where a request's time goes, at {result['rate']:.3g} requests/s, all on the same cores")
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.12), ncols=5, fontsize=8.5)
     _caption(figure, document, f"{result['rounds']} round(s) in turns; all processes pinned to the same cores")
+    return figure
+
+
+def _validation(result: dict[str, Any], document: dict[str, Any]) -> Figure:
+    """A point for each topology and rate, predicted over measured; the bands are the goals."""
+    points = result["points"]
+    figure, panels = plt.subplots(2, 2, figsize=(9.6, 8.2), layout="constrained")
+    titles = {"ttft_mean": "mean TTFT", "ttft_p90": "TTFT p90", "tpot_mean": "mean TPOT", "tpot_p90": "TPOT p90"}
+    topologies = list(dict.fromkeys(point["topology"] for point in points))
+    for axes, (name, title) in zip(panels.flat, titles.items(), strict=True):
+        goal = 0.25 if name.endswith("p90") else 0.15
+        every = [point[side][name] for point in points for side in ("measured_figures", "predicted_figures")]
+        ends = [0.9 * min(every), 1.1 * max(every)]
+        axes.plot(ends, ends, color="#555555", linewidth=0.8)
+        axes.fill_between(ends, [e * (1 - goal) for e in ends], [e * (1 + goal) for e in ends], color="#dddddd")
+        for place, topology in enumerate(topologies):
+            pairs = [(p["measured_figures"][name], p["predicted_figures"][name]) for p in points
+                     if p["topology"] == topology]  # fmt: skip
+            axes.scatter(*zip(*pairs, strict=True), s=22, color=plt.get_cmap("tab10")(place % 10), label=topology)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="predicted, ms")
+        axes.set_title(f"{title}, within {goal:.0%} in grey")
+    panels[0, 0].legend(fontsize=8)
+    _caption(figure, document, f"rank correlation of goodput {result['rank']:.2f}")
     return figure

@@ -27,8 +27,8 @@ _GROWTH, _GROWN = 0.03, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned: the model, the node, the load and its limits. `kinds`: of every device by name. `cold`: the share
-    of a load, at its beginning, that is not judged, because the deployment fills up then."""
+    """What is planned: the model, the node, the load and its limits. `kinds`: of every device by name. `cold`: the
+    share of a load, at its beginning, that is not judged, because the deployment fills up then."""
 
     spec: ModelSpec
     config: EngineConfig
