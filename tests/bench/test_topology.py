@@ -113,6 +113,17 @@ def test_real_measures_and_predicts_the_same_requests(tmp_path: Path, profile: P
 
 
 @pytest.mark.slow
+def test_the_validation_that_is_kept_can_be_drawn_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bench.topology import drawing
+
+    kept = ROOT / "bench" / "results" / "topology-validate.json"
+    (path,) = drawing.draw(json.loads(kept.read_text(encoding="utf-8")), tmp_path)
+    with Image.open(path) as picture:
+        assert picture.width > 500
+
+
+@pytest.mark.slow
 def test_timeline_shows_two_pictures_on_their_way(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     document = command("timeline", tmp_path, "--threads", "1", "--tokens", "4")
