@@ -155,11 +155,12 @@ def test_attention_matches_float64_over_what_is_stored(
     contexts = [1, 130, 67, 64, 200]
     cache, tables, q, keys, values = requests(ops, contexts, heads, dtype)
     parts = [(0, 0, 1), (1, 129, 130), (2, 64, 67), (3, 0, 64), (4, 180, 200), (2, 5, 5)]
-    for (row, begin, end), result in zip(parts, attend(ops, cache, 1, tables, q, parts), strict=True):
-        if begin < end:
-            truth = causal(q[row].double(), keys[row], values[row], begin, end, torch.float64)
-            plain = causal(q[row], keys[row].to(dtype), values[row].to(dtype), begin, end, dtype)
-            assert_as_good_as(result, plain, truth)
+    results, plains, truths = attend(ops, cache, 1, tables, q, parts), [], []
+    for row, begin, end in parts:
+        truths.append(causal(q[row].double(), keys[row], values[row], begin, end, torch.float64))
+        plains.append(causal(q[row], keys[row].to(dtype), values[row].to(dtype), begin, end, dtype))
+    # All rows at once: of a single one a plain sum may be exact by chance.
+    assert_as_good_as(torch.cat(results), torch.cat(plains), torch.cat(truths))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
