@@ -179,6 +179,25 @@ def test_halving_keeps_the_best_and_finds_their_goodput() -> None:
         assert 0 < entry.uncertainty < 0.2 * expected
 
 
+@pytest.mark.parametrize("truth", [0.02, 0.3, 0.9, 1.3])
+def test_more_workers_find_the_same_goodput_in_fewer_steps(truth: float) -> None:
+    one = candidate("EPD@cuda:0+EPD@cuda:1")
+    measure_all, steps = fake({one.name: truth * 20.0}), []
+    for workers in (1, 2, 3, 8):
+        calls: list[int] = []
+
+        def counted(jobs: Sequence[tuple[Candidate, float | None, int, int]], calls: list[int] = calls) -> list[Point]:
+            calls.append(len(jobs))
+            return measure_all(jobs)  # type: ignore[operator,no-any-return]
+
+        entry, effort = Entry(one, Bound(20.0, "decode")), Effort(seconds=10.0, seeds=1, workers=workers)
+        race([entry], counted, effort, quiet)
+        measure_goodputs([entry], counted, effort, quiet)
+        steps.append(len(calls))
+        assert entry.goodput == pytest.approx(truth * 20.0 / SHARE, rel=0.04)
+    assert steps[-1] <= steps[0]
+
+
 def test_the_first_round_is_at_a_rate_that_tells_the_good_from_the_bad() -> None:
     """Wherever the truth is against the estimate."""
     found = candidates({f"cuda:{index}": "fast" for index in range(4)})
@@ -286,6 +305,19 @@ def test_a_load_beyond_what_can_be_done_falls_behind() -> None:
     calm, wild = (measure(question(limits=Limits(0.2, 0.05)), one, *load) for load in ((2.0, 20), (200.0, 160)))
     assert calm.kept and not calm.falls_behind
     assert not wild.kept and wild.falls_behind and wild.growth > 0.2
+
+
+def test_a_load_of_a_plan_is_judged_while_it_lasts_and_ends_where_it_is_too_much() -> None:
+    one = candidate("E@cuda:0+PD@cuda:1")
+    asked = question(limits=Limits(0.2, 0.05))
+    shorter = replace(asked, to_the_end=False)
+    calm, wild = (2.0, 40), (200.0, 160)
+    whole, part = measure(asked, one, *calm), measure(shorter, one, *calm)
+    assert part.kept and part.attainment == pytest.approx(whole.attainment, abs=0.05)
+    assert part.ttft == whole.ttft and part.requests == calm[1] and part.span_s <= whole.span_s
+    whole, part = measure(asked, one, *wild), measure(shorter, one, *wild)
+    assert not part.kept and part.falls_behind and part.requests < wild[1]
+    assert part.span_s < 0.7 * whole.span_s and 0 < part.busy["E"][0] <= 1
 
 
 def test_a_plan_names_a_winner_and_says_why_the_others_lost() -> None:

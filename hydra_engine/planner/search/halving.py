@@ -5,7 +5,8 @@ Jamieson and Talwalkar's scheme (2016) over loads instead of training epochs, wi
 loses a round keeps the point that it lost by, so that a plan can say why.
 
 Simulations of one call of `Measure` run side by side, so the time of a plan on many cores is that of its longest chain
-of calls: few pilots, two or three rounds, and the bisection, in which all finalists and seeds go together.
+of calls: few pilots, two or three rounds, and the bisection, in which all finalists and seeds go together. Where there
+are more cores than that, each one tries several rates at once.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from hydra_engine.planner.slo import Goodput, goodput
 
 _FIRST_SHARE = 0.8  # of the best bound: the rate of the first pilot
 _PILOTS = 2  # candidates, those with the highest bounds, that look for the rate of the first round
-_FASTER, _SLOWER = 1.3, 0.75  # from one load to the next, by whether the best one kept the limits
+_FASTER, _SLOWER = 1.3, 0.75  # from one load of pilots to the next, by whether the best one kept the limits
+_NEAR = 1.15  # behind them: from round to round, and from load to load of a finalist
+_NEARER = 1.07  # where another seed has found the goodput
 _KEPT = 1 / 3  # of the candidates of a round
-_STEPS = 2  # of a bisection
-_NEAR = 1.15  # instead of _FASTER where another seed has found the goodput; one step is enough then
+_NARROW = 1.075  # ends a bisection: the lowest rate that was not kept over the highest one that was
+_WIDEST = 3  # rates at once
+_LOADS = 3  # of one search, about
 _BEYOND = 1.5  # times the bound: a load that is kept there is too short to tell
 _STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 % of t, by number of seeds
 
@@ -106,22 +110,27 @@ def race(
         running.sort(key=_merit, reverse=True)
         good = running[0].points[-1].kept
         running = running[: max(finalists, math.ceil(_KEPT * len(running)))]
-        rate *= _FASTER if good else _SLOWER
+        rate *= _NEAR if good else 1 / _NEAR
     return running[:finalists]
 
 
 def _pilot(pilots: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress, share: float) -> float:
     """A rate that the best of few can just not keep, so that a round at it tells the good from the bad."""
-    rate, floor = _FIRST_SHARE * pilots[0].bound.rate, pilots[0].bound.rate / 64
-    before: bool | None = None
-    while floor <= rate <= _BEYOND * pilots[0].bound.rate:
-        progress(f"{len(pilots)} topologies at {rate:.3g} requests/s, for a start", len(pilots))
-        count = requests_at(rate, effort, share)
-        kept = any(point.kept for point in measure([(entry.candidate, rate, count, 0) for entry in pilots]))
-        if before is not None and kept != before:
-            return rate if not kept else rate * _FASTER
-        before, rate = kept, rate * (_FASTER if kept else _SLOWER)
-    return rate
+    best, width = pilots[0].bound.rate, _width(effort, len(pilots))
+    bracket = _Bracket(_FIRST_SHARE * best, _BEYOND * best, _FASTER, _SLOWER)
+    while not bracket.closed:
+        rates = bracket.rates(width)
+        progress(f"{len(pilots)} topologies at {rates[0]:.3g} requests/s, for a start", len(pilots) * len(rates))
+        jobs = [(one.candidate, rate, requests_at(rate, effort, share), 0) for rate in rates for one in pilots]
+        points = measure(jobs)
+        for place, rate in enumerate(rates):
+            bracket.take(rate, any(point.kept for point in points[place * len(pilots) : (place + 1) * len(pilots)]))
+    return bracket.high or bracket.rates(1)[0]
+
+
+def _width(effort: Effort, num_searches: int) -> int:
+    """Rates that each of so many searches tries at once, so that no worker waits."""
+    return max(min(effort.workers // num_searches, _WIDEST), 1)
 
 
 def _merit(entry: Entry) -> tuple[float, float, float]:
@@ -142,49 +151,98 @@ def measure_goodputs(
     seeds = range(effort.seeds) if seeds is None else seeds
     if not seeds:
         return
-    progress(f"goodput of {len(entries)} topologies", len(entries) * len(seeds) * (_STEPS + 2))
+    progress(f"goodput of {len(entries)} topologies", len(entries) * len(seeds) * _LOADS)
     searches = [_Search(entry, seed) for entry in entries for seed in seeds]
     while open_ones := [search for search in searches if not search.done]:
-        for search, point in zip(open_ones, measure([one.next_job(effort) for one in open_ones]), strict=True):
-            search.take(point)
+        jobs = [search.jobs(effort, _width(effort, len(open_ones))) for search in open_ones]
+        points = iter(measure([job for some in jobs for job in some]))
+        for search, some in zip(open_ones, jobs, strict=True):
+            for _ in some:
+                search.take(next(points))
     for search in searches:
         search.entry.goodputs.append(goodput([(p.rate or 0.0, judged(p)) for p in search.points], SHARE))
 
 
+class _Bracket:
+    """Two rates, of which the lower one is kept and the higher one is not: looked for upwards or downwards from the
+    first, between a 64th of it and `most`, then narrowed in the logarithm."""
+
+    def __init__(self, first: float, most: float, faster: float, slower: float) -> None:
+        self._first, self._least, self._most = first, first / 64, most
+        self._faster, self._slower = faster, slower
+        self._tried: dict[float, bool] = {}
+
+    def take(self, rate: float, kept: bool) -> None:
+        self._tried[rate] = kept
+
+    @property
+    def high(self) -> float | None:
+        """The lowest rate that was not kept."""
+        return min((rate for rate, kept in self._tried.items() if not kept), default=None)
+
+    @property
+    def low(self) -> float | None:
+        """The highest rate below it that was: what is kept beyond one that was not is luck."""
+        high = self.high or math.inf
+        return max((rate for rate, kept in self._tried.items() if kept and rate < high), default=None)
+
+    @property
+    def closed(self) -> bool:
+        """Both are found, or nothing more is to be tried."""
+        low, high = self.low, self.high
+        if low is None and high is None:
+            return False
+        return (low is not None or (high or 0.0) <= self._least) and (high is not None or (low or 0.0) > self._most)
+
+    @property
+    def narrow(self) -> bool:
+        low, high = self.low, self.high
+        return self.closed and (low is None or high is None or high <= _NARROW * low)
+
+    def rates(self, count: int) -> list[float]:
+        """To try next."""
+        low, high = self.low, self.high
+        if low is not None and high is not None:
+            return [low * (high / low) ** ((place + 1) / (count + 1)) for place in range(count)]
+        if low is not None:
+            return [low * self._faster ** (place + 1) for place in range(count)]
+        if high is not None:
+            return [high * self._slower ** (place + 1) for place in range(count)]
+        return [self._first, self._first * self._faster, self._first * self._slower][:count]
+
+
+def _between(entry: Entry) -> float:
+    """What the rounds of a finalist have kept, and what they have not."""
+    kept = max((point.rate or 0.0 for point in entry.points if point.kept), default=None)
+    missed = min((point.rate or 0.0 for point in entry.points if not point.kept), default=None)
+    if kept is None and missed is None:
+        return entry.bound.rate / 2
+    if kept is None or missed is None:
+        return kept or (missed or 0.0) / _NEAR
+    return math.sqrt(kept * missed)
+
+
 class _Search:
-    """Raises or lowers the rate until the share is crossed, then halves the interval in its logarithm."""
+    """For the goodput of a finalist under one seed."""
 
     def __init__(self, entry: Entry, seed: int) -> None:
         self.entry = entry
         self.points: list[Point] = []
         self._seed = seed
-        self._rate = min(entry.goodput or entry.points[-1].rate or entry.bound.rate / 2, entry.bound.rate)
-        self._low: float | None = None
-        self._high: float | None = None
-        near = bool(entry.goodputs)
-        self._faster, self._slower = (_NEAR, 1 / _NEAR) if near else (_FASTER, _SLOWER)
-        self._steps = 1 if near else _STEPS  # that are left
-        self._floor = self._rate / 64
+        step = _NEARER if entry.goodput else _NEAR
+        self._bracket = _Bracket(entry.goodput or _between(entry), _BEYOND * entry.bound.rate, step, 1 / step)
 
     @property
     def done(self) -> bool:
-        narrow = self._low is not None and self._high is not None and self._steps < 0
-        hopeless = self._low is None and self._high is not None and self._high <= self._floor
-        boundless = self._high is None and self._rate > _BEYOND * self.entry.bound.rate
-        return narrow or hopeless or boundless
+        return self._bracket.narrow
 
-    def next_job(self, effort: Effort) -> tuple[Candidate, float | None, int, int]:
-        return self.entry.candidate, self._rate, requests_at(self._rate, effort), self._seed
+    def jobs(self, effort: Effort, count: int) -> list[tuple[Candidate, float | None, int, int]]:
+        """Loads at so many rates."""
+        rates = self._bracket.rates(count)
+        return [(self.entry.candidate, rate, requests_at(rate, effort), self._seed) for rate in rates]
 
     def take(self, point: Point) -> None:
+        assert point.rate is not None
         self.points.append(point)
         self.entry.points.append(point)
-        if point.kept:
-            self._low = self._rate if self._low is None else max(self._low, self._rate)
-        else:
-            self._high = self._rate if self._high is None else min(self._high, self._rate)
-        if self._low is not None and self._high is not None:
-            self._steps -= 1
-            self._rate = math.sqrt(self._low * self._high)
-        else:
-            self._rate *= self._faster if self._high is None else self._slower
+        self._bracket.take(point.rate, point.kept)

@@ -23,12 +23,17 @@ SHARE = 0.9  # of the requests must be within both limits
 # A deployment falls behind where first tokens come later and later: by more than this many seconds a second, and by
 # more than this share of the limit over what was simulated.
 _GROWTH, _GROWN = 0.03, 0.1
+# A load ends before its time where it falls behind by so many times that, or where fewer attain. That is asked so often,
+# from so many judged requests on.
+_CLEARLY, _HOPELESS, _PARTS, _FEWEST = 3, SHARE / 2, 5, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is planned: the model, the node, the load and its limits. `kinds`: of every device by name. `cold`: the
-    share of a load, at its beginning, that is not judged, because the deployment fills up then."""
+    share of a load, at its beginning, that is not judged, because the deployment fills up then. `to_the_end`: of every
+    request; else until the last one's first token would be late, and who still decodes is judged by its tokens so far:
+    it is quicker, nobody is judged by a deployment that empties, and a load that is clearly too much ends sooner."""
 
     spec: ModelSpec
     config: EngineConfig
@@ -37,6 +42,7 @@ class Question:
     rows: Sequence[WorkloadRequest]
     limits: Limits
     cold: float = 0.1
+    to_the_end: bool = True
 
     def site(self, candidate: Candidate) -> Site:
         devices = {name: self.kinds[name] for name in candidate.devices}
@@ -97,21 +103,23 @@ def measure(question: Question, candidate: Candidate, rate: float | None, count:
     deployment = Deployment(candidate.topology, question.site(candidate), content=seed)
     for row in rows:
         deployment.submit(row)
-    records = deployment.run(audit=False)
-    judged = records[int(question.cold * len(records)) :] if rate is not None else records
-    limits = question.limits
+    if rate is None or question.to_the_end:
+        records = deployment.run(audit=False)
+    else:
+        records = _while_it_lasts(question, deployment, rows)
+    limits, judged = question.limits, records[_num_cold(question, rows) :] if rate is not None else records
     span_s = max(record.end_s for record in records)
     growth, grown_s = _growth(judged) if rate is not None else (0.0, 0.0)
     return Point(
         rate=rate,
         seed=seed,
-        requests=count,
+        requests=len(records),
         attainment=limits.attainment(judged),
         ttft_met=sum(map(limits.ttft_met, judged)) / len(judged),
         tpot_met=sum(map(limits.tpot_met, judged)) / len(judged),
         ttft=_spread([record.ttft_s for record in judged if record.ttft_s is not None]),
         tpot=_spread([record.tpot_s for record in judged if record.tpot_s is not None]),
-        requests_per_s=sum(record.ok for record in records) / span_s,
+        requests_per_s=sum(record.ok and record.num_tokens == record.wanted_tokens for record in records) / span_s,
         tokens_per_s=sum(record.num_tokens for record in records) / span_s,
         span_s=span_s,
         growth=growth,
@@ -121,13 +129,39 @@ def measure(question: Question, candidate: Candidate, rate: float | None, count:
     )
 
 
+def _num_cold(question: Question, rows: Sequence[WorkloadRequest]) -> int:
+    return int(question.cold * len(rows))
+
+
+def _while_it_lasts(question: Question, deployment: Deployment, rows: Sequence[WorkloadRequest]) -> list[Record]:
+    """Of requests whose first tokens are there or late. Ends early where it is clear that the limits are not kept."""
+    limits, cold, last_s = question.limits, _num_cold(question, rows), rows[-1].at_s
+    for part in range(1, _PARTS + 1):
+        due_s = last_s * part / _PARTS
+        records = deployment.run(audit=False, until_s=due_s + limits.ttft_s)
+        due = [record for record in records if record.planned_s <= due_s]
+        judged = due[cold:]
+        if len(judged) < _FEWEST or len(due) == len(records):
+            continue
+        growth, grown_s = _growth(judged)
+        hopeless = growth > _CLEARLY * _GROWTH and grown_s > _CLEARLY * _GROWN * limits.ttft_s
+        if hopeless or limits.attainment(judged) < _HOPELESS:
+            return due
+    return records
+
+
 def _spread(values: Sequence[float]) -> Spread:
     return Spread(*(quantile(values, share) or 0.0 for share in (0.5, 0.9, 0.99)))
 
 
 def _growth(records: Sequence[Record]) -> tuple[float, float]:
-    """Of the line through the times to first tokens over the times of arrival: its slope, and its rise in all."""
-    known = [(record.planned_s, record.ttft_s) for record in records if record.ttft_s is not None]
+    """Of the line through the times to first tokens over the times of arrival: its slope, and its rise in all. Who has
+    none yet has waited until the end."""
+    known = [
+        (record.planned_s, record.latency_s if record.ttft_s is None else record.ttft_s)
+        for record in records
+        if record.ok
+    ]
     middle_x, middle_y = (sum(values) / len(known) for values in zip(*known, strict=True))
     spread = sum((x - middle_x) ** 2 for x, _ in known)
     if not spread:

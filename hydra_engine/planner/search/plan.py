@@ -22,7 +22,7 @@ from hydra_engine.planner.search.floors import check_reachable
 from hydra_engine.planner.search.halving import Effort, Entry, Progress, measure_goodputs, race, requests_at
 from hydra_engine.planner.search.measure import SHARE, Point, Question, measure
 from hydra_engine.planner.search.rows import Row, device_price, misses, refused_row, row_of
-from hydra_engine.planner.search.settings import InstanceLimits, settings_to_try
+from hydra_engine.planner.search.settings import ORDERS, InstanceLimits, settings_to_try
 from hydra_engine.planner.search.workers import run_all
 from hydra_engine.planner.simulator.preprocessing import pixels_of, preprocess_s
 from hydra_engine.planner.simulator.sizing import Sizes, sizes_of
@@ -110,7 +110,7 @@ def make_plan(
 ) -> Plan:
     """`rate`: requests per second, for the least cost. `chosen`: only these candidates. Raises ConfigError where no
     deployment can keep the limits, with the stage that misses them and by how much."""
-    effort, question = lasting(effort, question), replace(question, cold=_COLD)
+    effort, question = lasting(effort, question), replace(question, cold=_COLD, to_the_end=False)
     search = _Search(question, effort, progress, request_seconds(question))
     if objective == "offline":
         return _offline(search, chosen)
@@ -262,18 +262,25 @@ def _offline(search: _Search, chosen: Sequence[Candidate]) -> Plan:
 
 
 def _with_settings(search: _Search, winner: Entry) -> list[Entry]:
-    """The winner with the setting that helps it most where it is at its limit, if one does, over all seeds."""
+    """The winner with the setting that keeps a load best which it has just not kept without, if one does, and if that
+    is more goodput over all seeds."""
     tried = settings_to_try(search.question.config, limits_of(search.question, winner.candidate))
-    if not winner.goodput or not tried:
+    missed = [point for point in winner.points if point.seed == 0 and not point.kept and (point.rate or 0.0) > 0]
+    if not winner.goodput or not tried or not missed:
         return []
-    plain = Entry(winner.candidate, winner.bound)
-    entries = [plain, *(Entry(replace(winner.candidate, settings=(one,)), winner.bound) for one in tried)]
-    effort = msgspec.structs.replace(search.effort, finalists=1)
-    (hopeful,) = race(entries, search, effort, search.progress, rate=winner.goodput)
-    if hopeful is plain:
+    load = min(missed, key=lambda point: point.rate or 0.0)
+    if load.attainment >= SHARE:  # it falls behind, which no order of requests changes
+        tried = [one for one in tried if one.field not in ORDERS]
+    entries = [Entry(replace(winner.candidate, settings=(one,)), winner.bound) for one in tried]
+    search.progress(f"{len(tried)} settings at {load.rate:.3g} requests/s", len(tried))
+    points = search([(entry.candidate, load.rate, load.requests, load.seed) for entry in entries])
+    for entry, point in zip(entries, points, strict=True):
+        entry.points.append(point)
+    hopeful = max(entries, key=lambda entry: (entry.points[0].kept, entry.points[0].slack))
+    if not hopeful.points[0].kept:
         return []
-    for seeds in ([0], range(1, effort.seeds)):
-        measure_goodputs([hopeful], search, effort, search.progress, seeds)
+    for seeds in ([0], range(1, search.effort.seeds)):
+        measure_goodputs([hopeful], search, search.effort, search.progress, seeds)
         if hopeful.goodput * _ALIKE <= winner.goodput:
             return []
     return [hopeful]

@@ -11,6 +11,7 @@ from hydra_engine.config import EngineConfig
 
 # Of a prompt that moves on: parts of which each is copied while the next is computed.
 _PART_TOKENS = 512
+ORDERS = frozenset({"scheduling_policy", "encode_policy", "handover_tokens"})  # change who waits, not how much is done
 
 
 class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -21,35 +23,38 @@ Job = Callable[[], Point]
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """The points of a child's jobs in their order, or why there are none."""
+    """A child's point, or why there is none."""
 
-    points: list[Point] = []
-    error: str = ""
+    point: Point | None = None
+    error: str = "a simulation ended early"
 
 
 def run_all(jobs: Sequence[Job], num_workers: int) -> list[Point]:
     """In the order of `jobs`. Raises SimulationError where a simulation fails."""
-    num_workers = min(num_workers, len(jobs))
-    if num_workers <= 1:
+    if min(num_workers, len(jobs)) <= 1:
         return [job() for job in jobs]
-    children = [_fork(jobs[first::num_workers]) for first in range(num_workers)]
     points: list[Point | None] = [None] * len(jobs)
-    problem = ""
-    for first, (pid, descriptor) in enumerate(children):
-        with os.fdopen(descriptor, "rb") as pipe:
-            content = pipe.read()
-        os.waitpid(pid, 0)
-        answer = msgspec.json.decode(content, type=_Answer) if content else _Answer(error="a simulation ended early")
-        problem = problem or answer.error
-        for place, point in zip(range(first, len(jobs), num_workers), answer.points, strict=False):
-            points[place] = point
-    found = [point for point in points if point is not None]
-    if problem or len(found) != len(jobs):
-        raise SimulationError(problem or "a simulation gave no answer")
-    return found
+    running: dict[int, tuple[int, int]] = {}  # by descriptor: (place, pid)
+    waiting, problem = deque(range(len(jobs))), ""
+    while running or (waiting and not problem):
+        while waiting and not problem and len(running) < num_workers:
+            place = waiting.popleft()
+            pid, descriptor = _fork(jobs[place])
+            running[descriptor] = place, pid
+        for descriptor in select.select([*running], [], [])[0]:
+            place, pid = running.pop(descriptor)
+            with os.fdopen(descriptor, "rb") as pipe:
+                content = pipe.read()
+            os.waitpid(pid, 0)
+            answer = msgspec.json.decode(content, type=_Answer) if content else _Answer()
+            points[place] = answer.point
+            problem = problem or ("" if answer.point is not None else answer.error)
+    if problem:
+        raise SimulationError(problem)
+    return [point for point in points if point is not None]
 
 
-def _fork(jobs: Sequence[Job]) -> tuple[int, int]:
+def _fork(job: Job) -> tuple[int, int]:
     """(pid, descriptor of the pipe's end to read)."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -61,9 +66,9 @@ def _fork(jobs: Sequence[Job]) -> tuple[int, int]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.close(reading)
         try:
-            answer = _Answer([job() for job in jobs])
+            answer = _Answer(job(), "")
         except (HydraError, RuntimeError) as error:
-            answer = _Answer(error=str(error) or type(error).__name__)
+            answer = _Answer(None, str(error) or type(error).__name__)
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(msgspec.json.encode(answer))
         status = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -110,6 +111,8 @@ class Deployment:
         self._rows: list[WorkloadRequest] = []
         self._open_s = 0.0
         self._switches = 0
+        self._stop_s = math.inf
+        self._ticks = False
         ids = itertools.count(_FIRST_ATTEMPT)
         self._roles = {n: one.role for n, one in zip(self.topology.names, self.topology.instances, strict=True)}
         self.dispatcher = Dispatcher(
@@ -159,21 +162,35 @@ class Deployment:
             return request, pixels
         return replace(request, slo=request.slo.with_defaults(scheduler.ttft_slo, scheduler.tpot_slo)), pixels
 
-    def run(self, *, audit: bool = True) -> list[Record]:
-        """Until every request has ended. Raises SimulationError if one does not, or with `audit` if something is held
-        then: every instance is asked for its ledger, which takes as long as a small load."""
+    def run(self, *, audit: bool = True, until_s: float = math.inf) -> list[Record]:
+        """Until every request has ended, or so many seconds after the deployment was up; records of those that run then
+        end there, and it can go on from there. Raises SimulationError if one does not end, or with `audit` if something
+        is held then: every instance is asked for its ledger, which takes as long as a small load."""
         with _without_collections():
-            self._tick()
-            self._until(lambda: len(self.results) == len(self._rows) and not self._switches)
+            if not self._ticks:
+                self._ticks = True
+                self._tick()
+            self._stop_s = self._open_s + until_s
+            self._until(self._is_over)
             if audit:
                 rest_s = self.agenda.now() + _REST_S
                 self._until(lambda: self.agenda.now() >= rest_s)
                 self._check_rest()
             return [self._record(index) for index in range(len(self._rows))]
 
+    def _is_over(self) -> bool:
+        ended = len(self.results) == len(self._rows) and not self._switches
+        return ended or self.agenda.now() >= self._stop_s
+
+    def _span_s(self) -> float:
+        """From when the deployment was up to the last end."""
+        running = len(self.results) < len(self._rows)
+        ended_s = self.agenda.now() if running else max(self._ended_s.values(), default=0.0)
+        return max(ended_s - self._open_s, 1e-9)
+
     def busy(self) -> dict[str, Busy]:
         """By instance, after `run`."""
-        span_s = max(max(self._ended_s.values(), default=0.0) - self._open_s, 1e-9)
+        span_s = self._span_s()
         found = {}
         for name, device in self.device_of.items():
             seconds = self.cluster.machines[device].busy_s
@@ -182,7 +199,7 @@ class Deployment:
 
     def preprocessing_busy(self) -> float:
         """The share of their time for which the decode workers computed, after `run`."""
-        span_s = max(max(self._ended_s.values(), default=0.0) - self._open_s, 1e-9)
+        span_s = self._span_s()
         busy_s = self._host_cores.busy_s.get((FRONTEND, HOST), 0.0)
         return busy_s / span_s / self._preprocessing.num_workers
 
@@ -250,19 +267,20 @@ class Deployment:
 
     def _record(self, index: int) -> Record:
         number, row = index + 1, self._rows[index]
-        result, handle = self.results[number], self.handles[number]
+        result, handle = self.results.get(number), self.handles.get(number)
+        stamps = [] if handle is None else handle.stamps
         return Record(
             index=index,
             kind=row.kind,
             planned_s=row.at_s,
             sent_s=row.at_s,
-            end_s=self._ended_s[number] - self._open_s,
+            end_s=self._ended_s.get(number, self.agenda.now()) - self._open_s,
             wanted_tokens=row.output_tokens,
-            stamps=tuple((np.array(handle.stamps) - self._open_s).tolist()),
-            counts=handle.counts,
-            prompt_tokens=result.usage.prompt_tokens,
-            cached_tokens=result.usage.cached_tokens,
-            error=None if result.error is None else str(result.error),
+            stamps=tuple((np.array(stamps) - self._open_s).tolist()),
+            counts=() if handle is None else handle.counts,
+            prompt_tokens=0 if result is None else result.usage.prompt_tokens,
+            cached_tokens=0 if result is None else result.usage.cached_tokens,
+            error=None if result is None or result.error is None else str(result.error),
         )
 
     # ---- messages
