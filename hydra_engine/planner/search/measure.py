@@ -23,7 +23,7 @@ SHARE = 0.9  # of the requests must be within both limits
 # A deployment falls behind where first tokens come later and later: by more than this many seconds a second, and by
 # more than this share of the limit over what was simulated.
 _GROWTH, _GROWN = 0.03, 0.1
-# A load ends before its time where it falls behind by so many times that, or where fewer attain. That is asked so often,
+# A load ends before its time where it falls behind by so many times that, or where fewer attain. It is asked so often,
 # from so many judged requests on.
 _CLEARLY, _HOPELESS, _PARTS, _FEWEST = 3, SHARE / 2, 5, 20
 
