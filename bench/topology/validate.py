@@ -2,9 +2,9 @@
 requests at the same times: means and 90th percentiles of TTFT and TPOT, and requests within limits per second.
 
 Deployments are up one after the other, round after round, with other contents of equal sizes in each, so that what the
-machine does besides falls on all alike. What a step costs comes from the profile, what preprocessing and copies cost
-from requests of one idle deployment; no number is fitted to a topology or a load. Before each deployment one matrix
-product is timed, so that a reader sees whether the machine was as fast as when the run began.
+machine does besides falls on all alike. What a step costs comes from the profile, what preprocessing, copies and
+messages cost from requests of one idle deployment; no number is fitted to a topology or a load. Before each deployment
+one matrix product is timed, so that a reader sees whether the machine was as fast as when the run began.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from itertools import product
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -26,9 +27,9 @@ from bench.serve.harness import say
 from bench.topology.loads import calls, rows
 from bench.topology.real import load_of, pin, pulled_bytes
 from hydra_engine import Engine
-from hydra_engine.core.outputs import Result
+from hydra_engine.core.outputs import Result, StageSpan
 from hydra_engine.planner.records import quantile
-from hydra_engine.planner.simulator.deployment import simulate
+from hydra_engine.planner.simulator.deployment import Deployment, simulate
 from hydra_engine.planner.simulator.node import Site
 from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.planner.work import decode_seconds, prefill_seconds, vision_seconds, works
@@ -87,24 +88,47 @@ def _rates(options: argparse.Namespace, site: Site) -> list[float]:
 
 
 def _calibrated(options: argparse.Namespace, site: Site) -> Site:
-    """With what a profile does not have: preprocessing and copies, of requests that come one by one to an idle
-    deployment which hands their KV on."""
-    load = _load(options, 1.0, _IDLE, _WARM_UP + 1)
+    """With what a profile does not have: preprocessing, copies and messages, of requests that come one by one to an
+    idle deployment which hands their KV on."""
+    load, content = _load(options, 0.2, _IDLE, _WARM_UP + 1), _WARM_UP + 1
     spans: dict[bool, list[float]] = {True: [], False: []}
-    pixels, copied_s = [], 0.0
+    pixels, timelines = [], []
     with _serving("EP+D", options, site) as engine:
         before = pulled_bytes(engine)
-        for row, call in zip(load, calls(load, RequestMaker(site.spec, _WARM_UP + 1)), strict=True):
+        for row, call in zip(load, calls(load, RequestMaker(site.spec, content)), strict=True):
             result = engine.submit(call.prompt, call.images, sampling=replace(call.sampling, max_tokens=2)).result(60.0)
             took_s = [s.end_s - s.start_s for s in result.timeline if s.stage in ("tokenize", "preprocess")]
-            copied_s += sum(s.end_s - s.start_s for s in result.timeline if s.stage == "pull_kv")
+            timelines.append(result.timeline)
             spans[bool(row.pictures)].append(sum(took_s))
             pixels += [one.width * one.height for one in row.pictures]
         copied = pulled_bytes(engine) - before
     text_s = median(spans[False]) if spans[False] else 0.0
     picture_s = max(median(spans[True]) - text_s, 0.0) if spans[True] else 0.0
-    host = replace(site.host, request_s=text_s, pixel_s=picture_s / mean(pixels) if pixels else 0.0)
-    return _with_copies(replace(site, host=host), copied / copied_s)
+    host = replace(site.host, request_s=text_s, pixel_s=picture_s / mean(pixels) if pixels else 0.0, message_s=0.0)
+    site = _with_copies(replace(site, host=host), _copy_rate(timelines, copied, host.pull_s))
+    deployment = Deployment("EP+D", site, content=content)
+    for row in load:
+        deployment.submit(msgspec.structs.replace(row, output_tokens=2))
+    deployment.run()
+    without = [result.timeline for result in deployment.results.values()]
+    message_s = max(_wait_for_copy(timelines) - _wait_for_copy(without), 0.0)
+    return replace(site, host=replace(site.host, message_s=message_s))
+
+
+def _copy_rate(timelines: Sequence[Sequence[StageSpan]], copied: int, pull_s: float) -> float:
+    """Bytes per second of the middle one of the larger half of all pulls."""
+    pulls = sorted((s for timeline in timelines for s in timeline if s.stage == "pull_kv"), key=lambda s: s.tokens)
+    per_token_s = median(max(s.end_s - s.start_s - pull_s, 0.0) / s.tokens for s in pulls[len(pulls) // 2 :])
+    return copied / sum(s.tokens for s in pulls) / max(per_token_s, 1e-9)
+
+
+def _wait_for_copy(timelines: Sequence[Sequence[StageSpan]]) -> float:
+    """From the end of a prefill to the start of the copy of its KV, on which way there is one message; the median."""
+    waits = []
+    for timeline in timelines:
+        start_s = next(s.start_s for s in timeline if s.stage == "pull_kv")
+        waits.append(start_s - max(s.end_s for s in timeline if s.stage == "prefill" and s.end_s <= start_s))
+    return median(waits)
 
 
 def _with_copies(site: Site, bytes_per_s: float) -> Site:

@@ -20,7 +20,7 @@ class LanguageLoad:
     decode_context: int = 0  # keys that the decodes read, all together
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0  # (query, key) pairs of the chunks: for each, n * start + n * (n + 1) / 2
-    num_chunks: int = 0
+    num_chunks: int = 0  # of more than one token: one token is computed, and costs, what a decode does
 
     @property
     def num_rows(self) -> int:

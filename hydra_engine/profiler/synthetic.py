@@ -60,7 +60,7 @@ def load_of(plan: LanguagePlan) -> LanguageLoad:
         int(plan.decodes.starts.sum()) + len(plan.decodes),
         sum(len(chunk.token_ids) for chunk in plan.chunks),
         sum(chunk.num_pairs for chunk in plan.chunks),
-        len(plan.chunks),
+        sum(len(chunk.token_ids) > 1 for chunk in plan.chunks),
     )
 
 

@@ -78,7 +78,7 @@ class LanguagePlanner:
             decode_context=ready.num_keys,
             prefill_tokens=sum(chunk for _, chunk in builder.chunks),
             prefill_pairs=sum(row.num_pairs for row in chunks),
-            num_chunks=len(chunks),
+            num_chunks=sum(chunk > 1 for _, chunk in builder.chunks),
         )
         chunk_tokens = tuple((state.request.id, chunk) for state, chunk in builder.chunks)
         plan = LanguagePlan(step_id, decodes, chunks, budget.vision_s, budget.partition)

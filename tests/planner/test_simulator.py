@@ -89,6 +89,14 @@ def test_an_idle_deployment_takes_the_sum_of_its_parts(topology: str) -> None:
     assert record.ttft_s == pytest.approx(expected_s, rel=1e-6)
 
 
+def test_the_token_behind_moved_kv_costs_what_a_decode_does() -> None:
+    """It is a chunk by name, and what chunks cost besides is not for one token."""
+    kind = replace(DEVICE, costs=replace(COSTS, surface=replace(SURFACE, per_chunk_s=0.5)))
+    (record,) = simulate("EP+D", replace(site(), devices=gpus(2, kind)), [row(0.0, 20, 4)])
+    assert record.ttft_s is not None and record.ttft_s > 0.5
+    assert max(record.gaps()) < 0.1
+
+
 def test_what_moves_decodes_on_elsewhere_with_one_longer_gap() -> None:
     text = row(0.0, 30, 6)
     here, there = lonely("EPD", text).gaps(), lonely("P+D", text).gaps()
