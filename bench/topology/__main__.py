@@ -18,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.common import card, emit
 from bench.serve.harness import say
 from bench.serve.workload import TEXT_SHARE_HELP, Workload
@@ -26,7 +28,7 @@ from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import HydraError
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.simulator.costs import UNKNOWN, DeviceKind, read_costs
+from hydra_engine.planner.simulator.costs import UNKNOWN, Costs, DeviceKind, read_costs
 from hydra_engine.planner.simulator.node import Site
 from hydra_engine.planner.workload.shapes import SHAPES
 
@@ -82,7 +84,16 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "costs": {name: kind.costs.document() for name, kind in site.devices.items()},
         "result": result,
         "card": card(),
+        **_measured_card(options),
     }
+
+
+def _measured_card(options: argparse.Namespace) -> dict[str, Any]:
+    """Where and when what is only predicted again was measured."""
+    if options.measured is None:
+        return {}
+    document = json.loads(options.measured.read_text(encoding="utf-8"))
+    return {"measured_card": document.get("measured_card", document["card"])}
 
 
 def _site(options: argparse.Namespace) -> Site:
@@ -100,6 +111,9 @@ def _site(options: argparse.Namespace) -> Site:
 def _kind(options: argparse.Namespace) -> DeviceKind:
     if options.mode == "timeline":
         return DeviceKind("cpu", UNKNOWN)  # nothing is simulated
+    if options.mode == "validate" and options.measured is not None:
+        kept = json.loads(options.measured.read_text(encoding="utf-8"))["costs"]["cpu"]
+        return DeviceKind("cpu", msgspec.convert(kept, Costs), _MEMORY_BYTES)
     if options.profile is None:
         raise ValueError(
             f"{options.mode} needs --profile FILE, which `hydra-engine profile MODEL --output FILE` writes"

@@ -48,10 +48,11 @@ class SchedulerConfig:
         aliases=("max-num-batched-tokens",),
     )
     image_budget: int = opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
-    handover_tokens: int = opt(
-        0,
+    handover_tokens: int | None = opt(
+        None,
         "a prompt whose KV goes to another instance is computed half by half of what is left, in parts of at least so "
-        "many tokens, so that one part is copied while the next is computed; 0: as many as fit a step",
+        "many tokens, so that one part is copied while the next is computed; 0: as many as fit a step; default: as "
+        "many as take as long to copy as the shortest step takes to compute, both as measured while serving",
     )
     max_num_seqs: int | None = opt(
         None,
@@ -103,7 +104,7 @@ class SchedulerConfig:
                 name = f"{f.name} (--{f.name.replace('_', '-')})"
                 object.__setattr__(self, f.name, parse_seconds(value, name, param=f.name))
         positive(self, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
-        if self.handover_tokens < 0:
+        if self.handover_tokens is not None and self.handover_tokens < 0:
             raise ConfigError("handover_tokens must be 0 or more", param="handover_tokens")
 
 

@@ -90,6 +90,7 @@ class Migration(NoPeers):
         self._plans: dict[StepId, PullPlan] = {}
         self._pulled_bytes = 0
         self._pull_s = 0.0
+        self._kv_blocks, self._kv_s = 0, 0.0  # that were copied, and for how long
 
     # ---- requests
 
@@ -187,6 +188,7 @@ class Migration(NoPeers):
             case Renew():
                 self._source.on_renew(peer, message, now)
             case Ack():
+                self._connector.copied(message.block_s)
                 return self._release(self._source.on_ack(peer, message.incarnation, message.sequence), now)
             case Refuse():
                 owner = self._source.on_refuse(peer, message.incarnation, message.sequence)
@@ -355,6 +357,9 @@ class Migration(NoPeers):
             logger.error("request %d: a pull failed: %s", plan.request_id, result.problem)
         self._pulled_bytes += result.num_bytes
         self._pull_s += result.ended_s - result.started_s
+        if plan.image_index is None:
+            self._kv_blocks += len(plan.block_ids)
+            self._kv_s += result.ended_s - result.started_s
         valid = result.valid and result.problem is None
         outcome = self._destination.end(plan.offer, valid=valid, last=plan.last)
         events = self._connector.on_pull(
@@ -367,9 +372,12 @@ class Migration(NoPeers):
         if isinstance(outcome, Committed):
             requests = [request for request in [self._requests.get(plan.request_id)] if request is not None]
             self._hit(BEFORE_ACK, requests)
-            self._peers.send(outcome.peer, [outcome.ack])
+            self._peers.send(outcome.peer, [self._with_times(outcome.ack)])
             self._hit(AFTER_ACK, requests)
         return events
+
+    def _with_times(self, ack: Ack) -> Ack:
+        return Ack(ack.incarnation, ack.sequence, self._kv_s / self._kv_blocks if self._kv_blocks else 0.0)
 
     # ---- looking
 

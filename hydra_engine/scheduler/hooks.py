@@ -74,6 +74,11 @@ class Connector:
         """There are decodes that other instances have lent, and nothing else to compute."""
         return False
 
+    def part_tokens(self, step_s: float) -> int:
+        """Tokens from which on a part of a prompt whose KV leaves is worth a step of its own, which costs at least
+        `step_s`; 0: none is, or nothing is known yet."""
+        return 0
+
     # ---- vision steps
 
     def before_vision(self) -> None:

@@ -24,6 +24,7 @@ from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stre
 from hydra_engine.scheduler.decodes import Ready
 from hydra_engine.scheduler.prefill import NeedsResult, PrefillStarter, StepBuilder
 from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.step_times import StepTimes
 
 MAX_SEEN = 16  # requests of a queue that `pending_work` counts
 
@@ -43,16 +44,17 @@ class LanguagePlanner:
     where that would be needed. What it has done by then (blocks granted, requests started) stays, and is what the next
     plan would have done."""
 
-    def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
+    def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig, times: StepTimes) -> None:
         self._requests = requests
         self._kv = requests.kv
         self._budgets = budgets
         self._starter = PrefillStarter(requests, config)
         self._handover_tokens = config.handover_tokens
+        self._times = times
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
         """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
-        builder = StepBuilder(self._requests, now, ahead=ahead, handover_tokens=self._handover_tokens)
+        builder = StepBuilder(self._requests, now, ahead=ahead, handover_tokens=self._part_tokens())
         try:
             ready = self._ready_decodes(builder)
             can_start = not self._starter.is_full
@@ -67,6 +69,11 @@ class LanguagePlanner:
         if not ready.num_rows and not builder.chunks:
             return None
         return self._step(step_id, ready, builder, budget, ahead=ahead)
+
+    def _part_tokens(self) -> int:
+        if self._handover_tokens is not None:
+            return self._handover_tokens
+        return self._requests.connector.part_tokens(self._times.shortest_s)
 
     def _step(
         self, step_id: StepId, ready: Ready, builder: StepBuilder, budget: StepBudget, *, ahead: bool

@@ -26,7 +26,7 @@ class NeedsResult(Exception):
 
 class StepBuilder:
     """A step while it is filled. `ahead`: one is in flight, so no request is preempted. `handover_tokens` as in the
-    configuration."""
+    configuration, 0 where it says nothing and nothing is known."""
 
     def __init__(self, requests: RequestTable, now: float, *, ahead: bool, handover_tokens: int = 0) -> None:
         self.chunks: list[tuple[RequestState, int]] = []

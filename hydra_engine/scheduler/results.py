@@ -16,7 +16,7 @@ from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.request_table import RequestTable
-from hydra_engine.scheduler.timeline import StepTimes
+from hydra_engine.scheduler.step_times import StepTimes
 
 
 class _StepOutput:

@@ -35,7 +35,7 @@ from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
 from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.results import ResultProcessor
 from hydra_engine.scheduler.step_speeds import SpeedMeter
-from hydra_engine.scheduler.timeline import StepTimes
+from hydra_engine.scheduler.step_times import StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
 
 MAX_REPORTS = 100
@@ -78,10 +78,10 @@ class StageScheduler:
         )
         self._budgets = budgets if budgets is not None else Budgets(config)
         self._vision = VisionPlanner(self._requests, self._budgets, config)
-        self._language = LanguagePlanner(self._requests, self._budgets, config)
+        self._times = StepTimes()
+        self._language = LanguagePlanner(self._requests, self._budgets, config, self._times)
         self._most_ahead = 1 if config.look_ahead else 0
         self._patience_s = policy.yield_patience_s(config.tpot_slo)
-        self._times = StepTimes()
         self._speeds = SpeedMeter()
         self._results = ResultProcessor(self._requests, self._times)
         self._requests.connector.attach(self._requests, self._finish)

@@ -12,7 +12,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import Exports
 
-TRANSFER_VERSION = 3
+TRANSFER_VERSION = 4
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -71,10 +71,12 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Target to source: everything has been copied and was valid; the source may forget the offer."""
+    """Target to source: everything has been copied and was valid; the source may forget the offer. `block_s`: seconds
+    that a block of KV takes the target to copy, on the mean; 0 where none has been, or for features."""
 
     incarnation: int
     sequence: int
+    block_s: float = 0.0
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):

@@ -29,6 +29,7 @@ MESSAGES: list[Hello | TransferMessage] = [
     Withdraw(1, 3),
     Renew(1, (3, 4), (0, 2)),
     Ack(1, 3),
+    Ack(1, 4, 2.5e-5),
     Refuse(1, 4),
 ]
 

@@ -54,12 +54,17 @@ class Played:
     def idle(self) -> bool:
         return not (self.inbox or self.outbox or self.parts or self.jobs)
 
+    def awaits(self, number: RequestId) -> bool:
+        """A part of it is on its way here; until then an offer for it is kept."""
+        return any(isinstance(message, Submit) and message.request.id == number for message in self.inbox)
+
     # ---- messages
 
     def receive(self) -> None:
         match self.inbox.popleft():
             case Submit(request, _, stages, remote, source):
                 assert request.id not in self.parts, "an id was given twice"
+                self.aborted.discard(request.id)  # it may come back to where it was aborted once
                 tokens = list(request.generated_token_ids)
                 self.parts[request.id] = Part(request, stages, source, set(remote), tokens)
             case Encode() as job:
@@ -133,7 +138,7 @@ class Played:
             return
         theirs = target.parts.get(number)
         if theirs is None:
-            if number in target.aborted:
+            if number in target.aborted and not target.awaits(number):
                 self.end(number, Departure.MOVED)  # refused
             return
         assert theirs.source == self.name and theirs.stages == "D"

@@ -265,7 +265,7 @@ def test_settings_are_flags_and_change_the_configuration() -> None:
     assert [one.flags for one in tried] == [
         "--instance-limits P:token_budget=1024", "--instance-limits P:token_budget=4096",
         "--instance-limits D:max_num_seqs=32", "--instance-limits D:max_num_seqs=128",
-        "--scheduling-policy sjf", "--encode-policy srpt", "--handover-tokens 512", "--router affinity",
+        "--scheduling-policy sjf", "--encode-policy srpt", "--router affinity",
     ]  # fmt: skip
     assert tried[0].apply(config).for_instance("p0", Role.P).scheduler.token_budget == 1024
     assert tried[0].apply(config).for_instance("d0", Role.D).scheduler == config.scheduler

@@ -26,7 +26,7 @@ from tools.miniatures import make_tiny
 
 
 @cache
-def site(num_devices: int, link_bytes_per_s: float, model: Path | None = None, **limits: int) -> Site:
+def site(num_devices: int, link_bytes_per_s: float, model: Path | None = None, **limits: int | None) -> Site:
     config = EngineConfig(scheduler=SchedulerConfig(**{"token_budget": 2048, "max_num_seqs": 16} | limits))
     config = config if model is None else replace(config, model=str(model))
     gpu = DeviceKind("gpu", Costs(SURFACE, 2e-5, 3e-5, threads=0), link_bytes_per_s=link_bytes_per_s)
@@ -83,10 +83,12 @@ def test_the_parts_of_one_picture_are_encoded_by_several_instances(tmp_path: Pat
 # ---- KV behind the parts of a prompt
 
 
+SLOW_LINK = 3e7  # bytes per second: a token is copied in about a quarter of the time in which it is computed
+
+
 def one_prompt(handover_tokens: int) -> tuple[float, float, list[StageSpan]]:
-    """When the first and the second token are there, and the copies of KV. A token is copied in about a quarter of the
-    time in which it is computed."""
-    deployment = Deployment("P+D", site(2, 3e7, handover_tokens=handover_tokens))
+    """When the first and the second token are there, and the copies of KV."""
+    deployment = Deployment("P+D", site(2, SLOW_LINK, handover_tokens=handover_tokens))
     deployment.submit(WorkloadRequest(at_s=0.0, prompt_tokens=400, output_tokens=4))
     (record,) = deployment.run()
     assert record.error is None
@@ -100,6 +102,25 @@ def test_one_part_of_a_prompt_is_copied_while_the_next_is_computed() -> None:
     assert hidden.end_s < later_s, "beside the second part"
     assert exposed.end_s - exposed.start_s == pytest.approx((whole.end_s - whole.start_s) / 2, rel=0.05)
     assert sooner_s < second_s - 2e-3, "although the prompt takes two steps"
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [SLOW_LINK, 1e9])
+def test_parts_are_as_large_as_measured_copies_and_steps_make_it_worth_while(link_bytes_per_s: float) -> None:
+    """Where copies are slow, those behind the first ones are hidden; where they are fast, no prompt is split."""
+    gaps: dict[int | None, list[float]] = {}
+    pulls: dict[int | None, int] = {}
+    for handover_tokens in (None, 0):
+        deployment = Deployment("P+D", site(2, link_bytes_per_s, handover_tokens=handover_tokens))
+        for number in range(6):
+            deployment.submit(WorkloadRequest(at_s=0.5 * number, prompt_tokens=400 if number else 8, output_tokens=3))
+        gaps[handover_tokens] = [record.gaps()[0] for record in deployment.run()]
+        timelines = [result.timeline for result in deployment.results.values()]
+        pulls[handover_tokens] = sum(span.stage == "pull_kv" for timeline in timelines for span in timeline)
+    assert pulls[0] == 6
+    if link_bytes_per_s == SLOW_LINK:
+        assert pulls[None] > 6 and gaps[None][-1] < 0.75 * gaps[0][-1]
+    else:
+        assert pulls[None] == 6 and gaps[None] == gaps[0]
 
 
 # ---- where a request decodes

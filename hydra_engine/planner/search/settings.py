@@ -9,9 +9,7 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 
-# Of a prompt that moves on: parts of which each is copied while the next is computed.
-_PART_TOKENS = 512
-ORDERS = frozenset({"scheduling_policy", "encode_policy", "handover_tokens"})  # change who waits, not how much is done
+ORDERS = frozenset({"scheduling_policy", "encode_policy"})  # change who waits, not how much is done
 
 
 class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +56,6 @@ def settings_to_try(config: EngineConfig, limits: Sequence[InstanceLimits]) -> l
         found.append(Setting("scheduler", "encode_policy", "srpt"))
     if len(roles) > 1 and config.cluster.steal_decodes and any({"E", "D"} <= set(role) for role in roles):
         found.append(Setting("cluster", "steal_decodes", value=False))
-    if any("P" in role and "D" not in role for role in roles) and not config.scheduler.handover_tokens:
-        found.append(Setting("scheduler", "handover_tokens", _PART_TOKENS))
     if config.cluster.router == "least-loaded":
         found.append(Setting("cluster", "router", "affinity"))
     return found

@@ -6,6 +6,7 @@ offered to them in `offers.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from hydra_engine.config import ClusterConfig, SchedulerConfig
@@ -24,6 +25,8 @@ from hydra_engine.scheduler.hooks import Connector, Finish
 from hydra_engine.scheduler.prefill import StepBuilder
 from hydra_engine.scheduler.request_table import RequestTable
 
+_NEW_SHARE = 0.25  # of what one target says in the mean of all
+
 
 class PeerConnector(Connector):
     """Contract: if every result comes back, what is asked of other instances is offered and what is offered to them is
@@ -41,6 +44,7 @@ class PeerConnector(Connector):
         self._config = config
         self._cluster = cluster
         self._departed: list[RequestState] = []  # ended while a plan was made, to be forgotten behind it
+        self._block_s = 0.0  # that a block of our KV takes to copy, by those who have copied some
 
     def attach(self, requests: RequestTable, finish: Finish) -> None:
         self._requests, self._finish = requests, finish
@@ -64,6 +68,11 @@ class PeerConnector(Connector):
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
         if Role.D not in state.stages and (sampled or self._cluster.early_kv):
             self.offers.offer_kv(state, now, ends=sampled)
+
+    def part_tokens(self, step_s: float) -> int:
+        """EPD-Serve's groups, of tokens instead of layers: while a part is copied the next one is computed, so a split
+        saves the copy of the first part and costs the weights of one more step."""
+        return math.ceil(step_s / self._block_s) * self._requests.kv.block_size if self._block_s else 0
 
     @property
     def only_borrowed(self) -> bool:
@@ -126,6 +135,11 @@ class PeerConnector(Connector):
         state = self.pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
         self.after_language(now)
         return self._finish([state], now)
+
+    def copied(self, block_s: float) -> None:
+        """An offer of ours has been copied. 0.0: says nothing."""
+        if block_s:
+            self._block_s = block_s if not self._block_s else self._block_s + _NEW_SHARE * (block_s - self._block_s)
 
     def take_events(self) -> list[RemoteEvent]:
         """What other instances have to be told since the last call, in order, and the ends of requests that departed

@@ -12,7 +12,8 @@ from collections import deque
 from enum import IntEnum
 from statistics import NormalDist, median
 
-from hydra_engine.scheduler.timeline import Window
+from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.scheduler.step_times import Window
 
 WINDOW = 200  # steps
 FEW = 32  # with fewer steps of a kind, the ratios of all kinds are taken; also how many the error bars stand for
@@ -29,6 +30,12 @@ class Kind(IntEnum):
     DECODES = 0  # nothing but decodes, alone on the machine
     CHUNKS = 1  # with prefill, alone on the machine
     VISION = 2  # beside the vision lane
+
+
+def kind_of(load: LanguageLoad, vision_s: float) -> Kind:
+    if vision_s > 0:
+        return Kind.VISION
+    return Kind.CHUNKS if load.prefill_tokens else Kind.DECODES
 
 
 class _Ratios:

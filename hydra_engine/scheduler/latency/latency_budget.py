@@ -17,9 +17,9 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
-from hydra_engine.scheduler.latency.correction import Correction, Kind
+from hydra_engine.scheduler.latency.correction import Correction, Kind, kind_of
 from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
-from hydra_engine.scheduler.timeline import Window
+from hydra_engine.scheduler.step_times import Window
 
 MIN_SHARE = 0.2  # of the slack that prefill and vision each have at least while both have work
 MIN_VISION = 0.05  # of the limit: seconds of vision beside every step, even if decodes alone fill it
@@ -273,7 +273,7 @@ class LatencyBudgets(Budgets):
         return (target_s - self._correction.pause_s) / self._correction.high(kind)
 
     def predict(self, load: LanguageLoad) -> float | None:
-        return self._surface.language_s(load) * self._correction.middle(_kind(load, 0.0))
+        return self._surface.language_s(load) * self._correction.middle(kind_of(load, 0.0))
 
     # ---- vision steps
 
@@ -325,7 +325,7 @@ class LatencyBudgets(Budgets):
     ) -> None:
         limit = budget.limit_s
         self._typical[vision_s > 0].learn(load, duration_s)
-        self._kind = _kind(load, vision_s)
+        self._kind = kind_of(load, vision_s)
         took = duration_s
         if load.num_decodes:
             self._correction.paused(gap_s - duration_s)
@@ -370,12 +370,6 @@ class LatencyBudgets(Budgets):
             full_steps=self._full_steps,
             limit_used=sum(self._used) / len(self._used) if self._used else 0.0,
         )
-
-
-def _kind(load: LanguageLoad, vision_s: float) -> Kind:
-    if vision_s > 0:
-        return Kind.VISION
-    return Kind.CHUNKS if load.prefill_tokens else Kind.DECODES
 
 
 def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low: int = 0, guess: int = 0) -> int:
