@@ -75,6 +75,7 @@ def test_features_that_come_while_a_request_waits_are_not_waited_for() -> None:
     assert mean_ttft_s(late) > 1.05 * mean_ttft_s(early)
 
 
+@pytest.mark.quick("switches0", "switches7")
 @pytest.mark.parametrize("switches", list(itertools.product([True, False], repeat=3)))
 def test_every_combination_serves_everything(switches: tuple[bool, ...]) -> None:
     names = ("early_kv", "prefetch_features", "steal_decodes")

@@ -70,6 +70,7 @@ def one_picture(topology: str, model: Path) -> tuple[Deployment, float]:
     return deployment, record.ttft_s
 
 
+@pytest.mark.slow
 def test_the_parts_of_one_picture_are_encoded_by_several_instances(tmp_path: Path) -> None:
     """As EPD's parallel encode of one request: LLaVA-NeXT's square and rows of tiles have no work in common."""
     make_tiny("llava_next", tmp_path, seed=1)
@@ -155,6 +156,7 @@ def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_
     assert sum(gap > 0.1 for gap in early) == 3 and sum(late) < 0.5 * sum(early)
 
 
+@pytest.mark.slow
 def test_what_has_waited_for_room_at_one_decoder_goes_to_another_that_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     again = first_gaps(400)
     monkeypatch.setattr(late_decoder, "PATIENCE_S", math.inf)
@@ -162,6 +164,7 @@ def test_what_has_waited_for_room_at_one_decoder_goes_to_another_that_has_some(m
     assert max(once) > 1.0 > 2 * max(again)
 
 
+@pytest.mark.quick("4000000.0")
 @pytest.mark.parametrize("link_bytes_per_s", [3e5, 1e6, 4e6])
 def test_a_second_choice_while_kv_is_copied_loses_no_request(
     link_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def test_filters(vocabulary: int) -> None:
     assert sampled(strided(logits), FILTERS) == (expected(logits, FILTERS), [True] * len(FILTERS))
 
 
+@pytest.mark.slow
 def test_parts_and_steps() -> None:
     """Four parts whose lists, of flat logits, are longer than a step; in the last part a step is not full. In the last
     row hundreds of logits each are equal, in all parts."""
