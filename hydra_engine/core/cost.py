@@ -17,10 +17,10 @@ class LanguageLoad:
     """What one language step computes."""
 
     num_decodes: int = 0
-    decode_context: int = 0  # keys that the decodes read, all together
+    decode_context: int = 0  # keys that the decodes read, all together, and chunks of one token, which cost the same
     prefill_tokens: int = 0
-    prefill_pairs: float = 0.0  # (query, key) pairs of the chunks: for each, n * start + n * (n + 1) / 2
-    num_chunks: int = 0  # of more than one token: one token is computed, and costs, what a decode does
+    prefill_pairs: float = 0.0  # (query, key) pairs of larger chunks: for each, n * start + n * (n + 1) / 2
+    num_chunks: int = 0  # larger ones
 
     @property
     def num_rows(self) -> int:

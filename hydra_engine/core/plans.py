@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.errors import ErrorInfo
 
@@ -119,6 +120,19 @@ class LanguagePlan:
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(len(row.token_ids) for row in self.chunks)
+
+    @property
+    def load(self) -> LanguageLoad:
+        """A chunk of one token, behind KV that has moved or was found, costs what a decode does."""
+        chunks = [row for row in self.chunks if len(row.token_ids) > 1]
+        single_keys = sum(row.start + 1 for row in self.chunks if len(row.token_ids) == 1)
+        return LanguageLoad(
+            num_decodes=len(self.decodes),
+            decode_context=int(self.decodes.starts.sum()) + len(self.decodes) + single_keys,
+            prefill_tokens=sum(len(row.token_ids) for row in self.chunks),
+            prefill_pairs=sum(row.num_pairs for row in chunks),
+            num_chunks=len(chunks),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from hydra_engine.errors import BackendError
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.profiler.fit import CorunTimes, LanguageTimes, Samples, VisionTimes
 from hydra_engine.profiler.grid import CorunPoint, Grid, LanguagePoint, Point, Sizes, VisionPoint, make_grid
-from hydra_engine.profiler.synthetic import PlanMaker, load_of, picture_request, text_request
+from hydra_engine.profiler.synthetic import PlanMaker, picture_request, text_request
 
 ROUNDS = 7
 DEADLINE_S = 40.0
@@ -274,7 +274,7 @@ class _Run:
         if isinstance(point, LanguagePoint):
             plan = replace(self._maker.language(point), partition=partition)
             self._site.lanes.submit_language(plan)
-            return load_of(plan)
+            return plan.load
         if point not in self._pictures:
             request, pixels = picture_request(len(self._pictures), point)
             self._register(request, pixels)

@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.plans import ChunkRow, DecodeRows, EncodeItem, LanguagePlan, VisionPlan
@@ -52,16 +51,6 @@ def picture_request(index: int, point: VisionPoint) -> tuple[Request, list[Pixel
         images=tuple(images),
     )
     return request, payloads
-
-
-def load_of(plan: LanguagePlan) -> LanguageLoad:
-    return LanguageLoad(
-        len(plan.decodes),
-        int(plan.decodes.starts.sum()) + len(plan.decodes),
-        sum(len(chunk.token_ids) for chunk in plan.chunks),
-        sum(chunk.num_pairs for chunk in plan.chunks),
-        sum(len(chunk.token_ids) > 1 for chunk in plan.chunks),
-    )
 
 
 class PlanMaker:

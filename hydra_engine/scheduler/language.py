@@ -80,16 +80,9 @@ class LanguagePlanner:
     ) -> LanguageStep:
         decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
         chunks = tuple(self._chunk_row(state, chunk) for state, chunk in builder.chunks)
-        load = LanguageLoad(
-            num_decodes=len(decodes),
-            decode_context=ready.num_keys,
-            prefill_tokens=sum(chunk for _, chunk in builder.chunks),
-            prefill_pairs=sum(row.num_pairs for row in chunks),
-            num_chunks=sum(chunk > 1 for _, chunk in builder.chunks),
-        )
         chunk_tokens = tuple((state.request.id, chunk) for state, chunk in builder.chunks)
         plan = LanguagePlan(step_id, decodes, chunks, budget.vision_s, budget.partition)
-        return LanguageStep(plan, load, budget, chunk_tokens)
+        return LanguageStep(plan, plan.load, budget, chunk_tokens)
 
     # ---- decodes
 

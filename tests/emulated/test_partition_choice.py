@@ -24,7 +24,6 @@ from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.profiler.calibrate import Site, calibrate
 from hydra_engine.profiler.fit import fit
-from hydra_engine.profiler.synthetic import load_of
 from hydra_engine.scheduler.budget import PendingWork
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
@@ -80,7 +79,7 @@ class Lanes:
     def remove_request(self, request_id: object) -> None: ...
 
     def submit_language(self, plan: LanguagePlan) -> None:
-        self.submit_step(load_of(plan), plan.vision_s, plan.partition, plan.num_rows)
+        self.submit_step(plan.load, plan.vision_s, plan.partition, plan.num_rows)
 
     def submit_step(self, load: LanguageLoad, vision_s: float, partition: int, num_rows: int = 0) -> None:
         self._submit(LANGUAGE, lambda: self._step(load, vision_s, partition, num_rows))

@@ -19,7 +19,6 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View
 from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.profiler.grid import Sizes
-from hydra_engine.profiler.synthetic import load_of
 from tests.virtual_clock import VirtualClock
 
 SURFACE = CostSurface(
@@ -128,7 +127,7 @@ class FakeLanes:
         assert all(int(request_id) in self.requests for request_id in plan.decodes.request_ids)
         assert all(chunk.request_id in self.requests for chunk in plan.chunks)
         self.language_plans.append(plan)
-        load = load_of(plan)
+        load = plan.load
         failures = tuple((row, FAILED) for row in range(plan.num_rows)) if self._fails else ()
         result = LanguageResult(plan.step_id, 0.0, 0.0, np.zeros(plan.num_rows, np.int64), (), failures)
         if self.surface.splits:

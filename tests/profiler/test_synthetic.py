@@ -10,7 +10,7 @@ import pytest
 
 from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.profiler.grid import LanguagePoint, VisionPoint, make_grid
-from hydra_engine.profiler.synthetic import PlanMaker, load_of, picture_request, text_request
+from hydra_engine.profiler.synthetic import PlanMaker, picture_request, text_request
 from tests.profiler.fakes import SIZES, SquareVision
 
 POINTS = [p for g in [make_grid(SIZES, SquareVision())] for p in g.coarse + g.rest]
@@ -29,7 +29,7 @@ def rows(plan: LanguagePlan) -> Iterator[tuple[int, int, int, list[int]]]:
 @pytest.mark.parametrize("point", [p for p in POINTS if isinstance(p, LanguagePoint)], ids=str)
 def test_a_plan_is_its_point_and_its_rows_share_nothing(point: LanguagePoint) -> None:
     plan = PlanMaker(SIZES, VOCABULARY).language(point)
-    assert load_of(plan) == point.load
+    assert plan.load == point.load
     found = list(rows(plan))
     blocks = [block for _, _, _, blocks in found for block in blocks]
     assert len(set(blocks)) == len(blocks) and max(blocks) * SIZES.block_size < SIZES.kv_tokens
@@ -59,8 +59,8 @@ def test_slots_with_a_state_go_on_where_they_are() -> None:
     plans = maker.opening()
     for point in [p for p in POINTS if isinstance(p, LanguagePoint)] * 2:
         plans += [*maker.preparation(point), plan := maker.language(point)]
-        assert load_of(plan).num_rows == point.load.num_rows
-        assert point.load.decode_context <= load_of(plan).decode_context <= point.load.decode_context + 64 * 16
+        assert plan.load.num_rows == point.load.num_rows
+        assert point.load.decode_context <= plan.load.decode_context <= point.load.decode_context + 64 * 16
     for plan in plans:
         for seq_slot, start, count, _ in rows(plan):
             assert start in (0, seen[seq_slot])

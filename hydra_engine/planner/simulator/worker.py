@@ -35,7 +35,6 @@ from hydra_engine.planner.simulator.agenda import Agenda
 from hydra_engine.planner.simulator.costs import Costs, Host
 from hydra_engine.planner.simulator.links import Links
 from hydra_engine.planner.simulator.machine import LANGUAGE, VISION, Job, Machine
-from hydra_engine.profiler.synthetic import load_of
 
 TOKEN = 7
 NUM_WORDS = 4096
@@ -142,7 +141,7 @@ class SimulatedWorker:
         self._vision.submit(lambda: self._run(job))
 
     def submit_language(self, plan: LanguagePlan) -> None:
-        surface, load = self._costs.surface, load_of(plan)
+        surface, load = self._costs.surface, plan.load
         beside = {VISION: surface.slowdown(load), LANGUAGE: self._costs.alike}
         tokens = _tokens(len(plan.decodes), tuple(chunk.sample for chunk in plan.chunks))
 
