@@ -1,9 +1,8 @@
 """Budgets that keep latency limits: the largest steps whose predicted time stays within the limit of their decodes.
 
-HydraInfer (section 4.2, Algorithm 1) searches a token budget and an image budget once, each for itself, from the TPOT
-limit. Here both are searched before every step, together, for the decodes that run now, on a surface of measured costs
-that knows how much the lanes slow each other, and corrected by what steps took. Knows no requests and no clock.
-"""
+HydraInfer (section 4.2, Algorithm 1) searches a token and an image budget once, each for itself, from the TPOT limit;
+here both are searched together before every step, for the decodes that run now, on measured costs that know how much
+the lanes slow each other, and corrected by what steps took. Knows no requests and no clock."""
 
 from __future__ import annotations
 
