@@ -363,21 +363,15 @@ class Migration(NoPeers):
         valid = result.valid and result.problem is None
         outcome = self._destination.end(plan.offer, valid=valid, last=plan.last)
         events = self._connector.on_pull(
-            result.step_id,
-            now,
-            valid=not isinstance(outcome, Lost),
-            started_s=result.started_s,
-            ended_s=result.ended_s,
+            result.step_id, now, valid=not isinstance(outcome, Lost), started_s=result.started_s, ended_s=result.ended_s
         )
         if isinstance(outcome, Committed):
             requests = [request for request in [self._requests.get(plan.request_id)] if request is not None]
             self._hit(BEFORE_ACK, requests)
-            self._peers.send(outcome.peer, [self._with_times(outcome.ack)])
+            block_s = self._kv_s / self._kv_blocks if self._kv_blocks else 0.0
+            self._peers.send(outcome.peer, [Ack(outcome.ack.incarnation, outcome.ack.sequence, block_s)])
             self._hit(AFTER_ACK, requests)
         return events
-
-    def _with_times(self, ack: Ack) -> Ack:
-        return Ack(ack.incarnation, ack.sequence, self._kv_s / self._kv_blocks if self._kv_blocks else 0.0)
 
     # ---- looking
 
