@@ -97,15 +97,17 @@ def _measured_card(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _site(options: argparse.Namespace) -> Site:
+    kind = _kind(options)
     config = EngineConfig(
         model=options.model,
         threads=options.threads,
+        dtype="auto" if kind.costs is UNKNOWN else kind.costs.dtype,  # what was profiled is what runs
         scheduler=SchedulerConfig(token_budget=options.token_budget),
     )
     spec = load_spec(config.model_path, config.spec_options)
     if spec.vision is None:
         raise ValueError("the model has no vision tower; topologies with E need one")
-    return Site(spec, config, {"cpu": _kind(options)})
+    return Site(spec, config, {"cpu": kind})
 
 
 def _kind(options: argparse.Namespace) -> DeviceKind:

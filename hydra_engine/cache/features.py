@@ -119,8 +119,7 @@ class FeatureCache:
         else:
             entry.progress = ImageProgress.ENCODED
             if self._keeps:
-                for index, block_hash in enumerate(self._hashes(key, entry.num_tokens)):
-                    self._blocks.set_hash(key, index, block_hash)
+                self._blocks.set_hashes(key, 0, list(self._hashes(key, entry.num_tokens)))
         self._release_unused(key, entry)
 
     def take(self, key: FeatureKey) -> None:

@@ -119,10 +119,12 @@ class CacheManager(Generic[Holder]):
         table = self._tables[holder] = BlockTable(self.blocks_for(capacity), self.block_size)
         table.append(blocks)
 
-    def set_hash(self, holder: Holder, index: int, block_hash: BlockHash) -> None:
-        """Says what the holder's block `index` holds from now on. If another block has that content already, it keeps
-        the hash."""
-        self._pool.set_hash(int(self._tables[holder].block_ids[index]), block_hash)
+    def set_hashes(self, holder: Holder, first: int, hashes: Sequence[BlockHash]) -> None:
+        """Says what the holder's blocks from `first` on hold from now on. If another block has that content already, it
+        keeps the hash."""
+        blocks = self._tables[holder].block_ids[first : first + len(hashes)].tolist()
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            self._pool.set_hash(block, block_hash)
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
         """Makes content without a holder impossible to find; hashes without a block are ignored."""

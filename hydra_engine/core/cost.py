@@ -9,6 +9,7 @@ not know requests, limits or the clock.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 
@@ -49,9 +50,7 @@ class Curve:
         knots, seconds = self.knots, self.seconds
         if amount <= knots[0] or len(knots) == 1:
             return seconds[0]
-        index = 1
-        while index < len(knots) - 1 and knots[index] < amount:
-            index += 1
+        index = bisect_left(knots, amount, 1, len(knots) - 1)
         low, high = knots[index - 1], knots[index]
         share = (amount - low) / (high - low)
         return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])

@@ -25,8 +25,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     `part` is the stages done here: "EPD" all of them; with P and without D the KV is offered to another instance while
     it is computed, which `HandOver` names when that is asked for (`NeedDecoder`); "D" alone, or `source` given, starts
-    with KV pulled from instance `source`. Images in
-    `remote_images` are encoded elsewhere: the instance says when (`NeedImages`) and pulls what is offered to it.
+    with KV pulled from instance `source`. Images in `remote_images` are encoded elsewhere: the instance says when
+    (`NeedImages`) and pulls what is offered to it.
     """
 
     request: Request
@@ -390,17 +390,4 @@ RequestMessage = Tokens | Delta | PromptScores | Finished
 """What a scheduler says about requests. Each one that it has accepted ends in one Finished. The messages of one result
 come in this order: scores of prompts, all its tokens, then the requests that have ended."""
 
-ToFront = (
-    Loading
-    | Ready
-    | Delta
-    | Tokens
-    | PromptScores
-    | Finished
-    | NeedImages
-    | NeedDecoder
-    | PeerState
-    | Status
-    | LedgerReport
-    | Failed
-)
+ToFront = RequestMessage | NeedImages | NeedDecoder | Loading | Ready | PeerState | Status | LedgerReport | Failed

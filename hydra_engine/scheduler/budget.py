@@ -9,7 +9,6 @@ requests and no clock.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,7 @@ PREFILL_SHARE = 16.0
 LEAST_CHUNK = 64  # tokens; with fewer rows the products of a prefill cost a processor more per row
 
 
-@dataclass(frozen=True, slots=True)
-class PendingWork:
+class PendingWork(NamedTuple):
     """What is there to do when a language step is planned. Counts are zero and times infinite where there is nothing.
 
     `prefill_tokens` are all tokens that could be computed now if there were no budget, of the running prefills and of

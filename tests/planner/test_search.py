@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +22,9 @@ from hydra_engine.planner.report import explain_lines, plan_lines
 from hydra_engine.planner.search.candidates import Candidate, candidates
 from hydra_engine.planner.search.estimate import Bound, bound_of
 from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs, race, requests_at
-from hydra_engine.planner.search.load import rate_of, window
+from hydra_engine.planner.search.load import rate_of, repeats, window
 from hydra_engine.planner.search.measure import SHARE, Point, Question, Spread, measure
-from hydra_engine.planner.search.plan import lasting, make_plan, simplest, with_decoders
+from hydra_engine.planner.search.plan import Search, lasting, make_plan, request_seconds, simplest, with_decoders
 from hydra_engine.planner.search.rows import misses, reason
 from hydra_engine.planner.search.settings import InstanceLimits, Setting, settings_to_try
 from hydra_engine.planner.search.workers import run_all
@@ -109,6 +110,13 @@ def test_what_goes_round_the_workload_shows_pictures_that_nobody_has_seen() -> N
     assert len({row.pictures[0].number for row in again}) == 3
     assert len({row.session for row in again}) == 7
     assert [row.at_s for row in window(rows, 4, None)] == [0.0] * 4
+
+
+def test_a_load_repeats_pictures_or_beginnings_or_nothing() -> None:
+    row = WorkloadRequest(at_s=0.0, prompt_tokens=8, output_tokens=2, pictures=(Picture(32, 32, 7),))
+    other = msgspec.structs.replace(row, pictures=(Picture(32, 32, 8),))
+    assert not repeats([row, other]) and repeats([row, other, row])
+    assert repeats([other, msgspec.structs.replace(row, pictures=(), session=1, shared_tokens=4)])
 
 
 # ---- estimates
@@ -198,6 +206,16 @@ def test_more_workers_find_the_same_goodput_in_fewer_steps(truth: float) -> None
     assert steps[-1] <= steps[0]
 
 
+@pytest.mark.parametrize(("truth", "most"), [(0.2, 11), (0.6, 7), (0.95, 2), (1.05, 2), (1.5, 6), (2.5, 10)])
+def test_a_finalist_takes_few_loads_and_two_where_the_last_round_was_near(truth: float, most: int) -> None:
+    one = candidate("EPD@cuda:0+EPD@cuda:1")
+    measure_all = fake({one.name: truth * 20.0 * SHARE})
+    entry = Entry(one, Bound(40.0, "decode"), measure_all([(one, 20.0, 60, 0)]))  # type: ignore[operator]
+    measure_goodputs([entry], measure_all, Effort(seconds=10.0, seeds=1), quiet)  # type: ignore[arg-type]
+    assert entry.goodput == pytest.approx(truth * 20.0, rel=0.05)
+    assert len(entry.points) - 1 <= most
+
+
 def test_the_first_round_is_at_a_rate_that_tells_the_good_from_the_bad() -> None:
     """Wherever the truth is against the estimate."""
     found = candidates({f"cuda:{index}": "fast" for index in range(4)})
@@ -236,6 +254,13 @@ def test_a_load_lasts_as_long_as_its_requests_do_at_their_limits() -> None:
     assert requests_at(20.0, effort) == int(20.0 * effort.seconds)
 
 
+def test_a_load_is_simulated_once() -> None:
+    search = Search(question(), LITTLE, quiet, request_seconds(question()))
+    job = candidate("EPD@cuda:0+EPD@cuda:1"), 6.0, 20, 0
+    first, second = search([job, job])
+    assert search([job]) == [first] and first is second and len(search.points) == 1
+
+
 def test_jobs_run_in_children_answer_in_order_and_their_failures_are_told() -> None:
     point = fake({"2EPD": 1.0})([(candidate("EPD@cuda:0+EPD@cuda:1"), 1.0, 1, 0)])[0]  # type: ignore[operator]
     jobs = [lambda seed=seed: Point(**{**_fields(point), "seed": seed}) for seed in range(7)]
@@ -272,6 +297,7 @@ def test_settings_are_flags_and_change_the_configuration() -> None:
     assert tried[-1].apply(config).cluster.router == "affinity"
     given = replace(config, scheduler=SchedulerConfig(token_budget=512, max_num_seqs=8, scheduling_policy="fcfs"))
     assert [one.field for one in settings_to_try(given, [limits("EPD")])] == ["encode_policy", "router"]
+    assert [one.field for one in settings_to_try(given, [limits("EPD")], repeats=False)] == ["encode_policy"]
     assert "--no-steal-decodes" in {one.flags for one in settings_to_try(config, [limits("ED"), limits("PD")])}
 
 

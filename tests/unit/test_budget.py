@@ -130,7 +130,7 @@ class TestPrefillBesideDecodes:
     def test_without_decodes_prefill_and_vision_are_free(self, pending: PendingWork) -> None:
         budget = make_budgets().language(pending)
         assert budget[:2] == (2048, math.inf)
-        unlimited = replace(pending, num_decodes=8, decode_limit_s=math.inf)
+        unlimited = pending._replace(num_decodes=8, decode_limit_s=math.inf)
         assert make_budgets().language(unlimited)[:2] == (2040, math.inf)
 
     def test_the_tightest_limit_of_a_request_counts(self) -> None:
@@ -191,7 +191,7 @@ class TestBothLanes:
         self, surface: CostSurface, pending: PendingWork, tighter: float
     ) -> None:
         loose = make_budgets(surface).language(pending)
-        tight = make_budgets(surface).language(replace(pending, decode_limit_s=LIMIT * tighter))
+        tight = make_budgets(surface).language(pending._replace(decode_limit_s=LIMIT * tighter))
         assert tight.tokens <= loose.tokens
         took = [surface.corun_s(load_of(pending, budget.tokens), budget.vision_s) for budget in (tight, loose)]
         assert took[0] <= took[1] * NEVER_LATE
@@ -200,8 +200,8 @@ class TestBothLanes:
     def test_without_prefill_a_tighter_limit_never_allows_more_vision(
         self, surface: CostSurface, pending: PendingWork, tighter: float
     ) -> None:
-        pending = replace(pending, prefill_tokens=0, num_prefills=0)
-        tight = make_budgets(surface).language(replace(pending, decode_limit_s=LIMIT * tighter))
+        pending = pending._replace(prefill_tokens=0, num_prefills=0)
+        tight = make_budgets(surface).language(pending._replace(decode_limit_s=LIMIT * tighter))
         assert tight.vision_s <= make_budgets(surface).language(pending).vision_s * NEVER_LATE
 
     def test_what_fits_is_not_restricted(self) -> None:
@@ -239,7 +239,7 @@ class TestNobodyStarves:
         self, surface: CostSurface, pending: PendingWork, limit: float
     ) -> None:
         work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
-        budget = make_budgets(surface).language(replace(pending, decode_limit_s=limit))
+        budget = make_budgets(surface).language(pending._replace(decode_limit_s=limit))
         assert budget.vision_s >= min(work, 0.05 * limit)
 
     @settings(max_examples=30)
@@ -250,7 +250,7 @@ class TestNobodyStarves:
         """Also where decodes alone take longer than the limit, and where all the slack goes to a picture."""
         budgets = make_budgets(surface)
         due = {"ttft_due_s": pending.now + 0.001, "due_patches": 5000} if at_risk else {}
-        pending = replace(pending, decode_limit_s=limit, stretch_s=limit, **due)
+        pending = pending._replace(decode_limit_s=limit, stretch_s=limit, **due)
         granted = [budgets.language(pending).tokens for _ in range(65 * 3)]
         for first in range(65):
             assert max(granted[first : first + 65]) >= min(16, pending.prefill_tokens, 2048 - pending.num_decodes)
@@ -268,9 +268,9 @@ class TestFirstTokenAtRisk:
     def test_prefill_takes_all_the_slack_and_the_step_is_stretched(self) -> None:
         surface = make_surface()
         pending = decoding(prefill_tokens=3000, encode_patches=99999, due_tokens=3000, ttft_due_s=100.2)
-        normal = make_budgets(surface).language(replace(pending, ttft_due_s=math.inf))
+        normal = make_budgets(surface).language(pending._replace(ttft_due_s=math.inf))
         unstretched = make_budgets(surface).language(pending)
-        stretched = make_budgets(surface).language(replace(pending, stretch_s=0.1))
+        stretched = make_budgets(surface).language(pending._replace(stretch_s=0.1))
         assert normal.tokens < unstretched.tokens < stretched.tokens
         budgets, load = make_budgets(surface), LanguageLoad(num_decodes=pending.num_decodes)
         for budget in (unstretched, stretched):
@@ -283,7 +283,7 @@ class TestFirstTokenAtRisk:
     def test_vision_takes_all_the_slack_where_the_request_waits_for_a_picture(self) -> None:
         pending = decoding(200, decode_context=400_000, prefill_tokens=3000, encode_patches=30000, due_patches=9000)
         normal = make_budgets().language(pending)
-        urgent = make_budgets().language(replace(pending, ttft_due_s=100.2))
+        urgent = make_budgets().language(pending._replace(ttft_due_s=100.2))
         assert normal.tokens > 0
         assert urgent.tokens == 0
         assert urgent.vision_s > 1.2 * normal.vision_s
@@ -302,9 +302,8 @@ class TestFirstTokenAtRisk:
         self, pending: PendingWork, left: float, stretched: float
     ) -> None:
         surface = make_surface()
-        urgent = replace(
-            pending, ttft_due_s=pending.now + left, due_tokens=500, due_patches=500, stretch_s=stretched * LIMIT
-        )
+        due = {"ttft_due_s": pending.now + left, "due_tokens": 500, "due_patches": 500}
+        urgent = pending._replace(**due, stretch_s=stretched * LIMIT)
         took = [
             surface.corun_s(load_of(pending, budget.tokens), budget.vision_s)
             for budget in (make_budgets(surface).language(pending), make_budgets(surface).language(urgent))

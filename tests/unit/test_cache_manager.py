@@ -163,7 +163,7 @@ def name(number: int) -> BlockHash:
 def test_a_block_is_in_several_tables_only_as_often_as_it_is_held() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     manager.grow(1, 4, capacity=4)
-    manager.set_hash(1, 0, name(1))
+    manager.set_hashes(1, 0, [name(1)])
     manager.adopt(2, [name(1)], capacity=8)
     manager.check()
     assert manager.tables[1].blocks() == manager.tables[2].blocks() and manager.num_held == 1
@@ -187,8 +187,8 @@ def test_a_block_twice_in_one_table_is_noticed() -> None:
 def test_what_is_found_ends_at_the_first_name_without_a_block() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     manager.grow(1, 12, capacity=12)
-    manager.set_hash(1, 0, name(0))
-    manager.set_hash(1, 2, name(2))
+    manager.set_hashes(1, 0, [name(0)])
+    manager.set_hashes(1, 2, [name(2)])
     assert manager.hashes(1) == [name(0), None, name(2)] and manager.hashes(9) == []
     assert manager.find([name(0), name(1), name(2)]) == [manager.tables[1].blocks()[0]]
     assert manager.find(name(n) for n in (2, 0, 2)) == [2, 0, 2]
@@ -199,7 +199,7 @@ def test_held_blocks_cost_a_newcomer_nothing_and_unheld_ones_count_as_free() -> 
     manager: CacheManager[int] = CacheManager(4, 4)
     for holder in (1, 2):
         manager.grow(holder, 4, capacity=4)
-        manager.set_hash(holder, 0, name(holder))
+        manager.set_hashes(holder, 0, [name(holder)])
     manager.free(2)
     found = manager.find([name(1), name(2)])
     assert (manager.num_free, len(manager._pool._evictable)) == (3, 1)
@@ -217,7 +217,7 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
     names = [name(n) for n in range(4)]
     manager.grow(1, 16, capacity=16)
     for index in range(4):
-        manager.set_hash(1, index, names[index])
+        manager.set_hashes(1, index, [names[index]])
     manager.free(1)
     for left in (4, 3, 2, 1):
         assert len(manager.find(names)) == left
@@ -228,7 +228,7 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
 def test_content_that_is_forgotten_is_not_found_and_its_blocks_are_plainly_free() -> None:
     manager: CacheManager[int] = CacheManager(2, 4)
     manager.grow(1, 8, capacity=8)
-    manager.set_hash(1, 0, name(0))
+    manager.set_hashes(1, 0, [name(0)])
     manager.free(1)
     manager.forget([name(0), name(5)])
     assert manager.find([name(0)]) == [] and (manager.num_free, len(manager._pool._evictable)) == (2, 0)

@@ -56,13 +56,16 @@ class StealPolicy:
         self._latest: dict[str, float] = {}
 
     def decide(
-        self, instances: Mapping[str, InstanceLoad], decodes: Sequence[Decode], now: float
+        self, instances: Mapping[str, InstanceLoad], decodes: Iterable[Decode], now: float
     ) -> list[tuple[Decode, str]]:
         """Decodes to hand over, with the thief of each; at most one for each thief: from the victim with the longest
-        queue, what has most left to do."""
-        borrowed = Counter(decode.instance for decode in decodes if decode.moved)
+        queue, what has most left to do. `decodes` are only looked at where there are a thief and a victim."""
         thieves = [p for p in instances.values() if self._calm(p.name, "thief", _is_idle_thief(p), now)]
         victims = [p for p in instances.values() if self._calm(p.name, "victim", self._is_busy_victim(p), now)]
+        if not thieves or not victims:
+            return []
+        decodes = list(decodes)
+        borrowed = Counter(decode.instance for decode in decodes if decode.moved)
         victims.sort(key=lambda instance: (-_num_queued(instance), instance.name))
         plans: list[tuple[Decode, str]] = []
         taken: set[RequestId] = set()
@@ -140,11 +143,9 @@ class DecodeStealing:
         thieves = any(p.usable and p.serves(Role.E) and p.serves(Role.D) for p in instances.values())
         if self._policy is None or not thieves or len(instances) < 2:
             return
-        decoding = {
-            decode: in_flight for in_flight in self._dispatcher.requests.values() if (decode := _decode_of(in_flight))
-        }
-        for decode, thief in self._policy.decide(instances, list(decoding), now):
-            self._hand_over(decoding[decode], thief)
+        decodes = filter(None, map(_decode_of, self._dispatcher.requests.values()))
+        for decode, thief in self._policy.decide(instances, decodes, now):
+            self._hand_over(self._dispatcher.by_id[decode.request_id], thief)
 
     def _hand_over(self, in_flight: RequestInFlight, thief: str) -> None:
         """The thief is told first, so that it knows what is offered to it."""

@@ -26,8 +26,8 @@ from hydra_engine.planner.slo import Goodput, goodput
 _FIRST_SHARE = 0.8  # of the best bound: the rate of the first pilot
 _PILOTS = 2  # candidates, those with the highest bounds, that look for the rate of the first round
 _FASTER, _SLOWER = 1.3, 0.75  # from one load of pilots to the next, by whether the best one kept the limits
-_NEAR = 1.15  # behind them: from round to round, and from load to load of a finalist
-_NEARER = 1.07  # where another seed has found the goodput
+_NEAR = 1.15  # behind them: from round to round
+_NEARER = 1.07  # from the first load of a finalist to its second one; the step behind that is twice as large, and so on
 _KEPT = 1 / 3  # of the candidates of a round
 _NARROW = 1.075  # ends a bisection: the lowest rate that was not kept over the highest one that was
 _WIDEST = 3  # rates at once
@@ -165,11 +165,12 @@ def measure_goodputs(
 
 class _Bracket:
     """Two rates, of which the lower one is kept and the higher one is not: looked for upwards or downwards from the
-    first, between a 64th of it and `most`, then narrowed in the logarithm."""
+    first, between a 64th of it and `most`, then narrowed in the logarithm. `quickens`: with larger and larger steps."""
 
-    def __init__(self, first: float, most: float, faster: float, slower: float) -> None:
+    def __init__(self, first: float, most: float, faster: float, slower: float, *, quickens: bool = False) -> None:
         self._first, self._least, self._most = first, first / 64, most
         self._faster, self._slower = faster, slower
+        self._quickens = quickens
         self._tried: dict[float, bool] = {}
 
     def take(self, rate: float, kept: bool) -> None:
@@ -204,22 +205,21 @@ class _Bracket:
         low, high = self.low, self.high
         if low is not None and high is not None:
             return [low * (high / low) ** ((place + 1) / (count + 1)) for place in range(count)]
+        step = len(self._tried) if self._quickens else 1
         if low is not None:
-            return [low * self._faster ** (place + 1) for place in range(count)]
+            return [low * self._faster ** (step * (place + 1)) for place in range(count)]
         if high is not None:
-            return [high * self._slower ** (place + 1) for place in range(count)]
+            return [high * self._slower ** (step * (place + 1)) for place in range(count)]
         return [self._first, self._first * self._faster, self._first * self._slower][:count]
 
 
-def _between(entry: Entry) -> float:
-    """What the rounds of a finalist have kept, and what they have not."""
-    kept = max((point.rate or 0.0 for point in entry.points if point.kept), default=None)
-    missed = min((point.rate or 0.0 for point in entry.points if not point.kept), default=None)
-    if kept is None and missed is None:
+def _start(entry: Entry) -> float:
+    """Near what the last round says; longer loads keep less than its."""
+    if not entry.points:
         return entry.bound.rate / 2
-    if kept is None or missed is None:
-        return kept or (missed or 0.0) / _NEAR
-    return math.sqrt(kept * missed)
+    point = entry.points[-1]
+    assert point.rate is not None
+    return point.rate if point.kept else point.rate / _NEARER
 
 
 class _Search:
@@ -229,8 +229,8 @@ class _Search:
         self.entry = entry
         self.points: list[Point] = []
         self._seed = seed
-        step = _NEARER if entry.goodput else _NEAR
-        self._bracket = _Bracket(entry.goodput or _between(entry), _BEYOND * entry.bound.rate, step, 1 / step)
+        first, most = entry.goodput or _start(entry), _BEYOND * entry.bound.rate
+        self._bracket = _Bracket(first, most, _NEARER, 1 / _NEARER, quickens=True)
 
     @property
     def done(self) -> bool:

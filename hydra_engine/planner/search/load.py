@@ -48,6 +48,12 @@ def _again(row: WorkloadRequest, at_s: float, turn: int, num_rows: int) -> Workl
     return msgspec.structs.replace(row, at_s=at_s, pictures=pictures, videos=videos, session=session)
 
 
+def repeats(rows: Sequence[WorkloadRequest]) -> bool:
+    """Whether a cache could have something: a picture is shown again, or a beginning shared."""
+    numbers = [one.number for row in rows for one in (*row.pictures, *row.videos)]
+    return len(set(numbers)) < len(numbers) or any(row.shared_tokens for row in rows)
+
+
 def rate_of(rows: Sequence[WorkloadRequest]) -> float | None:
     """Requests per second; None where all come at once."""
     span_s = rows[-1].at_s - rows[0].at_s

@@ -137,17 +137,16 @@ def _while_it_lasts(question: Question, deployment: Deployment, rows: Sequence[W
     """Of requests whose first tokens are there or late. Ends early where it is clear that the limits are not kept."""
     limits, cold, last_s = question.limits, _num_cold(question, rows), rows[-1].at_s
     for part in range(1, _PARTS + 1):
-        due_s = last_s * part / _PARTS
-        records = deployment.run(audit=False, until_s=due_s + limits.ttft_s)
-        due = [record for record in records if record.planned_s <= due_s]
+        due_s = last_s * (part / _PARTS)
+        due = deployment.run(audit=False, until_s=due_s + limits.ttft_s, due_s=due_s)
         judged = due[cold:]
-        if len(judged) < _FEWEST or len(due) == len(records):
+        if len(judged) < _FEWEST or len(due) == len(rows):
             continue
         growth, grown_s = _growth(judged)
         hopeless = growth > _CLEARLY * _GROWTH and grown_s > _CLEARLY * _GROWN * limits.ttft_s
         if hopeless or limits.attainment(judged) < _HOPELESS:
-            return due
-    return records
+            break
+    return due
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
@@ -20,6 +20,7 @@ from hydra_engine.planner.search.candidates import Candidate, candidates
 from hydra_engine.planner.search.estimate import bound_of, seconds_of
 from hydra_engine.planner.search.floors import check_reachable
 from hydra_engine.planner.search.halving import Effort, Entry, Progress, measure_goodputs, race, requests_at
+from hydra_engine.planner.search.load import repeats
 from hydra_engine.planner.search.measure import SHARE, Point, Question, measure
 from hydra_engine.planner.search.rows import Row, device_price, misses, refused_row, row_of
 from hydra_engine.planner.search.settings import ORDERS, InstanceLimits, settings_to_try
@@ -36,6 +37,7 @@ _COLD = 0.3  # of a load that lasts so long
 _DECODERS_BUSY = 0.5  # share of their time at the best estimate, so that none of the candidates waits for them
 
 Objective = Literal["goodput", "cost", "offline"]
+_Load = tuple[Candidate, float | None, int, int]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,21 +57,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Search:
-    """A question and what has been simulated for it. Called with (candidate, rate, number of requests, seed)."""
+class Search:
+    """A question and what has been simulated for it, each load once. Called with (candidate, rate, number of requests,
+    seed)."""
 
     question: Question
     effort: Effort
     progress: Progress
     seconds: dict[str, RequestSeconds]
-    num_points: int = 0
-    num_tokens: float = 0.0
+    points: dict[_Load, Point] = field(default_factory=dict)
 
-    def __call__(self, jobs: Sequence[tuple[Candidate, float | None, int, int]]) -> list[Point]:
-        points = run_all([_job(self.question, *job) for job in jobs], self.effort.workers)
-        self.num_points += len(points)
-        self.num_tokens += sum(point.tokens_per_s * point.span_s for point in points)
-        return points
+    def __call__(self, jobs: Sequence[_Load]) -> list[Point]:
+        new = [job for job in dict.fromkeys(jobs) if job not in self.points]
+        points = run_all([_job(self.question, *job) for job in new], self.effort.workers)
+        self.points |= zip(new, points, strict=True)
+        return [self.points[job] for job in jobs]
 
     def entries(self, found: Sequence[Candidate]) -> tuple[list[Entry], list[Row]]:
         """Those that fit the devices, the highest bound first, and rows of those that do not."""
@@ -91,8 +93,8 @@ class _Search:
             rows=rows,
             limits=limits_of(self.question, best),
             work={name: (one.vision, one.prefill, one.decode) for name, one in self.seconds.items()},
-            points=self.num_points,
-            tokens=self.num_tokens,
+            points=len(self.points),
+            tokens=sum(point.tokens_per_s * point.span_s for point in self.points.values()),
         )
 
 
@@ -111,7 +113,7 @@ def make_plan(
     """`rate`: requests per second, for the least cost. `chosen`: only these candidates. Raises ConfigError where no
     deployment can keep the limits, with the stage that misses them and by how much."""
     effort, question = lasting(effort, question), replace(question, cold=_COLD, to_the_end=False)
-    search = _Search(question, effort, progress, request_seconds(question))
+    search = Search(question, effort, progress, request_seconds(question))
     if objective == "offline":
         return _offline(search, chosen)
     check_reachable(question)
@@ -163,7 +165,7 @@ def _candidates(question: Question, names: Sequence[str]) -> list[Candidate]:
 # ---- objectives
 
 
-def _highest(search: _Search, chosen: Sequence[Candidate]) -> Plan:
+def _highest(search: Search, chosen: Sequence[Candidate]) -> Plan:
     """The highest goodput of all devices."""
     question, effort, progress = search.question, search.effort, search.progress
     entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
@@ -202,7 +204,7 @@ def _parts(candidate: Candidate) -> tuple[int, int, int]:
     return len(set(roles)), len(roles), len(candidate.settings)
 
 
-def _cheapest(search: _Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
+def _cheapest(search: Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
     """The fewest dollars an hour (or to buy, or the fewest devices) that keep the limits at `rate` on every seed."""
     question, effort = search.question, search.effort
     count = requests_at(rate, effort)
@@ -241,7 +243,7 @@ def _subsets(question: Question) -> Iterator[list[str]]:
             yield [name for names, count in zip(by_kind.values(), counts, strict=True) for name in names[:count]]
 
 
-def _offline(search: _Search, chosen: Sequence[Candidate]) -> Plan:
+def _offline(search: Search, chosen: Sequence[Candidate]) -> Plan:
     """All requests at once, the last answer as early as possible."""
     question, effort = search.question, search.effort
     entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
@@ -261,10 +263,11 @@ def _offline(search: _Search, chosen: Sequence[Candidate]) -> Plan:
     return search.plan("offline", [*rows, *refused], running[0].candidate)
 
 
-def _with_settings(search: _Search, winner: Entry) -> list[Entry]:
+def _with_settings(search: Search, winner: Entry) -> list[Entry]:
     """The winner with the setting that keeps a load best which it has just not kept without, if one does, and if that
     is more goodput over all seeds."""
-    tried = settings_to_try(search.question.config, limits_of(search.question, winner.candidate))
+    question = search.question
+    tried = settings_to_try(question.config, limits_of(question, winner.candidate), repeats=repeats(question.rows))
     missed = [point for point in winner.points if point.seed == 0 and not point.kept and (point.rate or 0.0) > 0]
     if not winner.goodput or not tried or not missed:
         return []

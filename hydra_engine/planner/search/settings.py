@@ -45,9 +45,9 @@ class Setting(msgspec.Struct, frozen=True):
         return replace(config, **{self.section: changed})
 
 
-def settings_to_try(config: EngineConfig, limits: Sequence[InstanceLimits]) -> list[Setting]:
-    """Around the `limits` that instances have without them, role by role; order, stealing and routing. What the user
-    has given stays."""
+def settings_to_try(config: EngineConfig, limits: Sequence[InstanceLimits], *, repeats: bool = True) -> list[Setting]:
+    """Around the `limits` that instances have without them, role by role; order, stealing and, where the load `repeats`
+    what a cache may have, routing. What the user has given stays."""
     found = [*_limits(config, limits)] if not config.instance_limits else []
     roles = [one.role for one in limits]
     if config.scheduler.scheduling_policy == "priority":
@@ -56,7 +56,7 @@ def settings_to_try(config: EngineConfig, limits: Sequence[InstanceLimits]) -> l
         found.append(Setting("scheduler", "encode_policy", "srpt"))
     if len(roles) > 1 and config.cluster.steal_decodes and any({"E", "D"} <= set(role) for role in roles):
         found.append(Setting("cluster", "steal_decodes", value=False))
-    if config.cluster.router == "least-loaded":
+    if repeats and config.cluster.router == "least-loaded":
         found.append(Setting("cluster", "router", "affinity"))
     return found
 

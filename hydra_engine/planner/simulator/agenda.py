@@ -13,25 +13,26 @@ class Agenda:
     equal runs are equal."""
 
     def __init__(self) -> None:
-        self._now_s = 0.0
+        self.now_s = 0.0
         self._events: list[tuple[float, int, Action]] = []
         self._num_scheduled = 0
 
     def now(self) -> float:
-        return self._now_s
+        """`now_s`, as clocks of the engine are read."""
+        return self.now_s
 
     def at(self, time_s: float, action: Action) -> None:
         """A time that is over means now."""
         self._num_scheduled += 1
-        heapq.heappush(self._events, (max(time_s, self._now_s), self._num_scheduled, action))
+        heapq.heappush(self._events, (max(time_s, self.now_s), self._num_scheduled, action))
 
     def after(self, seconds: float, action: Action) -> None:
-        self.at(self._now_s + seconds, action)
+        self.at(self.now_s + seconds, action)
 
     def step(self) -> bool:
         """The next event; False if there is none."""
         if not self._events:
             return False
-        self._now_s, _, action = heapq.heappop(self._events)
+        self.now_s, _, action = heapq.heappop(self._events)
         action()
         return True

@@ -12,9 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import InstanceState
@@ -27,7 +25,7 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import Request, Slo
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest
@@ -105,7 +103,9 @@ class Deployment:
         self.statuses: dict[str, Status] = {}
         self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
         self._site = site
-        self._maker = RequestMaker(site.spec, content)
+        scheduler = site.config.scheduler
+        slo = Slo(scheduler.ttft_slo, scheduler.tpot_slo)  # the front gives each request these limits
+        self._maker = RequestMaker(site.spec, content, slo)
         self._ended_s: dict[int, float] = {}
         self._ledgers: dict[str, LedgerReport] = {}
         self._rows: list[WorkloadRequest] = []
@@ -130,7 +130,7 @@ class Deployment:
         self._host_cores = self._host_machine()
         self._preprocessing = Preprocessing(self._host_cores, site.host, site.config.media)
         self._until(lambda: self.cluster.complete)
-        self._open_s = self.agenda.now()
+        self._open_s = self.agenda.now_s
 
     def _host_machine(self) -> Machine:
         """Where preprocessing runs: on the cores that a device has too, unless the host has some of its own."""
@@ -152,20 +152,16 @@ class Deployment:
     def _submit(self, number: int, row: WorkloadRequest, arrival_s: float) -> None:
         request, pixels = self._request(number, row, arrival_s)
         handle = self.handles[number] = Stamped(f"r{number}", self.agenda.now)
-        self.dispatcher.submit(active_of(request, handle), pixels, self.agenda.now())
+        self.dispatcher.submit(active_of(request, handle), pixels, self.agenda.now_s)
 
     def _request(self, number: int, row: WorkloadRequest, arrival_s: float) -> tuple[Request, tuple[PixelPayload, ...]]:
-        """With the limits that the front gives each request."""
-        request, pixels = self._maker.request(row, number, arrival_s)
-        scheduler = self._site.config.scheduler
-        if scheduler.ttft_slo is None and scheduler.tpot_slo is None:
-            return request, pixels
-        return replace(request, slo=request.slo.with_defaults(scheduler.ttft_slo, scheduler.tpot_slo)), pixels
+        return self._maker.request(row, number, arrival_s)
 
-    def run(self, *, audit: bool = True, until_s: float = math.inf) -> list[Record]:
+    def run(self, *, audit: bool = True, until_s: float = math.inf, due_s: float = math.inf) -> list[Record]:
         """Until every request has ended, or so many seconds after the deployment was up; records of those that run then
-        end there, and it can go on from there. Raises SimulationError if one does not end, or with `audit` if something
-        is held then: every instance is asked for its ledger, which takes as long as a small load."""
+        end there, and it can go on from there. `due_s`: records only of requests that were due by then. Raises
+        SimulationError if one does not end, or with `audit` if something is held then: every instance is asked for its
+        ledger, which takes as long as a small load."""
         with _without_collections():
             if not self._ticks:
                 self._ticks = True
@@ -173,19 +169,19 @@ class Deployment:
             self._stop_s = self._open_s + until_s
             self._until(self._is_over)
             if audit:
-                rest_s = self.agenda.now() + _REST_S
-                self._until(lambda: self.agenda.now() >= rest_s)
+                rest_s = self.agenda.now_s + _REST_S
+                self._until(lambda: self.agenda.now_s >= rest_s)
                 self._check_rest()
-            return [self._record(index) for index in range(len(self._rows))]
+            return [self._record(index) for index, row in enumerate(self._rows) if row.at_s <= due_s]
 
     def _is_over(self) -> bool:
         ended = len(self.results) == len(self._rows) and not self._switches
-        return ended or self.agenda.now() >= self._stop_s
+        return ended or self.agenda.now_s >= self._stop_s
 
     def _span_s(self) -> float:
         """From when the deployment was up to the last end."""
         running = len(self.results) < len(self._rows)
-        ended_s = self.agenda.now() if running else max(self._ended_s.values(), default=0.0)
+        ended_s = self.agenda.now_s if running else max(self._ended_s.values(), default=0.0)
         return max(ended_s - self._open_s, 1e-9)
 
     def busy(self) -> dict[str, Busy]:
@@ -238,7 +234,7 @@ class Deployment:
             for switch in groups[0]:
                 self.cluster.set_role(switch.name, switch.role)
                 self.dispatcher.instances[switch.name].role = switch.role
-            self.dispatcher.undrain(names, self.agenda.now())
+            self.dispatcher.undrain(names, self.agenda.now_s)
             self._next_group(groups[1:])
 
         poll()
@@ -246,13 +242,13 @@ class Deployment:
     # ---- time
 
     def _tick(self) -> None:
-        self.dispatcher.tick(self.agenda.now())
-        self._stealing.tick(self.agenda.now())
+        self.dispatcher.tick(self.agenda.now_s)
+        self._stealing.tick(self.agenda.now_s)
         self.agenda.after(TICK_S, self._tick)
 
     def _until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            if not self.agenda.step() or self.agenda.now() > _LONGEST_S:
+            if not self.agenda.step() or self.agenda.now_s > _LONGEST_S:
                 lost = [number for number in range(1, len(self._rows) + 1) if number not in self.results]
                 raise SimulationError(f"{len(lost)} requests have not ended, the first is {lost[:1]}")
 
@@ -274,9 +270,9 @@ class Deployment:
             kind=row.kind,
             planned_s=row.at_s,
             sent_s=row.at_s,
-            end_s=self._ended_s.get(number, self.agenda.now()) - self._open_s,
+            end_s=self._ended_s.get(number, self.agenda.now_s) - self._open_s,
             wanted_tokens=row.output_tokens,
-            stamps=tuple((np.array(stamps) - self._open_s).tolist()),
+            stamps=tuple([stamp - self._open_s for stamp in stamps]),
             counts=() if handle is None else handle.counts,
             prompt_tokens=0 if result is None else result.usage.prompt_tokens,
             cached_tokens=0 if result is None else result.usage.cached_tokens,
@@ -293,24 +289,24 @@ class Deployment:
         if number in self.results:
             raise SimulationError(f"request {number} has ended twice")
         self.results[number] = result
-        self._ended_s[number] = self.agenda.now()
+        self._ended_s[number] = self.agenda.now_s
 
     # ---- the cluster's listener
 
     def on_up(self, name: str) -> None:
         self._stealing.on_up(name, self.cluster.nodes[name].sizes.config.scheduler.most_requests)
-        self.dispatcher.on_up(name, self.agenda.now())
+        self.dispatcher.on_up(name, self.agenda.now_s)
 
     def on_down(self, name: str, *, restarts: bool) -> None:
         self.statuses.pop(name, None)
-        self.dispatcher.on_down(name, self.agenda.now(), restarts=restarts)
+        self.dispatcher.on_down(name, self.agenda.now_s, restarts=restarts)
 
     def on_pair(self, one: str, other: str, up: bool) -> None:
-        self.dispatcher.on_pair(one, other, up, self.agenda.now())
+        self.dispatcher.on_pair(one, other, up, self.agenda.now_s)
 
     def on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
         """As frontend/frontend.py takes them."""
-        now = self.agenda.now()
+        now = self.agenda.now_s
         for message in messages:
             match message:
                 case Status():

@@ -60,8 +60,8 @@ class Links:
         return min(rate, self._fabric / len(across)) if self._fabric else rate
 
     def _settle(self) -> None:
-        elapsed_s = self._agenda.now() - self._settled_s
-        self._settled_s = self._agenda.now()
+        elapsed_s = self._agenda.now_s - self._settled_s
+        self._settled_s = self._agenda.now_s
         if elapsed_s:
             for copy, rate in [(copy, self._rate(copy)) for copy in self._copies]:
                 copy.left -= elapsed_s * rate

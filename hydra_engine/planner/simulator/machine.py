@@ -73,10 +73,11 @@ class Machine:
         self._jobs: list[Job] = []
         self._settled_s = 0.0
         self._version = 0
+        self._running: list[tuple[Job, float, bool]] = []  # (job, factor, beside an encode of its own), since then
 
     def run(self, job: Job) -> None:
         self._settle()
-        job.started_s = self._agenda.now()
+        job.started_s = self._agenda.now_s
         self._jobs.append(job)
         self._schedule()
 
@@ -88,7 +89,7 @@ class Machine:
 
     # ---- sharing
 
-    def _running(self) -> list[Job]:
+    def _open(self) -> list[Job]:
         """Those that are not held up at a gate."""
         if len(self._jobs) == 1:
             return self._jobs
@@ -112,28 +113,30 @@ class Machine:
 
     def _settle(self) -> None:
         """Brings all work up to this moment."""
-        elapsed_s = self._agenda.now() - self._settled_s
-        self._settled_s = self._agenda.now()
+        elapsed_s = self._agenda.now_s - self._settled_s
+        self._settled_s = self._agenda.now_s
         if not elapsed_s:
             return
-        running = self._running()
-        encoding = {job.instance for job in running if job.kind == VISION}
-        for job, factor in zip(running, self._factors(running), strict=True):
+        for job, factor, encodes in self._running:
             job.left_s -= elapsed_s / factor
             key = job.instance, job.kind
             self.busy_s[key] = self.busy_s.get(key, 0.0) + elapsed_s
-            if job.kind == LANGUAGE and job.instance in encoding:
+            if encodes:
                 job.vision_s += elapsed_s
 
     def _schedule(self) -> None:
-        """The next moment at which the shares change."""
+        """Shares the device out until the next moment at which that changes."""
         self._version += 1
-        running = self._running()
+        running = self._open()
         encoding = {job.instance for job in running if job.kind == VISION}
+        self._running = [
+            (job, factor, job.kind == LANGUAGE and job.instance in encoding)
+            for job, factor in zip(running, self._factors(running), strict=True)
+        ]
         next_s = math.inf
-        for job, factor in zip(running, self._factors(running), strict=True):
+        for job, factor, encodes in self._running:
             next_s = min(next_s, job.left_s * factor)
-            if job.kind == LANGUAGE and job.instance in encoding:
+            if encodes:
                 next_s = min(next_s, job.allowance_s - job.vision_s)
         if next_s < math.inf:
             version = self._version

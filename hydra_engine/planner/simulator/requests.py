@@ -13,7 +13,7 @@ import numpy as np
 
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload
-from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
 from hydra_engine.telemetry.workload import WorkloadRequest
@@ -27,11 +27,13 @@ _PIXEL_BYTES = 1  # a payload must not be empty; its bytes are not read
 
 
 class RequestMaker:
-    """`content` changes ids and pictures, not sizes. Raises ConfigError for what the model cannot take."""
+    """`content` changes ids and pictures, not sizes; `slo` is that of every request. Raises ConfigError for what the
+    model cannot take."""
 
-    def __init__(self, spec: ModelSpec, content: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, content: int = 0, slo: Slo | None = None) -> None:
         self._spec = spec
         self._content = content
+        self._slo = slo or Slo()
         taken = {spec.image_token_id, spec.placeholder_id, spec.video_token_id, *spec.eos_token_ids}
         free = [token for token in range(min(spec.language.vocab_size, _VOCABULARY)) if token not in taken]
         self._free = tuple(free)
@@ -91,6 +93,7 @@ class RequestMaker:
             images=tuple(images),
             eos_token_ids=self._spec.eos_token_ids,
             age=number,
+            slo=self._slo,
         )
         return request, tuple(PixelPayload(image.digest, 1, 1, bytes(_PIXEL_BYTES)) for image in images)
 

@@ -135,7 +135,7 @@ class SimulatedWorker:
 
         def done(job: Job) -> None:
             self._vision.ended()
-            self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now(), (None,) * len(plan.items)))
+            self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now_s, (None,) * len(plan.items)))
 
         job = self._job(VISION, surface.vision_s(load), done, beside)
         self._vision.submit(lambda: self._run(job))
@@ -146,7 +146,7 @@ class SimulatedWorker:
         tokens = _tokens(len(plan.decodes), tuple(chunk.sample for chunk in plan.chunks))
 
         def done(job: Job) -> None:
-            ended_s = self._agenda.now()
+            ended_s = self._agenda.now_s
             self._language.ended()
             self._deliver(LanguageResult(plan.step_id, job.started_s, ended_s, tokens, vision_s=job.vision_s))
 
@@ -167,12 +167,12 @@ class SimulatedWorker:
         num_bytes = len(job.source_blocks) * self._block_bytes[job.pool]
 
         def start() -> None:
-            started_s = self._agenda.now()
+            started_s = self._agenda.now_s
 
             def done() -> None:
                 valid = source.words.get(job.slot) == job.word
                 self._transfer.ended()
-                self._deliver(PullResult(job.step_id, started_s, self._agenda.now(), valid, num_bytes))
+                self._deliver(PullResult(job.step_id, started_s, self._agenda.now_s, valid, num_bytes))
 
             self._agenda.after(self._around.host.pull_s, lambda: self._copy(source.device, num_bytes, done))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 
 from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import StepId
@@ -76,10 +77,14 @@ class PeerConnector(Connector):
 
     @property
     def only_borrowed(self) -> bool:
-        requests = self._requests
-        running = [s for queue in (requests.prefilling, requests.decoding) for s in queue if s.remote_kv is None]
-        borrowed = all(state.handover is not None and state.handover.borrowed for state in running)
-        return bool(running) and borrowed and not requests.waiting
+        requests, some = self._requests, False
+        for state in chain(requests.prefilling, requests.decoding):
+            if state.remote_kv is not None:
+                continue
+            if state.handover is None or not state.handover.borrowed:
+                return False  # on most instances the first one
+            some = True
+        return some and not requests.waiting
 
     def before_vision(self) -> None:
         self._quota.refresh()

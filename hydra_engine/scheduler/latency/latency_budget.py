@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from enum import IntEnum
 
 from hydra_engine.config import SchedulerConfig
@@ -355,7 +354,7 @@ class LatencyBudgets(Budgets):
         if latest.num_decodes and latest.decode_limit_s < math.inf:
             highest = max(0, config.most_tokens - latest.num_decodes)
             waiting = max(highest, latest.prefill_tokens)
-            crowd = replace(latest, prefill_tokens=waiting, num_prefills=max(1, latest.num_prefills))
+            crowd = latest._replace(prefill_tokens=waiting, num_prefills=max(1, latest.num_prefills))
             tokens = self._filled(crowd, highest, latest.decode_limit_s, _Towards.BOTH).tokens
         return BudgetReport(
             tpot_limit_s=config.tpot_slo or 0.0,
