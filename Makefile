@@ -11,7 +11,7 @@ NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
 	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
-	@echo "make test    the test suite, under four minutes of two idle cores"
+	@echo "make test    the test suite, four to six minutes on two cores"
 	@echo "make test-all  the campaigns behind it: slow tests, every example of properties, processes that start in full"
 	@echo "make test-isa  the kernels of every instruction set, emulated where the processor lacks them"
 	@echo "make check   format, lint, types, architecture"

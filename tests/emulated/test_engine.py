@@ -120,7 +120,7 @@ def test_tokens_of_a_quantised_checkpoint_are_those_of_the_dequantised_one(
     check(streams, quantised, like=tensors, **FORMS[form])
 
 
-@pytest.mark.quick("graphs")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["graphs", "deterministic", "eager"])
 def test_tokens_with_keys_and_values_of_int8_are_those_of_a_processor(
     streams: Streams, models: Models, form: str

@@ -42,7 +42,8 @@ def test_logits_move_little(tmp_path: Path, form: str) -> None:
         assert found["kl"] < most_kl and found["other"] < most_others, held_on
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [10, 200])
 def test_the_demo_model_answers_as_with_its_own_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

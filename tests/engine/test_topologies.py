@@ -57,7 +57,11 @@ def every_late_token_is_explained(engine: Engine) -> None:
         ("E+P+D", {"token_budget": 24, "check_transfers": True}),
         pytest.param("E+P+D", {"token_budget": 24}, marks=pytest.mark.slow),
         pytest.param("E+P+D", {"token_budget": 512, "prefix_caching": False}, marks=pytest.mark.slow),
-        ("E+P+D", {"token_budget": 24, "early_kv": False, "prefetch_features": False, "steal_decodes": False}),
+        pytest.param(
+            "E+P+D",
+            {"token_budget": 24, "early_kv": False, "prefetch_features": False, "steal_decodes": False},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("EP+D", {"transport": "host"}, marks=pytest.mark.slow),
         pytest.param("ED+P", {"transport": "host"}, marks=pytest.mark.slow),
         pytest.param("E+P+D", {"transport": "host", "check_transfers": True}, marks=pytest.mark.slow),

@@ -422,6 +422,7 @@ AHEAD |= {"linear-vector-4096": 4, "linear-few-3584": 8, "linear-gated-vector-11
 AHEAD |= {"linear-rope-vector-mha": 4, "linear-rope-few-gqa": 8}
 
 
+@pytest.mark.quick("[rms_norm", "gated-vector", "decode-gqa")
 @pytest.mark.parametrize("name", on_the_newest([*AHEAD]))
 def test_nothing_but_weights_is_touched_before_the_kernel_ahead_has_ended(name: str) -> None:
     """The rule of `hydra_kernels._common`, in the order of the machine code. On sm_80 there is no such launch."""

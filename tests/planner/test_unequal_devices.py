@@ -97,6 +97,7 @@ def test_first_tokens_come_sooner_than_by_counting_tokens(counting: pytest.Monke
     assert slow.decode_slowness == pytest.approx(3.0, rel=0.15)
 
 
+@pytest.mark.slow
 def test_on_equal_devices_not_a_request_goes_elsewhere(counting: pytest.MonkeyPatch) -> None:
     by_count = served("2EPD", 1.0)[1]
     counting.undo()

@@ -136,6 +136,7 @@ def test_the_spans_of_a_decode_hold_all_its_tokens_and_the_rows_beside_it() -> N
 # ---- block tables
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_contexts_of_many_blocks_keep_their_tables_whole(look_ahead: bool) -> None:
     """More blocks than the table has columns at first; a short request sits beside the long one."""
