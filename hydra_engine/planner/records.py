@@ -67,7 +67,7 @@ class Record:
         An event with k tokens stands for k gaps of a k-th of its wait each: as one long gap it would say that tokens
         were late which only had no text of their own; as one long and k - 1 empty ones, that most were early.
         """
-        if since_s == -math.inf and until_s == math.inf and len(self.counts) == self.num_tokens:
+        if since_s == -math.inf and until_s == math.inf and len(self.stamps) == len(self.counts) == self.num_tokens:
             return [stamp - before for before, stamp in pairwise(self.stamps)]
         found: list[float] = []
         for before, stamp, count in zip(self.stamps, self.stamps[1:], self.counts[1:], strict=False):
