@@ -38,7 +38,7 @@ _MEMORY_BYTES = 16 * GIB  # of the simulated machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.pictures is not None or options.redraw is not None:
         from bench.topology import drawing  # noqa: F401  before the run: a missing matplotlib should not cost one
     if options.redraw is not None:
@@ -67,7 +67,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         options.topologies = options.topologies or _MODES[options.mode].TOPOLOGIES
         options.rounds = options.rounds or (1 if options.quick else 3)
         real.pin(options.cores)
-    site = _site(options)
+    site = site_of(options)
     result = mode.run(options, site)
     mode.report(result)
     shapes = options.load.shapes
@@ -96,7 +96,7 @@ def _measured_card(options: argparse.Namespace) -> dict[str, Any]:
     return {"measured_card": document.get("measured_card", document["card"])}
 
 
-def _site(options: argparse.Namespace) -> Site:
+def site_of(options: argparse.Namespace) -> Site:
     kind = _kind(options)
     config = EngineConfig(
         model=options.model,
@@ -135,7 +135,7 @@ def _draw(document: dict[str, Any], folder: Path) -> list[Path]:
     return drawing.draw(document, folder)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=tuple(_MODES))
     parser.add_argument("--model", default="demo", help="Hugging Face directory (default: demo)")

@@ -5,7 +5,7 @@ Deployments are up one after the other, round after round, with other contents o
 machine does besides falls on all alike. What a step costs comes from the profile, what preprocessing, copies and
 messages cost from requests of one idle deployment; no number is fitted to a topology or a load. Before each deployment
 one matrix product is timed, so that a reader sees whether the machine was as fast as when the run began. The model has
-to be larger than the machine's last cache: else step times depend on what ran before (docs/planning.md).
+to be larger than the machine's last cache: else step times may depend on what ran before (docs/planning.md).
 """
 
 from __future__ import annotations

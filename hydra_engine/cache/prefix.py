@@ -54,19 +54,19 @@ def extend_chain(
     parent = chain[-1] if chain else chain_seed(block_size, cache_salt)
     tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     text_block = _TEXT_RUN.pack(_TEXT, block_size)
-    spans = [(image.start, image.end, image) for image in images if image.end > first]
+    spans = [image for image in images if image.end > first]
     for start in range(first, first + len(token_ids) - block_size + 1, block_size):
         end = start + block_size
-        while spans and spans[0][1] <= start:
+        while spans and spans[0].end <= start:
             del spans[0]
         digest = blake2b(parent, digest_size=_HASH_BYTES, person=b"hydra-block")
-        if not spans or spans[0][0] >= end:
+        if not spans or spans[0].start >= end:
             digest.update(text_block)
             digest.update(tokens[(start - first) * _TOKEN_BYTES : (end - first) * _TOKEN_BYTES])
-        elif spans[0][0] <= start and end <= spans[0][1]:  # most blocks of a prompt with pictures
-            digest.update(_image_run(spans[0][2], block_size, start - spans[0][0]))
+        elif spans[0].start <= start and end <= spans[0].end:  # most blocks of a prompt with pictures
+            digest.update(_image_run(spans[0], block_size, start - spans[0].start))
         else:
-            for run in _runs(tokens, [image for _, _, image in spans], start, end, first):
+            for run in _runs(tokens, spans, start, end, first):
                 digest.update(run)
         parent = BlockHash(digest.digest())
         chain.append(parent)

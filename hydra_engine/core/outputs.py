@@ -68,12 +68,6 @@ class StageSpan:
     cause: str | None = None
     blame: tuple[DelayCause, ...] = ()
 
-    def earlier(self, seconds: float) -> StageSpan:
-        """The same one on a clock that began so much later."""
-        start_s, end_s = self.start_s - seconds, self.end_s - seconds
-        where = self.instance, self.lane
-        return StageSpan(self.stage, start_s, end_s, *where, self.batch, self.tokens, self.cause, self.blame)
-
 
 @dataclass(frozen=True, slots=True)
 class Usage:

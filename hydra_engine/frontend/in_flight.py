@@ -78,7 +78,6 @@ class Attempt:
     began_s: float
     prefill_charge: Charge
     decode_charge: Charge
-    id: RequestId = field(init=False)
     decoder: str = field(init=False)
     decoder_ready: bool = field(init=False)  # the decoder has fetched all that it needs: it has sent a token
     instances: set[str] = field(init=False)  # have not reported the end of their part
@@ -93,9 +92,12 @@ class Attempt:
     final: Finished | None = None  # its end, though tokens before it may still be missing
 
     def __post_init__(self) -> None:
-        self.id = self.request.id
         self.decoder, self.decoder_ready = self.route.decode, not self.route.moves
         self.instances = {self.route.prefill}
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
 
     @property
     def waits(self) -> bool:
@@ -220,8 +222,8 @@ class RequestInFlight:
         """
         attempt = self.attempt
         return (
-            attempt is not None
-            and self.phase is _DECODING
+            self.phase is _DECODING
+            and attempt is not None
             and number == attempt.id
             and name == attempt.decoder
             and position == len(self.active.token_ids)

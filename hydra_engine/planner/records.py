@@ -6,10 +6,8 @@ server look worse, never better. Does not know limits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 
@@ -61,14 +59,12 @@ class Record:
         """What the server itself says about the limits that it was told, in its own stamps."""
         return (self.metrics or {}).get("slo")
 
-    def gaps(self, since_s: float = -math.inf, until_s: float = math.inf) -> list[float]:
+    def gaps(self, since_s: float = float("-inf"), until_s: float = float("inf")) -> list[float]:
         """Time between tokens, one per token after the first event's, of gaps that reach into the time between the two.
 
         An event with k tokens stands for k gaps of a k-th of its wait each: as one long gap it would say that tokens
         were late which only had no text of their own; as one long and k - 1 empty ones, that most were early.
         """
-        if since_s == -math.inf and until_s == math.inf and len(self.stamps) == len(self.counts) == self.num_tokens:
-            return [stamp - before for before, stamp in pairwise(self.stamps)]
         found: list[float] = []
         for before, stamp, count in zip(self.stamps, self.stamps[1:], self.counts[1:], strict=False):
             if stamp > since_s and before < until_s:

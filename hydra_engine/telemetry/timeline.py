@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hydra_engine.core.outputs import RequestMetrics, Result, SloReport, StageSpan
 from hydra_engine.core.request import Slo
@@ -146,7 +147,8 @@ def _gap(spans: Sequence[StageSpan], starts: Sequence[float], until_s: float, st
 
 def relative(spans: Iterable[StageSpan], arrival_s: float) -> tuple[StageSpan, ...]:
     """Absolute spans -> seconds since arrival, in order of start."""
-    return tuple(sorted((s.earlier(arrival_s) for s in spans), key=lambda s: (s.start_s, s.end_s)))
+    moved = [replace(s, start_s=s.start_s - arrival_s, end_s=s.end_s - arrival_s) for s in spans]
+    return tuple(sorted(moved, key=lambda s: (s.start_s, s.end_s)))
 
 
 def metrics_of(

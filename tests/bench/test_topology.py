@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from bench.serve.workload import Workload
+from bench.topology.__main__ import parser, site_of
 from bench.topology.figures import exposed_s
 from bench.topology.loads import calls, rows
 from bench.topology.timeline import early
@@ -80,6 +81,12 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_bytes(msgspec.json.encode({"digest": "", "profile": body}))
     assert read_costs(path).surface == SURFACE
     return path
+
+
+def test_the_engine_runs_in_the_dtype_that_was_profiled(profile: Path) -> None:
+    for mode, dtype in (("validate", "bfloat16"), ("real", "bfloat16"), ("timeline", "auto")):
+        options = parser().parse_args([mode, "--profile", str(profile)])
+        assert site_of(options).config.dtype == dtype
 
 
 def command(mode: str, tmp_path: Path, *flags: str) -> dict[str, Any]:

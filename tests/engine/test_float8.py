@@ -43,11 +43,8 @@ def test_logits_move_little(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [10, 200])
-def test_the_demo_model_answers_as_with_its_own_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    held_on = ModelSpec.held_on
+def test_the_demo_model_answers_as_with_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, held_on = 200, ModelSpec.held_on
     monkeypatch.setattr(ModelSpec, "held_on", lambda self, _device: held_on(self, "cuda:0"))
     questions = held_out_questions(count, seed=2024)
     answers = []

@@ -7,7 +7,7 @@ for. Caches are small, so that requests give way; users lose interest and instan
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -23,11 +23,13 @@ from hydra_engine.core.outputs import FinishReason, Result, StageSpan
 from hydra_engine.core.request import Request, Slo
 from hydra_engine.core.roles import Role
 from hydra_engine.frontend.active import ActiveRequest
+from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.planner.simulator.cluster import NOTICED_S
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_engine.planner.simulator.deployment import Deployment
 from hydra_engine.planner.simulator.node import Site
+from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.telemetry.request_metrics import FinishedRequests
 from hydra_engine.telemetry.timeline import phases
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
@@ -55,6 +57,18 @@ def row(at_s: float, words: int, tokens: int, pictures: Sequence[int] = ()) -> W
     return WorkloadRequest(at_s=at_s, prompt_tokens=words, output_tokens=tokens, pictures=small)
 
 
+class LimitedRequests(RequestMaker):
+    """Each with a limit of its own, by its number."""
+
+    def __init__(self, spec: ModelSpec, limits_s: Mapping[int, float]) -> None:
+        super().__init__(spec)
+        self._limits_s = limits_s
+
+    def request(self, row: WorkloadRequest, number: int, arrival_s: float) -> tuple[Request, tuple[PixelPayload, ...]]:
+        request, pixels = super().request(row, number, arrival_s)
+        return replace(request, slo=Slo(tpot_s=self._limits_s[number])), pixels
+
+
 class LateDeployment(Deployment):
     """Writes down when the tokens of every request came, by the numbers that the messages carry and by nothing else."""
 
@@ -63,14 +77,11 @@ class LateDeployment(Deployment):
         self.times: dict[int, dict[int, float]] = defaultdict(dict)  # by request and position
         self.finished = FinishedRequests()
         super().__init__(topology, site(num_kv_blocks))
+        self._maker = LimitedRequests(site(num_kv_blocks).spec, self.limits_s)
 
     def ask(self, row: WorkloadRequest, limit_s: float) -> None:
         self.submit(row)
         self.limits_s[len(self._rows)] = limit_s
-
-    def _request(self, number: int, row: WorkloadRequest, arrival_s: float) -> tuple[Request, tuple[PixelPayload, ...]]:
-        request, pixels = super()._request(number, row, arrival_s)
-        return replace(request, slo=Slo(tpot_s=self.limits_s[number])), pixels
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         super()._report(active, result)

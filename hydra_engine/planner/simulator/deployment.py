@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import InstanceState
-from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     LedgerReport,
     QueryLedger,
@@ -25,7 +24,7 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.request import Request, Slo
+from hydra_engine.core.request import Slo
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest
@@ -150,12 +149,9 @@ class Deployment:
         self.agenda.at(at_s, lambda: self._preprocessing.take(row, lambda: self._submit(number, row, at_s)))
 
     def _submit(self, number: int, row: WorkloadRequest, arrival_s: float) -> None:
-        request, pixels = self._request(number, row, arrival_s)
+        request, pixels = self._maker.request(row, number, arrival_s)
         handle = self.handles[number] = Stamped(f"r{number}", self.agenda.now)
         self.dispatcher.submit(active_of(request, handle), pixels, self.agenda.now_s)
-
-    def _request(self, number: int, row: WorkloadRequest, arrival_s: float) -> tuple[Request, tuple[PixelPayload, ...]]:
-        return self._maker.request(row, number, arrival_s)
 
     def run(self, *, audit: bool = True, until_s: float = math.inf, due_s: float = math.inf) -> list[Record]:
         """Until every request has ended, or so many seconds after the deployment was up; records of those that run then
