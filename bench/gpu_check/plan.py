@@ -75,10 +75,10 @@ def parts_of(call: str, setup: Setup) -> list[Part]:
 def _first(setup: Setup) -> list[Part]:
     ops, engine, device, _ = files_by_kind()
     return [
-        _tests(setup, Tests("tests-ops", ops, "cuda and not alone", 8, 95.0, 180.0)),
+        _tests(setup, Tests("tests-ops", ops, "cuda and not alone", 14, 95.0, 180.0)),
         _ceilings(setup),
         *_together(setup, LLAVA, ("decode", "profile"), LLAVA, 80.0, 140.0),
-        _tests(setup, Tests("tests-engine", [*engine, *device], "cuda and not alone", 6, 110.0, 180.0)),
+        _tests(setup, Tests("tests-engine", [*engine, *device], "cuda and not alone", 10, 110.0, 180.0)),
         _tests(setup, Tests("tests-device", [*device, *engine, *ops], "cuda and alone", 1, 85.0, 150.0)),
         *_sanitized(setup, 45.0, 150.0),
     ]

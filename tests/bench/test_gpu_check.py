@@ -115,7 +115,7 @@ def test_tests_run_in_processes_of_which_each_may_end(monkeypatch: pytest.Monkey
         return {part.name: " ".join(part.command) for part in parts("first")}
 
     found = commands()
-    assert "-n 8 --dist worksteal" in found["tests-ops"] and "-m cuda and not alone" in found["tests-ops"]
+    assert "-n 14 --dist worksteal" in found["tests-ops"] and "-m cuda and not alone" in found["tests-ops"]
     assert "-n 1 --dist worksteal" in found["tests-device"]
     assert "--timeout=60 --timeout-method=thread" in found["tests-engine"]
     monkeypatch.setattr(plan, "missing", lambda names: [name for name in names if name == "xdist"])
