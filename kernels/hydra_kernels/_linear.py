@@ -50,11 +50,13 @@ def few_rows_sums(
 ) -> tl.tensor:
     """x [num_rows, K] @ weight[column]^T over the inputs from `first` to first + SPAN: [ROWS, C] float32, ROWS 1 or a
     tile. The last DEPTH inputs' weights are read ahead of the wait for the kernel before, and multiplied at the end,
-    so that sums have one order.
+    so that sums have one order. With 64 columns and more these are the rows of the tensor cores' products: then both
+    operands come from shared memory.
 
-    `norm` [K], or None: x is normed with these weights, for which the span has to be all of K. Its rows are read once:
-    what divides a row divides its sums."""
+    `norm` [K], or None: the one row of x is normed with these weights, for which the span has to be all of K. It is
+    read once: what divides it divides its sums."""
     LAST: tl.constexpr = (SPAN - 1) // DEPTH * DEPTH
+    SWAPPED: tl.constexpr = column.shape[0] >= 64
     row = tl.arange(0, ROWS)
     tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
     alive = (row < num_rows)[:, None]
@@ -63,11 +65,11 @@ def few_rows_sums(
     ahead = tl.load(source + k_last, mask=inside[:, None] & (k_last < K), other=0.0, eviction_policy="evict_first")
     wait_for_previous(PDL)
     last_values = tl.load(tokens + k_last, mask=alive & (k_last < K), other=0.0)
-    if norm is not None:
-        squares = tl.zeros([ROWS, DEPTH // _EACH], tl.float32)
     if ROWS == 1:  # too little arithmetic for tensor cores to matter
+        if norm is not None:
+            squares = tl.zeros([1, DEPTH // _EACH], tl.float32)
         products = tl.zeros([column.shape[0], DEPTH], tl.float32)
-        for start in range(0, LAST, DEPTH):
+        for start in tl.range(0, LAST, DEPTH, num_stages=STAGES):
             k = first + start + tl.arange(0, DEPTH)[None, :]
             piece = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
             values = tl.load(tokens + k, mask=k < K, other=0.0).to(tl.float32)
@@ -79,20 +81,25 @@ def few_rows_sums(
             last_values, squares = _normed(last_values, squares, norm, k_last, K)
         products += ahead.to(tl.float32) * last_values
         sums = tl.sum(products, axis=1)[None, :]
+        if norm is not None:
+            sums *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
     else:
-        sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
+        if SWAPPED:
+            sums = tl.zeros([column.shape[0], ROWS], tl.float32)
+        else:
+            sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
         for start in tl.range(0, LAST, DEPTH, num_stages=STAGES):
             k = first + start + tl.arange(0, DEPTH)[None, :]
             values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
             piece = tl.load(source + k, mask=inside[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
-            if norm is not None:
-                values, squares = _normed(values, squares, norm, k, K)
-            sums = dot(values.to(piece.dtype), tl.trans(piece), sums, DTYPE)
-        if norm is not None:
-            last_values, squares = _normed(last_values, squares, norm, k_last, K)
-        sums = dot(last_values.to(ahead.dtype), tl.trans(ahead), sums, DTYPE)
-    if norm is not None:
-        sums *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+            if SWAPPED:
+                sums = dot(piece, tl.trans(values), sums, DTYPE)
+            else:
+                sums = dot(values, tl.trans(piece), sums, DTYPE)
+        if SWAPPED:
+            sums = tl.trans(dot(ahead, tl.trans(last_values), sums, DTYPE))
+        else:
+            sums = dot(last_values, tl.trans(ahead), sums, DTYPE)
     return sums
 
 

@@ -5,9 +5,9 @@ program computes such pairs side by side, as neighbouring columns of one tile, s
 product is rounded to the dtype as if it had been stored; all else is as in the ops that are fused. Bound by memory:
 each weight is read once.
 
-The RMSNorm before may be part of them: x @ W^T of normed x is (x * norm) @ W^T, divided by the root of the mean square
-of x, which every program finds while it reads x. The normed x is not rounded then, only x * norm to the dtype of the
-weights where there are several rows.
+The RMSNorm before one row may be part of them: x @ W^T of normed x is (x * norm) @ W^T, divided by the root of the
+mean square of x, which every program finds while it reads x. The normed x is not rounded then. Several rows are normed
+by a launch of their own: each warp of a program would norm all of them, which takes longer than reading the weights.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def _rope_linear_kernel(
 
 
 def can_norm(x: Tensor) -> bool:
-    """Several rows of float16 have x * norm rounded to that, which may be more than it holds."""
-    return x.dtype is not torch.float16 or x.shape[0] <= 1
+    """Whether a product of x may norm it."""
+    return x.shape[0] <= 1
 
 
 def gated_linear(
@@ -261,7 +261,7 @@ def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor 
     check_bias(bias, weight.shape[0], x)
     if norm is not None:
         if not can_norm(x):
-            raise ValueError(f"x: expected one row, or another dtype, where there is a norm, got {described(x)}")
+            raise ValueError(f"x: expected one row where there is a norm, got {described(x)}")
         check_vector("norm", norm, x.shape[1], torch.float32 if norm.dtype is torch.float32 else x.dtype, x.device)
     if x.shape[0] > MAX_SMALL_ROWS:
         raise ValueError(f"x: expected at most {MAX_SMALL_ROWS} rows, got {x.shape[0]}")

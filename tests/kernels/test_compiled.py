@@ -112,21 +112,19 @@ def linear(
     return function(x, weight, residual=added, out_dtype=out_dtype)
 
 
-def gated(num_rows: int, width: int, num_in: int, *, normed: bool = True) -> object:
-    """Weights as those of `linear`."""
+def gated(num_rows: int, width: int, num_in: int) -> object:
+    """Weights as those of `linear`; one row with its norm."""
     x, weight = torch.empty(num_rows, num_in, dtype=BF16), torch.empty(2 * width, num_in, dtype=BF16)
-    return gated_linear(x, weight, None, "silu", x[0] if normed else None, 1e-5)
+    return gated_linear(x, weight, None, "silu", x[0] if num_rows == 1 else None, 1e-5)
 
 
-def roped(
-    num_rows: int, heads: int, kv_heads: int, dim: int, num_in: int, *, bias: bool, normed: bool = True
-) -> object:
+def roped(num_rows: int, heads: int, kv_heads: int, dim: int, num_in: int, *, bias: bool) -> object:
     cache = torch.zeros(4, 2, 2, 16, kv_heads, dim, dtype=BF16)
     num_out = (heads + 2 * kv_heads) * dim
     x, weight = torch.empty(num_rows, num_in, dtype=BF16), torch.empty(num_out, num_in, dtype=BF16)
     added = torch.empty(num_out, dtype=BF16) if bias else None
     angles, slots = torch.zeros(num_rows, dim), torch.zeros(num_rows, dtype=torch.int64)
-    caches, norm = (cache[:, 1, 0], cache[:, 1, 1]), x[0] if normed else None
+    caches, norm = (cache[:, 1, 0], cache[:, 1, 1]), x[0] if num_rows == 1 else None
     return rope_linear(x, weight, added, *angles.chunk(2, dim=1), slots, *caches, norm, 1e-5)
 
 
@@ -225,12 +223,11 @@ CASES: dict[str, Callable[[], object]] = {
     "linear-gated-vector-18944": lambda: gated(1, 18944, 3584),
     "linear-gated-few-11008": lambda: gated(16, 11008, 4096),
     "linear-gated-few-18944": lambda: gated(16, 18944, 3584),
-    "linear-gated-few-plain": lambda: gated(16, 18944, 3584, normed=False),
     "linear-rope-vector-mha": lambda: roped(1, 32, 32, 128, 4096, bias=False),
     "linear-rope-vector-gqa": lambda: roped(1, 28, 4, 128, 3584, bias=True),
     "linear-rope-few-mha": lambda: roped(16, 32, 32, 128, 4096, bias=False),
     "linear-rope-few-gqa": lambda: roped(16, 28, 4, 128, 3584, bias=True),
-    "linear-rope-few-80": lambda: roped(8, 8, 8, 80, 640, bias=False, normed=False),
+    "linear-rope-few-80": lambda: roped(8, 8, 8, 80, 640, bias=False),
     "linear-tiled-4096": lambda: linear(100, 4096, 11008, residual=True),
     "linear-tiled-37888": lambda: linear(100, 37888, 3584),
     "linear-tiled-head": lambda: linear(100, 152064, 3584, out_dtype=torch.float32),

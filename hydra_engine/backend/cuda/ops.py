@@ -163,7 +163,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | Normed, Tensor]:
-        """The products behind norm their rows themselves where those are few. Sums have the bits of `add_rms_norm`."""
+        """The products behind norm one row themselves. Sums have the bits of `add_rms_norm`."""
         plain = cuda_linear.fused(x, (linear,), deterministic=self.deterministic)
         if plain is None or not can_norm(x):
             return super().linear_add_rms_norm(x, linear, residual, weight, eps)
@@ -171,7 +171,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         return Normed(total, weight, eps), total
 
     def linear_act_and_mul(self, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
-        rows, norm, eps = x if isinstance(x, Normed) else (x, None, 0.0)
+        rows, norm, eps = self._with_norm(x)
         weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None:
             return super().linear_act_and_mul(x, weights, act)
@@ -189,7 +189,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
     ) -> Tensor:
         """In one launch, that has no place for norms of heads, rows whose slots are not in the cache are skipped
         unsaid."""
-        rows, norm, eps = x if isinstance(x, Normed) else (x, None, 0.0)
+        rows, norm, eps = self._with_norm(x)
         weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None or norms is not None or cache.scales is not None:
             return super().linear_rope_and_write(x, weights, rotary, cache, layer, slots, norms)
@@ -197,6 +197,12 @@ class CudaOps(CudaCacheOps, ComposedOps):
         slots = slots_on_device(cache, slots, least=-1)
         planes = cache.data[:, layer, 0], cache.data[:, layer, 1]
         return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *planes, norm, eps)
+
+    def _with_norm(self, x: Tensor | Normed) -> tuple[Tensor, Tensor | None, float]:
+        """Rows, and the norm that a product of them is left with."""
+        if not isinstance(x, Normed):
+            return x, None, 0.0
+        return x if can_norm(x.rows) else (self.rms_norm(*x), None, 0.0)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum takes the place of `residual`."""
