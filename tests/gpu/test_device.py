@@ -280,7 +280,7 @@ def said_by(script: str) -> list[str]:
 
 _UNCAPTURABLE = """
 import torch
-from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.errors import BackendError
 device, total = CudaDevice(0, 1), torch.zeros(10, device="cuda:0")
 torch.cuda.synchronize()
@@ -304,7 +304,7 @@ def test_a_launch_that_cannot_be_captured_spoils_no_other_one(cuda: torch.device
 
 _FAILING = """
 import torch
-from hydra_engine.backend.cuda_host import CudaDevice
+from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.errors import BackendError
 device = CudaDevice(0, 1)
 device.finish()

@@ -1,0 +1,22 @@
+"""A script of tests/gpu that has a process of its own there, here line by line on the emulated device."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.emulated.cuda import Torch
+from tests.emulated.streams import Streams
+from tests.gpu import test_device
+
+
+def test_a_launch_that_cannot_be_captured_spoils_no_other_one(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = test_device._UNCAPTURABLE.replace('"cuda:0"', 'torch.device("cuda:0")')
+    monkeypatch.setitem(sys.modules, "torch", Torch(streams))  # type: ignore[arg-type]
+    exec(script, {})
+    refused, counted = capsys.readouterr().out.splitlines()
+    assert refused.startswith("said: the device ") and " failed: " in refused
+    assert counted == "said: 6.0", "4 on a GPU: this device computes while it captures, too"
