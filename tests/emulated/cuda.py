@@ -76,9 +76,11 @@ class TorchCuda:
         return streams.Event(self._streams, enable_timing=enable_timing)
 
     def current_stream(self, device: Any = None) -> streams.Stream:
+        _check_device(device)
         return self._streams.current
 
     def default_stream(self, device: Any = None) -> streams.Stream:
+        _check_device(device)
         return self._streams.default
 
     def set_stream(self, stream: streams.Stream) -> None:
@@ -156,6 +158,12 @@ class TorchCuda:
     ) -> Capturing:
         assert capture_error_mode == "thread_local", "other lanes may launch meanwhile"
         return Capturing(self._streams, graph, stream, pool)
+
+
+def _check_device(device: Any) -> None:
+    """As torch refuses it."""
+    if isinstance(device, torch.device) and device != DEVICE:
+        raise ValueError(f"Expected a cuda device, but got: {device}")
 
 
 class Torch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.cuda.cache import CudaCacheOps
 from hydra_engine.backend.select import create_backend
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE
@@ -34,3 +36,23 @@ def test_logits_of_many_rows_are_one_launch(
     out = ops.linear(x, weight, **({"out_dtype": torch.float32} | options))  # type: ignore[arg-type]
     assert len(launches) == expected and out.dtype is options.get("out_dtype", torch.float32)
     torch.testing.assert_close(out.float().cpu(), wide.cpu(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.usefixtures("streams")
+def test_kernels_on_a_cache_in_host_memory_are_refused() -> None:
+    """By a sentence that says what to change, before torch says that such memory has no stream."""
+    cache, other = (PagedCache(torch.zeros(2, 1, 2, 4, 1, 8)) for _ in range(2))
+    features = PagedCache(torch.zeros(2, 1, 1, 4, 1, 8))
+    ops, slots, row = CudaCacheOps(), torch.tensor([0]), torch.zeros(1, 1, 8)
+    angles = torch.zeros(1, 4), torch.zeros(1, 4)
+    for call in (
+        lambda: ops.write_cache(cache, 0, [row, row], slots),
+        lambda: ops.rope_and_write(row, row, row, angles, cache, 0, slots),
+        lambda: ops.merge_image_tokens(row[0], slots, features, slots),
+        lambda: ops.gather_cache(cache, 0, 1, slots),
+        lambda: ops.copy_blocks(cache, other, torch.tensor([[0, 1]])),
+    ):
+        with pytest.raises(
+            ValueError, match="cache: expected one on a GPU, got one on cpu; allocate it there, or take"
+        ):
+            call()

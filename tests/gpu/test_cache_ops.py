@@ -146,5 +146,5 @@ def test_tensors_of_another_device_are_refused(cuda: torch.device) -> None:
     with pytest.raises(ValueError, match="pairs: expected cpu"):
         ops.copy_blocks(cache, cache, torch.zeros(1, 2, dtype=torch.int64, device=cuda))
     on_host = cases.poisoned((2, 1, 1, 4, 1, 8), torch.float32)
-    with pytest.raises(ValueError, match="device: expected 0 to"):
+    with pytest.raises(ValueError, match="cache: expected one on a GPU, got one on cpu; allocate it there"):
         ops.write_cache(on_host, 0, [torch.zeros(1, 1, 8)], slots)
