@@ -20,7 +20,9 @@ from torch import Tensor
 from bench.micro import attn_decode, attn_prefill, ceilings, decode, harness, migrate, probe_kernels, profile, quantized
 from bench.micro.ceilings import Sizes
 from bench.micro.harness import Effort
+from hydra_engine.backend.cuda import attention
 from hydra_engine.backend.cuda.attention_choice import Tower
+from hydra_kernels import decode_attention
 from tests.emulated.conftest import Models
 from tests.emulated.cuda import Torch
 from tests.emulated.kernels import CHANGED, REFERENCES, Launches, kernel
@@ -182,6 +184,26 @@ def test_encodes_and_prompts_beside_decodes(run: Run, model: str) -> None:
         "tiny prefill S=20 with decode B=2, one batch",
     ]
     assert {row["inputs"].get("encode") for row in document["rows"][:4]} == {"graph"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llava"], indirect=True)
+def test_decodes_whose_sums_have_another_order_on_a_part_of_the_device_are_right(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """There are fewer splits on fewer multiprocessors, and random layers make what this changes larger."""
+    monkeypatch.setattr(decode_attention, "_MIN_KEYS", 1)
+    attend, seen = attention.decode_attention, set()
+
+    def noisy(*rows: Any, num_splits: int, out: Tensor, **options: Any) -> None:
+        seen.add(num_splits)
+        attend(*rows, num_splits=num_splits, out=out, **options)
+        out.mul_(1 + 0.015 * num_splits)
+
+    monkeypatch.setattr(attention, "decode_attention", noisy)
+    sizes = ("--counts", "1", "--rows", "2", "--context", "24", "--prompt", "0", "--picture", "56x56", "--splits", "2")
+    document = run("colocate", "--model", model, *sizes)
+    assert seen == {2, 4} and "tiny encode b=1 || decode B=2, pair, partition 1" in whats(document)
 
 
 @pytest.mark.slow
