@@ -41,7 +41,7 @@ def card() -> dict[str, Any]:
         "load": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
-        "commit": _commit(),
+        "commit": commit(),
         "command": " ".join(["python", *sys.orig_argv[1:]]),
     }
 
@@ -85,14 +85,16 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
-    """The short commit, with a plus sign if files differ from it; outside a repository BENCH_COMMIT says it, or
-    nobody."""
+def commit() -> str | None:
+    """What BENCH_COMMIT says: a copy of the tree may lie in a repository of another commit. Else the short commit, with
+    a plus sign if files differ from it, and none outside of a repository."""
+    if said := os.environ.get("BENCH_COMMIT"):
+        return said
     try:
         head = _git("rev-parse", "--short", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("BENCH_COMMIT")
+        return None
 
 
 def _git(*arguments: str) -> str:

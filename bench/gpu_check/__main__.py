@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.common import ROOT
+from bench.common import ROOT, commit
 from bench.gpu_check import outcomes, wheels
 from bench.gpu_check.archive import ARCHIVE, SITE, SUMMARY, Archive
 from bench.gpu_check.machine import PACKAGES, Machine, look, too_old, versions
@@ -51,6 +51,7 @@ class Check:
         self._runner = Runner(scratch, options.budget, reserve_s=SUMMARY_S, keep=self.keep)
         self._machine = Machine("nobody has looked yet", "", "", None)
         self._remarks: list[str] = []
+        self._commit = commit()
 
     def run(self, find: Callable[[], Machine], plan: Plan) -> None:
         """Raises `Refused`, or `Interrupted` after a signal."""
@@ -121,7 +122,7 @@ class Check:
     def _document(self) -> dict[str, Any]:
         parts = [asdict(outcome) for outcome in self._outcomes()]
         document: dict[str, Any] = {"machine": asdict(self._machine), "versions": versions()}
-        return document | {"call": self._options.call, "commit": os.environ.get("BENCH_COMMIT"), "parts": parts}
+        return document | {"call": self._options.call, "commit": self._commit, "parts": parts}
 
     def _outcomes(self) -> list[Outcome]:
         return [*self._runner.outcomes.values()]

@@ -165,7 +165,8 @@ markers =
     cuda: needs an NVIDIA GPU
     alone: needs the GPU for itself
 """
-_PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu_check.outcomes")
+# Without pytest-benchmark, which some machines have: in several processes each one warns that it measures nothing.
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu_check.outcomes", "-p", "no:benchmark")
 
 
 def _tests(setup: Setup, tests: Tests) -> Part:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench import common
 from bench.gpu_check import __main__ as command
 from bench.gpu_check import machine as on_machine
 from bench.gpu_check import plan, wheels
@@ -94,6 +95,12 @@ def test_each_file_of_the_gpu_tests_is_in_one_part_and_those_without_triton_come
     assert "tests/gpu/test_engine.py" in engine and "tests/gpu/test_ipc.py" in device
 
 
+def test_a_plugin_that_warns_in_every_process_is_left_out() -> None:
+    for part in parts("first"):
+        words = " ".join(part.command)
+        assert (" -m pytest " not in words) or " -p no:benchmark" in words, part.name
+
+
 def test_what_breaks_in_one_process_goes_on_in_another() -> None:
     again = {part.name: part for part in parts("second") if part.unless}
     assert all(part.command[-1] == "--resume" and not part.planned_s for part in again.values())
@@ -138,6 +145,23 @@ def test_parts_are_chosen_by_name_by_beginning_and_by_benchmark() -> None:
 def test_without_the_build_the_rest_takes_the_one_that_is_there() -> None:
     assert {part.after for part in chosen(parts("first"), ("tests",), ())} == {None}
     assert {part.after for part in chosen(parts("first"), ("build", "tests"), ())} == {None, "build"}
+
+
+def test_the_commit_that_is_said_goes_before_that_of_a_repository_around_a_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("BENCH_COMMIT", raising=False)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert common.commit() is None
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    for arguments in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "first")):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=tmp_path, text=True).strip()
+    assert common.commit() == head
+    monkeypatch.setenv("BENCH_COMMIT", "5ff2c10")
+    assert common.commit() == common.card()["commit"] == "5ff2c10"
 
 
 # ---- what is asked of the machine
