@@ -286,6 +286,7 @@ class Ops(Protocol):
 
     name: str
     deterministic: bool
+    width_step: int  # layers make the rows between two products a multiple of so many numbers wide, with zeros
 
     def choices(self) -> tuple[OpChoice, ...]:
         """Which implementation each op takes on this machine and why."""

@@ -29,6 +29,8 @@ def joined(linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights:
 class ComposedOps:
     """Those of `Ops` in backend/base.py."""
 
+    width_step = 1
+
     def linear_add_rms_norm(
         self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | Normed, Tensor]:

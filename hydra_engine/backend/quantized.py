@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 SMALLEST = 2.0**-100
 MIN_GROUP = 16  # inputs; a group is a multiple of it, or a whole row of the weight
@@ -164,6 +165,19 @@ class QuantizedWeight:
     def rows(self, order: Tensor | slice) -> QuantizedWeight:
         """The outputs `order`, [M] int64 or from one to another."""
         return self._each(lambda part: part[order])
+
+    def padded(self, num_out: int, num_in: int) -> QuantizedWeight:
+        """With so many more outputs, of zeros, and so many more inputs, for rows of x that have zeros there: offsets
+        are added to their weights too. Raises ValueError for more inputs where these are cut into groups."""
+        if num_in and self.scales.shape[1] > 1:
+            raise ValueError(f"num_in: expected 0 for inputs in groups of {self.group_size}, got {num_in}")
+        longer = self._each(lambda part: pad(part, (*[0, 0] * (part.dim() - 1), 0, num_out)))
+        if not num_in:
+            return longer
+        octets = longer.values.view(torch.uint8)
+        zero = _ZERO[self.num_bits] * 0x11  # of two numbers of 4 bits
+        wider = pad(octets, (0, num_in * self.num_bits // 8), value=zero).view(self.values.dtype)
+        return replace(longer, values=wider)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
         offsets, block_scales = (None if part is None else change(part) for part in (self.offsets, self.block_scales))

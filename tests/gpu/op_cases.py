@@ -26,7 +26,7 @@ from hydra_engine.backend.base import (
     computed,
 )
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM
-from hydra_engine.backend.cuda.linear import SMALL_ROWS, QuantizedCudaLinear, implementation
+from hydra_engine.backend.cuda.linear import SMALL_ROWS, WIDTH_STEP, CudaLinear, QuantizedCudaLinear, implementation
 from hydra_engine.backend.float8 import BLOCK, product
 from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, quantized
 from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear, ReferenceOps, activation
@@ -80,6 +80,34 @@ def test_linear(
         close_to_product(result, expected, dtype)
         if given is not None:
             assert torch.equal(given.cpu(), residual), "the residual was written"
+
+
+@pytest.mark.quick("588-17-torch.bfloat16", "27-1-torch.float16")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, SMALL_ROWS, SMALL_ROWS + 1])
+@pytest.mark.parametrize("num_in", [27, 588])
+def test_linear_of_rows_that_are_no_multiple_of_16_bytes(
+    side: Side, num_in: int, rows: int, dtype: torch.dtype
+) -> None:
+    """Such as the pixels of a patch."""
+    weight, bias = random(56, num_in, dtype=dtype, seed=1) * 0.1, random(56, dtype=dtype, seed=2)
+    x, residual = strided(random(rows, num_in, dtype=dtype, seed=3)), strided(random(rows, 56, dtype=dtype, seed=4))
+    plain, bare = REFERENCE.pack_linear(weight, bias), REFERENCE.pack_linear(weight)
+    for ops in (side.ops, side.exact):
+        packed, without = ops.pack_linear(side.there(weight), side.there(bias)), ops.pack_linear(side.there(weight))
+        assert isinstance(packed, CudaLinear) and packed.num_in == num_in
+        assert dtype is torch.float32 or packed.weight.shape[1] % WIDTH_STEP == 0
+        assert packed.nbytes == packed.weight.nbytes + bias.nbytes, "what is kept, zeros too"
+        result = ops.linear(side.there(x), packed)
+        close_to_product(result, REFERENCE.linear(x.float(), plain), dtype)
+        result = ops.linear(side.there(x), without, residual=side.there(residual))
+        close_to_product(result, REFERENCE.linear(x.float(), bare, residual=residual.float()), dtype)
+        gated = ops.linear_act_and_mul(side.there(x), (packed,), "silu")
+        close_to_product(gated, REFERENCE.linear_act_and_mul(x.float(), (plain,), "silu"), dtype)
+        total = residual.float() + REFERENCE.linear(x.float(), plain)
+        norm = side.there(torch.ones(56, dtype=dtype))
+        _, found = ops.linear_add_rms_norm(side.there(x), packed, side.there(residual), norm, 1e-5)
+        torch.testing.assert_close(found.cpu().float(), total, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("rows", [0, 3, 40])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydra_engine.backend.quantized import QuantizedWeight, quantized, quantized_rows, stacked
+from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, quantized, quantized_rows, stacked
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.models.layers.basic import Linear
 from hydra_engine.models.loading.parameters import Demands, Scope
@@ -121,6 +121,29 @@ def test_outputs_of_scales_in_two_levels_are_chosen_stacked_and_scaled() -> None
     )
     factors = torch.tensor([2.0, 1.0, 0.5, 4.0, -1.0, 0.0])
     assert torch.equal(weight.scaled(factors).dequantized(torch.float32), dense * factors[:, None])
+
+
+@pytest.mark.parametrize("form", ["8", "4", "float8"])
+@pytest.mark.parametrize("with_offsets", [False, True])
+def test_more_outputs_and_inputs_are_zeros(form: str, *, with_offsets: bool) -> None:
+    """Of whole rows that share a scale; offsets are added to all inputs of an output."""
+    dense, offsets = _weight(24, 60), torch.randn(24, 1) if with_offsets else None
+    values = dense.to(FLOAT8) if form == "float8" else quantized(dense, int(form), 60, torch.float16).values
+    weight = QuantizedWeight(values, torch.rand(24, 1), offsets, 4 if form == "4" else 8)
+    padded, plain = weight.padded(8, 4), weight.dequantized(torch.float32)
+    assert padded.shape == (32, 64) and padded.group_size == 64 and padded.is_float == weight.is_float
+    wide = padded.dequantized(torch.float32)
+    assert torch.equal(wide[:24, :60], plain) and wide[24:].eq(0).all()
+    assert torch.equal(wide[:24, 60:], torch.zeros(24, 4) if offsets is None else offsets.expand(24, 4))
+    with pytest.raises(ValueError, match=r"^num_in: expected 0 for inputs in groups of 16, got 4"):
+        quantized(_weight(), 8, 16, torch.float16).padded(0, 4)
+
+
+def test_more_outputs_of_scales_in_two_levels_are_zeros() -> None:
+    values, scales = torch.full((2, 128), 0x9F, dtype=torch.uint8), torch.full((2, 8), 5, dtype=torch.int8)
+    weight = QuantizedWeight(values, scales, scales, 4, torch.ones(2, 1, 2, dtype=torch.float16))
+    wide = weight.padded(3, 0).dequantized(torch.float32)
+    assert torch.equal(wide[:2], weight.dequantized(torch.float32)) and wide[2:].eq(0).all() and len(wide) == 5
 
 
 def test_a_layer_keeps_parts_of_several_forms_side_by_side() -> None:

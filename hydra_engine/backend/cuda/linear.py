@@ -5,7 +5,9 @@ everywhere. cuBLAS adds a bias, or a residual where there is no bias, to the sum
 residual beside a bias, acts on its rounded product. Quantised weights take Triton kernels, which multiply x as it is
 with the exact dequantised weight; but weights that are 8-bit floats have products of more than 16 rows of bfloat16 on
 their tensor cores, from compute capability 8.9 on: x is rounded as `backend/float8.py` says, and what is added to the
-product acts on its rounded numbers. Does not know layers.
+product acts on its rounded numbers. Rows of 16-bit operands begin at multiples of 16 bytes, the width of the loads of
+all these kernels, with zeros behind their numbers: cuBLAS takes kernels several times slower for others. Does not know
+layers.
 """
 
 from __future__ import annotations
@@ -36,9 +38,21 @@ from hydra_kernels.quantized_linear import (
 
 Implementation = Literal["cublas", "small", "invariant", "scaled"]
 
+WIDTH_STEP = 8  # numbers of 16 bits in 16 bytes
 SMALL_ROWS = 16  # up to so many rows a product reads its weight at the speed of memory, if all of the device reads
 
 QUANTIZED_STEPS = (1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)  # rows; one for each kernel that products of any others take
+
+
+class CudaLinear(PlainLinear):
+    """With `padding` zeros behind the `num_in` inputs of 16-bit weights, and so many behind the rows of x, which are
+    copied at each call. Layers whose rows are large make them wide enough (`Ops.width_step`)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, dtype)
+        self.padding = -self.num_in % WIDTH_STEP if dtype.itemsize == 2 else 0
+        if self.padding:
+            self.weight = F.pad(self.weight, (0, self.padding))
 
 
 class QuantizedCudaLinear:
@@ -89,11 +103,13 @@ def implementation(
     return "small" if rows <= SMALL_ROWS else "cublas"
 
 
-def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) -> PlainLinear | None:
+def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) -> CudaLinear | None:
     """The weight, where one launch computes its product with x and what follows."""
     (weight, *others), rows = weights, x.shape[0]
     small = implementation(rows, deterministic=deterministic) == "small"
-    return weight if small and rows and not others and isinstance(weight, PlainLinear) else None
+    if not small or not rows or others or not isinstance(weight, CudaLinear) or weight.padding:
+        return None
+    return weight
 
 
 def linear(
@@ -105,13 +121,15 @@ def linear(
     out_dtype: torch.dtype | None = None,
     deterministic: bool,
 ) -> Tensor:
-    assert isinstance(weight, PlainLinear | QuantizedCudaLinear)
+    assert isinstance(weight, CudaLinear | QuantizedCudaLinear)
     dtype = out_dtype or x.dtype
     _check(x, weight, act, residual, dtype)
     if x.shape[0] == 0:
         return torch.empty((0, weight.num_out), dtype=dtype, device=x.device)
     if isinstance(weight, QuantizedCudaLinear):
         return _quantized(x, weight, act, residual, dtype, deterministic=deterministic)
+    if weight.padding:
+        x = F.pad(x, (0, weight.padding))
     chosen = implementation(x.shape[0], deterministic=deterministic)
     if chosen == "cublas":
         return _cublas(x, weight, act, residual, dtype)
@@ -154,7 +172,7 @@ def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activat
     return finish(product, weight.bias, residual, act, x.dtype)
 
 
-def _cublas(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _cublas(x: Tensor, weight: CudaLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
     if dtype is not x.dtype:
         # cuBLAS gives the sums of 16-bit operands too, before any rounding.
         wide = x.dtype is torch.float32
@@ -170,7 +188,7 @@ def _cublas(x: Tensor, weight: PlainLinear, act: Activation, residual: Tensor | 
 
 def _check(
     x: Tensor,
-    weight: PlainLinear | QuantizedCudaLinear,
+    weight: CudaLinear | QuantizedCudaLinear,
     act: Activation,
     residual: Tensor | None,
     dtype: torch.dtype,

@@ -46,7 +46,7 @@ from hydra_engine.backend.cuda.tower_attention import TowerAttention
 from hydra_engine.backend.cuda.tower_attention import kernels as tower_kernels
 from hydra_engine.backend.device import Send
 from hydra_engine.backend.quantized import QuantizedWeight
-from hydra_engine.backend.reference.ops import ALL_OPS, PlainLinear
+from hydra_engine.backend.reference.ops import ALL_OPS
 from hydra_engine.backend.reference.sampling import best_tokens
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.fused_linear import can_norm, gated_linear, rope_linear
@@ -89,6 +89,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
     FlashInfer's `attention` is not deterministic. `num_sms_here`: as that of `CudaAttention`."""
 
     name = "cuda"
+    width_step = cuda_linear.WIDTH_STEP
 
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
@@ -158,7 +159,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
     ) -> PackedLinear:
         if isinstance(weight, QuantizedWeight):
             return cuda_linear.QuantizedCudaLinear(weight, bias)
-        return PlainLinear(weight, bias, rows or weight.dtype)
+        return cuda_linear.CudaLinear(weight, bias, rows or weight.dtype)
 
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float

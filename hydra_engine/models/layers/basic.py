@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hydra_engine.backend.base import Activation, Normed, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
@@ -25,7 +26,8 @@ class Linear:
     `scale` names a vector of the checkpoint with a factor per output, for weights and biases alike (layer scale); it is
     multiplied into them once, when they are loaded. `arrange` makes one of the parts' weights, or biases, in another
     order than one after another, the same for both; where checkpoints have more dimensions than two, `num_in` names all
-    but the first. Any part may come quantised."""
+    but the first. Any part may come quantised. `spare_out` outputs of zeros follow those of each part;
+    `spare_in` inputs, which are zeros in every x, follow the others."""
 
     packed: tuple[PackedLinear, ...]  # one for all parts, unless they are quantised in several ways
 
@@ -38,11 +40,14 @@ class Linear:
         bias: bool,
         scale: str | None = None,
         arrange: Callable[[list[Tensor]], Tensor] | None = None,
+        spare_out: int = 0,
+        spare_in: int = 0,
     ) -> None:
         self._ops, self._dtype, self._quantize = scope.ops, scope.dtype, scope.quantize
         self._weights = [f"{name}.weight" for name in parts]
         self._biases = [f"{name}.bias" for name in parts] if bias else []
         self._scale = scale
+        self._spare_out, self._spare_in = spare_out, spare_in
         self._arrange = arrange or _stacked
         self._weights_arrived: dict[str, Tensor | QuantizedWeight] = {}
         self._vectors_arrived: dict[str, Tensor] = {}
@@ -79,11 +84,11 @@ class Linear:
         self.packed = kept
 
     def _fill_weight(self, name: str, weight: Tensor | QuantizedWeight) -> None:
-        self._weights_arrived[name] = weight
+        self._weights_arrived[name] = _padded(weight, self._spare_out, 0)
         self._pack_if_complete()
 
     def _fill_vector(self, name: str, tensor: Tensor) -> None:
-        self._vectors_arrived[name] = tensor
+        self._vectors_arrived[name] = pad(tensor, (0, self._spare_out)) if self._spare_out else tensor
         self._pack_if_complete()
 
     def _pack_if_complete(self) -> None:
@@ -99,7 +104,7 @@ class Linear:
             joined = [_scaled(weight, part) for weight, part in zip(joined, factors.split(counts), strict=True)]
             bias = None if bias is None else _scaled_tensor(bias, factors)
         biases = [None] * len(counts) if bias is None else bias.split(counts)
-        joined = [_quantized(weight, self._quantize) for weight in joined]
+        joined = [_padded(_quantized(weight, self._quantize), 0, self._spare_in) for weight in joined]
         self.packed = tuple(map(self._ops.pack_linear, joined, biases, repeat(self._dtype)))
 
     def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
@@ -125,6 +130,15 @@ def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor
     if num_bits is None or isinstance(weight, QuantizedWeight):
         return weight
     return quantized_matrix(weight, num_bits)
+
+
+def _padded(weight: Tensor | QuantizedWeight, num_out: int, num_in: int) -> Tensor | QuantizedWeight:
+    """With so many more outputs and inputs."""
+    if not num_out and not num_in:
+        return weight
+    if isinstance(weight, QuantizedWeight):
+        return weight.padded(num_out, num_in)
+    return pad(weight, (0, num_in, 0, num_out))
 
 
 def _form(weight: Tensor | QuantizedWeight) -> object:
@@ -277,13 +291,15 @@ class Embedding:
 
 
 class GatedMlp:
-    """down(act(gate(x)) * up(x)) + residual"""
+    """down(act(gate(x)) * up(x)) + residual. Between the two products are spare zeros, as wide as the device wants."""
 
     def __init__(self, scope: Scope, num_channels: int, num_inner: int, act: str, *, bias: bool = False) -> None:
         self._ops = scope.ops
         self._act = cast(Activation, act)
-        self._gate_up = Linear(scope, {"gate_proj": num_inner, "up_proj": num_inner}, num_channels, bias=bias)
-        self.down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=bias)
+        spare = -num_inner % scope.ops.width_step
+        gate_up = {"gate_proj": num_inner, "up_proj": num_inner}
+        self._gate_up = Linear(scope, gate_up, num_channels, bias=bias, spare_out=spare)
+        self.down = Linear(scope, {"down_proj": num_channels}, num_inner, bias=bias, spare_in=spare)
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         return self.down(self.inner(x), residual=residual)
@@ -294,7 +310,8 @@ class GatedMlp:
 
 
 class Mlp:
-    """second(act(first(x))) + residual; `names` of the two layers. `scale` as that of `Linear`, of the second."""
+    """second(act(first(x))) + residual; `names` of the two layers. `scale` as that of `Linear`, of the second. Spare
+    zeros as in `GatedMlp`: act(0) is 0."""
 
     def __init__(
         self,
@@ -308,8 +325,9 @@ class Mlp:
         bias: bool = True,
         scale: str | None = None,
     ) -> None:
-        self._first = Linear(scope, {names[0]: num_inner}, num_in, bias=bias)
-        self._second = Linear(scope, {names[1]: num_out}, num_inner, bias=bias, scale=scale)
+        spare = -num_inner % scope.ops.width_step
+        self._first = Linear(scope, {names[0]: num_inner}, num_in, bias=bias, spare_out=spare)
+        self._second = Linear(scope, {names[1]: num_out}, num_inner, bias=bias, scale=scale, spare_in=spare)
         self._act = cast(Activation, act)
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
