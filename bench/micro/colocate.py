@@ -40,7 +40,7 @@ QUICK_COUNTS, FULL_COUNTS = (2, 8), (2, 4, 8, 16)  # pictures of a tower of a fr
 QUICK_ROWS, FULL_ROWS = (8, 64), (8, 32, 64, 128)
 SMALL_ROWS, SMALL_COUNTS = (4,), (1,)
 _LARGE_FLOPS = 2e12  # a picture of more is encoded alone
-QUICK_SPLITS, FULL_SPLITS = (32,), (32, 64)  # multiprocessors for decodes
+QUICK_SPLITS, FULL_SPLITS = (64,), (32, 64, 96)  # multiprocessors for decodes
 _PROMPT = 1024
 _BESIDE_S = 0.3  # of encodes, at least three
 

@@ -203,7 +203,7 @@ def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (["--device", "cuda:0"], (32,)),
+        (["--device", "cuda:0"], (64,)),
         (["--device", "cuda:0", "--full"], (32, 64)),
         (["--device", "cuda:0", "--splits", "0"], ()),
         (["--device", "cpu"], ()),
