@@ -204,7 +204,7 @@ def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:
     ("flags", "wanted"),
     [
         (["--device", "cuda:0"], (64,)),
-        (["--device", "cuda:0", "--full"], (32, 64)),
+        (["--device", "cuda:0", "--full"], (32, 64, 96)),
         (["--device", "cuda:0", "--splits", "0"], ()),
         (["--device", "cpu"], ()),
     ],
