@@ -106,10 +106,10 @@ _DECODE_MHA = {
 }
 _DECODE_GQA = {
     64: AttentionLaunch(16, 64, 4, 5),
-    128: AttentionLaunch(16, 64, 4, 5),
+    128: AttentionLaunch(16, 64, 8, 5),
     256: AttentionLaunch(16, 32, 4, 4),
 }
-_PREFILL = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(128, 64, 8, 3), 256: AttentionLaunch(64, 32, 4, 2)}
+_PREFILL = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(64, 64, 4, 2), 256: AttentionLaunch(64, 32, 4, 2)}
 _PACKED = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(128, 64, 8, 3), 256: AttentionLaunch(64, 32, 4, 2)}
 _WINDOW = {64: AttentionLaunch(64, 64, 4, 2), 128: AttentionLaunch(64, 64, 4, 2), 256: AttentionLaunch(64, 32, 4, 2)}
 
@@ -147,8 +147,10 @@ def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> 
         raise ValueError(f"q: expected a head dim of at most {max(table)}, got {dim}")
     if dtype.itemsize == 2:
         return launch
-    # float32 tiles of the same size fit neither the registers nor the shared memory of every GPU.
-    return AttentionLaunch(max(16, launch.rows // 2), max(16, launch.keys // 2), launch.warps, 2)
+    # float32 tiles of the same size fit neither the registers nor the shared memory of every GPU. Four warps have the
+    # 64 rows of a product on Hopper; for eight of them and 16 columns Triton 3.6 reads beside its shared memory.
+    rows = max(16, launch.rows // 2)
+    return AttentionLaunch(rows, max(16, launch.keys // 2), min(launch.warps, max(4, rows // 16)), 2)
 
 
 class LinearLaunch(NamedTuple):
@@ -163,9 +165,22 @@ class LinearLaunch(NamedTuple):
     splits: int = 1
 
 
-# By the least number of outputs, widest first: what keeps 132 SMs busy with four 16-byte pieces of weight per thread.
-_VECTOR = {4096: (4, 1024), 2048: (2, 2048), 0: (1, 4096)}
-_FEW_ROWS = {3072: LinearLaunch(16, 32, 256, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)}
+# By the least number of outputs, widest first. What was fastest on an H200 (bench.micro.launches) for the products of
+# models of 7 billion parameters, 16-bit: one row with a few long programs on each SM, a tile with many loads ahead.
+_VECTOR = {
+    16384: LinearLaunch(1, 4, 4096, 4, 3),
+    2048: LinearLaunch(1, 2, 4096, 4, 3),
+    0: LinearLaunch(1, 1, 4096, 4, 3),
+}
+_SHORT_VECTOR = LinearLaunch(1, 2, 2048, 4, 3)  # of the second, where a row has no more than two such pieces
+_FEW_ROWS = {
+    8192: LinearLaunch(16, 64, 128, 4, 4),
+    3072: LinearLaunch(16, 64, 128, 4, 6),
+    0: LinearLaunch(16, 16, 256, 4, 5),
+}
+_PAIRS_OF_ROWS = {3072: LinearLaunch(16, 64, 128, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)}
+_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)  # of 3072 outputs and more, but below 8192, and as many inputs
+_FEW_ROWS_WIDE = {3072: LinearLaunch(16, 32, 128, 4, 4), 0: LinearLaunch(16, 16, 128, 4, 5)}  # of float32
 _FEW_PROGRAMS = 64  # so few do not read at full speed: their inputs are split until there are twice as many
 # Outputs of narrow tiles are many programs for a step of few tokens, wide tiles read the tokens less often.
 _TILED = {
@@ -193,24 +208,34 @@ _TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # of float32
 def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
     """For up to 16 rows: one alone, or a tile of 16. The inputs of few outputs are split, but those of one row."""
     if num_rows == 1:
-        columns, depth = _first(_VECTOR, num_out)
-        return LinearLaunch(1, columns, min(depth * 2 // dtype.itemsize, triton.next_power_of_2(num_in)), 4, 1)
-    launch = _first(_FEW_ROWS, num_out)
-    launch = launch._replace(depth=launch.depth * 2 // dtype.itemsize)
+        launch = _first(_VECTOR, num_out)
+        if launch.columns == _SHORT_VECTOR.columns and num_in <= 2 * _SHORT_VECTOR.depth:
+            launch = _SHORT_VECTOR
+        return _fitted(launch, num_in, dtype)
+    if dtype.itemsize > 2:
+        launch = _first(_FEW_ROWS_WIDE, num_out)
+    else:
+        launch = _FEW_ROWS_LONG if 3072 <= num_out < 8192 < num_in else _first(_FEW_ROWS, num_out)
     programs = triton.cdiv(num_out, launch.columns)
-    if programs >= _FEW_PROGRAMS:
+    if num_out >= 3072 or programs >= _FEW_PROGRAMS:
         return launch
     longest = triton.cdiv(num_in, 2 * launch.depth)  # two steps are the least that is worth a program
     return launch._replace(splits=max(1, min(2 * _FEW_PROGRAMS // programs, longest)))
 
 
+def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+    """Of one row: as many bytes at once for every dtype, and no more inputs than there are."""
+    return launch._replace(depth=min(launch.depth * 2 // dtype.itemsize, triton.next_power_of_2(num_in)))
+
+
 def pairs_launch(num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
     """As `small_launch`, for outputs that are computed in pairs, of which a program takes `columns` out of `width`."""
-    launch = small_launch(num_rows, num_out, num_in, dtype)
-    pairs = launch.columns // 2 or 1
-    depth = launch.depth * launch.columns // (2 * pairs)  # as many weights at once where one output became two
-    least = 1 if num_rows == 1 else 8  # of the tensor cores
-    return launch._replace(columns=max(least, min(pairs, triton.next_power_of_2(width))), depth=depth, splits=1)
+    if num_rows == 1:
+        launch, least = _fitted(_first(_VECTOR, num_out), num_in, dtype), 1
+    else:
+        launch = _first(_FEW_ROWS_WIDE if dtype.itemsize > 2 else _PAIRS_OF_ROWS, num_out)
+        least = 8  # of the tensor cores
+    return launch._replace(columns=max(least, min(launch.columns // 2, triton.next_power_of_2(width))))
 
 
 def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
