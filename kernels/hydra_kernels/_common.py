@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hydra_kernels._sizes import cdiv, next_power_of_2
+
 INTERPRETING: bool = triton.knobs.runtime.interpret
 # The interpreter multiplies the bit patterns of bfloat16 operands as integers; on a GPU operands stay as they are.
 DOT_DTYPE = tl.float32 if INTERPRETING else None
@@ -71,7 +73,7 @@ class RowLaunch(NamedTuple):
 
 def row_launch(columns: int) -> RowLaunch:
     """Whole rows in registers, about two 16-byte pieces of a 16-bit row per thread; short rows share a program."""
-    padded = triton.next_power_of_2(columns)
+    padded = next_power_of_2(columns)
     rows = max(1, 2048 // padded)
     warps = min(_MAX_WARPS, max(1, rows * padded // (32 * _ELEMENTS_PER_THREAD)))
     return RowLaunch(rows, padded, warps)
@@ -80,7 +82,7 @@ def row_launch(columns: int) -> RowLaunch:
 def split_head_dim(dim: int) -> tuple[int, int]:
     """Two powers of two, of at least 16 or 0, that cover `dim`: 72 and 80 are 64 + 16, not 128."""
     first = max(16, 1 << (dim.bit_length() - 1))
-    rest = 0 if first >= dim else max(16, triton.next_power_of_2(dim - first))
+    rest = 0 if first >= dim else max(16, next_power_of_2(dim - first))
     return (2 * first, 0) if rest == first else (first, rest)
 
 
@@ -124,7 +126,7 @@ def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
     """For `group` query heads per KV head; more than one of them go through the tensor cores, 16 or more rows."""
     if group == 1:
         return _launch(_DECODE_MHA, dim, dtype)
-    return _launch(_DECODE_GQA, dim, dtype)._replace(rows=max(16, triton.next_power_of_2(group)))
+    return _launch(_DECODE_GQA, dim, dtype)._replace(rows=max(16, next_power_of_2(group)))
 
 
 def prefill_launch(dim: int, dtype: torch.dtype) -> AttentionLaunch:
@@ -216,16 +218,16 @@ def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -
         launch = _first(_FEW_ROWS_WIDE, num_out)
     else:
         launch = _FEW_ROWS_LONG if 3072 <= num_out < 8192 < num_in else _first(_FEW_ROWS, num_out)
-    programs = triton.cdiv(num_out, launch.columns)
+    programs = cdiv(num_out, launch.columns)
     if num_out >= 3072 or programs >= _FEW_PROGRAMS:
         return launch
-    longest = triton.cdiv(num_in, 2 * launch.depth)  # two steps are the least that is worth a program
+    longest = cdiv(num_in, 2 * launch.depth)  # two steps are the least that is worth a program
     return launch._replace(splits=max(1, min(2 * _FEW_PROGRAMS // programs, longest)))
 
 
 def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaunch:
     """Of one row: as many bytes at once for every dtype, and no more inputs than there are."""
-    return launch._replace(depth=min(launch.depth * 2 // dtype.itemsize, triton.next_power_of_2(num_in)))
+    return launch._replace(depth=min(launch.depth * 2 // dtype.itemsize, next_power_of_2(num_in)))
 
 
 def pairs_launch(num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
@@ -235,7 +237,7 @@ def pairs_launch(num_rows: int, num_out: int, width: int, num_in: int, dtype: to
     else:
         launch = _first(_FEW_ROWS_WIDE if dtype.itemsize > 2 else _PAIRS_OF_ROWS, num_out)
         least = 8  # of the tensor cores
-    return launch._replace(columns=max(least, min(launch.columns // 2, triton.next_power_of_2(width))))
+    return launch._replace(columns=max(least, min(launch.columns // 2, next_power_of_2(width))))
 
 
 def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
@@ -250,7 +252,7 @@ def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: t
     launch = _first(_FEW_ROWS_QUANTIZED, num_rows - 1)
     if dtype.itemsize > 2:
         launch = launch._replace(stages=2)
-    programs = triton.cdiv(num_out, launch.columns)
+    programs = cdiv(num_out, launch.columns)
     longest = num_in // (4 * launch.depth)  # four steps are the least that is worth a program
     return launch._replace(splits=max(1, min(_QUANTIZED_PROGRAMS // programs, longest)))
 

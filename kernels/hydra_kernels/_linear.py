@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, check_rows, check_vector, described
 from hydra_kernels._common import dot, wait_for_previous
+from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
 GROUP = 8  # tiles of rows that follow each other before the next columns: their weights are still in L2
@@ -168,7 +169,7 @@ def join_splits(
 ) -> None:
     """partial [splits, M, N] float32 -> act(their sum + bias) + residual into out [M, N]."""
     splits, num_rows, num_out = partial.shape
-    _join_splits_kernel[(triton.cdiv(num_out, _JOIN_COLUMNS), num_rows)](
+    _join_splits_kernel[(cdiv(num_out, _JOIN_COLUMNS), num_rows)](
         *(partial, bias, residual, out, num_rows),
         N=num_out,
         STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),

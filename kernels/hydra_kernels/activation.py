@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, described
 from hydra_kernels._common import row_launch
+from hydra_kernels._sizes import cdiv
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 _COLUMNS = 1024  # of one program: one 16-byte piece of gate and of up per thread
@@ -87,7 +88,7 @@ def act_and_mul(gate_up: Tensor, act: str) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _act_and_mul_kernel[(num_rows, triton.cdiv(width, _COLUMNS))](
+        _act_and_mul_kernel[(num_rows, cdiv(width, _COLUMNS))](
             gate_up, out, ACT=act, WIDTH=width, STRIDE_ROW=gate_up.stride(0), COLUMNS=_COLUMNS, num_warps=_WARPS
         )
     return out
@@ -103,7 +104,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     if out.numel():
         num_rows = x.shape[0] * x.shape[1]
         tile = row_launch(x.shape[2])
-        _sigmoid_mul_kernel[(triton.cdiv(num_rows, tile.rows),)](
+        _sigmoid_mul_kernel[(cdiv(num_rows, tile.rows),)](
             *(x, gate, out, num_rows, x.stride(0), gate.stride(0)),
             HEADS=x.shape[1],
             STRIDE_HEAD=x.stride(1),

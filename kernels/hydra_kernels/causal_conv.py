@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_rows, check_vector, described
+from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.activation import activate
 
 TILE = 16  # tokens of a tile where a row has more than one
@@ -139,13 +140,13 @@ def causal_conv(
     channels = x.shape[1]
     if tiles.shape[0] and channels:
         launch = _ONE_TOKEN if tokens == 1 else _TILED
-        columns = min(launch.channels, triton.next_power_of_2(channels))
-        _causal_conv_kernel[(tiles.shape[0], triton.cdiv(channels, columns))](
+        columns = min(launch.channels, next_power_of_2(channels))
+        _causal_conv_kernel[(tiles.shape[0], cdiv(channels, columns))](
             *(x, weight, states, out, tiles, cu_q, starts, reads, writes),
             x.stride(0),
             states.stride(0),
             TAPS=taps,
-            BEFORE=triton.next_power_of_2(taps - 1),
+            BEFORE=next_power_of_2(taps - 1),
             CHANNELS=channels,
             TOKENS=tokens,
             COLUMNS=columns,

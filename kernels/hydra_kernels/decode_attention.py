@@ -33,6 +33,7 @@ from hydra_kernels._common import (
     wait_for_previous,
 )
 from hydra_kernels._occupancy import places_of
+from hydra_kernels._sizes import cdiv, next_power_of_2
 
 Scales = tuple[Tensor, Tensor]  # of keys and of values
 
@@ -293,13 +294,13 @@ def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, places: i
     a split, and a wave that is not full is as long as a full one. Of equals the fewest. A split has at least 64 keys of
     the longest context."""
     groups = max(1, batch * num_kv_heads)
-    most = min(triton.cdiv(max_context, _MIN_KEYS), _MAX_SPLITS, _MAX_WAVES * places // groups)
+    most = min(cdiv(max_context, _MIN_KEYS), _MAX_SPLITS, _MAX_WAVES * places // groups)
     if groups > NUM_COUNTERS:
         most = 1
     beginning = _BEGINNING / max(1, max_context)
 
     def time(splits: int) -> float:
-        return triton.cdiv(groups * splits, places) * (1 / splits + beginning)
+        return cdiv(groups * splits, places) * (1 / splits + beginning)
 
     return min(range(1, max(1, most) + 1), key=time)
 
@@ -404,7 +405,7 @@ def _prepared(
     stride_scales = 0 if scales is None else scales[0].stride(0)
     strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1), stride_scales, block_tables.stride(0))
     ends = (out, *(between or (None, None, None)))
-    padded = triton.next_power_of_2(dim)
+    padded = next_power_of_2(dim)
     constants: dict[str, Any] = {
         "STRIDE_Q_HEAD": q.stride(1),
         "STRIDE_HEAD": k_cache.stride(2),

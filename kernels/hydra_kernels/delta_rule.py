@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, check_vector, described
+from hydra_kernels._sizes import cdiv, next_power_of_2
 
 MAX_KEY_DIM = 512
 _ELEMENTS = 2048  # of the state in one warp, 64 registers of each thread
@@ -165,9 +166,9 @@ def delta_rule(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     (_, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
     if batch:
-        keys = triton.next_power_of_2(key_dim)
-        columns = min(max(8, _ELEMENTS // keys), triton.next_power_of_2(value_dim))
-        _delta_rule_kernel[(triton.cdiv(value_dim, columns), heads, batch)](
+        keys = next_power_of_2(key_dim)
+        columns = min(max(8, _ELEMENTS // keys), next_power_of_2(value_dim))
+        _delta_rule_kernel[(cdiv(value_dim, columns), heads, batch)](
             *(q, k, v, a, b, rates, shift, states, out, cu_q, starts, reads, writes),
             key_dim**-0.5,
             *(q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0)),

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, check_rows, check_vector
+from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
 _COLUMNS = 1024  # of one program: one 16-byte piece of a 16-bit row per thread
@@ -65,7 +66,7 @@ def finish(
     if residual is not None:
         check_rows("residual", residual, out)
     if out.numel():
-        _finish_kernel[(num_rows, triton.cdiv(width, _COLUMNS))](
+        _finish_kernel[(num_rows, cdiv(width, _COLUMNS))](
             product,
             bias,
             residual,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_rows, described
 from hydra_kernels._common import row_launch
+from hydra_kernels._sizes import cdiv, next_power_of_2
 
 PART = 32  # inputs: a word holds input j of a part and of the next one
 BLOCK = 128  # inputs that share a step
@@ -82,12 +83,12 @@ def round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
             f"x: expected [M, K] of whole groups of {group_size} and at most {2 * width}, got {described(x)}"
         )
     num_groups = num_in // group_size
-    out_rows = num_rows if num_groups == 1 else triton.cdiv(num_rows, 4) * 4
+    out_rows = num_rows if num_groups == 1 else cdiv(num_rows, 4) * 4
     words = torch.empty((out_rows, width), dtype=torch.int16, device=x.device)
     steps = torch.empty((num_groups, out_rows), dtype=torch.float32, device=x.device).t()
     if out_rows:
         group_words = width if num_groups == 1 else BLOCK // 2
-        columns, groups = triton.next_power_of_2(group_words), triton.next_power_of_2(num_groups)
+        columns, groups = next_power_of_2(group_words), next_power_of_2(num_groups)
         _round_rows_kernel[(out_rows,)](
             *(x, words, steps, num_rows, out_rows),
             K=num_in,

@@ -22,6 +22,7 @@ from torch import Tensor
 from hydra_kernels._checks import check_rows, check_vector, described
 from hydra_kernels._common import DOT_DTYPE, LinearLaunch, dependent_launch, let_next_begin, pairs_launch
 from hydra_kernels._linear import check_bias, check_weight, few_rows_sums
+from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 from hydra_kernels.linear import MAX_SMALL_ROWS
 
@@ -193,7 +194,7 @@ def gated_linear(
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if out.numel():
         launch = pairs_launch(num_rows, 2 * width, width, num_in, x.dtype)
-        _gated_linear_kernel[(triton.cdiv(width, launch.columns),)](
+        _gated_linear_kernel[(cdiv(width, launch.columns),)](
             *(x, norm, eps, weight, bias, out, num_rows), WIDTH=width, ACT=act, **_constants(x, launch)
         )
     return out
@@ -240,7 +241,7 @@ def rope_linear(
     if num_rows:
         launch = pairs_launch(num_rows, weight.shape[0], dim // 2, num_in, x.dtype)
         heads = num_heads + 2 * num_kv_heads
-        _rope_linear_kernel[(heads * triton.cdiv(dim // 2, launch.columns),)](
+        _rope_linear_kernel[(heads * cdiv(dim // 2, launch.columns),)](
             *(x, norm, eps, weight, bias, cos, sin, slots, q, k_cache, v_cache),
             *(num_rows, num_blocks * block_size, k_cache.stride(0), k_cache.stride(1)),
             HEADS=num_heads,

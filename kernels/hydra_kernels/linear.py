@@ -26,6 +26,7 @@ from hydra_kernels._common import (
     tiled_launch,
 )
 from hydra_kernels._linear import GROUP, check_weight, checked_output, few_rows_sums, finish_tile, join_splits
+from hydra_kernels._sizes import cdiv
 
 MAX_SMALL_ROWS = 16
 
@@ -161,7 +162,7 @@ def invariant_linear(
         return out
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     launch = tiled_launch(num_out, x.dtype, capability_of(x.device))
-    tiles = triton.cdiv(num_rows, launch.rows) * triton.cdiv(num_out, launch.columns)
+    tiles = cdiv(num_rows, launch.rows) * cdiv(num_out, launch.columns)
     _tiled_linear_kernel[(min(tiles, num_sms or num_sms_of(x.device)),)](
         *(x, weight, bias, residual, out, num_rows),
         N=num_out,
@@ -192,7 +193,7 @@ def _small(
 ) -> None:
     """end: bias, residual and what is written."""
     num_out, num_in = weight.shape
-    _small_linear_kernel[(triton.cdiv(num_out, launch.columns), launch.splits)](
+    _small_linear_kernel[(cdiv(num_out, launch.columns), launch.splits)](
         *(x, weight, *end, x.shape[0]),
         N=num_out,
         K=num_in,
@@ -203,7 +204,7 @@ def _small(
         ROWS=launch.rows,
         COLUMNS=launch.columns,
         DEPTH=launch.depth,
-        SPAN=triton.cdiv(num_in, launch.splits * launch.depth) * launch.depth,
+        SPAN=cdiv(num_in, launch.splits * launch.depth) * launch.depth,
         STAGES=launch.stages,
         DTYPE=DOT_DTYPE,
         num_warps=launch.warps,

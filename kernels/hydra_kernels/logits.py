@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_rows, check_vector, described
+from hydra_kernels._sizes import cdiv, next_power_of_2
 
 LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # of tokens that are masked
 
@@ -196,14 +197,14 @@ def adjust_logits(
         check_vector(name, vector, batch, torch.int32, device)
     check_vector("bias_ids", bias_ids, None, torch.int32, device)
     check_vector("bias_values", bias_values, bias_ids.shape[0], torch.float64, device)
-    words = triton.cdiv(vocabulary, 32)
+    words = cdiv(vocabulary, 32)
     _check_table("penalties", penalties, (batch, 3), torch.float64, device)
     _check_table("counts", counts, (None, vocabulary), torch.int32, device)
     _check_table("masks", masks, (None, words), torch.int32, device)
     adjusted = torch.empty((batch, vocabulary), dtype=torch.float32, device=device)
     if batch and vocabulary:
-        columns = min(_COLUMNS, triton.next_power_of_2(vocabulary))
-        _adjust_kernel[(batch, triton.cdiv(vocabulary, columns))](
+        columns = min(_COLUMNS, next_power_of_2(vocabulary))
+        _adjust_kernel[(batch, cdiv(vocabulary, columns))](
             *(logits, adjusted, bias_begins, bias_ends, bias_ids, bias_values),
             *(penalties, counted, counts, masked, masks, logits.stride(0)),
             VOCABULARY=vocabulary,
@@ -228,21 +229,21 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> 
     device = logits.device
     check_vector("tokens", tokens, batch, torch.int64, device)
     check_vector("num_top", num_top, batch, torch.int32, device)
-    parts = min(_MAX_PARTS, triton.next_power_of_2(max(1, triton.cdiv(vocabulary, _PART_COLUMNS))))
-    width = triton.cdiv(vocabulary, 16 * parts) * 16
+    parts = min(_MAX_PARTS, next_power_of_2(max(1, cdiv(vocabulary, _PART_COLUMNS))))
+    width = cdiv(vocabulary, 16 * parts) * 16
     if not 0 < width <= _MAX_WIDTH:
         raise ValueError(f"logits: expected 1 to {_MAX_PARTS * _MAX_WIDTH} columns, got {vocabulary}")
     numbers = torch.empty((batch, 3 + most), dtype=torch.float32, device=device)
     places = torch.empty((batch, 1 + most), dtype=torch.int32, device=device)
     if batch == 0:
         return numbers, places
-    listed = triton.next_power_of_2(max(most, 1))
+    listed = next_power_of_2(max(most, 1))
     peaks, sums = torch.empty((2, batch, parts), dtype=torch.float32, device=device)
     above = torch.empty((batch, parts), dtype=torch.int32, device=device)
     best = torch.empty((batch, parts, listed), dtype=torch.float32, device=device)
     best_ids = torch.empty((batch, parts, listed), dtype=torch.int32, device=device)
     scratch, stride = (peaks, sums, above, best, best_ids), logits.stride(0)
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     _score_part_kernel[(batch, parts)](
         *(logits, tokens, num_top, *scratch, stride),
         VOCABULARY=vocabulary,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, check_vector, described
 from hydra_kernels._common import dependent_launch, let_next_begin, row_launch, wait_for_previous
+from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import activate
 
 
@@ -133,7 +134,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor |
     if out.numel():
         num_rows = x.shape[0] * heads
         tile = row_launch(x.shape[-1])
-        _rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
+        _rms_norm_kernel[(cdiv(num_rows, tile.rows),)](
             *(x, residual, weight, gate, out, num_rows),
             x.stride(0),
             0 if residual is None else residual.stride(0),
@@ -163,7 +164,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         tile = row_launch(x.shape[1])
-        _layer_norm_kernel[(triton.cdiv(x.shape[0], tile.rows),)](
+        _layer_norm_kernel[(cdiv(x.shape[0], tile.rows),)](
             x,
             weight,
             bias,

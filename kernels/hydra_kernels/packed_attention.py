@@ -14,6 +14,7 @@ from torch import Tensor
 from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts, tile_of_segment
 from hydra_kernels._checks import check_heads, check_scale, check_vector, described
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, packed_launch, split_head_dim, tma_launch
+from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.tma_attention import packed_tma_kernel, scratch
 
 _LONG = 1 << 30  # rows: longer than any window
@@ -124,7 +125,7 @@ def packed_attention(
     if tma:
         triton.set_allocator(scratch)  # of this thread
     first, rest = split_head_dim(dim)
-    tiles = triton.cdiv(max_length, launch.rows)
+    tiles = cdiv(max_length, launch.rows)
     most_tiles = num_rows // launch.rows + segments  # each segment has at most one that is not full
     search = search and segments <= _MAX_SEARCHED and most_tiles < segments * tiles
     grid = (most_tiles, num_heads) if search else (tiles, num_heads, segments)
@@ -151,7 +152,7 @@ def packed_attention(
         KEYS=launch.keys,
         STAGES=launch.stages,
         DTYPE=DOT_DTYPE,
-        SEARCH=triton.next_power_of_2(segments) if search else 0,
+        SEARCH=next_power_of_2(segments) if search else 0,
         num_warps=launch.warps,
     )
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, paged_scales, store_parts
 from hydra_kernels._checks import check_paged, check_scale, check_vector, output
 from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim, tma_launch
+from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.decode_attention import Scales
 from hydra_kernels.tma_attention import prefill_tma_kernel, scratch
 
@@ -189,13 +190,13 @@ def prefill_attention(
         "DTYPE": DOT_DTYPE,
         "num_warps": launch.warps,
     }
-    grid: tuple[int, ...] = (triton.cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)
+    grid: tuple[int, ...] = (cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)
     if tma:
         prefill_tma_kernel[grid](q, k_cache, v_cache, *tensors, *strides, block_tables.stride(0), **constants)
         return out
     if most_requests:  # each of which has at most one tile that is not full
         grid = (q.shape[0] * group // launch.rows + most_requests, k_cache.shape[2])
-    search = triton.next_power_of_2(batch) if most_requests else 0
+    search = next_power_of_2(batch) if most_requests else 0
     caches = (k_cache, v_cache, *(scales or (None, None)))
     stride_scales = 0 if scales is None else scales[0].stride(0)
     rest_of_strides = (stride_scales, block_tables.stride(0))

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import described
+from hydra_kernels._sizes import cdiv, next_power_of_2
 
 _TILE = 1024  # elements of half heads that a program holds: some heads of one token
 
@@ -213,11 +214,11 @@ def _launch(
     if num_tokens == 0:
         return
     half = (dim + 1) // 2
-    padded = triton.next_power_of_2(half)
+    padded = next_power_of_2(half)
     num_heads = 0 if q is None else q.shape[1]
-    most = triton.next_power_of_2(max(num_heads, kv_heads))
+    most = next_power_of_2(max(num_heads, kv_heads))
     tile = max(1, min(most, _TILE // padded))
-    tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(kv_heads, tile)
+    tiles = cdiv(num_heads, tile) + 2 * cdiv(kv_heads, tile)
     planes = [data[:, layer, x] for x in (0, 1)] + [scales[:, layer, x] for x in (0, 1)]
     _write_kernel[(num_tokens, tiles)](
         *(q, k, v, cos, sin, *norms, out, *planes, slots, data.shape[0] * data.shape[3]),

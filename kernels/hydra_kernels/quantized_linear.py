@@ -30,6 +30,7 @@ from hydra_kernels._common import (
     tiled_quantized_launch,
 )
 from hydra_kernels._linear import GROUP, checked_output, finish_tile, join_splits
+from hydra_kernels._sizes import cdiv
 
 MAX_SMALL_ROWS = 64
 _PART = 32  # inputs of one product at most: two steps of the tensor cores
@@ -68,7 +69,7 @@ def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) 
         )
     size = num_in // groups
     part = _PART if groups == 1 or size % _PART == 0 else 16
-    width = triton.cdiv(num_in, _WORD // num_bits * part) * part
+    width = cdiv(num_in, _WORD // num_bits * part) * part
     words = torch.empty((num_out, width), dtype=torch.int16, device=values.device)
     for some, target in zip(values.split(_PACKED_ROWS), words.split(_PACKED_ROWS), strict=True):
         target.copy_(_words(some, num_bits, part, width))
@@ -285,7 +286,7 @@ def small_quantized_linear(
         return out
     launch = few_rows_quantized_launch(num_rows, num_out, weight.num_in, x.dtype)
     name = None if act == "none" else act
-    programs = triton.cdiv(num_out, launch.columns)
+    programs = cdiv(num_out, launch.columns)
     if launch.splits == 1:
         _launch(x, weight, (bias, residual, out), launch, name, programs, "evict_first")
         return out
@@ -312,7 +313,7 @@ def invariant_quantized_linear(
     if out.numel() == 0:
         return out
     launch = tiled_quantized_launch(num_out, weight.group_size, x.dtype, capability_of(x.device))
-    tiles = triton.cdiv(num_rows, launch.rows) * triton.cdiv(num_out, launch.columns)
+    tiles = cdiv(num_rows, launch.rows) * cdiv(num_out, launch.columns)
     programs = min(tiles, num_sms or num_sms_of(x.device))
     _launch(x, weight, (bias, residual, out), launch, None if act == "none" else act, programs, "")
     return out
@@ -344,7 +345,7 @@ def _launch(
         ROWS=launch.rows,
         COLUMNS=launch.columns,
         DEPTH=depth,
-        SPAN=triton.cdiv(weight.num_in, launch.splits * depth) * depth,
+        SPAN=cdiv(weight.num_in, launch.splits * depth) * depth,
         GROUP=GROUP,
         STAGES=launch.stages,
         EVICTION=eviction,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_heads, described
+from hydra_kernels._sizes import cdiv, next_power_of_2
 
 _ELEMENTS = 2048  # of both halves in one program
 _WARPS = 4
@@ -67,9 +68,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows = num_tokens * num_heads
     if num_rows:
-        padded = triton.next_power_of_2(half)
+        padded = next_power_of_2(half)
         rows = max(1, _ELEMENTS // (2 * padded))
-        _rotate_kernel[(triton.cdiv(num_rows, rows),)](
+        _rotate_kernel[(cdiv(num_rows, rows),)](
             x,
             cos,
             sin,

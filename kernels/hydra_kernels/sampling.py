@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_rows, check_vector
 from hydra_kernels._draws import apply_filters, lower_bound, part_weights, scale_of, walk, weight_of
+from hydra_kernels._sizes import cdiv, next_power_of_2
 
 _COLUMNS = 8192  # per step of a row
 _LISTED = 2048  # per step of a row's list
@@ -271,8 +272,8 @@ def sample(
     for name, field in (("temperatures", temperatures), ("top_p", top_p), ("min_p", min_p), ("numbers", numbers)):
         check_vector(name, field, batch, torch.float32, device)
     check_vector("top_k", top_k, batch, torch.int32, device)
-    parts = min(_MAX_PARTS, triton.next_power_of_2(triton.cdiv(vocabulary, _PART_COLUMNS)))
-    width = triton.cdiv(vocabulary, 16 * parts) * 16
+    parts = min(_MAX_PARTS, next_power_of_2(cdiv(vocabulary, _PART_COLUMNS)))
+    width = cdiv(vocabulary, 16 * parts) * 16
     if width > _MAX_WIDTH:
         raise ValueError(f"logits: expected at most {_MAX_PARTS * _MAX_WIDTH} columns, got {vocabulary}")
     tokens = torch.empty(batch, dtype=torch.int64, device=device)
@@ -286,7 +287,7 @@ def sample(
     counts = torch.empty((batch, parts), dtype=torch.int32, device=device)
     offsets = torch.empty((batch, parts, width), dtype=torch.int16, device=device)
     shape = {"VOCABULARY": vocabulary, "WIDTH": width, "PARTS": parts, "GROUPS": _GROUPS}
-    columns = min(_PART_COLUMNS, max(_GROUPS, triton.next_power_of_2(width)))
+    columns = min(_PART_COLUMNS, max(_GROUPS, next_power_of_2(width)))
     filters, scratch = (top_k, top_p, min_p), (peaks, places, sums, lowests, offsets, counts)
     stride = logits.stride(0)
     _scan_kernel[(batch, parts)](
