@@ -71,6 +71,7 @@ class RowLaunch(NamedTuple):
     warps: int
 
 
+@cache
 def row_launch(columns: int) -> RowLaunch:
     """Whole rows in registers, about two 16-byte pieces of a 16-bit row per thread; short rows share a program."""
     padded = next_power_of_2(columns)
@@ -79,6 +80,7 @@ def row_launch(columns: int) -> RowLaunch:
     return RowLaunch(rows, padded, warps)
 
 
+@cache
 def split_head_dim(dim: int) -> tuple[int, int]:
     """Two powers of two, of at least 16 or 0, that cover `dim`: 72 and 80 are 64 + 16, not 128."""
     first = max(16, 1 << (dim.bit_length() - 1))
@@ -122,6 +124,7 @@ TMA_WIDTH = 128  # columns of a padded head dim
 _TMA = {64: AttentionLaunch(128, TMA_KEYS, 8, 3), TMA_WIDTH: AttentionLaunch(128, TMA_KEYS, 8, 3)}
 
 
+@cache
 def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
     """For `group` query heads per KV head; more than one of them go through the tensor cores, 16 or more rows."""
     if group == 1:
@@ -129,6 +132,7 @@ def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
     return _launch(_DECODE_GQA, dim, dtype)._replace(rows=max(16, next_power_of_2(group)))
 
 
+@cache
 def prefill_launch(dim: int, dtype: torch.dtype) -> AttentionLaunch:
     return _launch(_PREFILL, dim, dtype)
 
@@ -207,6 +211,7 @@ _TILED_QUANTIZED_SMALL = LinearLaunch(64, 128, 128, 8, 3)
 _TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # of float32
 
 
+@cache
 def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
     """For up to 16 rows: one alone, or a tile of 16. The inputs of few outputs are split, but those of one row."""
     if num_rows == 1:
@@ -230,6 +235,7 @@ def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaun
     return launch._replace(depth=min(launch.depth * 2 // dtype.itemsize, next_power_of_2(num_in)))
 
 
+@cache
 def pairs_launch(num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
     """As `small_launch`, for outputs that are computed in pairs, of which a program takes `columns` out of `width`."""
     if num_rows == 1:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, check_rows, check_vector, described
 from hydra_kernels._common import dot, wait_for_previous
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
@@ -169,10 +170,16 @@ def join_splits(
 ) -> None:
     """partial [splits, M, N] float32 -> act(their sum + bias) + residual into out [M, N]."""
     splits, num_rows, num_out = partial.shape
-    _join_splits_kernel[(cdiv(num_out, _JOIN_COLUMNS), num_rows)](
-        *(partial, bias, residual, out, num_rows),
+    launches = _join_launches(num_out, 0 if residual is None else residual.stride(0), act, rounded, splits)
+    grid = cdiv(num_out, _JOIN_COLUMNS), num_rows, 1
+    launches(_join_splits_kernel, grid, partial, bias, residual, out, num_rows)
+
+
+@kept
+def _join_launches(num_out: int, stride_residual: int, act: str | None, rounded: bool, splits: int) -> Launch:
+    return Launch(
         N=num_out,
-        STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),
+        STRIDE_RESIDUAL=stride_residual,
         ACT=act,
         ROUNDED=rounded,
         SPLITS=splits,

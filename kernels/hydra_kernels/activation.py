@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, described
 from hydra_kernels._common import row_launch
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
@@ -88,10 +89,14 @@ def act_and_mul(gate_up: Tensor, act: str) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        _act_and_mul_kernel[(num_rows, cdiv(width, _COLUMNS))](
-            gate_up, out, ACT=act, WIDTH=width, STRIDE_ROW=gate_up.stride(0), COLUMNS=_COLUMNS, num_warps=_WARPS
-        )
+        grid = num_rows, cdiv(width, _COLUMNS), 1
+        _act_and_mul_launches(act, width, gate_up.stride(0))(_act_and_mul_kernel, grid, gate_up, out)
     return out
+
+
+@kept
+def _act_and_mul_launches(act: str, width: int, stride: int) -> Launch:
+    return Launch(ACT=act, WIDTH=width, STRIDE_ROW=stride, COLUMNS=_COLUMNS, num_warps=_WARPS)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

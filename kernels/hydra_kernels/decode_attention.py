@@ -32,6 +32,7 @@ from hydra_kernels._common import (
     split_head_dim,
     wait_for_previous,
 )
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._occupancy import places_of
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
@@ -315,7 +316,7 @@ class _Prepared(NamedTuple):
 
     kernel: Any
     arguments: tuple[Any, ...]
-    constants: dict[str, Any]
+    launch: Launch
 
 
 def places_per_sm(
@@ -331,10 +332,10 @@ def places_per_sm(
     the compiled kernel's registers and shared memory allow. Compiles it where it is not yet, and launches nothing."""
     check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     floats, ints = (torch.empty(0, dtype=dtype, device=q.device) for dtype in (torch.float32, torch.int32))
-    kernel, arguments, constants = _prepared(
+    kernel, arguments, launch = _prepared(
         q, k_cache, v_cache, block_tables, num_context, scale, 2, torch.empty_like(q), (floats, floats, ints), scales
     )
-    return places_of(kernel, arguments, constants, q.device)
+    return places_of(kernel, arguments, launch.constants, q.device)
 
 
 def decode_attention(
@@ -379,10 +380,10 @@ def decode_attention(
         partial = torch.empty((batch, num_heads, num_splits, dim), dtype=torch.float32, device=q.device)
         log_totals = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
         between = (partial, log_totals, counters)
-    kernel, arguments, constants = _prepared(
+    kernel, arguments, launch = _prepared(
         q, k_cache, v_cache, block_tables, num_context, scale, num_splits, out, between, scales
     )
-    kernel[(batch, num_kv_heads, num_splits)](*arguments, **constants)
+    launch(kernel, (batch, num_kv_heads, num_splits), *arguments)
     return out
 
 
@@ -399,31 +400,51 @@ def _prepared(
     scales: Scales | None,
 ) -> _Prepared:
     """between: what several splits need, their results, their totals and the counters."""
-    dim, group = q.shape[2], q.shape[1] // k_cache.shape[2]
-    launch = decode_launch(dim, group, q.dtype)
-    first, rest = split_for_lanes(dim) if group == 1 else split_head_dim(dim)
+    _, num_heads, dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    stride_q, stride_q_head, _ = q.stride()
+    stride_block, stride_slot, stride_head, _ = k_cache.stride()
+    group = num_heads // num_kv_heads
     stride_scales = 0 if scales is None else scales[0].stride(0)
-    strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1), stride_scales, block_tables.stride(0))
+    strides = (stride_q, stride_block, stride_slot, stride_scales, block_tables.stride(0))
     ends = (out, *(between or (None, None, None)))
+    caches = (k_cache, v_cache, *(scales or (None, None)))
+    arguments = (q, *caches, *ends, block_tables, num_context, scale * LOG2_E, num_splits, *strides)
+    single = between is None
+    launch = _launches(dim, group, q.dtype, block_size, stride_q_head, stride_head, q.device, single=single)
+    return _Prepared(_decode_mha_kernel if group == 1 else _decode_gqa_kernel, arguments, launch)
+
+
+@kept
+def _launches(
+    dim: int,
+    group: int,
+    dtype: torch.dtype,
+    block_size: int,
+    stride_q_head: int,
+    stride_head: int,
+    device: torch.device,
+    *,
+    single: bool,
+) -> Launch:
+    launch = decode_launch(dim, group, dtype)
+    first, rest = split_for_lanes(dim) if group == 1 else split_head_dim(dim)
     padded = next_power_of_2(dim)
     constants: dict[str, Any] = {
-        "STRIDE_Q_HEAD": q.stride(1),
-        "STRIDE_HEAD": k_cache.stride(2),
-        "BLOCK_SIZE": k_cache.shape[1],
+        "STRIDE_Q_HEAD": stride_q_head,
+        "STRIDE_HEAD": stride_head,
+        "BLOCK_SIZE": block_size,
         "D": dim,
         "D0": first,
         "D1": rest,
         "KEYS": launch.keys,
         "STAGES": launch.stages,
-        "SINGLE": between is None,
+        "SINGLE": single,
         "PADDED": padded,
         "STEP": max(1, _MERGED // (launch.rows * padded)),
         "num_warps": launch.warps,
-        **dependent_launch(q.device),
+        **dependent_launch(device),
     }
-    caches = (k_cache, v_cache, *(scales or (None, None)))
-    arguments = (q, *caches, *ends, block_tables, num_context, scale * LOG2_E, num_splits, *strides)
-    if group == 1:
-        return _Prepared(_decode_mha_kernel, arguments, constants)
-    constants |= {"GROUP": group, "ROWS": launch.rows, "DTYPE": DOT_DTYPE}
-    return _Prepared(_decode_gqa_kernel, arguments, constants)
+    if group > 1:
+        constants |= {"GROUP": group, "ROWS": launch.rows, "DTYPE": DOT_DTYPE}
+    return Launch(**constants)

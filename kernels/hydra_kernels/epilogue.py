@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, check_rows, check_vector
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
@@ -66,16 +67,18 @@ def finish(
     if residual is not None:
         check_rows("residual", residual, out)
     if out.numel():
-        _finish_kernel[(num_rows, cdiv(width, _COLUMNS))](
-            product,
-            bias,
-            residual,
-            out,
-            ACT=None if act == "none" else act,
-            WIDTH=width,
-            STRIDE_PRODUCT=product.stride(0),
-            STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),
-            COLUMNS=_COLUMNS,
-            num_warps=_WARPS,
-        )
+        launches = _launches(act, width, product.stride(0), 0 if residual is None else residual.stride(0))
+        launches(_finish_kernel, (num_rows, cdiv(width, _COLUMNS), 1), product, bias, residual, out)
     return out
+
+
+@kept
+def _launches(act: str, width: int, stride: int, stride_residual: int) -> Launch:
+    return Launch(
+        ACT=None if act == "none" else act,
+        WIDTH=width,
+        STRIDE_PRODUCT=stride,
+        STRIDE_RESIDUAL=stride_residual,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_rows, check_vector, described
 from hydra_kernels._common import DOT_DTYPE, LinearLaunch, dependent_launch, let_next_begin, pairs_launch
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._linear import check_bias, check_weight, few_rows_sums
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
@@ -194,9 +195,9 @@ def gated_linear(
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if out.numel():
         launch = pairs_launch(num_rows, 2 * width, width, num_in, x.dtype)
-        _gated_linear_kernel[(cdiv(width, launch.columns),)](
-            *(x, norm, eps, weight, bias, out, num_rows), WIDTH=width, ACT=act, **_constants(x, launch)
-        )
+        launches = _gated_launches(width, act, num_in, x.stride(0), launch, x.device)
+        grid = cdiv(width, launch.columns), 1, 1
+        launches(_gated_linear_kernel, grid, x, norm, eps, weight, bias, out, num_rows)
     return out
 
 
@@ -241,19 +242,37 @@ def rope_linear(
     if num_rows:
         launch = pairs_launch(num_rows, weight.shape[0], dim // 2, num_in, x.dtype)
         heads = num_heads + 2 * num_kv_heads
-        _rope_linear_kernel[(heads * cdiv(dim // 2, launch.columns),)](
+        stride_block, stride_slot, stride_head, _ = k_cache.stride()
+        shape = num_heads, num_kv_heads, dim // 2, block_size
+        strides = stride_head, cos.stride(0), sin.stride(0)
+        launches = _rope_launches(shape, strides, num_in, x.stride(0), launch, x.device)
+        launches(
+            *(_rope_linear_kernel, (heads * cdiv(dim // 2, launch.columns), 1, 1)),
             *(x, norm, eps, weight, bias, cos, sin, slots, q, k_cache, v_cache),
-            *(num_rows, num_blocks * block_size, k_cache.stride(0), k_cache.stride(1)),
-            HEADS=num_heads,
-            KV_HEADS=num_kv_heads,
-            HALF=dim // 2,
-            BLOCK_SIZE=block_size,
-            STRIDE_HEAD=k_cache.stride(2),
-            STRIDE_COS=cos.stride(0),
-            STRIDE_SIN=sin.stride(0),
-            **_constants(x, launch),
+            *(num_rows, num_blocks * block_size, stride_block, stride_slot),
         )
     return q
+
+
+@kept
+def _gated_launches(
+    width: int, act: str, num_in: int, stride: int, launch: LinearLaunch, device: torch.device
+) -> Launch:
+    return Launch(WIDTH=width, ACT=act, **_constants(num_in, stride, launch, device))
+
+
+@kept
+def _rope_launches(
+    shape: tuple[int, int, int, int],
+    strides: tuple[int, int, int],
+    num_in: int,
+    stride: int,
+    launch: LinearLaunch,
+    device: torch.device,
+) -> Launch:
+    """shape: heads, KV heads, half a head, slots of a block; strides: of heads in the caches, of cos and sin."""
+    names = "HEADS", "KV_HEADS", "HALF", "BLOCK_SIZE", "STRIDE_HEAD", "STRIDE_COS", "STRIDE_SIN"
+    return Launch(**dict(zip(names, (*shape, *strides), strict=True)), **_constants(num_in, stride, launch, device))
 
 
 def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
@@ -268,16 +287,16 @@ def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor 
         raise ValueError(f"x: expected at most {MAX_SMALL_ROWS} rows, got {x.shape[0]}")
 
 
-def _constants(x: Tensor, launch: LinearLaunch) -> dict[str, Any]:
+def _constants(num_in: int, stride: int, launch: LinearLaunch, device: torch.device) -> dict[str, Any]:
     """`launch`: its columns are pairs."""
     return {
-        "K": x.shape[1],
-        "STRIDE_X": x.stride(0),
+        "K": num_in,
+        "STRIDE_X": stride,
         "ROWS": launch.rows,
         "PAIRS": launch.columns,
         "DEPTH": launch.depth,
         "STAGES": launch.stages,
         "DTYPE": DOT_DTYPE,
         "num_warps": launch.warps,
-        **dependent_launch(x.device),
+        **dependent_launch(device),
     }

@@ -25,6 +25,7 @@ from hydra_kernels._common import (
     small_launch,
     tiled_launch,
 )
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._linear import GROUP, check_weight, checked_output, few_rows_sums, finish_tile, join_splits
 from hydra_kernels._sizes import cdiv
 
@@ -193,12 +194,26 @@ def _small(
 ) -> None:
     """end: bias, residual and what is written."""
     num_out, num_in = weight.shape
-    _small_linear_kernel[(cdiv(num_out, launch.columns), launch.splits)](
-        *(x, weight, *end, x.shape[0]),
+    strides = x.stride(0), stride_residual
+    launches = _small_launches(num_out, num_in, strides, act, rounded, launch, x.device)
+    launches(_small_linear_kernel, (cdiv(num_out, launch.columns), launch.splits, 1), x, weight, *end, x.shape[0])
+
+
+@kept
+def _small_launches(
+    num_out: int,
+    num_in: int,
+    strides: tuple[int, int],
+    act: str | None,
+    rounded: bool,
+    launch: LinearLaunch,
+    device: torch.device,
+) -> Launch:
+    return Launch(
         N=num_out,
         K=num_in,
-        STRIDE_X=x.stride(0),
-        STRIDE_RESIDUAL=stride_residual,
+        STRIDE_X=strides[0],
+        STRIDE_RESIDUAL=strides[1],
         ACT=act,
         ROUNDED=rounded,
         ROWS=launch.rows,
@@ -208,7 +223,7 @@ def _small(
         STAGES=launch.stages,
         DTYPE=DOT_DTYPE,
         num_warps=launch.warps,
-        **dependent_launch(x.device),
+        **dependent_launch(device),
     )
 
 

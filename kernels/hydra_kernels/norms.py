@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, check_vector, described
 from hydra_kernels._common import dependent_launch, let_next_begin, row_launch, wait_for_previous
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import activate
 
@@ -134,22 +135,31 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor |
     if out.numel():
         num_rows = x.shape[0] * heads
         tile = row_launch(x.shape[-1])
-        _rms_norm_kernel[(cdiv(num_rows, tile.rows),)](
+        launches = _rms_launches(x.shape[-1], heads, stride_head, 0 if gate is None else gate.stride(1), x.device)
+        launches(
+            *(_rms_norm_kernel, (cdiv(num_rows, tile.rows), 1, 1)),
             *(x, residual, weight, gate, out, num_rows),
             x.stride(0),
             0 if residual is None else residual.stride(0),
             0 if gate is None else gate.stride(0),
             eps,
-            HEADS=heads,
-            STRIDE_HEAD=stride_head,
-            STRIDE_GATE_HEAD=0 if gate is None else gate.stride(1),
-            COLUMNS=x.shape[-1],
-            ROWS=tile.rows,
-            PADDED=tile.columns,
-            num_warps=tile.warps,
-            **dependent_launch(x.device),
         )
     return out
+
+
+@kept
+def _rms_launches(columns: int, heads: int, stride_head: int, stride_gate_head: int, device: torch.device) -> Launch:
+    tile = row_launch(columns)
+    return Launch(
+        HEADS=heads,
+        STRIDE_HEAD=stride_head,
+        STRIDE_GATE_HEAD=stride_gate_head,
+        COLUMNS=columns,
+        ROWS=tile.rows,
+        PADDED=tile.columns,
+        num_warps=tile.warps,
+        **dependent_launch(device),
+    )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -164,17 +174,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         tile = row_launch(x.shape[1])
-        _layer_norm_kernel[(cdiv(x.shape[0], tile.rows),)](
-            x,
-            weight,
-            bias,
-            out,
-            x.shape[0],
-            x.stride(0),
-            eps,
-            COLUMNS=x.shape[1],
-            ROWS=tile.rows,
-            PADDED=tile.columns,
-            num_warps=tile.warps,
-        )
+        grid = cdiv(x.shape[0], tile.rows), 1, 1
+        launches = _layer_norm_launches(x.shape[1])
+        launches(_layer_norm_kernel, grid, x, weight, bias, out, x.shape[0], x.stride(0), eps)
     return out
+
+
+@kept
+def _layer_norm_launches(columns: int) -> Launch:
+    tile = row_launch(columns)
+    return Launch(COLUMNS=columns, ROWS=tile.rows, PADDED=tile.columns, num_warps=tile.warps)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts, tile_of_segment
 from hydra_kernels._checks import check_heads, check_scale, check_vector, described
-from hydra_kernels._common import DOT_DTYPE, LOG2_E, packed_launch, split_head_dim, tma_launch
+from hydra_kernels._common import DOT_DTYPE, LOG2_E, AttentionLaunch, packed_launch, split_head_dim, tma_launch
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.tma_attention import packed_tma_kernel, scratch
 
@@ -124,27 +125,27 @@ def packed_attention(
     launch = tma_launch(dim) if tma else packed_launch(dim, _LONG if one_tile else max_length, q.dtype)
     if tma:
         triton.set_allocator(scratch)  # of this thread
-    first, rest = split_head_dim(dim)
     tiles = cdiv(max_length, launch.rows)
     most_tiles = num_rows // launch.rows + segments  # each segment has at most one that is not full
     search = search and segments <= _MAX_SEARCHED and most_tiles < segments * tiles
-    grid = (most_tiles, num_heads) if search else (tiles, num_heads, segments)
+    grid = (most_tiles, num_heads, 1) if search else (tiles, num_heads, segments)
+    strides, head_strides = (q.stride(0), k.stride(0), v.stride(0)), (q.stride(1), k.stride(1), v.stride(1))
+    launches = _launches(num_heads, dim, head_strides, launch, next_power_of_2(segments) if search else 0)
     kernel = packed_tma_kernel if tma else _packed_kernel
-    kernel[grid](
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens,
-        segments,
-        scale * LOG2_E,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
+    launches(kernel, grid, q, k, v, out, cu_seqlens, segments, scale * LOG2_E, *strides)
+    return out
+
+
+@kept
+def _launches(
+    num_heads: int, dim: int, head_strides: tuple[int, int, int], launch: AttentionLaunch, search: int
+) -> Launch:
+    first, rest = split_head_dim(dim)
+    return Launch(
         HEADS=num_heads,
-        STRIDE_Q_HEAD=q.stride(1),
-        STRIDE_K_HEAD=k.stride(1),
-        STRIDE_V_HEAD=v.stride(1),
+        STRIDE_Q_HEAD=head_strides[0],
+        STRIDE_K_HEAD=head_strides[1],
+        STRIDE_V_HEAD=head_strides[2],
         D=dim,
         D0=first,
         D1=rest,
@@ -152,7 +153,6 @@ def packed_attention(
         KEYS=launch.keys,
         STAGES=launch.stages,
         DTYPE=DOT_DTYPE,
-        SEARCH=next_power_of_2(segments) if search else 0,
+        SEARCH=search,
         num_warps=launch.warps,
     )
-    return out

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, paged_scales, store_parts
 from hydra_kernels._checks import check_paged, check_scale, check_vector, output
-from hydra_kernels._common import DOT_DTYPE, LOG2_E, prefill_launch, split_head_dim, tma_launch
+from hydra_kernels._common import DOT_DTYPE, LOG2_E, AttentionLaunch, prefill_launch, split_head_dim, tma_launch
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.decode_attention import Scales
 from hydra_kernels.tma_attention import prefill_tma_kernel, scratch
@@ -172,33 +173,45 @@ def prefill_attention(
     launch = tma_launch(dim) if tma else prefill_launch(dim, q.dtype)
     if tma:
         triton.set_allocator(scratch)  # of this thread
-    first, rest = split_head_dim(dim)
     tensors = (out, block_tables, cu_q, num_context, scale * LOG2_E)
-    strides = (q.stride(0), k_cache.stride(0), k_cache.stride(1))
-    constants = {
-        "HEADS": q.shape[1],
-        "STRIDE_Q_HEAD": q.stride(1),
-        "STRIDE_HEAD": k_cache.stride(2),
-        "BLOCK_SIZE": k_cache.shape[1],
-        "GROUP": group,
-        "D": dim,
-        "D0": first,
-        "D1": rest,
-        "ROWS": launch.rows,
-        "KEYS": launch.keys,
-        "STAGES": launch.stages,
-        "DTYPE": DOT_DTYPE,
-        "num_warps": launch.warps,
-    }
-    grid: tuple[int, ...] = (cdiv(max_q * group, launch.rows), k_cache.shape[2], batch)
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    stride_block, stride_slot, stride_head, _ = k_cache.stride()
+    strides = (q.stride(0), stride_block, stride_slot)
+    shape = q.shape[1], block_size, group, dim
+    search = next_power_of_2(batch) if most_requests else None if tma else 0
+    launches = _launches(shape, q.stride(1), stride_head, launch, search)
+    grid = cdiv(max_q * group, launch.rows), num_kv_heads, batch
     if tma:
-        prefill_tma_kernel[grid](q, k_cache, v_cache, *tensors, *strides, block_tables.stride(0), **constants)
+        launches(prefill_tma_kernel, grid, q, k_cache, v_cache, *tensors, *strides, block_tables.stride(0))
         return out
     if most_requests:  # each of which has at most one tile that is not full
-        grid = (q.shape[0] * group // launch.rows + most_requests, k_cache.shape[2])
-    search = next_power_of_2(batch) if most_requests else 0
+        grid = q.shape[0] * group // launch.rows + most_requests, num_kv_heads, 1
     caches = (k_cache, v_cache, *(scales or (None, None)))
     stride_scales = 0 if scales is None else scales[0].stride(0)
-    rest_of_strides = (stride_scales, block_tables.stride(0))
-    _prefill_kernel[grid](q, *caches, *tensors, *strides, *rest_of_strides, batch, **constants, SEARCH=search)
+    launches(_prefill_kernel, grid, q, *caches, *tensors, *strides, stride_scales, block_tables.stride(0), batch)
     return out
+
+
+@kept
+def _launches(
+    shape: tuple[int, int, int, int], stride_q_head: int, stride_head: int, launch: AttentionLaunch, search: int | None
+) -> Launch:
+    """shape: heads, slots of a block, heads per KV head, head dim; search: None for the kernel for Hopper."""
+    heads, block_size, group, dim = shape
+    first, rest = split_head_dim(dim)
+    return Launch(
+        HEADS=heads,
+        STRIDE_Q_HEAD=stride_q_head,
+        STRIDE_HEAD=stride_head,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        D=dim,
+        D0=first,
+        D1=rest,
+        ROWS=launch.rows,
+        KEYS=launch.keys,
+        STAGES=launch.stages,
+        DTYPE=DOT_DTYPE,
+        num_warps=launch.warps,
+        **({} if search is None else {"SEARCH": search}),
+    )

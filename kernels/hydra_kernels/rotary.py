@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_heads, described
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
 _ELEMENTS = 2048  # of both halves in one program
@@ -68,22 +69,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows = num_tokens * num_heads
     if num_rows:
-        padded = next_power_of_2(half)
-        rows = max(1, _ELEMENTS // (2 * padded))
-        _rotate_kernel[(cdiv(num_rows, rows),)](
-            x,
-            cos,
-            sin,
-            out,
-            num_rows,
-            x.stride(0),
-            STRIDE_COS=cos.stride(0),
-            STRIDE_SIN=sin.stride(0),
-            HEADS=num_heads,
-            STRIDE_HEAD=x.stride(1),
-            HALF=half,
-            ROWS=rows,
-            PADDED=padded,
-            num_warps=_WARPS,
-        )
+        strides = cos.stride(0), sin.stride(0), x.stride(1)
+        rows, launches = _launches(num_heads, half, strides)
+        launches(_rotate_kernel, (cdiv(num_rows, rows), 1, 1), x, cos, sin, out, num_rows, x.stride(0))
     return out
+
+
+@kept
+def _launches(num_heads: int, half: int, strides: tuple[int, int, int]) -> tuple[int, Launch]:
+    """strides: of cos, of sin, of heads. Also how many rows a program has."""
+    padded = next_power_of_2(half)
+    rows = max(1, _ELEMENTS // (2 * padded))
+    return rows, Launch(
+        STRIDE_COS=strides[0],
+        STRIDE_SIN=strides[1],
+        HEADS=num_heads,
+        STRIDE_HEAD=strides[2],
+        HALF=half,
+        ROWS=rows,
+        PADDED=padded,
+        num_warps=_WARPS,
+    )

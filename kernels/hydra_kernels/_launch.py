@@ -1,0 +1,63 @@
+"""Launches without most of what Triton does in Python for each: binding names, a key of all arguments and constants as
+text, a lookup. That takes it 10 us and more; a step of decodes launches some hundred kernels.
+
+What a launch was compiled to is kept with its constants. It is found again by what Triton specialises for, which is no
+more than the dtype of a tensor and whether its address is a multiple of 16, whether an integer is 1, a multiple of 16
+or long, and what is None. Constants are kept too, by `kept` functions that make them from shapes, strides and dtypes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from triton import JITFunction
+from triton.runtime import driver
+
+kept = lru_cache(maxsize=4096)  # of functions that make a `Launch`: one entry for each kind of call a process makes
+
+_ALIGNED, _UNALIGNED = "D", ""
+
+
+class Launch:
+    """Launches of kernels whose last parameters are `constants`, with these and with options of launches."""
+
+    __slots__ = ("_compiled", "constants")
+
+    def __init__(self, **constants: Any) -> None:
+        self.constants = constants
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """What `kernel[grid](*arguments, **constants)` does, but that hooks of Triton hear only of the first launch."""
+        if not isinstance(kernel, JITFunction):  # interpreted, or emulated
+            kernel[grid](*arguments, **self.constants)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        kinds: list[Any] = [device, id(kernel)]
+        values: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                values.append(address)
+                kinds += argument.dtype, argument.get_device(), _UNALIGNED if address & 15 else _ALIGNED
+                continue
+            values.append(argument)
+            if isinstance(argument, int):
+                plain = argument != 1 and not argument >> 31
+                kinds.append((_UNALIGNED if argument & 15 else _ALIGNED) if plain else argument)
+            else:
+                kinds.append(None if argument is None else float)
+        key = tuple(kinds)
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = kernel[grid](*arguments, **self.constants)
+            rest = kernel.arg_names[len(arguments) :]
+            self._compiled[key] = compiled, tuple([self.constants[name] for name in rest])
+            return
+        compiled, constants = found
+        stream = active.get_current_stream(device)
+        # As in JITFunction.run. A number in place of a tensor is its address.
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)
