@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -62,6 +62,7 @@ class PagedCache:
     memory: SharedMemory | None = None
     scales: Tensor | None = None
     rounded_from: torch.dtype | None = None
+    _layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def quantized(
@@ -105,6 +106,13 @@ class PagedCache:
         elements = math.prod(self.data.shape[1:])
         scales = 0 if self.scales is None else math.prod(self.scales.shape[1:]) * SCALE_BYTES
         return elements * self.data.element_size() + scales
+
+    def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Of a KV cache, [N, S, H, D] each. The views are made once, for that takes as long as a launch."""
+        views = self._layers.get(layer)
+        if views is None:
+            views = self._layers[layer] = self.data[:, layer, 0], self.data[:, layer, 1]
+        return views
 
     def block_view(self, block: int) -> Tensor:
         """All bytes of a block, uint8."""

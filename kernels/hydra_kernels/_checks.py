@@ -97,7 +97,7 @@ def check_paged(
 def output(out: Tensor | None, q: Tensor) -> Tensor:
     """Where attention of q [T, H, D] goes: into `out`, contiguous of q's shape and dtype, or into a new tensor."""
     if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return q.new_empty(q.shape)
     if out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous():
         raise ValueError(f"out: expected contiguous {list(q.shape)} {q.dtype} on {q.device}, got {described(out)}")
     return out

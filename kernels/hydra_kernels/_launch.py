@@ -30,32 +30,35 @@ class Launch:
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """What `kernel[grid](*arguments, **constants)` does, but that hooks of Triton hear only of the first launch."""
+        """What `kernel[grid](*arguments, **constants)` does, but that hooks of Triton hear only of the first launch.
+        Tensors, of which the first argument is one, lie on one device."""
         if not isinstance(kernel, JITFunction):  # interpreted, or emulated
             kernel[grid](*arguments, **self.constants)
             return
         active = driver.active
         device = active.get_current_device()
-        kinds: list[Any] = [device, id(kernel)]
+        kinds: list[Any] = [device, id(kernel), arguments[0].get_device()]
         values: list[Any] = []
+        add_kind, add_value = kinds.append, values.append  # looked up once, not for every argument
         for argument in arguments:
             if isinstance(argument, Tensor):
                 address = argument.data_ptr()
-                values.append(address)
-                kinds += argument.dtype, argument.get_device(), _UNALIGNED if address & 15 else _ALIGNED
+                add_value(address)
+                add_kind(argument.dtype)
+                add_kind(_UNALIGNED if address & 15 else _ALIGNED)
                 continue
-            values.append(argument)
-            if isinstance(argument, int):
-                plain = argument != 1 and not argument >> 31
-                kinds.append((_UNALIGNED if argument & 15 else _ALIGNED) if plain else argument)
+            add_value(argument)
+            if isinstance(argument, int) and argument != 1 and not argument >> 31:
+                add_kind(_UNALIGNED if argument & 15 else _ALIGNED)
             else:
-                kinds.append(None if argument is None else float)
+                add_kind(argument)  # the numbers that are left hardly ever change
         key = tuple(kinds)
         found = self._compiled.get(key)
         if found is None:
             compiled = kernel[grid](*arguments, **self.constants)
-            rest = kernel.arg_names[len(arguments) :]
-            self._compiled[key] = compiled, tuple([self.constants[name] for name in rest])
+            if compiled is not None:  # else nothing was launched
+                rest = kernel.arg_names[len(arguments) :]
+                self._compiled[key] = compiled, tuple([self.constants[name] for name in rest])
             return
         compiled, constants = found
         stream = active.get_current_stream(device)

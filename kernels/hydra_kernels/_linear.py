@@ -219,7 +219,7 @@ def checked_output(
     if dtype not in FLOATS:
         raise ValueError(f"out_dtype: expected a float type, got {dtype}")
     check_bias(bias, num_out, x)
-    out = torch.empty((x.shape[0], num_out), dtype=dtype, device=x.device)
+    out = x.new_empty((x.shape[0], num_out), dtype=dtype)
     if residual is not None:
         check_rows("residual", residual, out)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,7 +86,7 @@ def act_and_mul(gate_up: Tensor, act: str) -> Tensor:
     if act not in ACTIVATIONS:
         raise ValueError(f"act: expected one of {', '.join(ACTIVATIONS)}, got {act!r}")
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty((num_rows, width))
     if out.numel():
         grid = num_rows, cdiv(width, _COLUMNS), 1
         _act_and_mul_launches(act, width, gate_up.stride(0))(_act_and_mul_kernel, grid, gate_up, out)
@@ -105,7 +104,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     check_heads("gate", gate, x)
     if gate.shape != x.shape:
         raise ValueError(f"gate: expected {list(x.shape)} like x, got {described(gate)}")
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     if out.numel():
         num_rows = x.shape[0] * x.shape[1]
         tile = row_launch(x.shape[2])

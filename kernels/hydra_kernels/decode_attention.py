@@ -13,6 +13,7 @@ does not depend on the batch.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -290,6 +291,7 @@ def _decode_gqa_kernel(
             _merge(out, partial, log_totals, group, context, num_splits, GROUP, ROWS, D, KEYS, PADDED, STEP)
 
 
+@lru_cache(maxsize=256)  # every layer of a step asks for the same
 def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, places: int) -> int:
     """Splits whose programs take the least time where `places` of them run at once: they come in waves, each as long as
     a split, and a wave that is not full is as long as a full one. Of equals the fewest. A split has at least 64 keys of
@@ -377,8 +379,8 @@ def decode_attention(
             counters = torch.zeros(batch * num_kv_heads, dtype=torch.int32, device=q.device)
         if counters.shape[0] < batch * num_kv_heads or counters.dtype is not torch.int32:
             raise ValueError(f"counters: expected int32 [{batch * num_kv_heads}] or more, got {described(counters)}")
-        partial = torch.empty((batch, num_heads, num_splits, dim), dtype=torch.float32, device=q.device)
-        log_totals = torch.empty((batch, num_heads, num_splits), dtype=torch.float32, device=q.device)
+        partial = q.new_empty((batch, num_heads, num_splits, dim), dtype=torch.float32)
+        log_totals = q.new_empty((batch, num_heads, num_splits), dtype=torch.float32)
         between = (partial, log_totals, counters)
     kernel, arguments, launch = _prepared(
         q, k_cache, v_cache, block_tables, num_context, scale, num_splits, out, between, scales

@@ -63,7 +63,7 @@ def finish(
     num_rows, width = product.shape
     if bias is not None:
         check_vector("bias", bias, width, bias.dtype if bias.dtype in FLOATS else dtype, product.device)
-    out = torch.empty((num_rows, width), dtype=dtype, device=product.device)
+    out = product.new_empty((num_rows, width), dtype=dtype)
     if residual is not None:
         check_rows("residual", residual, out)
     if out.numel():

@@ -192,7 +192,7 @@ def gated_linear(
     if weight.shape[0] % 2:
         raise ValueError(f"weight: expected [2 * F, K], got {described(weight)}")
     (num_rows, num_in), width = x.shape, weight.shape[0] // 2
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    out = x.new_empty((num_rows, width))
     if out.numel():
         launch = pairs_launch(num_rows, 2 * width, width, num_in, x.dtype)
         launches = _gated_launches(width, act, num_in, x.stride(0), launch, x.device)
@@ -238,7 +238,7 @@ def rope_linear(
         check_rows(name, angles)
         if angles.shape != (num_rows, dim // 2) or angles.dtype is not torch.float32 or angles.device != x.device:
             raise ValueError(f"{name}: expected [{num_rows}, {dim // 2}] float32, got {described(angles)}")
-    q = torch.empty((num_rows, num_heads, dim), dtype=x.dtype, device=x.device)
+    q = x.new_empty((num_rows, num_heads, dim))
     if num_rows:
         launch = pairs_launch(num_rows, weight.shape[0], dim // 2, num_in, x.dtype)
         heads = num_heads + 2 * num_kv_heads

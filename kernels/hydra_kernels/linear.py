@@ -137,7 +137,7 @@ def small_linear(
     if launch.splits == 1:
         _small(x, weight, (bias, residual, out), launch, name, stride_residual, rounded=rounded)
         return out
-    partial = torch.empty((launch.splits, num_rows, num_out), dtype=torch.float32, device=x.device)
+    partial = x.new_empty((launch.splits, num_rows, num_out), dtype=torch.float32)
     _small(x, weight, (None, None, partial), launch, None, 0)
     join_splits(partial, bias, residual, out, name, rounded=rounded)
     return out

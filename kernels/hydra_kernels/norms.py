@@ -130,7 +130,7 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
     wanted = torch.float32 if weight.dtype is torch.float32 else x.dtype
     check_vector("weight", weight, x.shape[-1], wanted, x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     heads, stride_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     if out.numel():
         num_rows = x.shape[0] * heads
@@ -171,7 +171,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     check_rows("x", x)
     check_vector("weight", weight, x.shape[1], x.dtype, x.device)
     check_vector("bias", bias, x.shape[1], x.dtype, x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     if x.numel():
         tile = row_launch(x.shape[1])
         grid = cdiv(x.shape[0], tile.rows), 1, 1

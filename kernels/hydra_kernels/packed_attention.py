@@ -118,7 +118,7 @@ def packed_attention(
         raise ValueError("cu_seqlens: expected [segments + 1], got no entry")
     if not 0 <= max_length <= num_rows:
         raise ValueError(f"max_length: expected 0 to {num_rows}, the packed rows, got {max_length}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape)
     segments = cu_seqlens.shape[0] - 1
     if segments == 0 or max_length == 0 or num_heads == 0:
         return out

@@ -66,7 +66,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
                 f"{name}: expected [{num_tokens}, {half}] torch.float32 on {x.device} with dense rows, "
                 f"got {described(angles)}"
             )
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     num_rows = num_tokens * num_heads
     if num_rows:
         strides = cos.stride(0), sin.stride(0), x.stride(1)

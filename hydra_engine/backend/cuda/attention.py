@@ -144,7 +144,7 @@ class CudaAttention:
             if cache.scales is not None:
                 raise ValueError(f"cache: expected no int8 with a head dim above {MAX_HEAD_DIM}, got {q.shape[2]}")
             return _paged_by_torch(q, cache, layer, plan, native, scale)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(q.shape)
         self.decodes(q, cache, layer, plan, native, scale, out)
         self.prompts(q, cache, layer, plan, native, scale, out)
         return out
@@ -155,15 +155,15 @@ class CudaAttention:
         """Results of the plan's first rows, each of one query, into `out`. Arguments are checked."""
         split = native.num_decodes
         if split:
-            k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
+            k_cache, v_cache = cache.keys_and_values(layer)
             scales = _scales(cache, layer)
             longest = native.max_decode_context
             if longest is None:
                 longest = plan.block_tables.shape[1] * cache.block_size
             context = plan.num_context if native.mixed is None else native.mixed.decode_context
-            rows = (q[:split], k_cache, v_cache, plan.block_tables[:split], context[:split], scale)
+            rows = (_first(q, split), k_cache, v_cache, _first(plan.block_tables, split), _first(context, split), scale)
             splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_places(*rows, scales))
-            decode_attention(*rows, num_splits=splits, counters=self._counters(), out=out[:split], scales=scales)
+            decode_attention(*rows, num_splits=splits, counters=self._counters(), out=_first(out, split), scales=scales)
 
     def prompts(
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
@@ -172,19 +172,19 @@ class CudaAttention:
         # Those of a mixed plan name their tokens from the first of all.
         split = native.num_decodes if native.mixed is None else 0
         if native.max_rest_q:
-            k_cache, v_cache = cache.data[:, layer, 0], cache.data[:, layer, 1]
+            k_cache, v_cache = cache.keys_and_values(layer)
             scales = _scales(cache, layer)
             prefill_attention(
-                q[split:],
+                _behind(q, split),
                 k_cache,
                 v_cache,
-                plan.block_tables[split:],
+                _behind(plan.block_tables, split),
                 native.rest_cu_q,
-                plan.num_context[split:],
+                _behind(plan.num_context, split),
                 scale,
                 max_q=native.max_rest_q,
                 most_requests=native.most_others,
-                out=out[split:],
+                out=_behind(out, split),
                 tma=self._tma_prompts and native.mixed is None and scales is None and takes_cache(k_cache, v_cache),
                 scales=scales,
             )
@@ -249,6 +249,16 @@ class CudaAttention:
             del sent[next(iter(sent))]
         sent[bounds] = on_device, max((end - begin for begin, end in pairwise(bounds)), default=0)
         return sent[bounds]
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    """The first rows; x itself where these are all, for a view takes as long as all checks of an op."""
+    return x if x.shape[0] == count else x[:count]
+
+
+def _behind(x: Tensor, count: int) -> Tensor:
+    """The rows after those."""
+    return x[count:] if count else x
 
 
 def _scales(cache: PagedCache, layer: int) -> Scales | None:

@@ -177,7 +177,7 @@ class FlashInferAttention:
             raise ValueError(f"q: expected {num_tokens} tokens as the plan says, got {q.shape[0]}")
         kind = Kind(q.shape[1], cache.data.shape[4], q.shape[2], cache.block_size, q.dtype, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        kv = cache.data[:, layer, 0], cache.data[:, layer, 1]  # [N, S, Hkv, D] each, with the same strides
+        kv = cache.keys_and_values(layer)  # [N, S, Hkv, D] each, with the same strides
         if isinstance(native, GraphPlan):
             self._captured(kind, native).run(q, kv, out=out)
             return out

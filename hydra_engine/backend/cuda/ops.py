@@ -196,8 +196,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
             return super().linear_rope_and_write(x, weights, rotary, cache, layer, slots, norms)
         checks.check_plane(cache, layer, 1)
         slots = slots_on_device(cache, slots, least=-1)
-        planes = cache.data[:, layer, 0], cache.data[:, layer, 1]
-        return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *planes, norm, eps)
+        caches = cache.keys_and_values(layer)
+        return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *caches, norm, eps)
 
     def _with_norm(self, x: Tensor | Normed) -> tuple[Tensor, Tensor | None, float]:
         """Rows, and the norm that a product of them is left with."""
