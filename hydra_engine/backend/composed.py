@@ -50,6 +50,9 @@ class ComposedOps:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         num_kv_heads, dim = cache.data.shape[4:]
-        heads = joined(self.linear, computed(self, x), weights).unflatten(1, (-1, dim))
-        q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        rows = joined(self.linear, computed(self, x), weights)
+        num_heads = rows.shape[1] // dim
+        # As unflatten and split, whose Python takes longer than the views.
+        heads = rows.view(rows.shape[0], num_heads, dim)
+        q, k, v = heads.split_with_sizes((num_heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         return self.rope_and_write(q, k, v, rotary, cache, layer, slots, norms)

@@ -31,13 +31,12 @@ class Launch:
 
     def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
         """What `kernel[grid](*arguments, **constants)` does, but that hooks of Triton hear only of the first launch.
-        Tensors, of which the first argument is one, lie on one device."""
-        if not isinstance(kernel, JITFunction):  # interpreted, or emulated
+        Tensors, of which the first argument is one, lie on the current device."""
+        device = arguments[0].get_device()
+        if device < 0 or not isinstance(kernel, JITFunction):  # on the host: interpreted, emulated, or an error
             kernel[grid](*arguments, **self.constants)
             return
-        active = driver.active
-        device = active.get_current_device()
-        kinds: list[Any] = [device, id(kernel), arguments[0].get_device()]
+        kinds: list[Any] = [device, id(kernel)]
         values: list[Any] = []
         add_kind, add_value = kinds.append, values.append  # looked up once, not for every argument
         for argument in arguments:
@@ -61,6 +60,6 @@ class Launch:
                 self._compiled[key] = compiled, tuple([self.constants[name] for name in rest])
             return
         compiled, constants = found
-        stream = active.get_current_stream(device)
+        stream = driver.active.get_current_stream(device)
         # As in JITFunction.run. A number in place of a tensor is its address.
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)

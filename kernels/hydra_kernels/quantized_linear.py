@@ -29,6 +29,7 @@ from hydra_kernels._common import (
     num_sms_of,
     tiled_quantized_launch,
 )
+from hydra_kernels._launch import Launch, kept
 from hydra_kernels._linear import GROUP, checked_output, finish_tile, join_splits
 from hydra_kernels._sizes import cdiv
 
@@ -330,26 +331,44 @@ def _launch(
 ) -> None:
     """end: bias, residual and what is written; eviction: of the weight from caches."""
     residual = end[1]
-    depth = max(launch.depth, _WORD // weight.num_bits * weight.part)
-    _quantized_linear_kernel[(programs, launch.splits)](
-        *(x, weight.words, weight.scales, weight.offsets, *end, x.shape[0]),
-        N=weight.words.shape[0],
-        K=weight.num_in,
-        STRIDE_X=x.stride(0),
-        STRIDE_RESIDUAL=0 if residual is None else residual.stride(0),
+    form = weight.words.shape[0], weight.num_in, weight.num_bits, weight.floats, weight.group_size, weight.part
+    strides = x.stride(0), 0 if residual is None else residual.stride(0)
+    launches = _launches(form, strides, act, launch, eviction, x.dtype)
+    tensors = x, weight.words, weight.scales, weight.offsets, *end
+    launches(_quantized_linear_kernel, (programs, launch.splits, 1), *tensors, x.shape[0])
+
+
+@kept
+def _launches(
+    form: tuple[int, int, int, bool, int, int],
+    strides: tuple[int, int],
+    act: str | None,
+    launch: LinearLaunch,
+    eviction: str,
+    dtype: torch.dtype,
+) -> Launch:
+    """form: outputs, inputs, bits, whether these are floats, inputs of a group and of a part; strides: of x and of the
+    residual."""
+    num_out, num_in, num_bits, floats, group_size, part = form
+    depth = max(launch.depth, _WORD // num_bits * part)
+    return Launch(
+        N=num_out,
+        K=num_in,
+        STRIDE_X=strides[0],
+        STRIDE_RESIDUAL=strides[1],
         ACT=act,
-        BITS=weight.num_bits,
-        FLOATS=weight.floats,
-        GROUP_SIZE=weight.group_size,
-        PART=weight.part,
+        BITS=num_bits,
+        FLOATS=floats,
+        GROUP_SIZE=group_size,
+        PART=part,
         ROWS=launch.rows,
         COLUMNS=launch.columns,
         DEPTH=depth,
-        SPAN=cdiv(weight.num_in, launch.splits * depth) * depth,
+        SPAN=cdiv(num_in, launch.splits * depth) * depth,
         GROUP=GROUP,
         STAGES=launch.stages,
         EVICTION=eviction,
-        ASM=not INTERPRETING and x.dtype is not torch.float32,
+        ASM=not INTERPRETING and dtype is not torch.float32,
         DTYPE=DOT_DTYPE,
         num_warps=launch.warps,
     )

@@ -166,12 +166,25 @@ def _check_device(device: Any) -> None:
         raise ValueError(f"Expected a cuda device, but got: {device}")
 
 
+class TorchC:
+    """In place of torch._C."""
+
+    def __init__(self, present: Streams) -> None:
+        self._streams = present
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streams.captures, name)
+
+    def _cuda_getCurrentRawStream(self, device: int) -> int:
+        return self._streams.current.cuda_stream
+
+
 class Torch:
     """In place of torch in files that name CUDA."""
 
     def __init__(self, present: Streams) -> None:
         self.cuda = TorchCuda(present)
-        self._C = present.captures
+        self._C = TorchC(present)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -63,6 +63,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         return compiled
 
     monkeypatch.setattr(type(driver), "active", active)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
     for kernel in (first_kernel, second_kernel):
         kernel.device_caches.clear()

@@ -151,10 +151,11 @@ def slots_on_device(cache: PagedCache, slots: Tensor, *, least: int = 0) -> Tens
 
 
 def _stream(device: torch.device) -> int:
-    """Raises ValueError for host memory, which has none."""
+    """As Triton asks for it, without the object that torch.cuda.current_stream makes. Raises ValueError for host memory,
+    which has none."""
     if device.type == "cpu":
         raise ValueError(
             f"cache: expected one on a GPU, got one on {device}; allocate it there, or take the ops of {device}"
         )
-    stream: int = torch.cuda.current_stream(device).cuda_stream
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
