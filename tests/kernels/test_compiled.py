@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -330,7 +331,16 @@ def launches_of(name: str, capability: int) -> list[Launch]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in ("_common", "linear", "quantized_linear"):
             monkeypatch.setattr(f"hydra_kernels.{module}.capability_of", lambda device: capability)
+        forget_launches()
         return record(monkeypatch, CASES[name])
+
+
+def forget_launches() -> None:
+    """Those that are kept are of the one capability that a device has."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("hydra_kernels.")]:
+        for function in [*vars(module).values()]:
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 @cache
