@@ -12,17 +12,28 @@ class Pool:
 
 class Captures:
     """While one is under way the allocator releases no memory, and the random generator neither draws outside of it nor
-    lets a graph be replayed. One that fails is under way for ever, unless somebody ends it."""
+    lets a graph be replayed. One that fails is under way for ever, unless somebody ends it. Nobody can end it for the
+    allocator of pinned memory, which refuses a second capture into its pool."""
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []
+        self.pinned: list[Pool] = []
         self.draws = False
 
     def begin(self, pool: Pool) -> None:
         assert not self.pools, "torch allows one capture at a time"
+        if pool in self.pinned:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.pools.append(pool)
+        self.pinned.append(pool)
         pool.uses += 1
         self.draws = True
+
+    def end(self, pool: Pool) -> None:
+        """Of a capture that went well."""
+        self._cuda_endAllocateToPool(0, pool)
+        self.pinned.remove(pool)
+        self.draws = False
 
     # ---- as torch._C
 

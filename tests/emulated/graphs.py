@@ -121,7 +121,6 @@ class Capturing:
         self._stream.trace = None
         if self._graph.trace.is_invalid:  # nobody is told, and the thread stays on the stream
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        self._streams.captures._cuda_endAllocateToPool(0, self._pool)
-        self._streams.captures.draws = False
+        self._streams.captures.end(self._pool)
         self._graph.has_ended = True
         self._streams.use(self._before)

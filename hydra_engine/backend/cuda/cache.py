@@ -151,8 +151,8 @@ def slots_on_device(cache: PagedCache, slots: Tensor, *, least: int = 0) -> Tens
 
 
 def _stream(device: torch.device) -> int:
-    """As Triton asks for it, without the object that torch.cuda.current_stream makes. Raises ValueError for host memory,
-    which has none."""
+    """As Triton asks for it, without the object that torch.cuda.current_stream makes. Raises ValueError for host
+    memory, which has none."""
     if device.type == "cpu":
         raise ValueError(
             f"cache: expected one on a GPU, got one on {device}; allocate it there, or take the ops of {device}"

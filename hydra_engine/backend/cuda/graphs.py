@@ -107,6 +107,8 @@ class GraphPools:
                 begin()
                 launch(cut)
         except BaseException:
+            # The allocator of pinned memory goes on recording and refuses this pool from now on.
+            self._last.pop(stream.cuda_stream, None)
             with suppress(RuntimeError):
                 self._take_back(graphs[-1], pool, stream)
             raise
