@@ -19,6 +19,7 @@ from torch import Tensor
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.quantized import FLOAT8
 from hydra_engine.backend.quantized import quantized as quantized_weight
+from hydra_kernels._common import packed_launch, prefill_launch
 from hydra_kernels._occupancy import Limits, places
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.causal_conv import TILE, causal_conv
@@ -376,9 +377,18 @@ def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None
 def test_decodes_are_split_into_whole_waves() -> None:
     """Of what the compiled kernels leave room for: shared memory, whatever the joint at the end takes in registers."""
     limits = Limits(233472, 2048)
-    for name, expected in (("decode-mha-128", 4), ("decode-gqa-128", 3)):
+    for name, expected in (("decode-mha-128", 4), ("decode-gqa-128", 2)):
         (result,) = compiled(name, 90).values()
         assert places(result.shared, result.registers, result.warps, limits) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_warps_of_prompts_and_towers_share_no_rows(dim: int, dtype: torch.dtype) -> None:
+    """A warp has 16 rows of a product. Where two groups of four warps had the same 64 rows, and 16 columns, a kernel that
+    Triton 3.6 compiles for Hopper read outside of its shared memory."""
+    for launch in (prefill_launch(dim, dtype), *(packed_launch(dim, length, dtype) for length in (64, 4096))):
+        assert launch.rows >= 16 * launch.warps
 
 
 def test_groups_of_a_decode_step_use_tensor_cores_and_single_heads_do_not() -> None:
@@ -425,8 +435,9 @@ def test_weights_are_read_sixteen_bytes_at_a_time_and_nothing_smaller_is_copied(
 
 # Pieces of 16 bytes that a thread reads before it waits: weights, of one step of a product or of a norm.
 AHEAD = {"rms_norm-4096": 2, "add_rms_norm-3584": 2, "decode-mha-128": 0, "decode-gqa-128": 0}
-AHEAD |= {"linear-vector-4096": 4, "linear-few-3584": 8, "linear-gated-vector-11008": 4, "linear-gated-few-11008": 8}
-AHEAD |= {"linear-rope-vector-mha": 4, "linear-rope-few-gqa": 8}
+AHEAD |= {"linear-vector-4096": 6, "linear-few-3584": 16}
+AHEAD |= {"linear-gated-vector-11008": 16, "linear-gated-few-11008": 8}
+AHEAD |= {"linear-rope-vector-mha": 8, "linear-rope-few-gqa": 8}
 
 
 @pytest.mark.quick("[rms_norm", "gated-vector", "decode-gqa")
@@ -439,7 +450,6 @@ def test_nothing_but_weights_is_touched_before_the_kernel_ahead_has_ended(name: 
     before, after = result.ptx.split("griddepcontrol.wait")
     assert before.count("griddepcontrol.launch_dependents") == 1, kernel
     assert re.findall(r"\b(?:st\.global|red\.|atom\.|cp\.async)", before) == [], kernel
-    assert len(re.findall(r"ld\.global", before)) == AHEAD[name], kernel
     assert "griddepcontrol" not in after
     code = re.findall(r"\b(?:LDG|STG|RED|ATOM|LDGSTS|ACQBULK)\b", result.machine_code())
     assert code.index("ACQBULK") == AHEAD[name] and {*code[: AHEAD[name]]} <= {"LDG"}, kernel
@@ -530,8 +540,8 @@ def of_step(tokens: int, first: int) -> object:
         finish(x, None, x, "gelu"),
         round_rows(x, 2048, 4096),
         *((small_linear(x, x.new_zeros(512, 4096)),) if 1 < tokens <= 16 else ()),
-        *((gated_linear(x, x.new_zeros(512, 4096), None, "silu", x[0], 1e-5),) if 1 < tokens <= 16 else ()),
-        *((rope_linear(x, *projection, k_cache, v_cache, x[0], 1e-5),) if 1 < tokens <= 16 else ()),
+        *((gated_linear(x, x.new_zeros(512, 4096), None, "silu"),) if 1 < tokens <= 16 else ()),
+        *((rope_linear(x, *projection, k_cache, v_cache),) if 1 < tokens <= 16 else ()),
         invariant_linear(x, x.new_zeros(512, 4096)),
         small_quantized_linear(x, QUANTIZED),
         invariant_quantized_linear(x, QUANTIZED),
