@@ -79,22 +79,29 @@ def expected(model_dir: Path, *, special: bool) -> list[list[int]]:
     return tokens
 
 
+NORM = "_rms_norm_kernel"
 LAYER = ["_rope_linear_kernel", "_decode_gqa_kernel", "_small_linear_kernel"]
 LAYER += ["_gated_linear_kernel", "_small_linear_kernel"]
+LAYER_OF_ROWS = [*LAYER[:3], NORM, *LAYER[3:], NORM]
 
 
 @pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
-def test_a_layer_of_a_captured_decode_has_five_launches(
+def test_a_layer_of_a_captured_decode_has_five_launches_and_two_norms_of_several_rows(
     on_device: Rigs, models: Models, replays: list[CUDAGraph], family: str
 ) -> None:
     """It had ten: norms, rotation, the joint of split contexts and the activation were launches of their own."""
     rig = on_device(family)
-    assert rig.generate(*requests(rig, 10)) == expected(models(family), special=False)
-    launched = replays[-1].trace.launched
-    layers = LAYER * launched.count("_gated_linear_kernel")
-    step = ["_rms_norm_kernel", *layers, "_rms_norm_kernel", "_small_linear_kernel"]
-    assert layers and launched[: len(step)] == step
-    assert not {*launched[len(step) :]} & {*LAYER, "cache"}, "what follows are draws"
+    together = expected(models(family), special=False)
+    assert rig.generate(*requests(rig, 10)) == together
+    of_rows = replays[-1].trace.launched
+    assert rig.generate(requests(rig, 20)[0]) == together[:1]
+    of_one = replays[-1].trace.launched
+    number = of_one.count("_gated_linear_kernel")
+    step, rest = [NORM, *LAYER * number, NORM, "_small_linear_kernel"], len(LAYER_OF_ROWS) * number + 1
+    assert number and of_one[: len(step)] == step
+    assert of_rows[: rest + 1] == [NORM, *LAYER_OF_ROWS * number, "_small_linear_kernel"]
+    for what_follows in (of_one[len(step) :], of_rows[rest + 1 :]):
+        assert not {*what_follows} & {*LAYER, NORM, "cache"}, "what follows are draws"
 
 
 @pytest.mark.slow
