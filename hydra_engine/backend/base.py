@@ -350,6 +350,11 @@ class Ops(Protocol):
         ...
 
     # ---- element-wise and norms
+    def pixel_rows(self, pixels: Tensor, table: Tensor, width: int) -> Tensor:
+        """What every byte is under its colour: pixels [P, K] uint8, whose three colours take turns, table [256, 3] of
+        any float type -> [P, width] of it, with zeros behind the K numbers."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x^2, -1) + eps) rounded to the dtype, times weight: [T, C] (as transformers' LlamaRMSNorm), or
         [T, H, D] with one weight [D] for all heads; tokens and heads at any stride. With a float32 weight and a smaller

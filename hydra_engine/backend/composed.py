@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_engine.backend.base import (
@@ -30,6 +31,10 @@ class ComposedOps:
     """Those of `Ops` in backend/base.py."""
 
     width_step = 1
+
+    def pixel_rows(self: Ops, pixels: Tensor, table: Tensor, width: int) -> Tensor:
+        rows = table.gather(0, pixels.reshape(-1, 3).to(torch.int64)).view(pixels.shape)
+        return rows if width == pixels.shape[1] else F.pad(rows, (0, width - pixels.shape[1]))
 
     def linear_add_rms_norm(
         self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float

@@ -367,6 +367,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "invariant_quantized_linear": _quantized_linear,
     "round_rows": _round_rows,
     "finish": _finish,
+    "pixel_rows": OPS.pixel_rows,
     "rms_norm": OPS.rms_norm,
     "add_rms_norm": _add_rms_norm,
     "gated_rms_norm": OPS.gated_rms_norm,

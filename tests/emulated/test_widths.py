@@ -58,15 +58,15 @@ def encoded(model_dir: Path, backend: Backend) -> tuple[Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("family", "padded_inputs"), [("qwen2_5_vl", []), ("llava", [3 * 7 * 7])])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_rows_of_a_tower_are_multiples_of_16_bytes(
-    streams: Streams, models: Models, multiplied: Widths, family: str, padded_inputs: list[int], *, deterministic: bool
+    streams: Streams, models: Models, multiplied: Widths, family: str, *, deterministic: bool
 ) -> None:
-    """Qwen2.5-VL's inner width and LLaVA's patches are none; only patches are copied for it."""
+    """Qwen2.5-VL's inner width and LLaVA's patches are none; nothing is copied for it."""
     model_dir = models(family)
     options = {"threads": 1, "deterministic": deterministic}
     found, padded = encoded(model_dir, create_backend("cuda", torch.bfloat16, **options))
-    assert padded == padded_inputs
+    assert not padded
     assert multiplied and all(wide == deep and wide % WIDTH_STEP == 0 for wide, deep in multiplied)
     expected, _ = encoded(model_dir, create_backend("cpu", torch.float32, threads=1, backend="reference"))
     assert (found - expected).norm() < 0.02 * expected.norm()

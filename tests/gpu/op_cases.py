@@ -358,6 +358,17 @@ def test_keys_and_values_of_int8(side: Side, heads: tuple[int, int, int], dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pixels_become_rows(side: Side, dtype: torch.dtype) -> None:
+    """All bytes of all colours, bit for bit; a width of no power of 2, with zeros behind, and as it is."""
+    pixels = torch.arange(5 * 1029).to(torch.uint8).view(5, 1029)[:, :588]
+    table = random(256, 3, dtype=dtype)
+    for width in (588, 592, 1100):
+        found = side.ops.pixel_rows(side.there(pixels), side.there(table), width)
+        assert found.is_contiguous() and torch.equal(found.cpu(), REFERENCE.pixel_rows(pixels, table, width))
+    assert side.ops.pixel_rows(side.there(pixels)[:0], side.there(table), 592).shape == (0, 592)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms(side: Side, dtype: torch.dtype) -> None:
     x, residual = strided(random(5, 80, dtype=dtype)), strided(random(5, 80, dtype=dtype, seed=1))
     weight, bias, wide = random(80, dtype=dtype, seed=2), random(80, dtype=dtype, seed=3), random(80, seed=4)

@@ -32,6 +32,7 @@ from hydra_kernels.linear import invariant_linear, small_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.packed_attention import packed_attention
+from hydra_kernels.pixels import pixel_rows
 from hydra_kernels.prefill_attention import prefill_attention
 from hydra_kernels.quantized_cache import rope_and_write_quantized
 from hydra_kernels.quantized_linear import invariant_quantized_linear, pack, small_quantized_linear
@@ -192,6 +193,7 @@ def recurrence(dim: int) -> object:
 
 
 CASES: dict[str, Callable[[], object]] = {
+    "pixel_rows-588": lambda: pixel_rows(torch.zeros(8, 588, dtype=torch.uint8), torch.zeros(256, 3, dtype=BF16), 592),
     "rms_norm-4096": lambda: rms_norm(rows(4096), rows(4096)[0], 1e-5),
     "rms_norm-heads": lambda: rms_norm(torch.zeros(8, 36, 128, dtype=BF16)[:, :28], rows(128)[0], 1e-5),
     "add_rms_norm-3584": lambda: add_rms_norm(rows(3584), rows(3584), rows(3584)[0], 1e-5),
@@ -277,8 +279,8 @@ DIRECT = [name for name in CASES if name not in PIPELINED]
 _REDUCING = ("greedy", "sample", "score", "linear-vector", "linear-gated-vector", "linear-rope-vector", "delta_rule")
 _REDUCING += ("write_int8",)
 REDUCING = [name for name in DIRECT if name.startswith(_REDUCING)]
-# Reads what it was given a list of, in any order; reads the beginnings of short lists.
-GATHERING = ("_draw_kernel", "_score_kernel")
+# Reads what it was given a list of, in any order; reads the beginnings of short lists; looks up what bytes say.
+GATHERING = ("_draw_kernel", "_score_kernel", "_pixel_rows_kernel")
 
 
 # Further shapes of a kernel that another case has.
@@ -529,6 +531,7 @@ def of_step(tokens: int, first: int) -> object:
     parts = hidden.view(tokens, 3, 16, 128).unbind(1)
     taps, scales = torch.zeros(6144, 4, dtype=BF16), torch.zeros(2, 16)
     return (
+        pixel_rows(torch.zeros(tokens, 1176, dtype=torch.uint8), torch.zeros(256, 3, dtype=BF16), 1176),
         rms_norm(x, x[0], 1e-5),
         rms_norm(parts[0], x[0, :128], 1e-5),
         add_rms_norm(x, x, x[0], 1e-5),

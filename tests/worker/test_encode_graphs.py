@@ -26,7 +26,7 @@ from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.vision import PixelNormaliser
+from hydra_engine.models.layers.vision import PixelRows
 from hydra_engine.models.layers.vision_packing import bounds_of, filled, spans_in
 from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.base import ItemPlan, VisionSpec
@@ -178,14 +178,14 @@ def test_padding_that_is_not_a_number_stays_where_it_is(
     """Bytes are numbers, so it takes a broken tower: real rows see nothing of padding in any layer."""
     bench, pictures = benches(family), PICTURES[:2]
     bench.expected(*pictures)
-    num_real, rows = bench.num_patches(*pictures), PixelNormaliser.rows
+    num_real, rows = bench.num_patches(*pictures), PixelRows.__call__
 
-    def broken(self: PixelNormaliser, patches: Tensor, dtype: torch.dtype) -> Tensor:
-        found = rows(self, patches, dtype)
+    def broken(self: PixelRows, patches: Tensor) -> Tensor:
+        found = rows(self, patches)
         found[num_real:] = float("nan")
         return found
 
-    monkeypatch.setattr(PixelNormaliser, "rows", broken)
+    monkeypatch.setattr(PixelRows, "__call__", broken)
     assert bench.replay(*pictures)
     bench.assert_equal()
 
@@ -251,8 +251,8 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(check
 def test_a_size_whose_padding_is_not_finite_is_not_replayed(
     checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = PixelNormaliser.rows
-    monkeypatch.setattr(PixelNormaliser, "rows", lambda self, x, dtype: rows(self, x, dtype) * float("nan"))
+    rows = PixelRows.__call__
+    monkeypatch.setattr(PixelRows, "__call__", lambda self, x: rows(self, x) * float("nan"))
     bench = made(checkpoints("llava"), two_sizes)
     monkeypatch.undo()
     assert "not finite" in caplog.text and bench.graphs.largest == 0
@@ -354,13 +354,13 @@ def test_a_picture_that_fails_fails_alone(rig: Rig, device: LateDevice, action: 
 def test_features_that_are_not_finite_fail_one_picture_of_a_replay(
     rig: Rig, device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = PixelNormaliser.rows
+    rows = PixelRows.__call__
 
-    def broken(self: PixelNormaliser, patches: Tensor, dtype: torch.dtype) -> Tensor:
+    def broken(self: PixelRows, patches: Tensor) -> Tensor:
         white = (patches == 255).all(dim=1, keepdim=True)
-        return rows(self, patches, dtype).masked_fill(white, float("nan"))
+        return rows(self, patches).masked_fill(white, float("nan"))
 
-    monkeypatch.setattr(PixelNormaliser, "rows", broken)
+    monkeypatch.setattr(PixelRows, "__call__", broken)
     request = with_pictures(rig, 1, (60, 40), (40, 40), (50, 50), white=1)
     errors = rig.vision(*(rig.item(request, index) for index in range(3)))
     assert [error and error.code for error in errors] == [None, "numerical_error", None]

@@ -53,6 +53,7 @@ from hydra_kernels.fused_linear import can_norm, gated_linear, rope_linear
 from hydra_kernels.linear import small_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
 from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
+from hydra_kernels.pixels import pixel_rows
 from hydra_kernels.rotary import rotate
 from hydra_kernels.sampling import sample
 
@@ -91,6 +92,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
     name = "cuda"
     width_step = cuda_linear.WIDTH_STEP
 
+    pixel_rows = staticmethod(pixel_rows)
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     act_and_mul = staticmethod(act_and_mul)

@@ -38,13 +38,25 @@ class PixelNormaliser:
         """uint8 [..., 3] -> float32"""
         return pixels.to(torch.float64).mul_(self._rescale).to(torch.float32).sub_(self._mean).div_(self._std)
 
-    def rows(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [P, pixels * 3] -> [P, pixels * 3] of `dtype`"""
-        return self(patches.unflatten(1, (-1, 3))).to(dtype).flatten(1)
+
+class PixelRows:
+    """Patches as rows of the compute dtype, normalised, with zeros up to a width. What each of 256 bytes is under each
+    colour is worked out once, on the host."""
+
+    def __init__(self, scope: Scope, preprocess: PreprocessSpec, width: int) -> None:
+        self._ops, self._width = scope.ops, width
+        colours = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 3)
+        table = PixelNormaliser(preprocess, torch.device("cpu"))(colours).to(scope.dtype)
+        self._table = table.to(scope.device)
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        """uint8 [P, pixels * 3] -> [P, width]"""
+        return self._ops.pixel_rows(patches, self._table, self._width)
 
 
 class PatchProjection:
-    """Normalised patches through the matrix of a convolution whose steps are its kernel's size."""
+    """Normalised patches through the matrix of a convolution whose steps are its kernel's size. Spare zeros behind them
+    make rows as wide as the device wants."""
 
     def __init__(
         self,
@@ -56,14 +68,16 @@ class PatchProjection:
         *,
         bias: bool = True,
     ) -> None:
-        self._dtype = scope.dtype
-        self._normalise = PixelNormaliser(preprocess, scope.device)
         self.num_values = 3 * math.prod(kernel)  # bytes of a patch
-        self._linear = Linear(scope, {name: num_channels}, (3, *kernel), bias=bias, arrange=_as_in_memory)
+        spare = -self.num_values % scope.ops.width_step
+        self._rows = PixelRows(scope, preprocess, self.num_values + spare)
+        self._linear = Linear(
+            scope, {name: num_channels}, (3, *kernel), bias=bias, arrange=_as_in_memory, spare_in=spare
+        )
 
     def __call__(self, patches: Tensor, residual: Tensor | None = None) -> Tensor:
         """uint8 [P, num_values] -> [P, C]"""
-        return self._linear(self._normalise.rows(patches, self._dtype), residual=residual)
+        return self._linear(self._rows(patches), residual=residual)
 
 
 def _as_in_memory(parts: list[Tensor]) -> Tensor:

@@ -1,0 +1,62 @@
+"""Bytes of pixels as numbers: each is looked up under its colour. Bound by memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hydra_kernels._checks import FLOATS, described
+
+_COLUMNS = 1024  # of one program
+_WARPS = 4
+
+
+@triton.jit
+def _pixel_rows_kernel(
+    pixels: tl.tensor,
+    table: tl.tensor,
+    out: tl.tensor,
+    STRIDE_ROW: tl.constexpr,
+    VALUES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """The table, 768 numbers, is read from the first cache all along."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    held = column < VALUES
+    value = tl.load(pixels + row * STRIDE_ROW + column, mask=held, other=0).to(tl.int32)
+    number = tl.load(table + value * 3 + column % 3, mask=held, other=0.0)
+    tl.store(out + row * WIDTH + column, number, mask=column < WIDTH)
+
+
+def pixel_rows(pixels: Tensor, table: Tensor, width: int) -> Tensor:
+    """table[b, c] for every byte b of colour c, zeros behind: pixels [P, K] uint8, K a multiple of 3 whose colours take
+    turns, rows at any stride -> new contiguous [P, width] of the table's dtype; table [256, 3] contiguous of a float
+    type, width >= K."""
+    dense = pixels.dim() == 2 and (pixels.stride(1) == 1 or pixels.shape[1] == 1)
+    if not dense or pixels.dtype is not torch.uint8 or pixels.shape[1] % 3:
+        raise ValueError(f"pixels: expected [P, 3 * pixels] uint8 with dense rows, got {described(pixels)}")
+    good = table.shape == (256, 3) and table.dtype in FLOATS and table.is_contiguous()
+    if not good or table.device != pixels.device:
+        raise ValueError(
+            f"table: expected contiguous [256, 3] of a float type on {pixels.device}, got {described(table)}"
+        )
+    num_rows, num_values = pixels.shape
+    if width < num_values:
+        raise ValueError(f"width: expected at least {num_values}, got {width}")
+    out = torch.empty((num_rows, width), dtype=table.dtype, device=pixels.device)
+    if out.numel():
+        _pixel_rows_kernel[(num_rows, triton.cdiv(width, _COLUMNS))](
+            pixels,
+            table,
+            out,
+            STRIDE_ROW=pixels.stride(0),
+            VALUES=num_values,
+            WIDTH=width,
+            COLUMNS=_COLUMNS,
+            num_warps=_WARPS,
+        )
+    return out
