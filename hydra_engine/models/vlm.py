@@ -41,8 +41,9 @@ class Vision(Protocol):
         """With padding up to `room` patches, 0: without. None where the batch does not fit."""
         ...
 
-    def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        """uint8 [pictures, height, width, 3] per item -> its patches in the tower's order, uint8 [P, num_values]"""
+    def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
+        """uint8 [pictures, height, width, 3] per item -> `patches`, those of one item behind another in the tower's
+        order: uint8 [P, num_values] contiguous."""
         ...
 
     def __call__(self, inputs: TowerInput, /) -> tuple[Tensor, ...]: ...
@@ -77,7 +78,7 @@ class VisionLanguageModel:
             raise ValueError("encode: expected a model with a vision tower, got one without")
         packing = self.tower.pack(batch)
         assert packing is not None, "without a room everything fits"
-        inputs = tower_input(packing, batch, self.tower.cut)
+        inputs = tower_input(packing, batch, self.tower.cut, self.tower.num_values)
         for plane, features in enumerate(self.tower(inputs)):
             self._ops.write_cache(image_cache, plane, (features.unsqueeze(1),), batch.slots)
 

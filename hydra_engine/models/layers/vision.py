@@ -117,12 +117,12 @@ class PatchEmbeddings:
         torch.add(projected, positions[1:], out=rows[:, 1:])
         return rows.view(-1, size)
 
-    def cut(self, pixels: Tensor) -> Tensor:
-        """uint8 [I, height, width, 3] -> uint8 [I * patches, patch * patch * 3]; pixels beyond the last whole patch are
-        dropped, as a convolution does."""
+    def cut(self, pixels: Tensor, patches: Tensor) -> None:
+        """uint8 [I, height, width, 3] -> `patches`, uint8 [I * patches, patch * patch * 3] contiguous; pixels beyond
+        the last whole patch are dropped, as a convolution does."""
         side, patch = self._spec.grid_side, self._spec.patch_size
         whole = pixels[:, : side * patch, : side * patch].unflatten(1, (side, patch)).unflatten(3, (side, patch))
-        return whole.transpose(2, 3).reshape(-1, patch * patch * 3)
+        patches.view(-1, side, side, patch, patch, 3).copy_(whole.transpose(2, 3))
 
 
 class LayerNames(NamedTuple):
@@ -231,8 +231,10 @@ class SquareVision:
         bounds = np.arange(count + 1) * num_rows
         return Packing(count * self.granule, count * self._spec.num_tokens, (), (bounds,), (num_rows,))
 
-    def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        return [self._embed.cut(pictures) for pictures in pixels]
+    def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
+        counts = [pictures.shape[0] * self.granule for pictures in pixels]
+        for pictures, rows in zip(pixels, patches.split(counts), strict=True):
+            self._embed.cut(pictures, rows)
 
     def _states(self, inputs: TowerInput) -> Tensor:
         """Pictures, each a segment -> [I, rows per picture, C * feature layers]"""

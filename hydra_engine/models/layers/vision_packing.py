@@ -49,15 +49,18 @@ class TowerInput:
     slices: Slices
 
 
-def tower_input(packing: Packing, batch: VisionInput, cut: Callable[[Sequence[Tensor]], list[Tensor]]) -> TowerInput:
-    """Of a batch that is computed at once: segments stay on the host. `cut` as that of the tower."""
+def tower_input(
+    packing: Packing, batch: VisionInput, cut: Callable[[Sequence[Tensor], Tensor], None], num_values: int
+) -> TowerInput:
+    """Of a batch that is computed at once: segments stay on the host. `cut` and `num_values` as those of the tower."""
     if batch.send is not None:
         indices = batch.send(packing.indices)
     else:
         indices = tuple(torch.from_numpy(index).to(batch.slots.device) for index in packing.indices)
-    patches = cut(batch.pixels)
+    patches = torch.empty((packing.num_patches, num_values), dtype=torch.uint8, device=batch.slots.device)
+    cut(batch.pixels, patches)
     return TowerInput(
-        patches[0] if len(patches) == 1 else torch.cat(patches),
+        patches,
         indices,
         tuple(bounds.tolist() for bounds in packing.bounds),
         packing.end,
@@ -125,16 +128,28 @@ def in_merge_order(grid: Tensor, merges: Sequence[int]) -> Tensor:
     """[rows, columns, ...] -> [rows * columns, ...]: row by row of blocks that become one token, every block row by row
     of the blocks of the merge before, down to single patches. `merges`: how many neighbours along a side each merge
     takes, the last one first. So what will merge is neighbours on every level, and every merge is a view."""
+    return _in_levels(grid, merges).reshape(-1, *grid.shape[2:])
+
+
+def _in_levels(grid: Tensor, merges: Sequence[int]) -> Tensor:
+    """The same, a view of as many dimensions as that takes."""
     count = len(merges)
     levels = grid.unflatten(1, (-1, *merges)).unflatten(0, (-1, *merges))
     pairs = [axis for level in range(count + 1) for axis in (level, count + 1 + level)]
     rest = range(2 * (count + 1), levels.dim())
-    return levels.permute(*pairs, *rest).reshape(-1, *grid.shape[2:])
+    return levels.permute(*pairs, *rest)
 
 
-def cut_in_merge_order(pictures: Tensor, patch_size: int, merges: Sequence[int], depth: int = 1) -> Tensor:
-    """uint8 [pictures, height, width, 3] of one span -> uint8 [P, depth * patch * patch * 3]; a single picture stands
-    in all `depth` slots of time."""
-    cut = pictures.unflatten(2, (-1, patch_size)).unflatten(1, (-1, patch_size))
-    patches = in_merge_order(cut.permute(1, 3, 0, 2, 4, 5), merges).flatten(2)  # [P, pictures, patch * patch * 3]
-    return patches.expand(-1, depth, -1).flatten(1)
+def cut_in_merge_order(
+    pixels: Sequence[Tensor], patches: Tensor, patch_size: int, merges: Sequence[int], depth: int = 1
+) -> None:
+    """uint8 [pictures, height, width, 3] of each span -> `patches`, uint8 [P, depth * patch * patch * 3] contiguous, in
+    one copy a span; a single picture stands in all `depth` slots of time."""
+    begin = 0
+    for pictures in pixels:
+        cut = pictures.unflatten(2, (-1, patch_size)).unflatten(1, (-1, patch_size))
+        levels = _in_levels(cut.permute(1, 3, 0, 2, 4, 5), merges)  # [.., pictures, patch, patch, 3]
+        end = begin + cut.shape[1] * cut.shape[3]
+        patches[begin:end].view(*levels.shape[:-4], depth, *levels.shape[-3:]).copy_(levels)
+        begin = end
+    assert begin == patches.shape[0], "as many patches as the plan says"

@@ -84,8 +84,8 @@ class MiniCpmVision:
         windows = np.arange(0, packing.num_patches + 1, 4)
         return packing._replace(bounds=(bounds, bounds // 4, windows), longest=(longest, longest // 4, 4))
 
-    def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        return [cut_in_merge_order(picture, self._spec.patch_size, self._merges) for picture in pixels]
+    def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
+        cut_in_merge_order(pixels, patches, self._spec.patch_size, self._merges)
 
     def _places(self, rows: int, columns: int) -> Ints:
         """[P]: rows of the table of positions, those nearest to the patches of a picture."""

@@ -94,9 +94,9 @@ class GridVision:
         packing = packed(batch.grids, room, self._merge)
         return None if packing is None else self._with_indices(*packing, room)
 
-    def cut(self, pixels: Sequence[Tensor]) -> list[Tensor]:
-        patch, depth = self._geometry.patch_size, self._geometry.temporal_patch_size
-        return [cut_in_merge_order(pictures, patch, (self._merge,), depth) for pictures in pixels]
+    def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
+        geometry = self._geometry
+        cut_in_merge_order(pixels, patches, geometry.patch_size, (self._merge,), geometry.temporal_patch_size)
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         """Segments are pictures, and where a tower has some, windows, in which all but its full layers attend."""
@@ -158,14 +158,14 @@ class Qwen25Vision(Qwen2Vision):
 
     def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
         """Rows and columns in the order of windows, and that order."""
-        places = super()._with_indices(grids, packing, room)
-        windows = cut_windows(grids, self._merge, self._tower.window_tokens)
+        side = self._tower.window_tokens
+        windows = cut_windows(grids, self._merge, side)
         bounds = bounds_of(windows.sizes, self._most_windows(room) if room else 0)
-        if places is None or bounds is None:
+        if bounds is None:
             return None
-        indices = (x.reshape(-1, self.granule)[windows.order].reshape(-1) for x in places.indices)
+        places = [_places_in_windows(rows, columns, self._merge, side) for _, rows, columns in grids]
         return packing._replace(
-            indices=(*indices, windows.order),
+            indices=(*np.concatenate(places, axis=1), windows.order),
             bounds=(*packing.bounds, bounds),
             longest=(*packing.longest, min(self._window, packing.num_patches)),
         )
@@ -201,6 +201,13 @@ def _windows_of(rows: int, columns: int, side: int) -> tuple[Ints, Ints]:
     """Of one picture of so many tokens: its tokens in the order of windows, and the tokens of each window."""
     number = np.arange(rows)[:, None] // side * -(-columns // side) + np.arange(columns) // side
     return np.argsort(number.reshape(-1), kind="stable"), np.bincount(number.reshape(-1))
+
+
+@lru_cache(maxsize=64)
+def _places_in_windows(rows: int, columns: int, merge: int, side: int) -> Ints:
+    """[2, P]: `patch_places` in the order of windows."""
+    order, _ = _windows_of(rows // merge, columns // merge, side)
+    return patch_places(rows, columns, merge).reshape(2, -1, merge**2)[:, order].reshape(2, -1)
 
 
 QWEN3_LAYER = LAYER._replace(mlp=("mlp.linear_fc1", "mlp.linear_fc2"))

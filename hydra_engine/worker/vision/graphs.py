@@ -1,10 +1,10 @@
 """Encodes, captured for some numbers of patches and replayed: from the bytes of patches to features in the image cache.
 
 A replay takes its inputs at fixed addresses: one send brings all integers that follow from the pictures' sizes, and
-each picture's patches are copied beside those of the others. An encode of fewer patches than its graph is padded with
-pictures of its own, whose features go to slot -1: they attend to themselves, and what they are made of is bytes, which
-always are numbers. Where encodes pause, each is a row of graphs of some layers, with a checkpoint between two of them;
-otherwise it is one graph. Does not know requests.
+each picture is cut into patches beside those of the others, in one copy. An encode of fewer patches than its graph is
+padded with pictures of its own, whose features go to slot -1: they attend to themselves, and what they are made of is
+bytes, which always are numbers. Where encodes pause, each is a row of graphs of some layers, with a checkpoint between
+two of them; otherwise it is one graph. Does not know requests.
 """
 
 from __future__ import annotations
@@ -215,12 +215,7 @@ class EncodeGraphs:
         if packing is None:
             return False
         self._send(packing, slots)
-        begin = 0
-        for patches in self._tower.cut(batch.pixels):
-            end = begin + patches.shape[0]
-            self._patches[begin:end].copy_(patches)
-            begin = end
-        assert begin == num_patches, "as many patches as the plan says"
+        self._tower.cut(batch.pixels, self._patches[:num_patches])
         for index, graph in enumerate(graphs):
             if index:
                 batch.checkpoint()
