@@ -82,13 +82,15 @@ class PackedAttention:
 
     def mix(self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices) -> Tensor:
         """What `project` gives, [P, 3 * C] -> [P, C]: what every row takes from the others. `rotary` turns queries and
-        keys."""
-        q, k, v = projected.chunk(3, dim=1)
+        keys: at once where they still lie beside each other."""
+        q, k, v = projected.unflatten(1, (3, self._num_heads, -1)).unbind(1)  # each [P, H, D]
         if self._norms:
-            q, k = (norm(part) for norm, part in zip(self._norms, (q, k), strict=True))
-        q, k, v = (part.unflatten(1, (self._num_heads, -1)) for part in (q, k, v))  # each [P, H, D]
-        if rotary is not None:
+            q, k = (norm(part.flatten(1)).view(q.shape) for norm, part in zip(self._norms, (q, k), strict=True))
+        if rotary is not None and self._norms:
             q, k = self._ops.rotate(q, *rotary), self._ops.rotate(k, *rotary)
+        elif rotary is not None:
+            heads = projected.unflatten(1, (3 * self._num_heads, -1))
+            q, k = self._ops.rotate(heads[:, : 2 * self._num_heads], *rotary).chunk(2, dim=1)
         return slices.attention(self._attend, q, k, v, cu_seqlens).view(-1, self._num_channels)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
