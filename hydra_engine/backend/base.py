@@ -270,6 +270,14 @@ class Normed(NamedTuple):
     eps: float
 
 
+class RowNorm(NamedTuple):
+    """layer_norm with this weight and bias, [C] each, or without a bias rms_norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
 # (token ids [T], positions [T], angles, cache, places) -> logits [T, V] float32: a decoder, for rows of one token each.
 # Ids and positions are contiguous int64, positions are rows of the angles [P, D] float32.
 Decode = Callable[[Tensor, Tensor, Tensor, PagedCache, Places], Tensor]
@@ -328,6 +336,13 @@ class Ops(Protocol):
     ) -> tuple[Tensor | Normed, Tensor]:
         """`add_rms_norm` of `linear`: x [T, K]; residual, results [T, C]. The norm may be left to what comes
         next."""
+        ...
+
+    def linear_add_norm(
+        self, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
+    ) -> tuple[Tensor, Tensor]:
+        """(norm of the second, `linear` with its residual): x [T, K]; residual, which is not written, and results
+        [T, C]."""
         ...
 
     # ---- products and what follows them, for weights in one part or in several ones whose outputs follow each other

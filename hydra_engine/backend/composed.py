@@ -16,6 +16,7 @@ from hydra_engine.backend.base import (
     PackedLinear,
     PagedCache,
     Rotary,
+    RowNorm,
     computed,
 )
 
@@ -40,6 +41,14 @@ class ComposedOps:
         self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | Normed, Tensor]:
         return self.add_rms_norm(self.linear(x, linear), residual, weight, eps)
+
+    def linear_add_norm(
+        self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
+    ) -> tuple[Tensor, Tensor]:
+        total = self.linear(x, linear, residual=residual)
+        if norm.bias is None:
+            return self.rms_norm(total, norm.weight, norm.eps), total
+        return self.layer_norm(total, norm.weight, norm.bias, norm.eps), total
 
     def linear_act_and_mul(self: Ops, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
         return self.act_and_mul(joined(self.linear, computed(self, x), weights), act)

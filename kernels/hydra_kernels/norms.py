@@ -1,4 +1,4 @@
-"""RMSNorm, RMSNorm behind a residual addition or before a gate, and LayerNorm, over the last dimension.
+"""RMSNorm and LayerNorm, also behind a residual addition, and RMSNorm before a gate, over the last dimension.
 
 Rounding is that of transformers: RMSNorm rounds the normalised value to the dtype before the weight (LlamaRMSNorm), but
 not before a wider one (a float32 weight for values of 16 bits); LayerNorm rounds once at the end. Sums are float32. One
@@ -68,21 +68,30 @@ def _rms_norm_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _layer_norm_kernel(
     x: tl.tensor,
+    residual: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     stride_row: tl.tensor,
+    stride_residual: tl.tensor,
     eps: tl.tensor,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
+    """`residual` may be None."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     inside = column < COLUMNS
     mask = (row < num_rows) & inside
-    wide = tl.load(x + row * stride_row + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride_row + column, mask=mask, other=0.0)
+    if residual is not None:
+        place = residual + row * stride_residual + column
+        total = value.to(tl.float32) + tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        value = total.to(x.dtype.element_ty)
+        tl.store(place, value, mask=mask)
+    wide = value.to(tl.float32)
     mean = tl.sum(wide, axis=1, keep_dims=True) / COLUMNS
     centred = tl.where(inside, wide - mean, 0.0)
     factor = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / COLUMNS + eps)
@@ -169,6 +178,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     x [T, C], rows at any stride; weight, bias [C] of x's dtype. Returns a new contiguous [T, C].
     """
     check_rows("x", x)
+    return _layer_norm(x, None, weight, bias, eps)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """residual += x, rounded to the dtype, in place; returns layer_norm(residual), new and contiguous.
+
+    x, residual [T, C], rows at any stride; weight, bias [C] of their dtype.
+    """
+    check_rows("x", x)
+    check_rows("residual", residual, x)
+    return _layer_norm(x, residual, weight, bias, eps)
+
+
+def _layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     check_vector("weight", weight, x.shape[1], x.dtype, x.device)
     check_vector("bias", bias, x.shape[1], x.dtype, x.device)
     out = x.new_empty(x.shape)
@@ -176,7 +199,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         tile = row_launch(x.shape[1])
         grid = cdiv(x.shape[0], tile.rows), 1, 1
         launches = _layer_norm_launches(x.shape[1])
-        launches(_layer_norm_kernel, grid, x, weight, bias, out, x.shape[0], x.stride(0), eps)
+        stride = 0 if residual is None else residual.stride(0)
+        launches(_layer_norm_kernel, grid, x, residual, weight, bias, out, x.shape[0], x.stride(0), stride, eps)
     return out
 
 

@@ -198,6 +198,11 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
     return normed
 
 
+def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    residual.add_(x)
+    return OPS.layer_norm(residual, weight, bias, eps)
+
+
 def _sample(logits: Tensor, *draws: Tensor) -> tuple[Tensor, Tensor]:
     return OPS.sample(logits, SamplingTensors(*draws))
 
@@ -370,6 +375,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "pixel_rows": OPS.pixel_rows,
     "rms_norm": OPS.rms_norm,
     "add_rms_norm": _add_rms_norm,
+    "add_layer_norm": _add_layer_norm,
     "gated_rms_norm": OPS.gated_rms_norm,
     "layer_norm": OPS.layer_norm,
     "act_and_mul": OPS.act_and_mul,
@@ -389,6 +395,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 # Arguments that functions write, by place.
 CHANGED = {
     "add_rms_norm": (1,),
+    "add_layer_norm": (1,),
     "causal_conv": (2,),
     "delta_rule": (7,),
     "write_quantized": (0, 1),

@@ -20,6 +20,7 @@ from hydra_engine.backend.base import (
     MixedRows,
     Normed,
     PagedCache,
+    RowNorm,
     SamplingTensors,
     StateCache,
     StateRows,
@@ -382,6 +383,27 @@ def test_norms(side: Side, dtype: torch.dtype) -> None:
     expected = REFERENCE.layer_norm(x, weight, bias, 1e-5)
     assert_close(ops.layer_norm(there(x), there(weight), there(bias), 1e-5).cpu(), expected, ulps=2, atol=1e-4)
     assert ops.rms_norm(there(x)[:0], there(weight), 1e-5).shape == (0, 80)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_norms_of_products_and_residuals(side: Side, dtype: torch.dtype, *, with_bias: bool) -> None:
+    """Sums have the bits of those that the ops give one after another; residuals stay as they are."""
+    weight, bias = random(48, 40, dtype=dtype, seed=1), random(48, dtype=dtype, seed=2)
+    scale, shift = side.there(random(48, dtype=dtype, seed=3)), side.there(random(48, dtype=dtype, seed=4))
+    for rows in (0, 1, SMALL_ROWS, SMALL_ROWS + 1, 70):
+        x, residual = strided(random(rows, 40, dtype=dtype)), strided(random(rows, 48, dtype=dtype, seed=5))
+        for ops in (side.ops, side.exact):
+            packed = ops.pack_linear(side.there(weight), side.there(bias) if with_bias else None)
+            given, before = side.there(residual), side.there(residual)
+            total = ops.linear(side.there(x), packed, residual=before)
+            for norm in (RowNorm(scale, shift, 1e-5), RowNorm(scale, None, 1e-5)):
+                found, summed = ops.linear_add_norm(side.there(x), packed, given, norm)
+                expected = ops.rms_norm(total, scale, 1e-5)
+                if norm.bias is not None:
+                    expected = ops.layer_norm(total, scale, norm.bias, 1e-5)
+                assert torch.equal(summed, total) and torch.equal(given, before)
+                assert_close(found.cpu(), expected.cpu(), ulps=2, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

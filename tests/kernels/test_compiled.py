@@ -30,7 +30,7 @@ from hydra_kernels.float8_rows import round_rows
 from hydra_kernels.fused_linear import gated_linear, rope_linear
 from hydra_kernels.linear import invariant_linear, small_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
-from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
+from hydra_kernels.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.pixels import pixel_rows
 from hydra_kernels.prefill_attention import prefill_attention
@@ -200,6 +200,7 @@ CASES: dict[str, Callable[[], object]] = {
     "rms_norm-4096-float32": lambda: rms_norm(rows(4096), rows(4096, torch.float32)[0], 1e-5),
     "gated_rms_norm-128": lambda: gated_rms_norm(heads(128), rows(128)[0], heads(128), 1e-6),
     "layer_norm-1152": lambda: layer_norm(rows(1152), rows(1152)[0], rows(1152)[0], 1e-5),
+    "add_layer_norm-1024": lambda: add_layer_norm(rows(1024), rows(1024), rows(1024)[0], rows(1024)[0], 1e-5),
     "act_and_mul-silu": lambda: act_and_mul(rows(2 * 18944), "silu"),
     "act_and_mul-gelu": lambda: act_and_mul(rows(2 * 4304), "gelu"),
     "sigmoid_mul-256": lambda: sigmoid_mul(heads(256), heads(256)),
@@ -537,6 +538,7 @@ def of_step(tokens: int, first: int) -> object:
         add_rms_norm(x, x, x[0], 1e-5),
         gated_rms_norm(parts[0], x[0, :128], parts[1], 1e-5),
         layer_norm(x, x[0], x[0], 1e-5),
+        add_layer_norm(x, x, x[0], x[0], 1e-5),
         act_and_mul(wide, "silu"),
         sigmoid_mul(parts[0], parts[1]),
         rotate(parts[0], *torch.zeros(2, tokens, 64)),
@@ -572,6 +574,7 @@ def test_no_step_needs_a_kernel_that_another_did_not(monkeypatch: pytest.MonkeyP
     # Forms of the wrappers above.
     several = {
         "_rms_norm_kernel": 4,
+        "_layer_norm_kernel": 2,
         "_prefill_kernel": 2,
         "_decode_gqa_kernel": 2,
         "_quantized_linear_kernel": 3,

@@ -112,6 +112,13 @@ def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) ->
     return weight
 
 
+def leaves_residual(rows: int, weight: PackedLinear, *, deterministic: bool) -> bool:
+    """Whether a residual acts on the rounded product, in a launch of its own."""
+    if not isinstance(weight, CudaLinear) or weight.bias is None or not rows:
+        return False
+    return implementation(rows, deterministic=deterministic) == "cublas"
+
+
 def linear(
     x: Tensor,
     weight: PackedLinear,

@@ -23,6 +23,7 @@ from hydra_engine.backend.base import (
     PackedLinear,
     PagedCache,
     Rotary,
+    RowNorm,
     SamplingTensors,
     StateRows,
 )
@@ -52,7 +53,7 @@ from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.fused_linear import can_norm, gated_linear, rope_linear
 from hydra_kernels.linear import small_linear
 from hydra_kernels.logits import adjust_logits, score_tokens
-from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
+from hydra_kernels.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from hydra_kernels.pixels import pixel_rows
 from hydra_kernels.rotary import rotate
 from hydra_kernels.sampling import sample
@@ -172,6 +173,18 @@ class CudaOps(CudaCacheOps, ComposedOps):
             return super().linear_add_rms_norm(x, linear, residual, weight, eps)
         total = small_linear(x, plain.weight, plain.bias, residual, rounded=True)
         return Normed(total, weight, eps), total
+
+    def linear_add_norm(
+        self, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Where a residual beside a bias acts on cuBLAS's rounded product, so does the norm's launch: the sum takes
+        the product's place, with the same bits."""
+        if not cuda_linear.leaves_residual(x.shape[0], linear, deterministic=self.deterministic):
+            return super().linear_add_norm(x, linear, residual, norm)
+        total: Tensor = self.linear(x, linear)
+        if norm.bias is None:
+            return add_rms_norm(residual, total, norm.weight, norm.eps), total
+        return add_layer_norm(residual, total, norm.weight, norm.bias, norm.eps), total
 
     def linear_act_and_mul(self, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
         rows, norm, eps = self._with_norm(x)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hydra_engine.backend.base import Activation, Normed, PackedLinear
+from hydra_engine.backend.base import Activation, Normed, PackedLinear, RowNorm
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.models.loading.parameters import Kept, Scope
 from hydra_engine.models.loading.quantize import quantized_matrix
@@ -211,6 +211,11 @@ class RmsNorm:
         (packed,) = linear.packed
         return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
 
+    def of_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(linear(x) + residual), linear(x) + residual)"""
+        (packed,) = linear.packed
+        return self._ops.linear_add_norm(x, packed, residual, RowNorm(self._weight.tensor, None, self._eps))
+
 
 def norm_weight(scope: Scope, name: str, num_channels: int, *, centred: bool) -> Weight:
     if centred:
@@ -227,6 +232,12 @@ class LayerNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.layer_norm(x, self._weight.tensor, self._bias.tensor, self._eps)
+
+    def of_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of `RmsNorm`."""
+        (packed,) = linear.packed
+        norm = RowNorm(self._weight.tensor, self._bias.tensor, self._eps)
+        return self._ops.linear_add_norm(x, packed, residual, norm)
 
 
 class Head:

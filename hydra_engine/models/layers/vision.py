@@ -170,8 +170,8 @@ class VisionLayer:
         return slices.rows(self._behind_mix, mixed, x)
 
     def _behind_mix(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        x = self._attention.out(mixed, residual=residual)
-        return self._mlp(self._norm2(x), residual=x)
+        normed, x = self._norm2.of_sum(self._attention.out, mixed, residual)
+        return self._mlp(normed, residual=x)
 
 
 class PatchMerger:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.reference.ops import ReferenceOps
-from hydra_kernels.norms import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
+from hydra_kernels.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from tests.kernels.comparison import DTYPES, assert_close, assert_same_rounding, strided
 
 OPS = ReferenceOps()
@@ -57,6 +57,16 @@ def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     result = layer_norm(x, weight, bias, 1e-5)
     assert result.is_contiguous()
     assert_close(result, OPS.layer_norm(x, weight, bias, 1e-5), ulps=2, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_add_layer_norm_updates_the_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual = strided(rows(shape, dtype)), strided(rows(shape, dtype, 1))
+    weight, bias, total = rows(shape[1:], dtype, 2), rows(shape[1:], dtype, 3), x + residual
+    result = add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert_close(residual, total, ulps=1)
+    assert torch.equal(result, layer_norm(residual, weight, bias, 1e-5))
 
 
 def test_rounding_is_that_of_transformers() -> None:
