@@ -315,6 +315,10 @@ class GatedMlp:
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         return self.down(self.inner(x), residual=residual)
 
+    def under(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The result under a norm, and as it is."""
+        return norm.of_sum(self.down, self.inner(x), residual)
+
     def inner(self, x: Tensor | Normed) -> Tensor:
         """What `down` takes."""
         return self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act)
@@ -343,3 +347,7 @@ class Mlp:
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         return self._second(self._first(x, self._act), residual=residual)
+
+    def under(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The result under a norm, and as it is."""
+        return norm.of_sum(self._second, self._first(x, self._act), residual)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -138,13 +140,16 @@ class LayerNames(NamedTuple):
 
 
 class VisionLayer:
-    """x + attention(norm(x)), and then x + mlp(norm(x))."""
+    """x + attention(norm(x)), and then x + mlp(norm(x)). `then` is the first norm of the layer behind, if it takes what
+    this one gives; see `chained`."""
+
+    then: LayerNorm | RmsNorm | None = None
 
     def __init__(self, scope: Scope, spec: TowerSpec, names: LayerNames) -> None:
         size, inner, act = spec.hidden_size, spec.intermediate_size, spec.hidden_act
         norm = RmsNorm if spec.rms_norms else LayerNorm
         attention_scale, mlp_scale = names.scales or (None, None)
-        self._norm1 = norm(scope.at(names.norms[0]), size, spec.norm_eps)
+        self.norm1 = norm(scope.at(names.norms[0]), size, spec.norm_eps)
         self._attention = PackedAttention(
             scope,
             size,
@@ -162,16 +167,41 @@ class VisionLayer:
         else:
             self._mlp = Mlp(scope, names.mlp, size, inner, size, act, scale=mlp_scale)
 
-    def __call__(self, x: Tensor, cu_seqlens: Segments, slices: Slices, rotary: Rotary | None = None) -> Tensor:
-        """[P, C] -> new memory; `x` is not written. In the pieces of `slices`; all that is not attention goes row by
-        row."""
-        projected = slices.rows(lambda rows: self._attention.project(self._norm1(rows)), x)
+    def __call__(
+        self,
+        x: Tensor,
+        cu_seqlens: Segments,
+        slices: Slices,
+        rotary: Rotary | None = None,
+        *,
+        normed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[P, C] -> new memory, and the same under `then`; `x` is not written. `normed`: x under the first norm, where
+        the layer before has computed it. In the pieces of `slices`; all that is not attention goes row by row."""
+        if normed is None:
+            projected = slices.rows(lambda rows: self._attention.project(self.norm1(rows)), x)
+        else:
+            projected = slices.rows(self._attention.project, normed)
         mixed = self._attention.mix(projected, cu_seqlens, rotary, slices)
-        return slices.rows(self._behind_mix, mixed, x)
+        if self.then is None:
+            return slices.rows(self._behind_mix, mixed, x), None
+        normed, x = slices.row_pairs(partial(self._under, self.then), mixed, x)
+        return x, normed
 
     def _behind_mix(self, mixed: Tensor, residual: Tensor) -> Tensor:
         normed, x = self._norm2.of_sum(self._attention.out, mixed, residual)
         return self._mlp(normed, residual=x)
+
+    def _under(self, norm: LayerNorm | RmsNorm, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        normed, x = self._norm2.of_sum(self._attention.out, mixed, residual)
+        return self._mlp.under(norm, normed, residual=x)
+
+
+def chained(layers: Sequence[VisionLayer]) -> Sequence[VisionLayer]:
+    """Layers each of which takes what the one before gives, so that norms and sums before them can be one launch."""
+    for layer, behind in pairwise(layers):
+        layer.then = behind.norm1
+    return layers
 
 
 class PatchMerger:
@@ -212,7 +242,9 @@ class SquareVision:
             LayerNorm(scope.at(name), spec.hidden_size, spec.norm_eps) if held else None for name, held in norms
         )
         num_active = spec.num_active_layers
-        self._layers = [VisionLayer(scope.at(f"{names.layers}.{i}"), spec, names.layer) for i in range(num_active)]
+        self._layers = chained(
+            [VisionLayer(scope.at(f"{names.layers}.{i}"), spec, names.layer) for i in range(num_active)]
+        )
         scope.skip(*names.unread, *(f"{names.layers}.{i}." for i in range(num_active, spec.num_layers)))
         scope.skip(*(f"{name}." for name, held in norms if name and not held))
         self.granule, self.num_values = spec.num_patches, self._embed.num_values
@@ -243,8 +275,9 @@ class SquareVision:
         if self._pre_norm is not None:
             state = self._pre_norm(state)
         states = {0: state} if 0 in spec.feature_layers else {}
+        normed = None
         for index, layer in enumerate(slices.between(self._layers), start=1):
-            state = layer(state, cu_seqlens, slices)
+            state, normed = layer(state, cu_seqlens, slices, normed=normed)
             if index in spec.feature_layers:
                 states[index] = state
         if len(spec.feature_layers) > 1:

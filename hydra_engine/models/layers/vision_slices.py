@@ -50,18 +50,30 @@ class Slices:
     def rows(self, compute: Callable[..., Tensor], *tensors: Tensor, group: int = 1) -> Tensor:
         """compute(*tensors), where rows of the result follow from the same rows of the tensors, or from `group` rows
         that lie together. Pieces are as equal as they can be."""
+        results = self._pieces(compute, tensors, group)
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def row_pairs(self, compute: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """As `rows`, of two results at once."""
+        results = self._pieces(compute, tensors, group=1)
+        if len(results) == 1:
+            return results[0]
+        first, second = zip(*results, strict=True)
+        return torch.cat(first), torch.cat(second)
+
+    def _pieces(self, compute: Callable[..., T], tensors: Sequence[Tensor], group: int) -> list[T]:
         count = tensors[0].shape[0]
         num_pieces = -(-count // self._piece_rows) if self._piece_rows else 1
         num_pieces = min(num_pieces, count // group)
         if num_pieces <= 1:
-            return compute(*tensors)
+            return [compute(*tensors)]
         ends = [count // group * i // num_pieces * group for i in range(num_pieces + 1)]
         results = []
         for begin, end in pairwise(ends):
             if begin:
                 self.checkpoint()
             results.append(compute(*(tensor[begin:end] for tensor in tensors)))
-        return torch.cat(results)
+        return results
 
     def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
         """mix(q, k, v, cu_seqlens) [P, H, D] for `Ops.attention_packed`, whose segments and heads do not mix.

@@ -15,7 +15,7 @@ from hydra_engine.backend.base import PackedPlan, Segments
 from hydra_engine.models.inputs import VisionInput, go_on
 from hydra_engine.models.layers.attention import PackedAttention
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, Weight
-from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer
+from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, chained
 from hydra_engine.models.layers.vision_packing import (
     Ints,
     Packing,
@@ -53,7 +53,10 @@ class MiniCpmVision:
         self._positions = Weight(embeddings, "position_embedding.weight", (spec.num_positions**2, size))
         self._embed = PatchProjection(embeddings, "patch_embedding", size, patch, spec.preprocess)
         layers = range(spec.tower.num_layers)
-        self._layers = tuple(VisionLayer(tower.at(f"encoder.layers.{i}"), spec.tower, LayerNames()) for i in layers)
+        self._layers = [VisionLayer(tower.at(f"encoder.layers.{i}"), spec.tower, LayerNames()) for i in layers]
+        behind = 0 if spec.insert_layer is None else spec.insert_layer + 1
+        for part in (self._layers[:behind], self._layers[behind:]):
+            chained(part)
         self._inner: WindowMerger | None = None
         if spec.insert_layer is None:
             tower.skip("vit_merger.")
@@ -96,8 +99,9 @@ class MiniCpmVision:
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         (places,), slices, cu_seqlens = inputs.indices, inputs.slices, inputs.segments[0]
         x = slices.rows(self._embed, inputs.patches, self._positions.tensor.index_select(0, places))
+        normed = None
         for index, layer in enumerate(slices.between(self._layers)):
-            x = layer(x, cu_seqlens, slices)
+            x, normed = layer(x, cu_seqlens, slices, normed=normed)
             if self._inner is not None and index == self._spec.insert_layer:
                 slices.checkpoint()
                 _, cu_seqlens, windows = inputs.segments

@@ -20,7 +20,7 @@ from hydra_engine.backend.base import Rotary
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, RmsNorm, Weight
 from hydra_engine.models.layers.rotary import GrowingTable
-from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer
+from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, chained
 from hydra_engine.models.layers.vision_packing import (
     Grid,
     Ints,
@@ -84,7 +84,7 @@ class GridVision:
         self._geometry, self._merge, self._full_layers = geometry, geometry.merge_size, tower.full_layers
         self._rotary = PatchRotary(size // tower.num_heads, tower.rope_theta, scope.device)
         self.granule, self.num_values = self._merge**2, self._embed.num_values
-        self._blocks = tuple(VisionLayer(scope.at(f"blocks.{i}"), tower, names) for i in range(tower.num_layers))
+        self._blocks = chained([VisionLayer(scope.at(f"blocks.{i}"), tower, names) for i in range(tower.num_layers)])
         self.num_slices = len(self._blocks) + 2  # what comes before the layers, the layers, the merger
 
     def reserve(self, room: int) -> None:
@@ -102,9 +102,10 @@ class GridVision:
         """Segments are pictures, and where a tower has some, windows, in which all but its full layers attend."""
         slices, planes = inputs.slices, []
         rotary = self._rotary(inputs.indices[0], inputs.indices[1], inputs.end)
-        x = self._embedded(inputs)  # [P, C]
+        x, normed = self._embedded(inputs), None  # [P, C]
         for index, block in enumerate(slices.between(self._blocks)):
-            x = block(x, inputs.segments[0 if index in self._full_layers else -1], slices, rotary)
+            segments = inputs.segments[0 if index in self._full_layers else -1]
+            x, normed = block(x, segments, slices, rotary, normed=normed)
             if index in self._deep_mergers:
                 slices.checkpoint()
                 planes.append(slices.rows(self._deep_mergers[index], x, group=self.granule))
