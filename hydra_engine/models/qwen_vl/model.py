@@ -158,15 +158,17 @@ class Qwen25Vision(Qwen2Vision):
         self._window = self._tower.window_tokens**2 * self.granule  # patches of a whole one
 
     def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
-        """Rows and columns in the order of windows, and that order."""
+        """Rows and columns in the order of windows, that order, and where each token comes in it."""
         side = self._tower.window_tokens
         windows = cut_windows(grids, self._merge, side)
         bounds = bounds_of(windows.sizes, self._most_windows(room) if room else 0)
         if bounds is None:
             return None
         places = [_places_in_windows(rows, columns, self._merge, side) for _, rows, columns in grids]
+        back = np.empty_like(windows.order)
+        back[windows.order] = np.arange(len(back))
         return packing._replace(
-            indices=(*np.concatenate(places, axis=1), windows.order),
+            indices=(*np.concatenate(places, axis=1), windows.order, back),
             bounds=(*packing.bounds, bounds),
             longest=(*packing.longest, min(self._window, packing.num_patches)),
         )
@@ -178,7 +180,7 @@ class Qwen25Vision(Qwen2Vision):
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         (features,) = super().__call__(inputs)
-        return (torch.empty_like(features).index_copy_(0, inputs.indices[2], features),)
+        return (features.index_select(0, inputs.indices[3]),)
 
     def _embedded(self, inputs: TowerInput) -> Tensor:
         rows = super()._embedded(inputs)

@@ -185,12 +185,13 @@ class VisionLane:
         num_patches = sum(item.num_patches for item in items)
         if self.graphs is None or not self.graphs.replay(inputs, slots, num_patches):
             self._model.encode(inputs, self._cache)
-        finite = [self._is_finite(item, blocks) for item, blocks in zip(items, block_ids, strict=True)]
-        fetch = self._device.fetch((torch.stack(finite),))
+        extremes = [self._extremes(item, blocks) for item, blocks in zip(items, block_ids, strict=True)]
+        fetch = self._device.fetch((torch.isfinite(torch.stack(extremes)).all(dim=1),))
         return tuple(Flag(fetch, place, item.request_id in poisoned) for place, item in enumerate(items))
 
-    def _is_finite(self, item: EncodeItem, blocks: Tensor) -> Tensor:
+    def _extremes(self, item: EncodeItem, blocks: Tensor) -> Tensor:
+        """[2]: the smallest and the largest feature, which are both finite where all features are."""
         features = self._cache.data[blocks]  # [n, planes, 1, S, 1, C]
         num_blocks, planes, _, block_size, _, width = features.shape
         rows = features.permute(1, 0, 3, 2, 4, 5).reshape(planes, num_blocks * block_size, width)[:, : item.num_tokens]
-        return torch.isfinite(rows).all()
+        return torch.stack(torch.aminmax(rows))
