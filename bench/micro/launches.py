@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -92,6 +93,39 @@ def gated(rows: int, width: int, num_in: int, device: torch.device, most: int) -
         return gated_linear(x, weights[n], None, "silu", norm, 1e-5)
 
     return Inputs(launch, F.silu(gate) * up, copies, work, lambda n: F.linear(normed, weights[n]))
+
+
+def quantized(rows: int, num_out: int, num_in: int, num_bits: int, device: torch.device, most: int) -> Inputs:
+    """In groups of 128 inputs."""
+    from hydra_kernels.quantized_linear import pack, small_quantized_linear
+
+    copies = cold_copies(device, num_out * num_in * num_bits // 8, most=most)
+    numbers = torch.randint(-(1 << num_bits - 1), 1 << num_bits - 1, (num_out, num_in), dtype=torch.int8, device=device)
+    scales = torch.rand((num_out, num_in // 128), device=device).bfloat16() * num_in**-0.5
+    values = numbers if num_bits == 8 else ((numbers[:, ::2] + 8) | (numbers[:, 1::2] + 8) << 4).view(torch.uint8)
+    packed = pack(values, scales, None, num_bits)
+    weights = [packed._replace(words=packed.words.clone()) for _ in range(copies)]
+    x = random(device, rows, num_in)
+    expected = F.linear(x.float(), numbers.float() * scales.float().repeat_interleave(128, dim=1))
+    work = Work("weights", 2.0 * rows * num_out * num_in, float(packed.words.nbytes + scales.nbytes))
+    return Inputs(lambda n: small_quantized_linear(x, weights[n]), expected, copies, work)
+
+
+def entries_of_quantized(num_out: int) -> Iterator[tuple[int, ...]]:
+    for columns, depth, warps, stages in itertools.product((32, 64, 128), (128, 256), (4, 8), (3, 4)):
+        if columns < 16 * warps and (columns, warps) != (32, 4):
+            continue
+        for splits in (1, 2, 4):
+            if splits == 1 or -(-num_out // columns) * splits <= 600:
+                yield 16, columns, depth, warps, stages, splits
+
+
+def entries_of_many_rows(rows: int, num_out: int) -> Iterator[tuple[int, ...]]:
+    for columns, depth, warps, stages in itertools.product((64, 128), (64, 128, 256), (4, 8), (4, 6)):
+        held = (columns + rows) * depth * 2 * (stages - 1)
+        if 48 << 10 <= held <= 190 << 10:
+            for splits in (1, 2) if num_out < 8192 else (1,):
+                yield rows, columns, depth, warps, stages, splits
 
 
 def entries_of_one_row(*, pairs: bool) -> Iterator[tuple[int, ...]]:
@@ -199,6 +233,13 @@ def cases() -> dict[str, Case]:
         if num_in == 4096:
             few = list(entries_of_few_rows(2 * width, pairs=True))
             found.append(Case(f"gated-16 {width} x {num_in}", *pairs, few, partial(gated, 16, width, num_in)))
+    for rows, num_out, num_in in ((64, 4096, 4096), (64, 3584, 18944), (64, 12288, 4096)):
+        many = list(entries_of_many_rows(rows, num_out))
+        found.append(Case(f"rows-{rows} {num_out} x {num_in}", *small, many, partial(products, rows, num_out, num_in)))
+    words = ("hydra_kernels.quantized_linear", "few_rows_quantized_launch")
+    for num_out, num_in, bits in ((37888, 3584, 4), (4608, 3584, 4), (3584, 18944, 4), (37888, 3584, 8)):
+        entries, name = list(entries_of_quantized(num_out)), f"quantized-16 {num_out} x {num_in} in {bits} bits"
+        found.append(Case(name, *words, entries, partial(quantized, 16, num_out, num_in, bits)))
     decode = ("hydra_kernels.decode_attention", "decode_launch")
     for rows, heads, kv_heads in ((1, 28, 4), (64, 28, 4), (1, 32, 32), (64, 32, 32)):
         entries = list(entries_of_decodes(grouped=heads != kv_heads))
@@ -224,6 +265,15 @@ def entry_of(numbers: Sequence[int]) -> Any:
     return LinearLaunch(*numbers) if len(numbers) == 6 else AttentionLaunch(*numbers)
 
 
+@contextmanager
+def table_of(case: Case, numbers: tuple[int, ...]) -> Iterator[None]:
+    """The table says these. Kernels of few rows take more than they do otherwise."""
+    with patch(f"{case.module}.{case.table}", lambda *_: entry_of(numbers)), ExitStack() as more:
+        if case.table == "small_launch":
+            more.enter_context(patch(f"{case.module}.MAX_SMALL_ROWS", 64))
+        yield
+
+
 @cache
 def _inputs(name: str, device: torch.device) -> Inputs:
     return cases()[name].make(device, 1)
@@ -235,7 +285,7 @@ def compiled(task: tuple[str, tuple[int, ...], str]) -> tuple[str, tuple[int, ..
     case = cases()[name]
     try:
         inputs = _inputs(name, torch.device(device))
-        with patch(f"{case.module}.{case.table}", lambda *_: entry_of(numbers)):
+        with table_of(case, numbers):
             result = inputs.launch(0).float()
         error = float((result - inputs.expected.float()).norm() / inputs.expected.float().norm())
         return name, numbers, "" if error <= _TOLERANCE else f"{error:.1%} off"
@@ -275,12 +325,11 @@ def _measure(report: Report, case: Case, good: list[tuple[int, ...]]) -> list[st
         found.append(
             (seconds.median, report.row(f"{case.name} torch", seconds, work=[inputs.work])["of_floor"], "torch")
         )
-    for numbers in (None, *good):
+    as_it_is = [] if case.name.startswith("rows-64") else [None]
+    for numbers in (*as_it_is, *good):
         what = f"{case.name} {'as it is' if numbers is None else numbers}"
         with report.case(what):
-            before = getattr(__import__(case.module, fromlist=[case.table]), case.table)
-            table = before if numbers is None else (lambda *_, numbers=numbers: entry_of(numbers))
-            with patch(f"{case.module}.{case.table}", table):
+            with nullcontext() if numbers is None else table_of(case, numbers):
                 run = captured(report.device, in_turn(inputs.launch, inputs.copies), inputs.copies)
             seconds = scaled(timed(report.device, {"ours": run}, _EFFORT), inputs.copies)["ours"]
             row = report.row(what, seconds, work=[inputs.work], inputs={"entry": numbers})
