@@ -197,8 +197,9 @@ _TILED_WIDE = LinearLaunch(64, 64, 32, 4, 3)  # of float32
 # Of weights in 8 and 4 bits. By the least number of rows less one: a tile has all rows of a step.
 _FEW_ROWS_QUANTIZED = {
     16: LinearLaunch(64, 64, 128, 4, 4),
-    0: LinearLaunch(16, 128, 128, 4, 4),
+    0: LinearLaunch(16, 64, 128, 4, 3),
 }
+_LONG_QUANTIZED = 8192  # inputs, of which as few rows have twice as many at once
 _QUANTIZED_PROGRAMS = (
     256  # two for each of 132 SMs: turning numbers into floats takes warps besides the loads in flight
 )
@@ -258,6 +259,8 @@ def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: t
     launch = _first(_FEW_ROWS_QUANTIZED, num_rows - 1)
     if dtype.itemsize > 2:
         launch = launch._replace(stages=2)
+    elif launch.rows == 16 and num_in >= _LONG_QUANTIZED:
+        launch = launch._replace(depth=2 * launch.depth)
     programs = cdiv(num_out, launch.columns)
     longest = num_in // (4 * launch.depth)  # four steps are the least that is worth a program
     return launch._replace(splits=max(1, min(_QUANTIZED_PROGRAMS // programs, longest)))
