@@ -83,7 +83,7 @@ def test_rows_and_words_of_a_weight_are_in_one_order(group_size: int) -> None:
     operands = (part.view(FLOAT8).float().unflatten(1, (-1, group_size)) for part in (rows, packed.words))
     sums = torch.einsum("tgk,ngk->tgn", *operands)
     found = torch.einsum("tgn,tg,ng->tn", sums, steps, weight.scales)
-    torch.testing.assert_close(found, product(x, weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, product(x, weight), rtol=1e-4, atol=1e-4)  # sums in another order
 
 
 def test_steps_lie_as_tensor_cores_read_them() -> None:
