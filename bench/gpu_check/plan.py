@@ -75,23 +75,23 @@ def parts_of(call: str, setup: Setup) -> list[Part]:
 def _first(setup: Setup) -> list[Part]:
     ops, engine, device, _ = files_by_kind()
     return [
-        _tests(setup, Tests("tests-ops", ops, "cuda and not alone", 14, 95.0, 180.0)),
+        _tests(setup, Tests("tests-ops", ops, "cuda and not alone", 14, 75.0, 180.0)),
         _ceilings(setup),
-        *_together(setup, LLAVA, ("decode", "profile"), LLAVA, 80.0, 140.0),
-        _tests(setup, Tests("tests-engine", [*engine, *device], "cuda and not alone", 10, 110.0, 180.0)),
-        _tests(setup, Tests("tests-device", [*device, *engine, *ops], "cuda and alone", 1, 85.0, 150.0)),
+        *_together(setup, LLAVA, ("decode", "profile"), LLAVA, 40.0, 140.0),
+        _tests(setup, Tests("tests-engine", [*engine, *device], "cuda and not alone", 10, 60.0, 180.0)),
+        _tests(setup, Tests("tests-device", [*device, *engine, *ops], "cuda and alone", 1, 50.0, 150.0)),
         *_sanitized(setup, 45.0, 150.0),
     ]
 
 
 def _second(setup: Setup) -> list[Part]:
     return [
-        *_together(setup, f"more-{LLAVA}", ("encode", "prefill"), LLAVA, 45.0, 120.0),
-        *_together(setup, QWEN, ("encode", "prefill", "decode", "profile"), QWEN, 85.0, 160.0),
-        *_together(setup, TWIN, ("encode",), TWIN, 25.0, 80.0),
-        _bench(setup, "colocate", LLAVA, 55.0, 150.0),
-        _bench(setup, "colocate", QWEN, 50.0, 150.0),
-        *_together(setup, "operations", OF_OPERATIONS, None, 75.0, 180.0),
+        *_together(setup, f"more-{LLAVA}", ("encode", "prefill"), LLAVA, 20.0, 120.0),
+        *_together(setup, QWEN, ("encode", "prefill", "decode", "profile"), QWEN, 40.0, 160.0),
+        *_together(setup, TWIN, ("encode",), TWIN, 20.0, 80.0),
+        _bench(setup, "colocate", LLAVA, 40.0, 150.0),
+        _bench(setup, "colocate", QWEN, 40.0, 150.0),
+        *_together(setup, "operations", OF_OPERATIONS, None, 80.0, 180.0),
         _bench(setup, "migrate", None, 20.0, 80.0),
         *_together(setup, f"peers-{LLAVA}", ("decode", "prefill", "encode"), LLAVA, 35.0, 150.0, peers=True),
         *_together(setup, f"peers-{QWEN}", ("decode", "prefill", "encode"), QWEN, 35.0, 150.0, peers=True),
@@ -138,7 +138,7 @@ def _build(setup: Setup) -> Part:
     """Fails without CUDA, at once."""
     command = (sys.executable, "setup.py", "build_ext", "--inplace")
     environment = {"HYDRA_BUILD_JOBS": str(setup.jobs), "HYDRA_REQUIRE_CUDA": "1", **setup.built}
-    return Part("build", command, 200.0, packages=_BUILD, environment=environment, planned_s=60.0)
+    return Part("build", command, 200.0, packages=_BUILD, environment=environment, planned_s=50.0)
 
 
 # ---- tests
@@ -216,7 +216,7 @@ def _sanitized(setup: Setup, planned_s: float, limit_s: float) -> list[Part]:
 def _ceilings(setup: Setup) -> Part:
     command = (sys.executable, "-m", "bench.micro.ceilings", "--quick")
     command += ("--json", str(setup.folder / f"{CEILINGS}.json"))
-    return Part(CEILINGS, command, 60.0, 10.0, _TORCH, "build", planned_s=25.0)
+    return Part(CEILINGS, command, 60.0, 10.0, _TORCH, "build", planned_s=15.0)
 
 
 def _known(setup: Setup) -> tuple[str, str]:
