@@ -24,7 +24,7 @@ from bench.micro.floors import Work, decode_work, encode_work, image_work, prefi
 from bench.micro.harness import Report, Run, parse, timed
 from bench.micro.subject import Row, Subject, release, run_bench
 
-ROWS, SMALL_ROWS = (1, 64), (1, 4)  # decodes; of a processor
+ROWS, SMALL_ROWS = (1, 8, 64), (1, 4)  # decodes; of a processor
 _CONTEXT, _SMALL_CONTEXT = 1024, 256
 _PROMPT, _SMALL_PROMPT = 1024, 128
 _CALLS, _SMALL_CALLS = 5, 2  # under the profiler

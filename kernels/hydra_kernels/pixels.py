@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, described
+from hydra_kernels._launch import Launch, kept
+from hydra_kernels._sizes import cdiv
 
 _COLUMNS = 1024  # of one program
 _WARPS = 4
@@ -49,14 +51,11 @@ def pixel_rows(pixels: Tensor, table: Tensor, width: int) -> Tensor:
         raise ValueError(f"width: expected at least {num_values}, got {width}")
     out = torch.empty((num_rows, width), dtype=table.dtype, device=pixels.device)
     if out.numel():
-        _pixel_rows_kernel[(num_rows, triton.cdiv(width, _COLUMNS))](
-            pixels,
-            table,
-            out,
-            STRIDE_ROW=pixels.stride(0),
-            VALUES=num_values,
-            WIDTH=width,
-            COLUMNS=_COLUMNS,
-            num_warps=_WARPS,
-        )
+        grid = num_rows, cdiv(width, _COLUMNS), 1
+        _launches(pixels.stride(0), num_values, width)(_pixel_rows_kernel, grid, pixels, table, out)
     return out
+
+
+@kept
+def _launches(stride: int, num_values: int, width: int) -> Launch:
+    return Launch(STRIDE_ROW=stride, VALUES=num_values, WIDTH=width, COLUMNS=_COLUMNS, num_warps=_WARPS)

@@ -122,6 +122,17 @@ def test_tokens_equal_transformers_in_float32(
             assert gap < TIE, f"case {case}: token {same} is {ours[same]} and not {theirs[same]}, {gap:.2g} apart"
 
 
+def test_tokens_of_a_hybrid_model_equal_the_processors_in_float32(
+    cuda: torch.device, checkpoints: Callable[[str], Path]
+) -> None:
+    """Of the family with recurrent layers, which the oldest transformers that the engine takes cannot run."""
+    found = []
+    for options in ({}, {"device": "cpu", "threads": 2}):
+        with engine_of(checkpoints("minicpmv4_6"), dtype="float32", **options) as engine:
+            found.append([result.token_ids for result in all_results(engine)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_bfloat16_agrees_with_float32_as_often_as_transformers_does(
     cuda: torch.device, checkpoints: Callable[[str], Path], family: str
