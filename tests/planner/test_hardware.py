@@ -1,5 +1,5 @@
 """Devices that are not here: the table of their figures, and step times from it against floors that were worked out by
-hand and the predictions of bench/NOTES.md."""
+hand and against what such a device has measured."""
 
 from __future__ import annotations
 
@@ -67,17 +67,25 @@ def measured_ms(document: str) -> dict[str, float]:
 
 
 def test_steps_are_close_to_those_that_an_h200_measured() -> None:
-    """Optimistic by up to a quarter where the kernels that ran were below the predictions of bench/NOTES.md."""
+    """Qwen's were measured before the launch parameters of its attention were."""
     found = measured_ms("h200/decode-llava-1.5-7b.json")
     decodes = [decode_ms(LLAVA, "H200", n) / found[f"{LLAVA} decode graph B={n} KV=1024"] for n in (1, 8, 64, 128)]
     found = measured_ms("h200-first/decode-qwen2.5-vl-7b.json")
     decodes += [decode_ms(QWEN25, "H200", n) / found[f"{QWEN25} decode graph B={n} KV=1024"] for n in (1, 64, 128)]
-    assert all(0.75 < ratio < 1.1 for ratio in decodes)
+    assert all(0.88 < ratio < 1.05 for ratio in decodes)
     prompts = []
     for model, document in ((LLAVA, "h200/prefill-llava-1.5-7b"), (QWEN25, "h200-first/prefill-qwen2.5-vl-7b")):
         found = measured_ms(f"{document}.json")
         prompts += [prefill_ms(model, "H200", n) / found[f"{model} prefill b=1 S={n}"] for n in (1024, 2048)]
-    assert all(0.8 < ratio < 1.0 for ratio in prompts)
+    assert all(0.94 < ratio < 1.04 for ratio in prompts)
+    encodes = []
+    for model, document, patches, counts in (
+        (LLAVA, "h200/encode-llava-1.5-7b", 576, (1, 4)),
+        (QWEN2, "h200-first/encode-qwen2-vl-7b", 4096, (1,)),
+    ):
+        found = measured_ms(f"{document}.json")
+        encodes += [encode_ms(model, "H200", patches, n) / found[f"{model} encode graph b={n}"] for n in counts]
+    assert all(0.9 < ratio < 1.05 for ratio in encodes)
 
 
 # ---- the table
@@ -130,44 +138,6 @@ def test_links_are_the_common_one_and_the_hosts() -> None:
 
 
 # ---- step times
-
-
-@pytest.mark.parametrize(
-    ("model", "device", "count", "least", "most"),
-    [
-        (LLAVA, "H200", 1, 3.3, 3.6),
-        (LLAVA, "A100", 1, 7.0, 8.2),
-        (QWEN25, "H200", 1, 3.4, 3.7),
-        (LLAVA, "H200", 16, 5.2, 5.8),
-        (LLAVA, "H200", 64, 11.8, 12.8),
-        (QWEN25, "H200", 64, 4.6, 5.1),
-        (QWEN25, "H200", 256, 9.0, 10.2),
-        (QWEN25, "H200", 512, 17.8, 19.6),
-    ],
-)
-def test_decodes_take_what_the_notes_predict(model: str, device: str, count: int, least: float, most: float) -> None:
-    assert least < decode_ms(model, device, count) < most
-
-
-@pytest.mark.parametrize(
-    ("model", "tokens", "expected"), [(LLAVA, 256, 5.2), (LLAVA, 1024, 20.0), (LLAVA, 2048, 41.0), (QWEN25, 1024, 20.3)]
-)
-def test_prompts_take_what_the_notes_predict(model: str, tokens: int, expected: float) -> None:
-    assert prefill_ms(model, "H200", tokens) == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("model", "patches", "count", "expected"),
-    [
-        (LLAVA, 576, 1, 0.85),
-        (LLAVA, 576, 4, 2.3),
-        (LLAVA, 576, 16, 9.2),
-        (QWEN2, 4096, 1, 13.6),
-        (QWEN25, 4096, 1, 8.8),
-    ],
-)
-def test_encodes_take_what_the_notes_predict(model: str, patches: int, count: int, expected: float) -> None:
-    assert encode_ms(model, "H200", patches, count) == pytest.approx(expected, rel=0.1)
 
 
 def test_attention_of_pictures_is_counted_once() -> None:
@@ -226,7 +196,7 @@ def test_quantized_weights_are_read_in_their_bytes() -> None:
     full, device = spec_of(LLAVA), find_device("H200")
     small = roofline_costs(replace(full, at_load=at_load("int4")), device, "bfloat16").surface
     share = small.rows.at(1) / surface_of(LLAVA, "H200").rows.at(1)
-    assert 0.25 < share < 0.35
+    assert 0.3 < share < 0.4
     assert small.rows.at(4096) == surface_of(LLAVA, "H200").rows.at(4096)
 
 
@@ -244,7 +214,9 @@ def test_states_of_recurrent_layers_are_read_and_written_by_every_decode() -> No
     recurrent = replace(spec, language=replace(spec.language, delta=delta, layer_kinds=kinds))
     surface = roofline_costs(recurrent, device, "bfloat16").surface
     more_s = surface.per_decode_s - surface_of(LLAVA, "H200").per_decode_s
-    assert more_s == pytest.approx(2 * recurrent.language.state_bytes(2) / (0.9 * device.memory_bytes_per_s))
+    assert more_s == pytest.approx(
+        2 * recurrent.language.state_bytes(2) / (roofline.COPY_SHARE * device.memory_bytes_per_s)
+    )
     assert surface.per_key_s == pytest.approx(surface_of(LLAVA, "H200").per_key_s / 32)
 
 
@@ -265,7 +237,7 @@ def test_a_kind_of_device_has_what_is_reached_of_its_links_and_memory() -> None:
     kind = device_kind(spec_of(LLAVA), device, "bfloat16")
     assert (kind.name, kind.memory_bytes, kind.on_processor) == ("H200", device.memory_bytes, False)
     assert kind.link_bytes_per_s == pytest.approx(360e9)  # 380 of 450 were measured
-    assert kind.copy_bytes_per_s == pytest.approx(4.3e12 / 2, rel=0.01)
+    assert kind.copy_bytes_per_s == pytest.approx(4.18e12 / 2, rel=0.01)
     assert kind.costs.source == "roofline of H200, bfloat16" and kind.costs.alike == 2.0
 
 
@@ -289,6 +261,6 @@ def test_who_uses_more_slows_more(one: Use, other: Use, compute: float, memory: 
 
 @pytest.mark.parametrize("model", [LLAVA, QWEN2, QWEN25])
 def test_encodes_go_better_beside_decodes_than_beside_prompts(model: str) -> None:
-    """Two plain streams, encodes beside decodes: 1.4 to 1.9 times as long each, by the notes."""
+    """Two plain streams, decodes beside encodes: 1.1 to 1.4 times as long, beside prompts 1.8, by the notes."""
     surface = surface_of(model, "H200")
-    assert 1.4 < surface.decode_slowdown < 1.7 < surface.vision_slowdown < surface.prefill_slowdown <= 2
+    assert 1.4 < surface.decode_slowdown < 1.65 < surface.vision_slowdown < surface.prefill_slowdown <= 2

@@ -1,10 +1,10 @@
 """Step times of a model on a device that is not here: a cost surface from its datasheet and the model's spec.
 
 A step takes as long as its arithmetic or its memory traffic, whichever is longer, and its launches. The shares of a
-datasheet's peaks that kernels reach are constants below: those of an H200, from ceilings measured on one and from the
-predictions of bench/NOTES.md, which are over those ceilings. Taken for every device they are a guess: one that is not
-at its power cap reaches more of its FLOP/s. Kernels that ran on an H200 took 0.97 to 1.3 times as long in decodes and
-1.1 in prompts (tests/planner/test_hardware.py). A profile measured on a device is better wherever there is one.
+datasheet's peaks that kernels reach are constants below, fitted to the decodes, prompts and encodes that one H200 has
+measured (bench/results/h200; tests/planner/test_hardware.py holds them against each other). Taken for every device they
+are a guess: one that is not at its power cap reaches more of its FLOP/s. A profile measured on a device is better
+wherever there is one.
 
 Weights that are quantized are read in their bytes and multiplied at the rate of the dtype. Does not know requests.
 """
@@ -22,32 +22,29 @@ from hydra_engine.planner.simulator.costs import Costs, DeviceKind
 
 DTYPES = ("bfloat16", "float16")
 
-# Of the memory bandwidth. A kernel that only reads reaches 0.938 of an H200's (measured), products 0.92 to 0.95 of
-# that and paged attention 0.88 ("layer" of bench/NOTES.md). A copy reaches 0.90 (measured).
-WEIGHTS_SHARE = 0.87
-KEYS_SHARE = 0.82
-COPY_SHARE = 0.9
-# Of the FLOP/s. Square products reach 0.80 of an H200's in bursts and 0.71 at its power cap (measured), those of a
-# prompt 0.86 of the burst ("prefill" of bench/NOTES.md); attention of prompts and pictures 350 to 450 TFLOP/s
-# ("attn_prefill").
-PRODUCTS_SHARE = 0.72
-ATTENTION_SHARE = 0.42
+# Of the memory bandwidth. Reads reach 0.92 to 0.95 of an H200's, products 0.72 to 0.9 of that and attention of many
+# requests 0.96 ("layer", "attn_decode" of bench/NOTES.md). A copy reaches 0.87.
+WEIGHTS_SHARE = 0.78
+KEYS_SHARE = 0.86
+COPY_SHARE = 0.87
+# Of the FLOP/s. Square products reach 0.80 of an H200's in bursts and 0.68 at its power cap, prompts 0.76 of the burst
+# with all that is not products ("prefill"); attention of prompts 320, of pictures 385 TFLOP/s ("attn_prefill").
+PRODUCTS_SHARE = 0.66
+ATTENTION_SHARE = 0.36
 # Rows that tiles of 128 and the last wave compute for nothing: 5.2 ms where 256 rows of LLaVA-1.5-7B alone are 4.7.
 IDLE_ROWS = 32
-# Launches, from "layer": five nodes of 0.4 us in a layer's decode of up to 16 rows, nine of 1.2 us from there on, and
-# what a short wave of attention takes more than its bytes.
-FUSED_ROWS = 16
-FUSED_LAUNCHES_S = 5 * 0.4e-6
-LAUNCHES_S = 9 * 1.2e-6
+# Between kernels of a layer: five times 3 us in a decode of up to 16 rows, ten gaps of 1 to 2 us from there on
+# ("layer", "profile"); and what a short wave of attention takes more than its bytes.
+LAUNCHES_S = 15e-6
 SHORT_WAVE_S = 2.5e-6
-# A tower of 24 to 32 layers with eight launches of 1.2 us; specs do not say how many it has.
-TOWER_LAUNCHES_S = 0.3e-3
+# Of a tower of 24 to 32 layers: what lies around its graph, and launches in it; specs do not say how many there are.
+TOWER_LAUNCHES_S = 1e-3
 LOGIT_BYTES = 12  # of one: written and read in 16 bits by the head, in float32 by the sampler
 # A plan on its way to the device and a result on its way back, which the engine hides behind the step before.
 SUBMIT_S, COLLECT_S = 2e-5, 3e-5
 
 # Of what two streams could gain by overlapping as much as the roofline allows, the share that they do gain without a
-# divided device: 0.35 to 0.55 in "colocate".
+# divided device: 0.07 for encodes that are long beside a step, all of it for short ones ("colocate").
 OVERLAP = 0.5
 
 _ROWS = tuple(1 << exponent for exponent in range(14))
@@ -159,12 +156,12 @@ class _Roofline:
     def _rows(self) -> Curve:
         """Weights are read once, however many rows there are; from the ridge on arithmetic takes longer."""
         ridge = round(self._weights_s / self._row_s) - IDLE_ROWS
-        knots = sorted({*_ROWS, FUSED_ROWS + 1, max(ridge, 1)})
+        knots = sorted({*_ROWS, max(ridge, 1)})
         return Curve(tuple(map(float, knots)), tuple(map(self._rows_s, knots)))
 
     def _rows_s(self, rows: int) -> float:
-        launches_s = SHORT_WAVE_S + (FUSED_LAUNCHES_S if rows <= FUSED_ROWS else LAUNCHES_S)
-        return max(self._weights_s, (rows + IDLE_ROWS) * self._row_s) + self._spec.language.num_layers * launches_s
+        launches_s = self._spec.language.num_layers * (SHORT_WAVE_S + LAUNCHES_S)
+        return max(self._weights_s, (rows + IDLE_ROWS) * self._row_s) + launches_s
 
     def _patches(self, vision: VisionSpec) -> Curve:
         return Curve(tuple(map(float, _PATCHES)), tuple(self._patches_s(vision, count) for count in _PATCHES))
