@@ -179,13 +179,18 @@ _VECTOR = {
     0: LinearLaunch(1, 1, 4096, 4, 3),
 }
 _SHORT_VECTOR = LinearLaunch(1, 2, 2048, 4, 3)  # of the second, where a row has no more than two such pieces
+# Before Hopper a program has 99 KB of shared memory for certain, and little to wait for tensor cores with.
 _FEW_ROWS = {
-    8192: LinearLaunch(16, 64, 128, 4, 4),
-    3072: LinearLaunch(16, 64, 128, 4, 6),
-    0: LinearLaunch(16, 16, 256, 4, 5),
+    80: {3072: LinearLaunch(16, 32, 256, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
+    90: {
+        8192: LinearLaunch(16, 64, 128, 4, 4),
+        3072: LinearLaunch(16, 64, 128, 4, 6),
+        0: LinearLaunch(16, 16, 256, 4, 5),
+    },
 }
-_PAIRS_OF_ROWS = {3072: LinearLaunch(16, 64, 128, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)}
-_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)  # of 3072 outputs and more, but below 8192, and as many inputs
+_PAIRS_OF_ROWS = {80: _FEW_ROWS[80], 90: {3072: LinearLaunch(16, 64, 128, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)}}
+# Of Hopper, 3072 outputs and more, but below 8192, and as many inputs.
+_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)
 _FEW_ROWS_WIDE = {3072: LinearLaunch(16, 32, 128, 4, 4), 0: LinearLaunch(16, 16, 128, 4, 5)}  # of float32
 _FEW_PROGRAMS = 64  # so few do not read at full speed: their inputs are split until there are twice as many
 # Outputs of narrow tiles are many programs for a step of few tokens, wide tiles read the tokens less often.
@@ -213,7 +218,7 @@ _TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # of float32
 
 
 @cache
-def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
     """For up to 16 rows: one alone, or a tile of 16. The inputs of few outputs are split, but those of one row."""
     if num_rows == 1:
         launch = _first(_VECTOR, num_out)
@@ -222,8 +227,10 @@ def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -
         return _fitted(launch, num_in, dtype)
     if dtype.itemsize > 2:
         launch = _first(_FEW_ROWS_WIDE, num_out)
+    elif capability >= 90 and 3072 <= num_out < 8192 < num_in:
+        launch = _FEW_ROWS_LONG
     else:
-        launch = _FEW_ROWS_LONG if 3072 <= num_out < 8192 < num_in else _first(_FEW_ROWS, num_out)
+        launch = _first(_FEW_ROWS[90 if capability >= 90 else 80], num_out)
     programs = cdiv(num_out, launch.columns)
     if num_out >= 3072 or programs >= _FEW_PROGRAMS:
         return launch
@@ -237,12 +244,15 @@ def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaun
 
 
 @cache
-def pairs_launch(num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
+def pairs_launch(
+    num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype, capability: int
+) -> LinearLaunch:
     """As `small_launch`, for outputs that are computed in pairs, of which a program takes `columns` out of `width`."""
     if num_rows == 1:
         launch, least = _fitted(_first(_VECTOR, num_out), num_in, dtype), 1
     else:
-        launch = _first(_FEW_ROWS_WIDE if dtype.itemsize > 2 else _PAIRS_OF_ROWS, num_out)
+        table = _PAIRS_OF_ROWS[90 if capability >= 90 else 80]
+        launch = _first(_FEW_ROWS_WIDE if dtype.itemsize > 2 else table, num_out)
         least = 8  # of the tensor cores
     return launch._replace(columns=max(least, min(launch.columns // 2, next_power_of_2(width))))
 

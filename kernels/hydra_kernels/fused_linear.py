@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_rows, check_vector, described
-from hydra_kernels._common import DOT_DTYPE, LinearLaunch, dependent_launch, let_next_begin, pairs_launch
+from hydra_kernels._common import (
+    DOT_DTYPE,
+    LinearLaunch,
+    capability_of,
+    dependent_launch,
+    let_next_begin,
+    pairs_launch,
+)
 from hydra_kernels._launch import Launch, kept
 from hydra_kernels._linear import check_bias, check_weight, few_rows_sums
 from hydra_kernels._sizes import cdiv
@@ -194,7 +201,7 @@ def gated_linear(
     (num_rows, num_in), width = x.shape, weight.shape[0] // 2
     out = x.new_empty((num_rows, width))
     if out.numel():
-        launch = pairs_launch(num_rows, 2 * width, width, num_in, x.dtype)
+        launch = pairs_launch(num_rows, 2 * width, width, num_in, x.dtype, capability_of(x.device))
         launches = _gated_launches(width, act, num_in, x.stride(0), launch, x.device)
         grid = cdiv(width, launch.columns), 1, 1
         launches(_gated_linear_kernel, grid, x, norm, eps, weight, bias, out, num_rows)
@@ -240,7 +247,7 @@ def rope_linear(
             raise ValueError(f"{name}: expected [{num_rows}, {dim // 2}] float32, got {described(angles)}")
     q = x.new_empty((num_rows, num_heads, dim))
     if num_rows:
-        launch = pairs_launch(num_rows, weight.shape[0], dim // 2, num_in, x.dtype)
+        launch = pairs_launch(num_rows, weight.shape[0], dim // 2, num_in, x.dtype, capability_of(x.device))
         heads = num_heads + 2 * num_kv_heads
         stride_block, stride_slot, stride_head, _ = k_cache.stride()
         shape = num_heads, num_kv_heads, dim // 2, block_size

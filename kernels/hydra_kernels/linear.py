@@ -132,7 +132,7 @@ def small_linear(
     if out.numel() == 0:
         return out
     name = None if act == "none" else act
-    launch = small_launch(num_rows, num_out, num_in, x.dtype)
+    launch = small_launch(num_rows, num_out, num_in, x.dtype, capability_of(x.device))
     stride_residual = 0 if residual is None else residual.stride(0)
     if launch.splits == 1:
         _small(x, weight, (bias, residual, out), launch, name, stride_residual, rounded=rounded)

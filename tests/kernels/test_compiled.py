@@ -333,7 +333,7 @@ def on_the_newest(names: list[str]) -> list[Any]:
 
 def launches_of(name: str, capability: int) -> list[Launch]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in ("_common", "linear", "quantized_linear"):
+        for module in ("_common", "linear", "fused_linear", "quantized_linear"):
             monkeypatch.setattr(f"hydra_kernels.{module}.capability_of", lambda device: capability)
         forget_launches()
         return record(monkeypatch, CASES[name])
@@ -375,6 +375,14 @@ def test_tensor_cores(name: str, capability: int) -> None:
 def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None:
     assert compiled("linear-few-3584", capability)["_small_linear_kernel"].count(r"mma\.sync") > 0
     assert compiled("linear-vector-3584", capability)["_small_linear_kernel"].count("mma") == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["linear-few-3584", "linear-few-22016", "linear-gated-few-11008", "linear-rope-few-mha"]
+)
+def test_few_rows_fit_devices_before_hopper(name: str) -> None:
+    """Those of capability 8.6 and 8.9 have 99 KB for a program."""
+    assert all(result.shared <= 99 << 10 for result in compiled(name, 80).values())
 
 
 def test_decodes_are_split_into_whole_waves() -> None:
