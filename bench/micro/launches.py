@@ -150,6 +150,7 @@ def entries_of_few_rows(num_out: int, *, pairs: bool) -> Iterator[tuple[int, ...
 
 
 def decodes(rows: int, heads: int, kv_heads: int, dim: int, device: torch.device, most: int) -> Inputs:
+    from hydra_kernels._common import num_sms_of
     from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters, places_per_sm
 
     blocks = _CONTEXT // _BLOCK
@@ -161,7 +162,7 @@ def decodes(rows: int, heads: int, kv_heads: int, dim: int, device: torch.device
     both = data[:, 0][tables.long()].permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
     gqa = heads != kv_heads
     expected = F.scaled_dot_product_attention(q[:, :, None], both[0], both[1], enable_gqa=gqa)[:, :, 0]
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = num_sms_of(device)
 
     def launch(n: int) -> Tensor:
         given = q, data[:, n, 0], data[:, n, 1], tables, context, dim**-0.5
