@@ -36,6 +36,7 @@ from hydra_kernels._common import (
 from hydra_kernels._launch import Launch, kept
 from hydra_kernels._occupancy import places_of
 from hydra_kernels._sizes import cdiv, next_power_of_2
+from hydra_kernels._splits import is_last, merge, split_bounds
 
 Scales = tuple[Tensor, Tensor]  # of keys and of values
 
@@ -45,73 +46,6 @@ _MAX_SPLITS = 128
 _MAX_WAVES = 4  # of split contexts: more waves fill the device well enough with whole ones
 _BEGINNING = 32  # keys that a program could read in the time that it takes to begin and to end
 _MERGED = 4096  # elements of splits' results that are joined at a time
-
-
-@triton.jit
-def _split_bounds(
-    context: tl.tensor, split: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Keys [first, last) of a split: equal numbers of whole tiles, the last splits fewer or none."""
-    keys = tl.cdiv(tl.cdiv(context, num_splits), KEYS) * KEYS
-    return split * keys, tl.minimum((split + 1) * keys, context)
-
-
-@triton.jit
-def _is_last(counter: tl.tensor, num_splits: tl.tensor) -> tl.tensor:
-    """Whether the programs of all other splits have been here; then the counter is 0 again. What they stored before is
-    seen by all threads behind this: the barriers make the threads of a program one, the atomic orders programs."""
-    tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
-    tl.debug_barrier()
-    if last:
-        tl.store(counter, 0)
-    return last
-
-
-@triton.jit
-def _merge(
-    out: tl.tensor,
-    partial: tl.tensor,
-    log_totals: tl.tensor,
-    group: tl.tensor,
-    context: tl.tensor,
-    num_splits: tl.tensor,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    KEYS: tl.constexpr,
-    PADDED: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
-    """The mean of the splits' results, weighted by their totals, for a tile of ROWS that has the GROUP heads of one KV
-    head, STEP splits at a time. A context of 0 gives zeros."""
-    member = tl.arange(0, ROWS)
-    place = group * GROUP + member
-    logs = log_totals + (place * num_splits)[:, None]
-    highest = tl.full([ROWS], LOWEST, tl.float32)
-    for begin in range(0, num_splits, STEP):
-        split = begin + tl.arange(0, STEP)
-        first, last = _split_bounds(context, split, num_splits, KEYS)
-        used = (member < GROUP)[:, None] & ((split < num_splits) & (first < last))[None, :]
-        highest = tl.maximum(highest, tl.max(tl.load(logs + split[None, :], mask=used, other=LOWEST), axis=1))
-    column = tl.arange(0, PADDED)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    for begin in range(0, num_splits, STEP):
-        split = begin + tl.arange(0, STEP)
-        first, last = _split_bounds(context, split, num_splits, KEYS)
-        used = (member < GROUP)[:, None] & ((split < num_splits) & (first < last))[None, :]
-        weight = tl.exp2(tl.load(logs + split[None, :], mask=used, other=float("-inf")) - highest[:, None])
-        total += tl.sum(weight, axis=1)
-        values = tl.load(
-            partial + ((place * num_splits)[:, None] + split[None, :])[:, :, None] * D + column[None, None, :],
-            mask=used[:, :, None] & (column < D)[None, None, :],
-            other=0.0,
-        )
-        acc += tl.sum(values * weight[:, :, None], axis=1)
-    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    stored = (member < GROUP)[:, None] & (column < D)[None, :]
-    tl.store(out + place[:, None] * D + column[None, :], mean.to(out.dtype.element_ty), mask=stored)
 
 
 # Numbers that change from step to step: a kernel for each kind of them would be compiled while serving.
@@ -158,7 +92,7 @@ def _decode_mha_kernel(
     let_next_begin(PDL)
     wait_for_previous(PDL)
     context = tl.load(num_context + row)
-    first, last = _split_bounds(context, split, num_splits, KEYS)
+    first, last = split_bounds(context, split, num_splits, KEYS)
     table = block_tables + row.to(tl.int64) * stride_table
     if k_scales is not None:
         k_scales += head * BLOCK_SIZE
@@ -208,8 +142,8 @@ def _decode_mha_kernel(
         place = group * num_splits + split
         tl.store(log_totals + place, highest + tl.log2(divisor), mask=first < last)
         store_parts(partial, one + place * D, part0, part1, (one + first) < last, D, D0, D1)
-        if _is_last(counters + group, num_splits):
-            _merge(out, partial, log_totals, group, context, num_splits, 1, 1, D, KEYS, PADDED, STEP)
+        if is_last(counters + group, num_splits):
+            merge(out, partial, log_totals, group, context, num_splits, 1, 1, D, KEYS, PADDED, STEP)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -253,7 +187,7 @@ def _decode_gqa_kernel(
     let_next_begin(PDL)
     wait_for_previous(PDL)
     context = tl.load(num_context + row)
-    first, last = _split_bounds(context, split, num_splits, KEYS)
+    first, last = split_bounds(context, split, num_splits, KEYS)
     table = block_tables + row.to(tl.int64) * stride_table
     if k_scales is not None:
         k_scales += head * BLOCK_SIZE
@@ -287,8 +221,8 @@ def _decode_gqa_kernel(
         kept = member < tl.where(first < last, GROUP, 0)
         tl.store(log_totals + places, top + tl.log2(divisor), mask=kept)
         store_parts(partial, places * D, part0, part1, kept, D, D0, D1)
-        if _is_last(counters + group, num_splits):
-            _merge(out, partial, log_totals, group, context, num_splits, GROUP, ROWS, D, KEYS, PADDED, STEP)
+        if is_last(counters + group, num_splits):
+            merge(out, partial, log_totals, group, context, num_splits, GROUP, ROWS, D, KEYS, PADDED, STEP)
 
 
 @lru_cache(maxsize=256)  # every layer of a step asks for the same

@@ -1,0 +1,76 @@
+"""Contexts that are cut into splits: which keys a split has, which of their programs is the last one, and the joint of
+their results."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hydra_kernels._attention import LOWEST
+
+
+@triton.jit
+def split_bounds(
+    context: tl.tensor, split: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Keys [first, last) of a split: equal numbers of whole tiles, the last splits fewer or none."""
+    keys = tl.cdiv(tl.cdiv(context, num_splits), KEYS) * KEYS
+    return split * keys, tl.minimum((split + 1) * keys, context)
+
+
+@triton.jit
+def is_last(counter: tl.tensor, num_splits: tl.tensor) -> tl.tensor:
+    """Whether the programs of all other splits have been here; then the counter is 0 again. What they stored before is
+    seen by all threads behind this: the barriers make the threads of a program one, the atomic orders programs."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def merge(
+    out: tl.tensor,
+    partial: tl.tensor,
+    log_totals: tl.tensor,
+    group: tl.tensor,
+    context: tl.tensor,
+    num_splits: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    PADDED: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """The mean of the splits' results, weighted by their totals, for a tile of ROWS that has the GROUP heads of one KV
+    head, STEP splits at a time. A context of 0 gives zeros."""
+    member = tl.arange(0, ROWS)
+    place = group * GROUP + member
+    logs = log_totals + (place * num_splits)[:, None]
+    highest = tl.full([ROWS], LOWEST, tl.float32)
+    for begin in range(0, num_splits, STEP):
+        split = begin + tl.arange(0, STEP)
+        first, last = split_bounds(context, split, num_splits, KEYS)
+        used = (member < GROUP)[:, None] & ((split < num_splits) & (first < last))[None, :]
+        highest = tl.maximum(highest, tl.max(tl.load(logs + split[None, :], mask=used, other=LOWEST), axis=1))
+    column = tl.arange(0, PADDED)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    for begin in range(0, num_splits, STEP):
+        split = begin + tl.arange(0, STEP)
+        first, last = split_bounds(context, split, num_splits, KEYS)
+        used = (member < GROUP)[:, None] & ((split < num_splits) & (first < last))[None, :]
+        weight = tl.exp2(tl.load(logs + split[None, :], mask=used, other=float("-inf")) - highest[:, None])
+        total += tl.sum(weight, axis=1)
+        values = tl.load(
+            partial + ((place * num_splits)[:, None] + split[None, :])[:, :, None] * D + column[None, None, :],
+            mask=used[:, :, None] & (column < D)[None, None, :],
+            other=0.0,
+        )
+        acc += tl.sum(values * weight[:, :, None], axis=1)
+    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    stored = (member < GROUP)[:, None] & (column < D)[None, :]
+    tl.store(out + place[:, None] * D + column[None, :], mean.to(out.dtype.element_ty), mask=stored)
