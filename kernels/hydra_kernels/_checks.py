@@ -17,7 +17,7 @@ def described(tensor: Tensor) -> str:
 
 def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
     """[T, C] of a compute dtype with a dense last dimension; of `like`'s shape, dtype and device where it is given."""
-    good = x.dim() == 2 and x.dtype in FLOATS and (x.stride(1) == 1 or x.shape[1] <= 1)
+    good = x.dim() == 2 and x.dtype in FLOATS and _is_dense(x)
     if like is not None:
         good = good and x.shape == like.shape and x.dtype is like.dtype and x.device == like.device
     if not good:

@@ -15,7 +15,7 @@ that are launched otherwise wait for everything ahead of them, as always, and ma
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -157,6 +157,21 @@ def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> 
     # 64 rows of a product on Hopper; for eight of them and 16 columns Triton 3.6 reads beside its shared memory.
     rows = max(16, launch.rows // 2)
     return AttentionLaunch(rows, max(16, launch.keys // 2), min(launch.warps, max(4, rows // 16)), 2)
+
+
+def tile_constants(dim: int, launch: AttentionLaunch) -> dict[str, Any]:
+    """Of kernels with tiles of query rows and of keys, a head dim held in two parts."""
+    first, rest = split_head_dim(dim)
+    return {
+        "D": dim,
+        "D0": first,
+        "D1": rest,
+        "ROWS": launch.rows,
+        "KEYS": launch.keys,
+        "STAGES": launch.stages,
+        "DTYPE": DOT_DTYPE,
+        "num_warps": launch.warps,
+    }
 
 
 class LinearLaunch(NamedTuple):

@@ -26,6 +26,7 @@ from hydra_kernels._checks import check_paged, check_scale, described, output
 from hydra_kernels._common import (
     DOT_DTYPE,
     LOG2_E,
+    AttentionLaunch,
     decode_launch,
     dependent_launch,
     let_next_begin,
@@ -347,15 +348,16 @@ def _prepared(
     caches = (k_cache, v_cache, *(scales or (None, None)))
     arguments = (q, *caches, *ends, block_tables, num_context, scale * LOG2_E, num_splits, *strides)
     single = between is None
-    launch = _launches(dim, group, q.dtype, block_size, stride_q_head, stride_head, q.device, single=single)
+    of_size = decode_launch(dim, group, q.dtype)
+    launch = _launches(of_size, dim, group, block_size, stride_q_head, stride_head, q.device, single=single)
     return _Prepared(_decode_mha_kernel if group == 1 else _decode_gqa_kernel, arguments, launch)
 
 
 @kept
 def _launches(
+    launch: AttentionLaunch,
     dim: int,
     group: int,
-    dtype: torch.dtype,
     block_size: int,
     stride_q_head: int,
     stride_head: int,
@@ -363,7 +365,6 @@ def _launches(
     *,
     single: bool,
 ) -> Launch:
-    launch = decode_launch(dim, group, dtype)
     first, rest = split_for_lanes(dim) if group == 1 else split_head_dim(dim)
     padded = next_power_of_2(dim)
     constants: dict[str, Any] = {

@@ -19,6 +19,15 @@ from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import activate
 
 
+@triton.jit
+def _added(value: tl.tensor, place: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """value + what is at `place`, rounded to the dtype of both, and stored there."""
+    total = value.to(tl.float32) + tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    rounded = total.to(value.dtype)
+    tl.store(place, rounded, mask=mask)
+    return rounded
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # changes from step to step: nothing is compiled while serving
 def _rms_norm_kernel(
     x: tl.tensor,
@@ -48,10 +57,7 @@ def _rms_norm_kernel(
     wait_for_previous(PDL)
     value = tl.load(x + row // HEADS * stride_token + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
     if residual is not None:
-        place = residual + row * stride_residual + column
-        total = value.to(tl.float32) + tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        value = total.to(x.dtype.element_ty)
-        tl.store(place, value, mask=mask)
+        value = _added(value, residual + row * stride_residual + column, mask)
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / COLUMNS + eps)
     normed = wide * factor
@@ -87,10 +93,7 @@ def _layer_norm_kernel(
     mask = (row < num_rows) & inside
     value = tl.load(x + row * stride_row + column, mask=mask, other=0.0)
     if residual is not None:
-        place = residual + row * stride_residual + column
-        total = value.to(tl.float32) + tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        value = total.to(x.dtype.element_ty)
-        tl.store(place, value, mask=mask)
+        value = _added(value, residual + row * stride_residual + column, mask)
     wide = value.to(tl.float32)
     mean = tl.sum(wide, axis=1, keep_dims=True) / COLUMNS
     centred = tl.where(inside, wide - mean, 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts, tile_of_segment
 from hydra_kernels._checks import check_heads, check_scale, check_vector, described
-from hydra_kernels._common import DOT_DTYPE, LOG2_E, AttentionLaunch, packed_launch, split_head_dim, tma_launch
+from hydra_kernels._common import LOG2_E, AttentionLaunch, packed_launch, tile_constants, tma_launch
 from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.tma_attention import packed_tma_kernel, scratch
@@ -140,19 +140,11 @@ def packed_attention(
 def _launches(
     num_heads: int, dim: int, head_strides: tuple[int, int, int], launch: AttentionLaunch, search: int
 ) -> Launch:
-    first, rest = split_head_dim(dim)
     return Launch(
         HEADS=num_heads,
         STRIDE_Q_HEAD=head_strides[0],
         STRIDE_K_HEAD=head_strides[1],
         STRIDE_V_HEAD=head_strides[2],
-        D=dim,
-        D0=first,
-        D1=rest,
-        ROWS=launch.rows,
-        KEYS=launch.keys,
-        STAGES=launch.stages,
-        DTYPE=DOT_DTYPE,
         SEARCH=search,
-        num_warps=launch.warps,
+        **tile_constants(dim, launch),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, paged_scales, store_parts
 from hydra_kernels._checks import check_paged, check_scale, check_vector, output
-from hydra_kernels._common import DOT_DTYPE, LOG2_E, AttentionLaunch, prefill_launch, split_head_dim, tma_launch
+from hydra_kernels._common import LOG2_E, AttentionLaunch, prefill_launch, tile_constants, tma_launch
 from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.decode_attention import Scales
@@ -198,20 +198,12 @@ def _launches(
 ) -> Launch:
     """shape: heads, slots of a block, heads per KV head, head dim; search: None for the kernel for Hopper."""
     heads, block_size, group, dim = shape
-    first, rest = split_head_dim(dim)
     return Launch(
         HEADS=heads,
         STRIDE_Q_HEAD=stride_q_head,
         STRIDE_HEAD=stride_head,
         BLOCK_SIZE=block_size,
         GROUP=group,
-        D=dim,
-        D0=first,
-        D1=rest,
-        ROWS=launch.rows,
-        KEYS=launch.keys,
-        STAGES=launch.stages,
-        DTYPE=DOT_DTYPE,
-        num_warps=launch.warps,
+        **tile_constants(dim, launch),
         **({} if search is None else {"SEARCH": search}),
     )
