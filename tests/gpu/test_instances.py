@@ -160,27 +160,27 @@ def test_a_limit_between_tokens_is_kept(num_devices: int, tiny: Path, tmp_path: 
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("transport", ["auto", "host"])
-@pytest.mark.parametrize("name", ["e0", "p0", "d0"])
-def test_a_killed_instance_takes_nothing_with_it(
-    num_devices: int, tiny: Path, expected: Any, transport: str, name: str
-) -> None:
-    """Its requests end elsewhere, or with a sentence; it comes back, and so does its memory."""
+def test_killed_instances_take_nothing_with_them(num_devices: int, tiny: Path, expected: Any, transport: str) -> None:
+    """One after another in one engine. The requests of each end elsewhere, or with a sentence; it comes back, and so
+    does its memory."""
     wanted = expected()
     before = free_bytes(num_devices)
     options = {"transport": transport, "recovery_s": 30.0}
     with engine_of(tiny, placed("E+P+D", num_devices), restless.RestlessEngine, **options) as engine:
         assert [handle.result(30).token_ids for handle in ask(engine)] == wanted
-        under_way = ask(engine)
-        time.sleep(0.02)
-        (victim,) = [instance for instance in engine.instances() if instance.name == name]
-        os.kill(victim.pid, signal.SIGKILL)
-        for handle, tokens in zip(under_way, wanted, strict=True):
-            try:
-                assert handle.result(50).token_ids == tokens
-            except errors.HydraError as error:
-                assert error.message, "why it could not be answered"
-        assert [handle.result(50).token_ids for handle in ask(engine)] == wanted
+        for name in ("e0", "p0", "d0"):
+            under_way = ask(engine)
+            time.sleep(0.02)
+            (victim,) = [instance for instance in engine.instances() if instance.name == name]
+            os.kill(victim.pid, signal.SIGKILL)
+            for handle, tokens in zip(under_way, wanted, strict=True):
+                try:
+                    assert handle.result(50).token_ids == tokens
+                except errors.HydraError as error:
+                    assert error.message, "why it could not be answered"
+            assert [handle.result(50).token_ids for handle in ask(engine)] == wanted, f"after the death of {name}"
     deadline = time.monotonic() + 10
     while min(np.subtract(free_bytes(num_devices), before)) < -SPARE_BYTES:
         assert time.monotonic() < deadline, f"memory has not come back: {free_bytes(num_devices)} of {before} are free"
