@@ -116,6 +116,7 @@ _DECODE_GQA = {
 _PREFILL = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(64, 64, 4, 2), 256: AttentionLaunch(64, 32, 4, 2)}
 _PACKED = {64: AttentionLaunch(128, 64, 4, 3), 128: AttentionLaunch(128, 64, 8, 3), 256: AttentionLaunch(64, 32, 4, 2)}
 _WINDOW = {64: AttentionLaunch(64, 64, 4, 2), 128: AttentionLaunch(64, 64, 4, 2), 256: AttentionLaunch(64, 32, 4, 2)}
+_FLOAT32_TILES = 80 << 10  # bytes of queries, and of keys and values in two stages
 
 
 # With descriptors instead of addresses. Fewer registers than a kernel asks for make ptxas wait after every product.
@@ -153,10 +154,13 @@ def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> 
         raise ValueError(f"q: expected a head dim of at most {max(table)}, got {dim}")
     if dtype.itemsize == 2:
         return launch
-    # float32 tiles of the same size fit neither the registers nor the shared memory of every GPU. Four warps have the
-    # 64 rows of a product on Hopper; for eight of them and 16 columns Triton 3.6 reads beside its shared memory.
-    rows = max(16, launch.rows // 2)
-    return AttentionLaunch(rows, max(16, launch.keys // 2), min(launch.warps, max(4, rows // 16)), 2)
+    # float32 tiles of the same size fit neither the registers nor the 99 KB of shared memory that every GPU has. Four
+    # warps have the 64 rows of a product on Hopper; for eight of them and 16 columns Triton 3.6 reads beside its shared
+    # memory.
+    rows, keys = max(16, launch.rows // 2), max(16, launch.keys // 2)
+    if (rows + 4 * keys) * width * dtype.itemsize > _FLOAT32_TILES:
+        rows = max(16, rows // 2)
+    return AttentionLaunch(rows, keys, min(launch.warps, max(4, rows // 16)), 2)
 
 
 def tile_constants(dim: int, launch: AttentionLaunch) -> dict[str, Any]:
@@ -194,24 +198,27 @@ _VECTOR = {
     0: LinearLaunch(1, 1, 4096, 4, 3),
 }
 _SHORT_VECTOR = LinearLaunch(1, 2, 2048, 4, 3)  # of the second, where a row has no more than two such pieces
-# Before Hopper a program has 99 KB of shared memory for certain, and little to wait for tensor cores with.
+_MANY_OUTPUTS, _MOST_OUTPUTS = 3072, 8192
+# Tables of two kinds of device, by `_tables_of`. The first has little to wait for tensor cores with.
 _FEW_ROWS = {
-    80: {3072: LinearLaunch(16, 32, 256, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
+    80: {_MANY_OUTPUTS: LinearLaunch(16, 32, 256, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
     90: {
-        8192: LinearLaunch(16, 64, 128, 4, 4),
-        3072: LinearLaunch(16, 64, 128, 4, 6),
+        _MOST_OUTPUTS: LinearLaunch(16, 64, 128, 4, 4),
+        _MANY_OUTPUTS: LinearLaunch(16, 64, 128, 4, 6),
         0: LinearLaunch(16, 16, 256, 4, 5),
     },
 }
-_PAIRS_OF_ROWS = {80: _FEW_ROWS[80], 90: {3072: LinearLaunch(16, 64, 128, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)}}
-# Of Hopper, 3072 outputs and more, but below 8192, and as many inputs.
-_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)
-_FEW_ROWS_WIDE = {3072: LinearLaunch(16, 32, 128, 4, 4), 0: LinearLaunch(16, 16, 128, 4, 5)}  # of float32
+_PAIRS_OF_ROWS = {
+    80: _FEW_ROWS[80],
+    90: {_MANY_OUTPUTS: LinearLaunch(16, 64, 128, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
+}
+_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)  # of 90 and the second number of outputs, with more inputs than most
+_FEW_ROWS_WIDE = {_MANY_OUTPUTS: LinearLaunch(16, 32, 128, 4, 4), 0: LinearLaunch(16, 16, 128, 4, 5)}  # of float32
 _FEW_PROGRAMS = 64  # so few do not read at full speed: their inputs are split until there are twice as many
 # Outputs of narrow tiles are many programs for a step of few tokens, wide tiles read the tokens less often.
 _TILED = {
-    80: {8192: LinearLaunch(128, 128, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 4)},
-    90: {8192: LinearLaunch(128, 256, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 6)},
+    80: {_MOST_OUTPUTS: LinearLaunch(128, 128, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 4)},
+    90: {_MOST_OUTPUTS: LinearLaunch(128, 256, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 6)},
 }
 _TILED_WIDE = LinearLaunch(64, 64, 32, 4, 3)  # of float32
 # Of weights in 8 and 4 bits. By the least number of rows less one: a tile has all rows of a step.
@@ -220,16 +227,20 @@ _FEW_ROWS_QUANTIZED = {
     0: LinearLaunch(16, 64, 128, 4, 3),
 }
 _LONG_QUANTIZED = 8192  # inputs, of which as few rows have twice as many at once
-_QUANTIZED_PROGRAMS = (
-    256  # two for each of 132 SMs: turning numbers into floats takes warps besides the loads in flight
-)
+_QUANTIZED_PROGRAMS = 256  # two for each of 132 SMs: turning numbers into floats takes warps, besides loads in flight
 _TILED_QUANTIZED = {
-    80: {8192: LinearLaunch(128, 128, 128, 8, 3), 0: LinearLaunch(64, 128, 128, 8, 3)},
-    90: {8192: LinearLaunch(128, 128, 128, 8, 4), 0: LinearLaunch(128, 64, 128, 4, 4)},
+    80: {_MOST_OUTPUTS: LinearLaunch(128, 128, 128, 8, 3), 0: LinearLaunch(64, 128, 128, 8, 3)},
+    90: {_MOST_OUTPUTS: LinearLaunch(128, 128, 128, 8, 4), 0: LinearLaunch(128, 64, 128, 4, 4)},
 }
 _SMALL_GROUP = 64  # inputs: sums of several groups at once need registers
 _TILED_QUANTIZED_SMALL = LinearLaunch(64, 128, 128, 8, 3)
 _TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # of float32
+
+
+def _tables_of(capability: int) -> int:
+    """90 where a program may have 227 KB of shared memory (capability 9.0 to 11.0), else 80, whose entries need 99 KB
+    at most: 12.0 has no more than 8.6 (CUDA programming guide, technical specifications)."""
+    return 90 if 90 <= capability < 120 else 80
 
 
 @cache
@@ -242,12 +253,12 @@ def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, c
         return _fitted(launch, num_in, dtype)
     if dtype.itemsize > 2:
         launch = _first(_FEW_ROWS_WIDE, num_out)
-    elif capability >= 90 and 3072 <= num_out < 8192 < num_in:
+    elif _tables_of(capability) == 90 and _MANY_OUTPUTS <= num_out < _MOST_OUTPUTS < num_in:
         launch = _FEW_ROWS_LONG
     else:
-        launch = _first(_FEW_ROWS[90 if capability >= 90 else 80], num_out)
+        launch = _first(_FEW_ROWS[_tables_of(capability)], num_out)
     programs = cdiv(num_out, launch.columns)
-    if num_out >= 3072 or programs >= _FEW_PROGRAMS:
+    if num_out >= _MANY_OUTPUTS or programs >= _FEW_PROGRAMS:
         return launch
     longest = cdiv(num_in, 2 * launch.depth)  # two steps are the least that is worth a program
     return launch._replace(splits=max(1, min(2 * _FEW_PROGRAMS // programs, longest)))
@@ -266,7 +277,7 @@ def pairs_launch(
     if num_rows == 1:
         launch, least = _fitted(_first(_VECTOR, num_out), num_in, dtype), 1
     else:
-        table = _PAIRS_OF_ROWS[90 if capability >= 90 else 80]
+        table = _PAIRS_OF_ROWS[_tables_of(capability)]
         launch = _first(_FEW_ROWS_WIDE if dtype.itemsize > 2 else table, num_out)
         least = 8  # of the tensor cores
     return launch._replace(columns=max(least, min(launch.columns // 2, next_power_of_2(width))))
@@ -276,7 +287,7 @@ def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLau
     """Never by the number of rows, so that a row's bits do not depend on it."""
     if dtype.itemsize > 2:
         return _TILED_WIDE
-    return _first(_TILED[90 if capability >= 90 else 80], num_out)
+    return _first(_TILED[_tables_of(capability)], num_out)
 
 
 def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
@@ -297,7 +308,7 @@ def tiled_quantized_launch(num_out: int, group_size: int, dtype: torch.dtype, ca
         return _TILED_QUANTIZED_WIDE
     if group_size <= _SMALL_GROUP:
         return _TILED_QUANTIZED_SMALL
-    return _first(_TILED_QUANTIZED[90 if capability >= 90 else 80], num_out)
+    return _first(_TILED_QUANTIZED[_tables_of(capability)], num_out)
 
 
 def _first(table: dict[int, Entry], size: int) -> Entry:

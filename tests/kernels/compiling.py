@@ -34,7 +34,7 @@ _POINTERS = {
     torch.bool: "*u1",
 }
 _ALIGNMENT = 16  # what Triton's launcher looks for in addresses and integers
-SHARED_LIMIT = {80: 166912, 90: 232448}  # bytes per program
+SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448}  # bytes per program, by compute capability
 
 
 @dataclass(frozen=True)
