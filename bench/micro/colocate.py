@@ -98,6 +98,7 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> 
             with report.case(case.what):
                 _pairs(report, subject, case, vision, language)
                 _beside(report, subject, case, vision, language)
+            del case  # the contexts of its steps leave no room for those of the next
             release(report.device)
         if arguments.prompt != 0:
             _one_batch(arguments, report, subject, language)

@@ -89,8 +89,9 @@ def _measure(report: Report, subject: Subject, case: Case, peer: HfPeer | None, 
         runs["graph"] = graph.replay
         if not report.quick and case.context != 1024:
             del runs["eager"]
-    # Two more copies of the contexts must fit.
-    if peer is not None and (not subject.on_gpu or 2 * subject.kv_bytes(*case) + _SPARE_BYTES < subject.free_bytes):
+    if peer is not None and subject.on_gpu and 2 * subject.kv_bytes(*case) + _SPARE_BYTES > subject.free_bytes:
+        report.skip(case.what(subject, "of peers"), "two more copies of the contexts do not fit")
+    elif peer is not None:
         runs |= _peer_runs(report, subject, case, step, peer, with_compiled=with_compiled)
     seconds = timed(report.device, runs, report.effort)
     ours = {how: seconds.pop(how) for how in ("graph", "eager") if how in seconds}

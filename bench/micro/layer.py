@@ -132,9 +132,16 @@ class Layers:
 
 @contextmanager
 def without_dependent_launch() -> Iterator[None]:
-    """Kernels begin when the one ahead of them has ended, as on devices before Hopper."""
+    """Kernels begin when the one ahead of them has ended, as on devices before Hopper. Launches that are kept say
+    which, so none is kept over an end of this."""
+    from hydra_kernels._launch import forget
+
     with patch("hydra_kernels._common.capability_of", lambda _: 80):
-        yield
+        forget()
+        try:
+            yield
+        finally:
+            forget()
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -130,7 +130,10 @@ def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
     """For `group` query heads per KV head; more than one of them go through the tensor cores, 16 or more rows."""
     if group == 1:
         return _launch(_DECODE_MHA, dim, dtype)
-    return _launch(_DECODE_GQA, dim, dtype)._replace(rows=max(16, next_power_of_2(group)))
+    rows, launch = max(16, next_power_of_2(group)), _launch(_DECODE_GQA, dim, dtype)
+    if rows >= 64:
+        launch = launch._replace(keys=max(16, launch.keys // 2), warps=min(launch.warps, rows // 16))
+    return launch._replace(rows=rows)
 
 
 @cache

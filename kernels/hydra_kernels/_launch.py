@@ -8,14 +8,30 @@ or long, and what is None. Constants are kept too, by `kept` functions that make
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from triton import JITFunction
 from triton.runtime import driver
 
-kept = lru_cache(maxsize=4096)  # of functions that make a `Launch`: one entry for each kind of call a process makes
+Makes = TypeVar("Makes", bound=Callable[..., Any])
+_forget: list[Callable[[], None]] = []
+
+
+def kept(function: Makes) -> Makes:
+    """Of functions that make a `Launch`: one entry for each kind of call that a process makes."""
+    cached = lru_cache(maxsize=4096)(function)
+    _forget.append(cached.cache_clear)
+    return cached  # type: ignore[return-value]  # takes and returns what `function` does
+
+
+def forget() -> None:
+    """All that is kept: what it was made from has changed, as it does in tests and benchmarks alone."""
+    for clear in _forget:
+        clear()
+
 
 _ALIGNED, _UNALIGNED = "D", ""
 

@@ -70,6 +70,14 @@ def test_the_seconds_of_a_call_fit_its_budget(monkeypatch: pytest.MonkeyPatch, c
     assert all(part.least_s <= part.planned_s <= part.limit_s for part in own if part.unless is None)
 
 
+def test_the_sanitizer_leaves_out_a_test_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would allocate while it captures."""
+    monkeypatch.setattr(plan, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
+    (part,) = [part for part in parts("first") if part.name == "sanitizer"]
+    path, _, test = part.command[part.command.index("--deselect") + 1].partition("::")
+    assert path == part.command[-1] and f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")
+
+
 def test_every_benchmark_of_a_gpu_is_in_a_call() -> None:
     """By the words of the commands; each module exists, and so does every model."""
     said = {word for call in ("first", "second") for part in parts(call) for word in part.command}

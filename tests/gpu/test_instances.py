@@ -149,6 +149,7 @@ def slowest_gap(engine: Any, limit_s: float) -> tuple[float, int]:
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("topology", ["EP+D", "E+PD"])
 def test_a_limit_between_tokens_is_kept(num_devices: int, tiny: Path, tmp_path: Path, topology: str) -> None:
     """With slack. Its figure stands beside the limit in the output, also where the test passes (pytest -rP)."""

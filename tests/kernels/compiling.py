@@ -34,7 +34,8 @@ _POINTERS = {
     torch.bool: "*u1",
 }
 _ALIGNMENT = 16  # what Triton's launcher looks for in addresses and integers
-SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448}  # bytes per program, by compute capability
+# Bytes per program, by compute capability (CUDA programming guide, technical specifications).
+SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.quantized import FLOAT8
+from hydra_kernels._launch import forget
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
@@ -256,14 +256,16 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
-# Of float32 tiles, those that are largest in shared memory; nothing is asked of them but that they fit.
-FLOAT32_CASES: dict[str, Callable[[], object]] = {
+# Those that are largest in shared memory, which no published model has in 16 bits; they have to fit, and no more.
+LARGE_CASES: dict[str, Callable[[], object]] = {
     "packed-80": lambda: packed(80, 577, torch.float32),
     "packed-128": lambda: packed(128, 577, torch.float32),
     "packed-256-windows": lambda: packed(256, 64, torch.float32),
     "prefill-gqa-128": lambda: prefill(28, 4, 128, torch.float32),
     "prefill-gqa-256": lambda: prefill(8, 2, 256, torch.float32),
     "decode-gqa-256": lambda: decode(8, 2, 256, 1, torch.float32),
+    "decode-64-heads-80-bfloat16": lambda: decode(64, 1, 80, 1),
+    "decode-128-heads-256-bfloat16": lambda: decode(128, 1, 256, 1),
 }
 
 
@@ -271,16 +273,8 @@ def launches_of(name: str, capability: int, cases: Mapping[str, Callable[[], obj
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in ("_common", "linear", "fused_linear", "quantized_linear"):
             monkeypatch.setattr(f"hydra_kernels.{module}.capability_of", lambda device: capability)
-        forget_launches()
+        forget()
         return record(monkeypatch, cases[name])
-
-
-def forget_launches() -> None:
-    """Those that are kept are of the one capability that a device has."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("hydra_kernels.")]:
-        for function in [*vars(module).values()]:
-            if hasattr(function, "cache_clear"):
-                function.cache_clear()
 
 
 @cache

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.quantized import FLOAT8
-from hydra_kernels._common import packed_launch, prefill_launch
+from hydra_kernels._common import decode_launch, packed_launch, prefill_launch
 from hydra_kernels._occupancy import Limits, places
 from hydra_kernels.norms import rms_norm
 from hydra_kernels.quantized_linear import pack, small_quantized_linear
 from tests.kernels.compiling import SHARED_LIMIT, compile_for, record
-from tests.kernels.launch_cases import BF16, CASES, FLOAT32_CASES, compiled, launches_of, rows
+from tests.kernels.launch_cases import BF16, CASES, LARGE_CASES, compiled, launches_of, rows
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels; unset TRITON_INTERPRET"
@@ -115,18 +115,18 @@ def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None
 _FIRST_OF_LITTLE = ("linear-few-3584", "linear-few-22016", "linear-gated-few-11008", "linear-rope-few-mha")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in _FIRST_OF_LITTLE else pytest.mark.slow) for n in PIPELINED]
-)
-def test_fits_devices_with_little_shared_memory(name: str) -> None:
-    """Those of capability 8.6, 8.9 and 12.0 have 99 KB for a program."""
-    assert all(result.shared <= SHARED_LIMIT[89] for result in compiled(name, 89).values())
+@pytest.mark.quick(*(f"[{name}-89]" for name in _FIRST_OF_LITTLE))
+@pytest.mark.parametrize("capability", [89, 100, 120])
+@pytest.mark.parametrize("name", PIPELINED)
+def test_fits_devices_without_tables_of_their_own(name: str, capability: int) -> None:
+    """Those of capability 8.6, 8.9 and 12.0 have 99 KB for a program, those of 10.0 what Hopper has."""
+    assert all(result.shared <= SHARED_LIMIT[capability] for result in compiled(name, capability).values())
 
 
 @pytest.mark.quick("-128")
-@pytest.mark.parametrize("name", FLOAT32_CASES)
-def test_float32_fits_devices_with_little_shared_memory(name: str) -> None:
-    for launch in launches_of(name, 89, FLOAT32_CASES):
+@pytest.mark.parametrize("name", LARGE_CASES)
+def test_the_largest_fit_devices_with_little_shared_memory(name: str) -> None:
+    for launch in launches_of(name, 89, LARGE_CASES):
         assert compile_for(launch, 89).shared <= SHARED_LIMIT[89]
 
 
@@ -153,10 +153,12 @@ def test_decodes_are_split_into_whole_waves() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-def test_warps_of_prompts_and_towers_share_no_rows(dim: int, dtype: torch.dtype) -> None:
+def test_warps_of_large_tiles_share_no_rows(dim: int, dtype: torch.dtype) -> None:
     """A warp has 16 rows of a product of 64 and more. Where two groups of four warps had the same 64 rows, and 16
     columns, a kernel that Triton 3.6 compiles for Hopper read outside of its shared memory."""
-    for launch in (prefill_launch(dim, dtype), *(packed_launch(dim, length, dtype) for length in (64, 4096))):
+    packed = (packed_launch(dim, length, dtype) for length in (64, 4096))
+    decodes = (decode_launch(dim, group, dtype) for group in (1, 7, 16, 48, 64, 128))
+    for launch in (prefill_launch(dim, dtype), *packed, *decodes):
         assert launch.rows < 64 or launch.rows >= 16 * launch.warps
 
 

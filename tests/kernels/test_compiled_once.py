@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from bench.micro.layer import without_dependent_launch
 from hydra_engine.backend.quantized import quantized as quantized_weight
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.causal_conv import TILE, causal_conv
@@ -100,6 +101,20 @@ def test_no_step_needs_a_kernel_that_another_did_not(monkeypatch: pytest.MonkeyP
         "_join_splits_kernel": 2,
     }
     assert kinds == {name: several.get(name, 1) for name in kinds}
+
+
+def test_kernels_that_shall_wait_are_launched_so_though_launches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(4, 256, dtype=BF16)
+
+    def begins_early() -> bool:
+        (launch,) = record(monkeypatch, lambda: rms_norm(x, x[0], 1e-5))
+        assert launch.options["launch_pdl"] == launch.arguments["PDL"]
+        return bool(launch.options["launch_pdl"])
+
+    found = [begins_early()]
+    with without_dependent_launch():
+        found.append(begins_early())
+    assert [*found, begins_early()] == [True, False, True]
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
