@@ -144,6 +144,7 @@ class Result:
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: Sequence[TextLogprob | None] | None = None  # of every prompt token but the first, which has None
     max_tokens: int | None = None  # how many it could have had: as asked for, or what the context had room for
+    gaps_s: Sequence[float] = ()  # between each token and the next, as the instances sent them
     choices: tuple[
         Result, ...
     ] = ()  # with n > 1 all answers in order; this one is the first, its usage counts them all

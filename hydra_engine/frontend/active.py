@@ -6,6 +6,7 @@ Does not know channels or readers; `front.py` feeds it messages and passes on wh
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,7 @@ class ActiveRequest:
     scores: Logprobs = field(init=False)  # of prompt tokens but the first, as far as they have come
     first_token_s: float | None = None
     last_token_s: float | None = None
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))  # between tokens
     late_by: Counter[str] = field(default_factory=Counter)  # late tokens by what most of each gap went to
     stop_string: str | None = None
     cancelled: bool = False
@@ -99,9 +101,11 @@ class ActiveRequest:
         assert position == len(self.token_ids), "an instance skipped or repeated a token"
         if self.first_token_s is None:
             self.first_token_s = time_s
-        self.last_token_s = time_s
         text, shown = "", Logprobs(self.detokenizer.spelling) if logprobs else None
         for index, token_id in enumerate(token_ids):
+            if self.last_token_s is not None:
+                self.gaps_s.append(time_s - self.last_token_s)
+            self.last_token_s = time_s
             self.token_ids.append(token_id)
             is_silent = self._ends_silently(token_id)
             if shown is not None:
@@ -121,6 +125,8 @@ class ActiveRequest:
 
     def on_next_token(self, token_id: int, time_s: float) -> Piece:
         """`on_tokens` for one token that follows another, without a log probability, while it is not closed."""
+        assert self.last_token_s is not None, "there is one before"
+        self.gaps_s.append(time_s - self.last_token_s)
         self.last_token_s = time_s
         self.token_ids.append(token_id)
         text = ""
@@ -209,6 +215,7 @@ class ActiveRequest:
             prompt_token_ids=request.prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs(),
             max_tokens=request.max_new_tokens,
+            gaps_s=self.gaps_s,
         )
 
     @property

@@ -30,7 +30,7 @@ _MEDIA = {"fetch": "hydra:media_fetch_seconds", "preprocess": "hydra:media_decod
 
 _PLAIN: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
-    ("vllm:inter_token_latency_seconds", "Time between tokens, each request's mean for each.", _TOKEN_SECONDS),
+    ("vllm:inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS),
     ("vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_SECONDS),
     ("vllm:e2e_request_latency_seconds", "Arrival to end.", _REQUEST_SECONDS),
     ("vllm:request_queue_time_seconds", "Time spent waiting.", _REQUEST_SECONDS),
@@ -130,7 +130,7 @@ class FinishedRequests:
             self._observe("vllm:time_to_first_token_seconds", metrics.ttft_s)
         if metrics.tpot_s is not None:
             self._observe("vllm:request_time_per_output_token_seconds", metrics.tpot_s)
-            self._observe("vllm:inter_token_latency_seconds", metrics.tpot_s, times=usage.completion_tokens - 1)
+        self._plain["vllm:inter_token_latency_seconds"].observe_all(result.gaps_s)
         if usage.num_images:
             self._observe("hydra:request_encode_time_seconds", metrics.encode_s)
 
@@ -167,8 +167,8 @@ class FinishedRequests:
             totals.limited += 1
             totals.good += slo.met
 
-    def _observe(self, name: str, value: float, times: int = 1) -> None:
-        self._plain[name].observe(value, times=times)
+    def _observe(self, name: str, value: float) -> None:
+        self._plain[name].observe(value)
 
     # ---- reading
 

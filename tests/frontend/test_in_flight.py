@@ -188,6 +188,7 @@ def test_what_an_instance_did_before_it_was_lost_is_told_once() -> None:
         ("lost", first, pytest.approx(0.3), pytest.approx(0.8)),
     ]
     assert result.metrics.slo.late_by == {"cpu": 2, "lost": 1}
+    assert list(result.gaps_s) == pytest.approx([0.1, 0.1, 0.7])
     rig.assert_at_rest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,7 @@ def result(reason: FinishReason = FinishReason.STOP, **usage: int) -> Result:
             ttft_s=0.3, tpot_s=0.02, e2e_s=0.5, queue_s=0.1, encode_s=0.05, prefill_s=0.1, decode_s=0.2
         ),
         timeline=(StageSpan("fetch", 0, 0.01), StageSpan("encode", 0.1, 0.15), StageSpan("prefill", 0.2, 0.3)),
+        gaps_s=array("d", [0.01] * 9 + [0.11]),
     )
 
 
@@ -132,6 +134,8 @@ def test_a_request_is_counted_once_everywhere() -> None:
     assert value(page, "vllm:time_to_first_token_seconds_bucket", le="0.25") == 0
     assert value(page, "vllm:time_to_first_token_seconds_bucket", le="0.5") == 1
     assert value(page, "vllm:inter_token_latency_seconds_count") == 10
+    assert value(page, "vllm:inter_token_latency_seconds_bucket", le="0.01") == 9
+    assert value(page, "vllm:inter_token_latency_seconds_bucket", le="0.1") == 9, "the long one"
     assert value(page, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.2)
     assert value(page, "vllm:request_inference_time_seconds_sum") == pytest.approx(0.35)
     assert value(page, "vllm:request_prompt_tokens_bucket", le="100.0") == 1

@@ -75,6 +75,7 @@ class TextlessIncoming(Incoming):
                 self._on_delta(name, delta, now)
                 continue
             active = in_flight.active
+            active.gaps_s.append(time_s - active.last_token_s)
             active.last_token_s = time_s
             active.token_ids.append(token_id)
             active.handle.stamps.append(now)
