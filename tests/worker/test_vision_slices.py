@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import pytest
 
@@ -17,7 +18,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.sampler import SamplingState
-from hydra_engine.worker.ports import NO_GATE, WorkerRequest
+from hydra_engine.worker.ports import NO_GATE, Job, WorkerRequest
 from hydra_engine.worker.vision.gate import LaneGate
 from hydra_engine.worker.vision.lane import VisionLane
 from tests.worker.fakes import BAD_PIXEL, FAKE_VISION, IMAGE_TOKENS, FakeModel, Rig, make_picture, make_request
@@ -50,17 +51,29 @@ class Setup:
         gate = self.gate if gated else NO_GATE
         config = EngineConfig(scheduler=SchedulerConfig(tpot_slo=1.0 if piece_rows else None))
         parts = self.rig.backend, FAKE_VISION, self.rig.image_cache, config, MonotonicClock(), FaultPoints(), gate
-        self.lane = VisionLane(self.model, *parts, lambda job: job(), piece_rows=piece_rows, asynchronous=asynchronous)
+        self.lane = VisionLane(self.model, *parts, self.guard, piece_rows=piece_rows, asynchronous=asynchronous)
         pictures = [make_picture(f"{i}", fill, 3 + i * IMAGE_TOKENS) for i, fill in enumerate(fills)]
         prompt = [3, 4, 5, *[96] * (IMAGE_TOKENS * len(fills))]
         self.request: Request = make_request(1, prompt, images=tuple(image for image, _ in pictures))
         payloads = {payload.digest: payload for _, payload in pictures}
         self.record = WorkerRequest(self.request, SamplingState.of(self.request), payloads, 0)
+        self.ends: SimpleQueue[VisionResult | KeyboardInterrupt] = SimpleQueue()
         self.results: list[VisionResult] = []
 
+    def guard(self, job: Job) -> None:
+        try:
+            job()
+        except KeyboardInterrupt as error:  # what `interrupt` raises
+            self.ends.put(error)
+
     def run(self) -> None:
+        """Waits for the result; raises what ended the lane."""
         items = tuple(self.rig.item(self.request, index) for index in range(len(self.request.images)))
-        self.results.append(self.lane.run(VisionPlan(self.rig.next_step(), items), [self.record] * len(items)))
+        self.lane.submit(VisionPlan(self.rig.next_step(), items), [self.record] * len(items), self.ends.put)
+        end = self.ends.get(timeout=60)
+        if isinstance(end, KeyboardInterrupt):
+            raise end
+        self.results.append(end)
 
     def close(self) -> None:
         self.lane.close()

@@ -106,7 +106,8 @@ class VisionLane:
     def submit(
         self, plan: VisionPlan, records: Sequence[WorkerRequest], deliver: Callable[[VisionResult], None]
     ) -> None:
-        """`records[i]` belongs to `plan.items[i]`."""
+        """`records[i]` belongs to `plan.items[i]`. No content of a request ends the lane; BackendError does, where
+        the device failed."""
 
         def step() -> None:
             encoding = self._launch(plan, records)
@@ -136,11 +137,6 @@ class VisionLane:
         self.thread.close()
         if self._readers is not None:
             self._readers.close()
-
-    def run(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> VisionResult:
-        """In the lane's thread: launches a step and waits for it. Never raises because of a request's content, and
-        BackendError where the device failed."""
-        return self._read(self._launch(plan, records))
 
     def _launch(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> Encoding:
         launched_s = self._clock.now()
