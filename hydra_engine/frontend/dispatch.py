@@ -76,7 +76,7 @@ class Dispatcher:
     def on_down(self, name: str, now: float, *, restarts: bool) -> None:
         self.instances.down(name, restarts=restarts)
         for in_flight in self.poison_guard.left_lately(name, now):
-            self._blame(in_flight, name, now)
+            self._count_death_after_leaving(in_flight, name, now)
         self._lose_all(name, now)
         if not restarts:
             self.wake(now)  # those that wait for it in vain are told
@@ -264,7 +264,7 @@ class Dispatcher:
         for in_flight in self._by_age():
             self._lose(in_flight, name, now)
 
-    def _blame(self, in_flight: RequestInFlight, name: str, now: float) -> None:
+    def _count_death_after_leaving(self, in_flight: RequestInFlight, name: str, now: float) -> None:
         """The request has left the instance `name`, which turns out to be dead; the attempt that has begun since goes
         on unless it has to be the only one of its kind."""
         if in_flight.is_at(name):
