@@ -1,7 +1,7 @@
 """The goals of the micro-benchmarks, as data: which rows of which one, what is looked at, what is wanted.
 
 Two steps each: `par` is what is good enough to ship, `moonshot` what would be the best known. Does not know how
-anything is measured; `bench/summary.py` holds rows against it.
+anything is measured; `bench/summary/` holds rows against it.
 """
 
 from __future__ import annotations

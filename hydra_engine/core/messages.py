@@ -294,7 +294,7 @@ class StepSpeeds(msgspec.Struct, frozen=True):
 
 class StageReport(msgspec.Struct, frozen=True):
     """What a part of a request, or an encode job, waits for on an instance: `stage`, `done` and `of` as in
-    `observe.live.LiveRequest`. None of those that decode."""
+    `telemetry.trace.LiveRequest`. None of those that decode."""
 
     request_id: RequestId
     stage: str

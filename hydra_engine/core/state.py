@@ -1,6 +1,6 @@
 """The progress of one request inside the engine: its phase, a few integers, and what follows from them.
 
-The one mutable record of the deciding rooms; owned by the scheduler of the instance that holds the request. Keeps the
+The one mutable record of the deciding folders; owned by the scheduler of the instance that holds the request. Keeps the
 hashes of what it computes, but does not know blocks, plans or the clock. What changes with every token of a decode is
 not here but in the arrays of `scheduler/decodes.py`; only the tokens themselves are appended.
 """

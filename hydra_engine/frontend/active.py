@@ -1,6 +1,6 @@
 """One request on the front's side while it runs: tokens in, text out, and the result at the end.
 
-Does not know channels or readers; `front.py` feeds it messages and passes on what it returns.
+Does not know channels or readers; `incoming.py` feeds it messages and passes on what it returns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From what a user gives to a validated Request and its pixels, off the event loop.
 
-Ties the room together: messages or prompt -> text -> token ids, pictures -> pixels, placeholders -> spans, and the
+Ties the folder together: messages or prompt -> text -> token ids, pictures -> pixels, placeholders -> spans, and the
 checks of counts and lengths, the cheap ones first. Does not know instances, readers or HTTP.
 """
 
@@ -92,7 +92,7 @@ class Preprocessor:
             for text in templates
         )
         self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
-        self._texts = WorkerPool("intake-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
+        self._texts = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
         self._parts: dict[str, list[int]] = {}
         self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
         self._grammars = Grammars(tokenizer.file, self._eos_token_ids)

@@ -31,7 +31,7 @@ MAX_SEEN = 16  # requests of a queue that `pending_work` counts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguageStep:
-    """A plan, and what is told to budgets and log when it has come back."""
+    """A plan, and what budgets and the observer are told when it has come back."""
 
     plan: LanguagePlan
     load: LanguageLoad

@@ -1,8 +1,8 @@
 """The stage timeline of one request: spans relative to its arrival, what follows from them, and a drawing.
 
-Spans come from intake (fetch, preprocess, tokenize) and from the instance (waits and runs of the stages), all stamped
-on one monotonic clock. What follows: where the latency went, by the phases of HydraInfer (Fig. 13); sums; the verdict
-on latency limits and what a missed one was lost to. Does not know where they are shown.
+Spans come from the preprocessor (fetch, preprocess, tokenize) and from the instance (waits and runs of the stages), all
+stamped on one monotonic clock. What follows: where the latency went, by the phases of HydraInfer (Fig. 13); sums; the
+verdict on latency limits and what a missed one was lost to. Does not know where they are shown.
 """
 
 from __future__ import annotations

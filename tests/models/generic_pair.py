@@ -1,4 +1,4 @@
-"""Both sides of the generic adapter's tests: prompts made by intake's code over the model's processor, computed in our
+"""Both sides of the generic adapter's tests: prompts made by our code over the model's processor, computed in our
 stages by the driver, and the same text and pictures given to transformers' processor and model as a whole.
 """
 

@@ -1,4 +1,4 @@
-"""Small tokenizers, a LLaVA-like spec and an intake over them; nothing is downloaded and no torch is needed."""
+"""Small tokenizers, a LLaVA-like spec and a preprocessor over them; nothing is downloaded and no torch is needed."""
 
 from __future__ import annotations
 
@@ -185,10 +185,10 @@ def make_spec(tokenizer: Tokenizer, *, vision: bool = True) -> ModelSpec:
 
 
 class Kitchen:
-    """An intake with short ways to use it."""
+    """A preprocessor with short ways to use it."""
 
-    def __init__(self, intake: Preprocessor) -> None:
-        self.intake = intake
+    def __init__(self, preprocessor: Preprocessor) -> None:
+        self.preprocessor = preprocessor
         self.num_requests = 0
 
     async def prepare(
@@ -198,33 +198,33 @@ class Kitchen:
         self.num_requests += 1
         call = asked(prompt, messages=options.pop("messages", None), images=images)
         call = replace(call, sampling=sampling, **options)
-        return await self.intake.prepare(RequestId(self.num_requests), call, arrival_s=arrival_s)
+        return await self.preprocessor.prepare(RequestId(self.num_requests), call, arrival_s=arrival_s)
 
 
 @pytest.fixture
-async def make_intake(tokenizer: Tokenizer) -> Any:
+async def make_preprocessor(tokenizer: Tokenizer) -> Any:
     made: list[Preprocessor] = []
 
     def make(*, vision: bool = True, max_model_len: int = 256, media: dict[str, Any] | None = None, **more: Any) -> Any:
         chosen = more.pop("tokenizer", tokenizer)
-        intake = Preprocessor(
+        preprocessor = Preprocessor(
             spec=make_spec(chosen, vision=vision),
             tokenizer=chosen,
             media=MediaConfig(**(media or {})),
             max_model_len=max_model_len,
             **more,
         )
-        made.append(intake)
-        return Kitchen(intake)
+        made.append(preprocessor)
+        return Kitchen(preprocessor)
 
     yield make
-    for intake in made:
-        await intake.close()
+    for preprocessor in made:
+        await preprocessor.close()
 
 
 @pytest.fixture
-def kitchen(make_intake: Callable[..., Kitchen]) -> Kitchen:
-    return make_intake()
+def kitchen(make_preprocessor: Callable[..., Kitchen]) -> Kitchen:
+    return make_preprocessor()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Token ids of conversations, as our intake makes them and as transformers' own processor does, and the table of both.
+"""Token ids of conversations, as ours makes them and as transformers' own processor does, and the table of both.
 
     python -m tests.preprocess.prompt_parity [-n 100] [--write]
 
@@ -186,7 +186,7 @@ class Sides:
         self.spec = load_spec(directory, options)
         name = self.spec.tokenizer_class
         self.tokenizer = load_tokenizer(directory, name)
-        self.intake = Preprocessor(
+        self.preprocessor = Preprocessor(
             spec=self.spec,
             tokenizer=self.tokenizer,
             media=MediaConfig(max_images=16, max_videos=16),
@@ -218,7 +218,7 @@ class Sides:
             tuple(chat.tools), add_generation_prompt=not chat.continued, continue_final_message=chat.continued
         )
         call = asked(messages=_as_openai(chat.messages), template=options)
-        prepared = await self.intake.prepare(RequestId(1), call)
+        prepared = await self.preprocessor.prepare(RequestId(1), call)
         ids = list(prepared.request.prompt_token_ids)
         for image, payload in zip(prepared.request.images, prepared.pixels, strict=True):
             if payload.arrays:  # the adapter: a span may hold text tokens, whose ids come first in its payload
@@ -340,7 +340,7 @@ async def table(number: int) -> tuple[str, bool]:
                 bad = await differing(sides, kind, random.Random(f"{name} {kind}"), number)
                 all_equal = all_equal and not bad
                 cells.append(f"{number - len(bad)}/{number}")
-            await sides.intake.close()
+            await sides.preprocessor.close()
         rows.append(f"| {name} | {' | '.join(cells)} |")
         print(rows[-1], file=sys.stderr, flush=True)
     return "\n".join(rows), all_equal

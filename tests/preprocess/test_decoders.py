@@ -221,10 +221,12 @@ def test_no_child_means_try_again_later(encoded: Encode) -> None:
         decoders.close()
 
 
-async def test_as_many_children_are_started_as_pictures_are_decoded_at_once(make_intake: Callable[..., object]) -> None:
-    loader = make_intake().intake._loader  # type: ignore[attr-defined]
+async def test_as_many_children_are_started_as_pictures_are_decoded_at_once(
+    make_preprocessor: Callable[..., object],
+) -> None:
+    loader = make_preprocessor().preprocessor._loader  # type: ignore[attr-defined]
     await asyncio.wait_for(loader.warm_up(), 30)
     assert len(loader._decoders.pictures.pids()) == loader._limits.decode_workers > 1
-    text_only = make_intake(vision=False).intake._loader  # type: ignore[attr-defined]
+    text_only = make_preprocessor(vision=False).preprocessor._loader  # type: ignore[attr-defined]
     await text_only.warm_up()
     assert text_only._decoders.pictures.pids() == []

@@ -19,7 +19,7 @@ async def test_ids_and_pixels_equal_those_of_the_processor() -> None:
     spec, tokenizer, oracle = load_spec(folder), load_tokenizer(folder), AutoProcessor.from_pretrained(folder)
     assert spec.vision is not None
     normaliser = PixelNormaliser(spec.vision.preprocess, torch.device("cpu"))
-    intake = Preprocessor(spec=spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
+    preprocessor = Preprocessor(spec=spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
     generator = np.random.default_rng(0)
     for sizes in ([(100, 60)], [(84, 84), (300, 200)], [(7, 9), (50, 333), (640, 480)]):
         images = [Image.fromarray(generator.integers(0, 256, (h, w, 3), np.uint8)) for w, h in sizes]
@@ -28,7 +28,7 @@ async def test_ids_and_pixels_equal_those_of_the_processor() -> None:
             {"type": "text", "text": "What is this? ünï"},
         ]
         messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": parts}]
-        prepared = await intake.prepare(RequestId(1), asked(messages=messages))
+        prepared = await preprocessor.prepare(RequestId(1), asked(messages=messages))
         expected = oracle.apply_chat_template(
             messages, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="np"
         )
@@ -36,4 +36,4 @@ async def test_ids_and_pixels_equal_those_of_the_processor() -> None:
         pixels = [np.frombuffer(p.data, np.uint8).reshape(p.height, p.width, 3) for p in prepared.pixels]
         normalised = normaliser(torch.from_numpy(np.stack(pixels))).numpy().transpose(0, 3, 1, 2)
         assert np.abs(normalised - expected["pixel_values"]).max() < 1e-5
-    await intake.close()
+    await preprocessor.close()

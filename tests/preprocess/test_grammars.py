@@ -204,7 +204,7 @@ async def test_without_the_package_or_a_tokenizer_that_fits(
 
 
 async def test_ids_outside_the_vocabulary_are_refused(kitchen: Any) -> None:
-    size = kitchen.intake.tokenizer.vocab_size
+    size = kitchen.preprocessor.tokenizer.vocab_size
     await kitchen.prepare("hi", sampling={"logit_bias": {size - 1: 1.0}, "allowed_token_ids": [0, size - 1]})
     for sampling in ({"logit_bias": {size: 1.0}}, {"allowed_token_ids": [3, size]}):
         with pytest.raises(InvalidRequest, match=f"names token {size}; this model's token ids go from 0"):

@@ -1,4 +1,4 @@
-"""Videos through the intake of a real family: files, lists of frames, limits, refusals."""
+"""Videos through the preprocessor of a real family: files, lists of frames, limits, refusals."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Kitchen:
         limits = MediaConfig(local_files=True, **media)
         spec, tokenizer = load_spec(model_dir), load_tokenizer(model_dir)
         self.spec = spec
-        self.intake = Preprocessor(spec=spec, tokenizer=tokenizer, media=limits, max_model_len=512)
+        self.preprocessor = Preprocessor(spec=spec, tokenizer=tokenizer, media=limits, max_model_len=512)
 
     async def prepare(self, *parts: dict[str, Any], videos: Any = None) -> Any:
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
         call = asked(messages=messages, max_tokens=4) if parts else asked("?", videos=videos, max_tokens=4)
         try:
-            return await self.intake.prepare(RequestId(1), call)
+            return await self.preprocessor.prepare(RequestId(1), call)
         finally:
-            await self.intake.close()
+            await self.preprocessor.close()
 
 
 @pytest.fixture

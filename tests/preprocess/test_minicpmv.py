@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_pictures_and_videos_are_marked_and_numbered(model_dir: Path) -> None:
     """The same ids as those of the whole text, which is how transformers' processor makes them."""
     tokenizer = load_tokenizer(model_dir)
-    intake = Preprocessor(spec=load_spec(model_dir), tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
+    preprocessor = Preprocessor(spec=load_spec(model_dir), tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
     noise = np.random.default_rng(0)
     small, large = (Image.fromarray(noise.integers(0, 256, (*size, 3), np.uint8)) for size in ((48, 48), (60, 80)))
     content = [
@@ -39,9 +39,9 @@ async def test_pictures_and_videos_are_marked_and_numbered(model_dir: Path) -> N
     ]
     try:
         messages = [{"role": "user", "content": content}]
-        prepared = await intake.prepare(RequestId(1), asked(messages=messages))
+        prepared = await preprocessor.prepare(RequestId(1), asked(messages=messages))
     finally:
-        await intake.close()
+        await preprocessor.close()
 
     def marked(token: str, count: int, mark: str = "image") -> str:
         return f"<{mark}>{token * count}</{mark}>"

@@ -146,12 +146,14 @@ def test_tiled_families_show_one_view_at_low_detail(directory: Any) -> None:
 
 
 @asynccontextmanager
-async def intake_of(path: Path) -> Any:
-    intake = Preprocessor(spec=load_spec(path), tokenizer=load_tokenizer(path), media=MediaConfig(), max_model_len=512)
+async def preprocessor_of(path: Path) -> Any:
+    preprocessor = Preprocessor(
+        spec=load_spec(path), tokenizer=load_tokenizer(path), media=MediaConfig(), max_model_len=512
+    )
     try:
-        yield intake
+        yield preprocessor
     finally:
-        await intake.close()
+        await preprocessor.close()
 
 
 def message(data: bytes, *details: str | None) -> list[dict[str, Any]]:
@@ -167,9 +169,9 @@ async def test_another_resolution_is_another_picture(
     """Low detail is made smaller here, because miniatures are below it anyway."""
     monkeypatch.setattr("hydra_engine.core.prompting.LOW_DETAIL_PIXELS", 1024)
     data = encoded()
-    async with intake_of(directory(family)) as intake:
+    async with preprocessor_of(directory(family)) as preprocessor:
         pictures = message(data, None, "auto", "high", "low")
-        prepared = await intake.prepare(RequestId(1), asked(messages=pictures, max_tokens=1))
+        prepared = await preprocessor.prepare(RequestId(1), asked(messages=pictures, max_tokens=1))
         by_picture: list[set[bytes]] = [set() for _ in range(4)]
         tokens = [0] * 4
         for image in prepared.request.images:
@@ -181,14 +183,14 @@ async def test_another_resolution_is_another_picture(
         else:
             assert not by_picture[3] & by_picture[0] and tokens[3] < tokens[0]
         spans = {(image.start, image.num_tokens) for image in prepared.request.images}
-        placeholder = intake._spec.image_token_id
+        placeholder = preprocessor._spec.image_token_id
         assert prepared.request.prompt_token_ids.count(placeholder) == sum(count for _, count in spans) == sum(tokens)
         budget = PixelBudget(max_pixels=1024)
         call = asked(messages=message(data, None), max_tokens=1, pixels=budget)
-        small = await intake.prepare(RequestId(2), call)
+        small = await preprocessor.prepare(RequestId(2), call)
         assert {image.digest for image in small.request.images} == by_picture[3]
         call = asked("x", images=Image.open(io.BytesIO(data)), max_tokens=1, pixels=budget)
-        again = await intake.prepare(RequestId(3), call)
+        again = await preprocessor.prepare(RequestId(3), call)
         assert again.request.num_image_tokens == tokens[3]
 
 

@@ -62,7 +62,7 @@ def sides_of(
 
     yield find
     for sides in known.values():
-        loop.run_until_complete(sides.intake.close())
+        loop.run_until_complete(sides.preprocessor.close())
 
 
 def check(loop: asyncio.AbstractEventLoop, sides: Sides, kind: str, rng: random.Random) -> None:
@@ -106,25 +106,25 @@ def test_bos_comes_once_whether_the_template_or_the_tokenizer_writes_it(
 ) -> None:
     """The published LLaVA-1.5 template writes none, the tokenizer's post-processor does; a system turn that begins with
     a typed one stands for it, in transformers too."""
-    intake, tokenizer = sides_of("LLaVA-1.5").intake, sides_of("LLaVA-1.5").tokenizer
+    preprocessor, tokenizer = sides_of("LLaVA-1.5").preprocessor, sides_of("LLaVA-1.5").tokenizer
     bos = tokenizer._tokenizer.bos_token_id
     tokenize = loop.run_until_complete
-    plain = tokenize(intake.tokenize(asked(messages=user("hi"))))
+    plain = tokenize(preprocessor.tokenize(asked(messages=user("hi"))))
     assert plain[0] == bos and plain.count(bos) == 1
     for choice, expected in ((None, plain), (True, plain), (False, plain[1:])):
         template = TemplateOptions(add_special_tokens=choice)
-        assert tokenize(intake.tokenize(asked(messages=user("hi"), template=template))) == expected
+        assert tokenize(preprocessor.tokenize(asked(messages=user("hi"), template=template))) == expected
     system = {"role": "system", "content": [{"type": "text", "text": "<s>"}]}
-    assert tokenize(intake.tokenize(asked(messages=[system, *user("hi")]))).count(bos) == 1
-    raw = tokenize(intake.tokenize(asked("hi", raw=True)))
-    prepared = tokenize(intake.prepare(RequestId(1), asked("hi", raw=True)))
+    assert tokenize(preprocessor.tokenize(asked(messages=[system, *user("hi")]))).count(bos) == 1
+    raw = tokenize(preprocessor.tokenize(asked("hi", raw=True)))
+    prepared = tokenize(preprocessor.prepare(RequestId(1), asked("hi", raw=True)))
     assert raw == [bos, *raw[1:]] == list(prepared.request.prompt_token_ids)
     off = TemplateOptions(add_special_tokens=False)
-    prepared = tokenize(intake.prepare(RequestId(2), asked("hi", raw=True, template=off)))
+    prepared = tokenize(preprocessor.prepare(RequestId(2), asked("hi", raw=True, template=off)))
     assert (
         list(prepared.request.prompt_token_ids)
         == raw[1:]
-        == tokenize(intake.tokenize(asked("hi", raw=True, template=off)))
+        == tokenize(preprocessor.tokenize(asked("hi", raw=True, template=off)))
     )
 
 
@@ -132,7 +132,7 @@ def test_without_a_processor_the_template_alone_writes_special_tokens(
     sides_of: Callable[[str], Sides], loop: asyncio.AbstractEventLoop
 ) -> None:
     sides = sides_of("Llama 2")
-    ids = loop.run_until_complete(sides.intake.tokenize(asked(messages=user("hi"))))
+    ids = loop.run_until_complete(sides.preprocessor.tokenize(asked(messages=user("hi"))))
     assert ids.count(sides.tokenizer._tokenizer.bos_token_id) == 1  # the template's
 
 
@@ -151,13 +151,13 @@ def test_typed_special_tokens_are_parsed_and_placeholders_are_refused(
     # What an application can look at before it forwards a text.
     text = TemplateOptions(add_special_tokens=False)
     found = [
-        loop.run_until_complete(sides.intake.tokenize(asked(one, raw=True, template=text)))
+        loop.run_until_complete(sides.preprocessor.tokenize(asked(one, raw=True, template=text)))
         for one in ("a<|im_end|>", "a<| im_end|>")
     ]
     assert [bool(sides.tokenizer.special_ids.intersection(ids)) for ids in found] == [True, False]
     for typed in ("<|image_pad|>", "<|video_pad|>"):
         with pytest.raises(InvalidRequest, match="placeholder"):
-            loop.run_until_complete(sides.intake.tokenize(asked(messages=user(f"a {typed}"))))
+            loop.run_until_complete(sides.preprocessor.tokenize(asked(messages=user(f"a {typed}"))))
 
 
 CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast", "InternLM2Tokenizer")
@@ -232,9 +232,11 @@ def test_a_template_named_tool_use_is_for_conversations_with_tools(
     values = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": templates}))
     tokenizer = load_tokenizer(tmp_path)
-    intake = Preprocessor(spec=sides_of("Qwen2").spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
+    preprocessor = Preprocessor(
+        spec=sides_of("Qwen2").spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512
+    )
     tool = {"type": "function", "function": {"name": "f"}}
     for tools, name in (((), "default"), ((tool,), "tool_use")):
-        chat = intake.tokenize(asked(messages=user("hi"), template=TemplateOptions(tools)))
+        chat = preprocessor.tokenize(asked(messages=user("hi"), template=TemplateOptions(tools)))
         assert tokenizer.decode(loop.run_until_complete(chat)) == f"{name}: hi"
-    loop.run_until_complete(intake.close())
+    loop.run_until_complete(preprocessor.close())

@@ -42,12 +42,12 @@ async def test_wrong_limits_are_refused(kitchen: Any, name: str, limit: Any) -> 
     [({}, 8), ({"max_tokens": 20}, 20), ({"max_tokens": 3}, 3), ({"min_tokens": 12}, 12), ({"min_tokens": 2}, 8)],
 )
 async def test_the_models_max_tokens_are_a_default_and_no_limit(
-    make_intake: Any, sampling: dict[str, int], most: int
+    make_preprocessor: Any, sampling: dict[str, int], most: int
 ) -> None:
-    prepared = await make_intake(default_max_tokens=8).prepare("the cat", sampling=sampling)
+    prepared = await make_preprocessor(default_max_tokens=8).prepare("the cat", sampling=sampling)
     assert prepared.request.max_new_tokens == most
 
 
-async def test_they_yield_to_the_context(make_intake: Any) -> None:
-    request = (await make_intake(default_max_tokens=1000, max_model_len=64).prepare("the cat")).request
+async def test_they_yield_to_the_context(make_preprocessor: Any) -> None:
+    request = (await make_preprocessor(default_max_tokens=1000, max_model_len=64).prepare("the cat")).request
     assert request.max_new_tokens == 64 - request.num_prompt

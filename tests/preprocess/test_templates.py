@@ -192,19 +192,21 @@ def test_values_at_the_bounds_are_taken() -> None:
         TemplateOptions(variables={"a": endless})
 
 
-async def test_intake_takes_the_options(make_intake: Callable[..., Kitchen], tmp_path: Path) -> None:
+async def test_the_preprocessor_takes_the_options(make_preprocessor: Callable[..., Kitchen], tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(QWEN_LIKE)
-    kitchen = make_intake(chat_template_path=str(tmp_path / "t.jinja"), max_model_len=512)
-    intake = kitchen.intake
+    kitchen = make_preprocessor(chat_template_path=str(tmp_path / "t.jinja"), max_model_len=512)
+    preprocessor = kitchen.preprocessor
     options = TemplateOptions(tools=(WEATHER,), variables={"enable_thinking": True})
     prepared = await kitchen.prepare(messages=hello(), template=options, sampling={"max_tokens": 1})
-    rendered = intake.tokenizer.decode(prepared.request.prompt_token_ids)
+    rendered = preprocessor.tokenizer.decode(prepared.request.prompt_token_ids)
     assert "Tells it." in rendered and rendered.endswith("<think>")
-    assert await intake.tokenize(asked(messages=hello(), template=options)) == list(prepared.request.prompt_token_ids)
-    assert intake.chat_template == QWEN_LIKE
+    assert await preprocessor.tokenize(asked(messages=hello(), template=options)) == list(
+        prepared.request.prompt_token_ids
+    )
+    assert preprocessor.chat_template == QWEN_LIKE
     begun = hello({"role": "assistant", "content": "So"})
     prepared = await kitchen.prepare(messages=begun, template=TemplateOptions(**GOES_ON))
-    assert intake.tokenizer.decode(prepared.request.prompt_token_ids).endswith("[assistant]So")
+    assert preprocessor.tokenizer.decode(prepared.request.prompt_token_ids).endswith("[assistant]So")
     long = tuple(tool(f"f{n}", description="x" * 30_000) for n in range(2))
     with pytest.raises(ContextLengthExceeded):  # counted before anything is rendered
         await kitchen.prepare(messages=hello(), template=TemplateOptions(tools=long))

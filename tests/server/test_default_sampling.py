@@ -46,7 +46,7 @@ async def ask(served: Served, route: str, **fields: Any) -> tuple[SamplingParams
 async def test_what_is_left_out_is_the_models(authored: Served, route: str) -> None:
     for nothing in ({}, dict.fromkeys(GIVEN)):
         sampling, _ = await ask(authored, route, **nothing)
-        # The intake knows how many tokens there is room for; only /v1/messages asks every request to say.
+        # The preprocessor knows how many tokens there is room for; only /v1/messages asks every request to say.
         assert sampling == DEFAULTS.asked(max_tokens=ROUTES[route].get("max_tokens"))
     sampling, _ = await ask(authored, route, temperature=0)
     assert (sampling.temperature, sampling.top_k) == (0, 3)

@@ -1,4 +1,4 @@
-"""Conversations and pictures of any legal shape, through the real intake to the real demo model.
+"""Conversations and pictures of any legal shape, through the real preprocessor to the real demo model.
 
 Each is answered, or refused with a code of the table; counts of tokens agree with /tokenize, where a picture is one
 token, and with Anthropic's count.

@@ -1,6 +1,7 @@
 """GGUF files as a checkpoint: canonical names and shapes, tensors read one at a time in the precision of the file.
 
-The folder is one that `gguf_folder.py` made: a Hugging Face directory with links to the files. Does not know models.
+The folder is one that `preprocess/model_files.py` made: a Hugging Face directory with links to the files. Does not know
+models.
 """
 
 from __future__ import annotations

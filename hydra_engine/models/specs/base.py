@@ -1,7 +1,7 @@
 """What a model family is, without torch: shapes, image geometry, positions, byte and FLOP formulas.
 
-A spec is parsed from config.json (and the processor's config) alone. Intake, admission, budgets and the planner work
-from it; `models/` builds modules that agree with it. Does not know tensors, weights or files other than JSON.
+A spec is parsed from config.json (and the processor's config) alone. Preprocessing, admission, budgets and the planner
+work from it; `models/` builds modules that agree with it. Does not know tensors, weights or files other than JSON.
 """
 
 from __future__ import annotations

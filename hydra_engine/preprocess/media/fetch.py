@@ -44,7 +44,7 @@ _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "hydra-engine"}
 # What reaching a hostile host raises: aiohttp's own errors, the socket's and TLS's (OSError), broken URLs.
 _FETCH_ERRORS = (aiohttp.ClientError, OSError, ValueError, asyncio.IncompleteReadError)
 
-_lookups = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="intake-names")
+_lookups = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="preprocess-names")
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> addresses
 

@@ -42,7 +42,7 @@ class Grammars:
     ) -> None:
         self._usable = tokenizer_file is not None and bool(eos_token_ids)
         self._answer_seconds = answer_seconds
-        self._pool = WorkerPool("intake-grammar", num_workers=1, max_waiting=MAX_WAITING)
+        self._pool = WorkerPool("preprocess-grammar", num_workers=1, max_waiting=MAX_WAITING)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._host = ChildHost(
             "check grammars",

@@ -2,8 +2,8 @@
 the admin key only those.
 
 A tenant is the holder of a key: keys of one name are one tenant's, a key without a name is one by itself. Each
-`GenerationCall` of this room takes its `cache_salt` from here (a test holds that), which isolates the caches of tenants
-from each other. Does not know what a tenant may do or has asked for, or what is cached.
+`GenerationCall` of the server takes its `cache_salt` from here (a test holds that), which isolates the caches of
+tenants from each other. Does not know what a tenant may do or has asked for, or what is cached.
 """
 
 from __future__ import annotations

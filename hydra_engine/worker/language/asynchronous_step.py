@@ -188,11 +188,11 @@ class AsynchronousStep(StepForm):
         self._poison(logits, self._poisoned(plan, begun))
         if not len(sampling.rows):
             return self._without_tokens(plan, begun)
-        draws = SamplingTensors(*columns)
+        sampling_tensors = SamplingTensors(*columns)
         if sampling.special.size:
-            outcome = self._eager_special(plan, rows, sampling, logits, draws, device_slots)
+            outcome = self._eager_special(plan, rows, sampling, logits, sampling_tensors, device_slots)
         else:
-            tokens, finite = parts.ops.sample(logits, draws)
+            tokens, finite = parts.ops.sample(logits, sampling_tensors)
             outcome = Unread(plan.num_rows, sampling.rows, parts.device.fetch((tokens, finite)))
             slot_table.write(device_slots, tokens)
         slot_table.written(sampling.seq_slots)
@@ -208,7 +208,7 @@ class AsynchronousStep(StepForm):
         rows: StepRows,
         sampling: SamplingRows,
         logits: Tensor,
-        draws: SamplingTensors,
+        sampling_tensors: SamplingTensors,
         device_slots: Tensor,
     ) -> Unread:
         parts, slot_table, (size, vocabulary) = self._parts, self._slot_table, logits.shape
@@ -216,7 +216,7 @@ class AsynchronousStep(StepForm):
         special = self._special(sampling, size, vocabulary)
         packed, *lists = parts.device.send((special.packed, special.bias_ids, special.bias_values, special.masks))
         tensors = SpecialTensors.of(packed, size, *lists)
-        found = sample_special(parts.ops, logits, draws, tensors, slot_table.counts(vocabulary))
+        found = sample_special(parts.ops, logits, sampling_tensors, tensors, slot_table.counts(vocabulary))
         slot_table.write(device_slots, found.tokens)
         slot_table.count(device_slots, found.tokens, tensors.columns.increments, vocabulary)
         return self._unread(plan.num_rows, rows, sampling, special, found)

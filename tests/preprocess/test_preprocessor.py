@@ -38,7 +38,7 @@ def data_url(data: bytes) -> str:
 
 
 def show(kitchen: Any, ids: tuple[int, ...]) -> str:
-    return kitchen.intake.tokenizer.decode(list(ids), skip_special_tokens=False)
+    return kitchen.preprocessor.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 async def test_a_text_becomes_a_request(kitchen: Any) -> None:
@@ -81,13 +81,13 @@ async def test_placeholders_expand_and_items_say_where(kitchen: Any, picture: Pi
 
 
 async def test_one_picture_in_every_form_is_the_same_picture(
-    make_intake: Any, picture: Picture, encoded: Encode, tmp_path: Path
+    make_preprocessor: Any, picture: Picture, encoded: Encode, tmp_path: Path
 ) -> None:
     image = picture(40, 30)
     data, path = encoded(image), tmp_path / "p.png"
     path.write_bytes(data)
     files = [data, bytearray(data), data_url(data), path, str(path), path.as_uri()]
-    kitchen = make_intake(media={"local_files": True})
+    kitchen = make_preprocessor(media={"local_files": True})
     prepared = await kitchen.prepare("x", [*files, image, np.asarray(image)])
     assert len({payload.data for payload in prepared.pixels}) == 1
     assert len({payload.digest for payload in prepared.pixels[: len(files)]}) == 1
@@ -130,8 +130,10 @@ async def test_the_placeholder_cannot_be_smuggled_in(kitchen: Any, picture: Pict
         await kitchen.prepare("an <image>!", picture(9, 9))
 
 
-async def test_lengths_are_checked_with_the_words_that_clients_look_for(make_intake: Any, picture: Picture) -> None:
-    kitchen = make_intake(max_model_len=20)
+async def test_lengths_are_checked_with_the_words_that_clients_look_for(
+    make_preprocessor: Any, picture: Picture
+) -> None:
+    kitchen = make_preprocessor(max_model_len=20)
     ids = [9] * 12
     assert (await kitchen.prepare(ids)).request.max_new_tokens == 8
     assert (await kitchen.prepare(ids, sampling={"max_tokens": 8})).request.max_new_tokens == 8
@@ -165,7 +167,7 @@ async def test_endless_texts_are_refused_before_they_are_tokenised(
             await kitchen.prepare(**options)
 
 
-async def test_long_texts_are_tokenised_off_the_loop(make_intake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_are_tokenised_off_the_loop(make_preprocessor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
     real = Tokenizer.encode
 
@@ -174,7 +176,7 @@ async def test_long_texts_are_tokenised_off_the_loop(make_intake: Any, monkeypat
         return real(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", spy)
-    kitchen = make_intake(max_model_len=10_000)
+    kitchen = make_preprocessor(max_model_len=10_000)
     await kitchen.prepare("the cat " * 10)
     await kitchen.prepare("the cat " * 300)
     assert threads == [True, False]
@@ -192,13 +194,13 @@ async def test_pictures_are_decoded_off_the_loop(
 
     monkeypatch.setattr(images, "from_pil", spy)
     await kitchen.prepare("x", [picture(9, 9)] * 4)
-    assert threads and all(name.startswith("intake-image") for name in threads)
+    assert threads and all(name.startswith("preprocess-image") for name in threads)
 
 
 async def test_counts_and_addresses_are_checked_before_anything_opens(
-    make_intake: Any, monkeypatch: pytest.MonkeyPatch
+    make_preprocessor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kitchen = make_intake(media={"max_images": 3})
+    kitchen = make_preprocessor(media={"max_images": 3})
     opened = []
     monkeypatch.setattr(fetch.MediaFetcher, "fetch", lambda self, source: opened.append(source))
     monkeypatch.setattr(images, "inspected", lambda *args: opened.append(args))
@@ -232,8 +234,8 @@ async def test_errors_of_pictures_name_their_place(kitchen: Any, picture: Pictur
     assert (caught.value.param, caught.value.code) == ("images[1]", "image_decode_failed")
 
 
-async def test_text_models_take_no_pictures(make_intake: Any, picture: Picture) -> None:
-    kitchen = make_intake(vision=False)
+async def test_text_models_take_no_pictures(make_preprocessor: Any, picture: Picture) -> None:
+    kitchen = make_preprocessor(vision=False)
     assert (await kitchen.prepare("an <image> tag")).request.images == ()
     with pytest.raises(InvalidRequest, match="takes no images"):
         await kitchen.prepare("x", picture(9, 9))
@@ -273,12 +275,15 @@ async def test_an_empty_prompt_is_refused_where_nothing_remains(kitchen: Any) ->
     assert (await kitchen.prepare("", raw=True)).request.prompt_token_ids == (0,)  # the start token alone
     with pytest.raises(InvalidRequest, match="empty"):
         await kitchen.prepare([])
-    assert await kitchen.intake.tokenize(asked("", raw=True, template=TemplateOptions(add_special_tokens=False))) == []
+    assert (
+        await kitchen.preprocessor.tokenize(asked("", raw=True, template=TemplateOptions(add_special_tokens=False)))
+        == []
+    )
 
 
-async def test_seeds_are_drawn_in_the_same_order_every_time(make_intake: Any) -> None:
+async def test_seeds_are_drawn_in_the_same_order_every_time(make_preprocessor: Any) -> None:
     async def draw(seed: int) -> list[int]:
-        kitchen = make_intake(seed=seed)
+        kitchen = make_preprocessor(seed=seed)
         return [(await kitchen.prepare("x", sampling={"seed": s})).request.seed for s in (None, 5, None, -1)]
 
     first = await draw(0)
@@ -286,53 +291,53 @@ async def test_seeds_are_drawn_in_the_same_order_every_time(make_intake: Any) ->
     assert await draw(1) != first
 
 
-async def test_end_tokens_of_spec_and_tokenizer_are_joined(make_intake: Any) -> None:
-    kitchen = make_intake()
+async def test_end_tokens_of_spec_and_tokenizer_are_joined(make_preprocessor: Any) -> None:
+    kitchen = make_preprocessor()
     assert (await kitchen.prepare("x")).request.eos_token_ids == (1,)
 
 
-async def test_an_operators_template_replaces_the_models(make_intake: Any, tmp_path: Path) -> None:
+async def test_an_operators_template_replaces_the_models(make_preprocessor: Any, tmp_path: Path) -> None:
     path = tmp_path / "t.jinja"
     path.write_text("Q:{{ messages[0]['content'] }} A:")
-    kitchen = make_intake(chat_template_path=str(path))
+    kitchen = make_preprocessor(chat_template_path=str(path))
     assert show(kitchen, (await kitchen.prepare("the cat")).request.prompt_token_ids) == "<s>Q:the cat A:"
     with pytest.raises(ConfigError, match=r"cannot read the chat template \S+/missing: No such file or directory"):
-        make_intake(chat_template_path=str(tmp_path / "missing"))
+        make_preprocessor(chat_template_path=str(tmp_path / "missing"))
 
 
 async def test_a_model_without_template_still_takes_raw_prompts(
-    make_intake: Any, model_dir: Path, tmp_path: Path
+    make_preprocessor: Any, model_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
-    kitchen = make_intake(tokenizer=load_tokenizer(tmp_path))
+    kitchen = make_preprocessor(tokenizer=load_tokenizer(tmp_path))
     assert (await kitchen.prepare("the cat", raw=True)).request.num_prompt > 1
     with pytest.raises(InvalidRequest, match="--chat-template"):
         await kitchen.prepare("the cat")
 
 
 async def test_tokenize_shows_the_ids_without_opening_pictures(kitchen: Any) -> None:
-    intake = kitchen.intake
+    preprocessor = kitchen.preprocessor
     plain, marked = (TemplateOptions(add_special_tokens=choice) for choice in (False, True))
-    without = await intake.tokenize(asked("the cat", raw=True, template=plain))
-    assert await intake.tokenize(asked("the cat", raw=True)) == [0, *without]
-    assert await intake.tokenize(asked("the cat", raw=True, template=marked)) == [0, *without]
+    without = await preprocessor.tokenize(asked("the cat", raw=True, template=plain))
+    assert await preprocessor.tokenize(asked("the cat", raw=True)) == [0, *without]
+    assert await preprocessor.tokenize(asked("the cat", raw=True, template=marked)) == [0, *without]
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": "http://h.test/x"}]}]
     shown = "<s><|user|><image></s><|assistant|>"
     for options, expected in ((None, shown), (plain, shown), (marked, f"<s>{shown}")):  # its template writes <s>
-        assert show(kitchen, await intake.tokenize(asked(messages=messages, template=options))) == expected
-    ids = await intake.tokenize(asked(messages=messages, template=TemplateOptions(add_generation_prompt=False)))
+        assert show(kitchen, await preprocessor.tokenize(asked(messages=messages, template=options))) == expected
+    ids = await preprocessor.tokenize(asked(messages=messages, template=TemplateOptions(add_generation_prompt=False)))
     assert show(kitchen, ids) == "<s><|user|><image></s>"
 
 
-async def test_spans_are_stamped_on_the_given_clock(make_intake: Any, picture: Picture) -> None:
+async def test_spans_are_stamped_on_the_given_clock(make_preprocessor: Any, picture: Picture) -> None:
     clock = VirtualClock(100.0)
-    prepared = await make_intake(clock=clock).prepare("x", picture(9, 9))
+    prepared = await make_preprocessor(clock=clock).prepare("x", picture(9, 9))
     assert prepared.request.arrival_s == 100.0
     assert all((span.start_s, span.end_s, span.lane) == (100.0, 100.0, "front") for span in prepared.spans)
 
 
 async def test_fetches_are_spans_and_their_failures_the_requests(
-    make_intake: Any, encoded: Encode, monkeypatch: pytest.MonkeyPatch
+    make_preprocessor: Any, encoded: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(self: Any, source: Any, lease: Any) -> bytes:
         if "bad" in str(source.url):
@@ -340,7 +345,7 @@ async def test_fetches_are_spans_and_their_failures_the_requests(
         return encoded()
 
     monkeypatch.setattr(fetch.MediaFetcher, "fetch", answer)
-    kitchen = make_intake()
+    kitchen = make_preprocessor()
     prepared = await kitchen.prepare("x", "https://h.test/good")
     assert [span.stage for span in prepared.spans] == ["tokenize", "fetch", "preprocess"]
     with pytest.raises(MediaFetchFailed, match="gone") as caught:
@@ -348,7 +353,7 @@ async def test_fetches_are_spans_and_their_failures_the_requests(
     assert caught.value.param == "images[1]"
 
 
-async def test_cancelling_stops_every_fetch(make_intake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_stops_every_fetch(make_preprocessor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     running, cancelled = [], []
 
     async def hang(self: Any, source: Any, lease: Any) -> bytes:
@@ -361,7 +366,7 @@ async def test_cancelling_stops_every_fetch(make_intake: Any, monkeypatch: pytes
         return b""
 
     monkeypatch.setattr(fetch.MediaFetcher, "fetch", hang)
-    kitchen = make_intake()
+    kitchen = make_preprocessor()
     before = len(asyncio.all_tasks())
     task = asyncio.create_task(kitchen.prepare("x", [f"https://h.test/{i}" for i in range(5)]))
     await asyncio.sleep(0.02)
@@ -372,7 +377,7 @@ async def test_cancelling_stops_every_fetch(make_intake: Any, monkeypatch: pytes
     assert len(cancelled) == 5 and len(asyncio.all_tasks()) == before
 
 
-async def test_one_failure_stops_the_other_pictures(make_intake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_failure_stops_the_other_pictures(make_preprocessor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
     async def answer(self: Any, source: Any, lease: Any) -> bytes:
@@ -386,12 +391,12 @@ async def test_one_failure_stops_the_other_pictures(make_intake: Any, monkeypatc
 
     monkeypatch.setattr(fetch.MediaFetcher, "fetch", answer)
     with pytest.raises(MediaFetchFailed):
-        await make_intake().prepare("x", ["https://h.test/1", "https://h.test/2", "https://h.test/bad"])
+        await make_preprocessor().prepare("x", ["https://h.test/1", "https://h.test/2", "https://h.test/bad"])
     assert len(ended) == 2
 
 
-async def test_the_loop_stays_free_while_large_pictures_are_read(make_intake: Any, encoded: Encode) -> None:
-    kitchen = make_intake()
+async def test_the_loop_stays_free_while_large_pictures_are_read(make_preprocessor: Any, encoded: Encode) -> None:
+    kitchen = make_preprocessor()
     webp = encoded(Image.new("RGBA", (2000, 2000), (9, 9, 9, 9)), "WEBP", lossless=True, method=0)
     url = data_url(encoded(Image.effect_noise((3000, 2500), 50), "JPEG", quality=90))
     lags: list[float] = []

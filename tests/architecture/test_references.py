@@ -1,0 +1,53 @@
+"""What comments and docstrings point to is there: files and classes that they name in backticks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LOOKED_AT = ("hydra_engine/", "kernels/", "bench/")  # others name classes of the standard library
+FOLDERS = (*LOOKED_AT, "tools", "tests")
+
+_FILE = re.compile(r"`([\w/]+\.py)\b")
+_CLASS = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*)\.([A-Z]\w+)")
+
+
+def sources() -> dict[str, str]:
+    """By paths below the root."""
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+
+
+def ending_in(name: str, files: dict[str, str]) -> list[str]:
+    """Files of that name; a name may leave out the folders in front."""
+    return [file for file in files if f"/{file}".endswith(f"/{name}")]
+
+
+def stale(text: str, files: dict[str, str]) -> Iterator[str]:
+    for name in _FILE.findall(text):
+        if not ending_in(name, files):
+            yield name
+    for module, name in _CLASS.findall(text):
+        path = module.replace(".", "/")
+        candidates = ending_in(f"{path}.py", files) + ending_in(f"{path}/__init__.py", files)
+        if not any(re.search(rf"^(class )?{name}\b", files[file], re.MULTILINE) for file in candidates):
+            yield f"{module}.{name}"
+
+
+def test_files_and_classes_that_are_named_exist() -> None:
+    files = sources()
+    looked_at = {path: text for path, text in files.items() if path.startswith(LOOKED_AT)}
+    named = [f"{path}: {name}" for path, text in looked_at.items() for name in stale(text, files)]
+    assert not named, "\n".join(named)
+
+
+def test_a_stale_name_is_found() -> None:
+    files = sources()
+    assert list(
+        stale("see `gone.py`, `core/plans.py` and `gone.plans.VisionPlan`, `core.plans.VisionPlan`", files)
+    ) == [
+        "gone.py",
+        "gone.plans.VisionPlan",
+    ]
