@@ -154,8 +154,9 @@ class StepOrder:
 
 
 class LanguageLane:
-    """`asynchronous`: steps are launched before the ones before them have been read, and decodes may be replayed; then
-    the gate is that of whole steps, and else of their forwards. `run` is called in the lane's threads."""
+    """`asynchronous`: steps are launched before the ones before them have been read, and those of decodes and small
+    ones with prompts may be replayed; then the gate is that of whole steps, and else of their forwards. `run` is called
+    in the lane's threads."""
 
     captures, size_option = "language steps", "cuda_graph_sizes"
 
