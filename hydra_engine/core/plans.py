@@ -111,7 +111,7 @@ class LanguagePlan:
     decodes: DecodeRows
     chunks: tuple[ChunkRow, ...]
     vision_s: float = math.inf
-    partition: int = 1  # 0: both lanes on the whole device
+    partition: int = 0  # 0: both lanes on the whole device
 
     @property
     def num_rows(self) -> int:

@@ -15,7 +15,7 @@ from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.batches import feature_slots, sent_input, step_rows, vision_input, vision_slots
 from hydra_engine.worker.language.sampler import SamplingState
-from hydra_engine.worker.language.slot_table import SlotTable, StateTable
+from hydra_engine.worker.language.slot_table import SlotTable, StateTable, part_of, request_ids_of
 from hydra_engine.worker.ports import PromptPositions, WorkerRequest
 from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
 
@@ -246,3 +246,16 @@ def test_vision_input_keeps_pixels_and_order() -> None:
     expected = [int(i.block_ids[f // 3]) * 3 + f % 3 for i in items for f in range(5)]
     assert inputs.slots.tolist() == expected
     rig.worker.close()
+
+
+def test_a_part_of_a_step_runs_where_and_beside_what_the_step_does() -> None:
+    blocks = np.arange(4, dtype=np.int32)
+    rows = [Decode(i, i, 7, 3, 1, blocks) for i in range(2)]
+    chunk = ChunkRow(RequestId(2), 2, (5, 6), 0, blocks, 4, True, 0)
+    plan = replace(plan_of(StepId(3), [*rows, chunk], vision_s=0.5), partition=2)
+    request = make_request(2, [5, 6])
+    record = WorkerRequest(request, SamplingState.of(request), {}, 0)
+    for indices, expected in (([1, 2], [record]), ([0], [])):
+        part, records = part_of(plan, [record], np.array(indices))
+        assert request_ids_of(part).tolist() == indices and records == expected
+        assert (part.step_id, part.vision_s, part.partition) == (3, 0.5, 2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ def part_of(
         decodes.num_generated[among],
         decodes.block_tables[among],
     )
-    part = LanguagePlan(plan.step_id, fewer, tuple(plan.chunks[i] for i in chunks), plan.vision_s)
+    part = replace(plan, decodes=fewer, chunks=tuple(plan.chunks[i] for i in chunks))
     return part, [records[i] for i in chunks]
 
 
