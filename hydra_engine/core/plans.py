@@ -17,7 +17,7 @@ from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.errors import ErrorInfo
 
 BlockIds = npt.NDArray[np.int32]
-Ints = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,12 +64,12 @@ class DecodeRows:
     `max_num_seqs` entries, its own from its start until it gives way or is forgotten.
     """
 
-    request_ids: Ints  # [B] int64
-    seq_slots: Ints  # [B] int64
-    token_ids: Ints  # [B] int64
-    starts: Ints  # [B] int64
-    num_generated: Ints  # [B] int64
-    block_tables: BlockIds  # [B, W] int32; W blocks hold the longest context, and a few more may be there
+    request_ids: Int64s  # [B]
+    seq_slots: Int64s  # [B]
+    token_ids: Int64s  # [B]
+    starts: Int64s  # [B]
+    num_generated: Int64s  # [B]
+    block_tables: BlockIds  # [B, W]; W blocks hold the longest context, and a few more may be there
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -163,7 +163,7 @@ class LanguageResult:
     step_id: StepId
     started_s: float
     ended_s: float
-    token_ids: Ints  # [num_rows] int64
+    token_ids: Int64s  # [num_rows]
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, ..) of rows that asked for them
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why)
     vision_s: float = 0.0
@@ -235,6 +235,9 @@ class StagingResult:
 
     number: int
     problem: str | None = None
+
+
+LaneResult = VisionResult | LanguageResult | PullResult | StagingResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, StagingResult, VisionResult
+from hydra_engine.core.plans import LaneResult, LanguagePlan, PullResult, StagingResult, VisionResult
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, RequestError, RequestFailed
 from hydra_engine.instance.ports import NoPeers
@@ -204,9 +204,7 @@ class Instance:
         if not self._peers.connected:
             raise RequestFailed("this instance has no connection to others")
 
-    def _collect(
-        self, result: VisionResult | LanguageResult | PullResult | StagingResult, outgoing: list[ToFront]
-    ) -> None:
+    def _collect(self, result: LaneResult, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
         if isinstance(result, VisionResult):
             self._vision_in_flight.pop(0)

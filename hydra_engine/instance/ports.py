@@ -25,15 +25,14 @@ from hydra_engine.core.messages import (
     TransferReport,
 )
 from hydra_engine.core.plans import (
+    LaneResult,
     LanguagePlan,
-    LanguageResult,
     PullJob,
     PullPlan,
     PullResult,
     StagingJob,
     StagingResult,
     VisionPlan,
-    VisionResult,
 )
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
@@ -77,7 +76,7 @@ class WorkerPort(Protocol):
 
     def submit_language(self, plan: LanguagePlan) -> None: ...
 
-    def poll(self) -> list[VisionResult | LanguageResult | PullResult | StagingResult]:
+    def poll(self) -> list[LaneResult]:
         """Results since the last call, in order per lane, those of copies among them; empty when none. Calls `wake`
         whenever one arrives."""
         ...

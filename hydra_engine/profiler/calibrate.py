@@ -19,7 +19,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, PullResult, StagingResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LaneResult, LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError
 from hydra_engine.models.specs.base import VisionSpec
@@ -41,7 +41,7 @@ _CORUN_ROUNDS = 3
 _CORUN_KEPT = 64  # steps of one lane and point; short ones come by the hundred
 _SHORT_S = 0.05  # beside steps that take less, the pause between two of them is not negligible
 
-Result = LanguageResult | VisionResult
+StepResult = LanguageResult | VisionResult
 
 
 class Lanes(Protocol):
@@ -55,7 +55,7 @@ class Lanes(Protocol):
 
     def submit_language(self, plan: LanguagePlan) -> None: ...
 
-    def poll(self) -> Sequence[Result | PullResult | StagingResult]: ...
+    def poll(self) -> Sequence[LaneResult]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +282,14 @@ class _Run:
         self._site.lanes.submit_vision(self._maker.vision(self._pictures[point]))
         return None
 
-    def _collect(self, count: int) -> list[Result]:
+    def _collect(self, count: int) -> list[StepResult]:
         """At least the next `count` results, each lane's in order."""
-        results: list[Result] = []
+        results: list[StepResult] = []
         while len(results) < count:
             if not self._site.wake.wait(_LOST_S):
                 raise BackendError("a measured step has not come back; the log says what happened in its lane")
             self._site.wake.clear()
-            new = [r for r in self._site.lanes.poll() if isinstance(r, Result)]  # no peer is connected yet
+            new = [r for r in self._site.lanes.poll() if isinstance(r, StepResult)]  # no peer is connected yet
             now = self._site.clock.now()
             for result in new:
                 _check(result)
@@ -340,7 +340,7 @@ def _thinned(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(times[:: -(-len(times) // _CORUN_KEPT)]) if times else ()
 
 
-def _check(result: Result) -> None:
+def _check(result: StepResult) -> None:
     if isinstance(result, LanguageResult):
         errors = [error for _, error in result.failures]
     else:

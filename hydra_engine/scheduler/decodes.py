@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.cache.table import BlockTable
-from hydra_engine.core.plans import BlockIds, DecodeRows, Ints
+from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.scheduler.timeline import DecodeTimes, Indices, Seconds, Timeline
 
@@ -25,14 +25,14 @@ Bools = npt.NDArray[np.bool_]
 
 SPARE_COLUMNS = 16  # that the block tables of a plan may have behind the longest context
 _ABSENT = -1
-_NO_INDICES: Ints = np.zeros(0, dtype=np.int64)
+_NO_INDICES: Int64s = np.zeros(0, dtype=np.int64)
 
 
 class Ready(NamedTuple):
     """Members that may compute a row; entry i of `starts` belongs to one. Holds until a member joins or leaves."""
 
     indices: Indices
-    starts: Ints  # [B] position of its row
+    starts: Int64s  # [B] position of its row
     num_keys: int  # that these rows read, all together
 
     @property
@@ -56,8 +56,8 @@ class NewTokens(NamedTuple):
 class _Members(NamedTuple):
     """All members in order. Plans share the arrays, so they are never changed."""
 
-    seq_slots: Ints
-    request_ids: Ints
+    seq_slots: Int64s
+    request_ids: Int64s
     id_list: list[int]  # the same as a list
 
 
@@ -169,7 +169,7 @@ class DecodeTable:
 
     # ---- blocks
 
-    def lacking(self, ready: Ready) -> Ints:
+    def lacking(self, ready: Ready) -> Int64s:
         """The indices of those that have no block for their next row."""
         indices, starts = ready.indices, ready.starts
         lacks = starts >= self._shown[indices]
@@ -186,7 +186,7 @@ class DecodeTable:
         self.show(granted, [int(table.block_ids[column]) for table, column in zip(with_block, columns, strict=True)])
         return lacking[np.logical_not(have)]
 
-    def show(self, indices: Ints, blocks: Sequence[int]) -> None:
+    def show(self, indices: Int64s, blocks: Sequence[int]) -> None:
         """The blocks in which the next rows of these members begin."""
         columns = self._shown[indices] // self._block_size
         self._reserve_columns(int(columns.max()) + 1)
@@ -224,7 +224,7 @@ class DecodeTable:
             return Ready(everyone, starts, self._sum_starts + len(starts))
         return _some(may.nonzero()[0], starts[may])
 
-    def without(self, ready: Ready, indices: Ints) -> Ready:
+    def without(self, ready: Ready, indices: Int64s) -> Ready:
         """`ready` less the members with these indices."""
         among = np.arange(len(self.states))[ready.indices]
         kept = ~np.isin(among, indices)
@@ -262,15 +262,15 @@ class DecodeTable:
             self._members = _Members(self._seq_slots[everyone].copy(), request_ids, request_ids.tolist())
         return self._members
 
-    def _unread(self) -> Ints:
+    def _unread(self) -> Int64s:
         """[M] tokens of each member that are planned and not read yet."""
-        counts: Ints = self._chunk_in_flight[: len(self.states)].copy()
+        counts: Int64s = self._chunk_in_flight[: len(self.states)].copy()
         for step in self._in_flight:
             indices = self._index_of[step.rows.seq_slots]
             counts[indices[indices != _ABSENT]] += 1
         return counts
 
-    def pace(self, ready: Ready) -> tuple[Seconds, Ints, Ints]:
+    def pace(self, ready: Ready) -> tuple[Seconds, Int64s, Int64s]:
         """(seconds from the first to the latest token, gaps, late gaps) of each, as far as tokens have been read."""
         indices = ready.indices
         elapsed_s, late_gaps = self.times.elapsed(indices)
@@ -287,7 +287,7 @@ class DecodeTable:
         self._last_tokens[index] = token_id
         return self.times.read_chunk(index, ended_s, gap_s)
 
-    def take_back(self, rows: DecodeRows, token_ids: Ints, *, ended_s: float, batch: int, gap_s: float) -> NewTokens:
+    def take_back(self, rows: DecodeRows, token_ids: Int64s, *, ended_s: float, batch: int, gap_s: float) -> NewTokens:
         """The rows are no longer in flight. Moves the members among them one token on; those that have left meanwhile
         are passed over.
 
@@ -322,7 +322,7 @@ class DecodeTable:
             late=[(self.states[index], since_s) for index, since_s in late],
         )
 
-    def _filled(self, indices: Indices, starts: Ints) -> list[tuple[RequestState, int]]:
+    def _filled(self, indices: Indices, starts: Int64s) -> list[tuple[RequestState, int]]:
         full = (starts % self._block_size == self._block_size - 1).nonzero()[0]
         if not full.size:
             return []
@@ -330,7 +330,7 @@ class DecodeTable:
         return list(zip(self._states_at(indices, full), counts, strict=True))
 
     def _ended(
-        self, indices: Indices, starts: Ints, token_ids: Ints, token_list: list[int]
+        self, indices: Indices, starts: Int64s, token_ids: Int64s, token_list: list[int]
     ) -> list[tuple[RequestState, Ending]]:
         """Looks at those that are at their last row, and at those with a token that ends some request."""
         ended = starts >= self._lasts[indices]
@@ -343,7 +343,7 @@ class DecodeTable:
         endings = ((state, state.ending_with(token_list[row])) for state, row in at_end)
         return [(state, ending) for state, ending in endings if ending is not None]
 
-    def _states_at(self, indices: Indices, rows: Ints) -> list[RequestState]:
+    def _states_at(self, indices: Indices, rows: Int64s) -> list[RequestState]:
         """Of the members with these indices those at these rows."""
         among = rows if isinstance(indices, slice) else indices[rows]
         return [self.states[index] for index in among.tolist()]
@@ -391,9 +391,9 @@ class DecodeTable:
             assert not row[num_shown:].any(), f"{where}: block table behind its blocks"
 
 
-def _some(indices: Ints, starts: Ints) -> Ready:
+def _some(indices: Int64s, starts: Int64s) -> Ready:
     return Ready(indices, starts, int(starts.sum()) + len(starts))
 
 
-def _zeros(count: int) -> Ints:
+def _zeros(count: int) -> Int64s:
     return np.zeros(count, dtype=np.int64)

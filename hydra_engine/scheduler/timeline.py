@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.outputs import DelayCause, StageSpan
-from hydra_engine.core.plans import Ints
+from hydra_engine.core.plans import Int64s
 from hydra_engine.core.state import RequestState
 
 Seconds = npt.NDArray[np.float64]
-Indices = slice | Ints  # of some members of the table of decodes; a slice if they are the first ones
+Indices = slice | Int64s  # of some members of the table of decodes; a slice if they are the first ones
 
 MAX_SPANS = 200
 MIN_WAIT_S = 0.001  # shorter waits are hand-over, not waiting
@@ -287,7 +287,7 @@ class DecodeTimes:
         """Not to be changed, nor kept."""
         return self._limits[indices]
 
-    def elapsed(self, indices: Indices) -> tuple[Seconds, Ints]:
+    def elapsed(self, indices: Indices) -> tuple[Seconds, Int64s]:
         """(seconds from the first to the latest token, late gaps) of these members, as far as tokens have been read."""
         return self._last_s[indices] - self._first_s[indices], self._late_gaps[indices]
 

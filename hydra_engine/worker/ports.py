@@ -11,12 +11,12 @@ from math import inf
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.plans import Int64s
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.vlm import Vision
@@ -104,9 +104,6 @@ class WorkerRequest:
     pixels: Mapping[ImageDigest, PixelPayload]
     pixel_bytes: int
     rope: PromptPositions | None = None
-
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

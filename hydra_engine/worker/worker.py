@@ -25,14 +25,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import (
-    LanguagePlan,
-    LanguageResult,
-    PullResult,
-    StagingResult,
-    VisionPlan,
-    VisionResult,
-)
+from hydra_engine.core.plans import LaneResult, LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError
@@ -46,8 +39,6 @@ from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, Serve
 from hydra_engine.worker.vision.lane import VisionLane
 
 logger = logging.getLogger(__name__)
-
-Result = VisionResult | LanguageResult | PullResult | StagingResult
 
 
 class Worker:
@@ -80,7 +71,7 @@ class Worker:
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
-        self._results: deque[Result] = deque()
+        self._results: deque[LaneResult] = deque()
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
         self.faults = faults if faults is not None else FaultPoints()
         self._closing: list[Callable[[], None]] = []
@@ -160,17 +151,17 @@ class Worker:
             self._wake()
             raise
 
-    def poll(self) -> list[Result]:
+    def poll(self) -> list[LaneResult]:
         """Raises what ended a lane, BackendError if the device failed: what is in flight never comes back, and which
         request it was is not known."""
         if self._broken is not None:
             raise self._broken
-        results: list[Result] = []
+        results: list[LaneResult] = []
         while self._results:  # one consumer: what is there stays there until it is taken here
             results.append(self._results.popleft())
         return results
 
-    def deliver(self, result: Result) -> None:
+    def deliver(self, result: LaneResult) -> None:
         """From any lane."""
         self._results.append(result)
         self._wake()

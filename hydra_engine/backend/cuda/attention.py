@@ -31,14 +31,14 @@ from hydra_kernels.tma_attention import takes_cache
 MAX_HEAD_DIM = 256  # of the kernels
 _MAX_SEGMENTS = 32  # lists of segments that a thread remembers
 
-Ints = npt.NDArray[np.int32]
+Int32s = npt.NDArray[np.int32]
 
 
 class Rows(NamedTuple):
     """Rows of a step on the host, never changed."""
 
-    cu_q: Ints
-    num_context: Ints
+    cu_q: Int32s
+    num_context: Int32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class CudaPlan:
     most_others: int = 0  # of its rows, besides
 
 
-def num_leading_decodes(cu_q: Ints) -> int:
+def num_leading_decodes(cu_q: Int32s) -> int:
     """How many rows, from the first on, have one query each."""
     others = np.flatnonzero(np.diff(cu_q) != 1)
     return int(others[0]) if others.size else len(cu_q) - 1

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, MixedRows, PackedPlan, PagedCache, Segments
-from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Ints, num_leading_decodes
+from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Int32s, num_leading_decodes
 from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS
 from hydra_engine.backend.cuda.flashinfer_graphs import (
     GraphBuffers,
@@ -45,9 +45,9 @@ class FlashPlan:
     """`AttentionPlan.native`, equal to itself alone."""
 
     num_decodes: int
-    num_q: Ints  # [B]
-    num_context: Ints  # [B]
-    block_tables: Ints  # [B, W]
+    num_q: Int32s  # [B]
+    num_context: Int32s  # [B]
+    block_tables: Int32s  # [B, W]
     triton: CudaPlan
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cuda.attention import CudaPlan, Ints
+from hydra_engine.backend.cuda.attention import CudaPlan, Int32s
 from hydra_engine.backend.device import Send
 
 # A schedule has a few words for each block of its largest launch; what a wrapper makes for itself is 16 times as large.
@@ -30,13 +30,13 @@ _PLAIN_HEAD_DIM = 128  # up to which they do so
 class Pages(NamedTuple):
     """Rows of a step as FlashInfer takes them, on the host."""
 
-    cu_q: Ints  # [B + 1]
-    indptr: Ints  # [B + 1], of `indices`
-    indices: Ints  # blocks of all rows behind each other
-    last_page_len: Ints  # [B], 1 to the block size
+    cu_q: Int32s  # [B + 1]
+    indptr: Int32s  # [B + 1], of `indices`
+    indices: Int32s  # blocks of all rows behind each other
+    last_page_len: Int32s  # [B], 1 to the block size
 
 
-def pages_of(num_q: Ints, num_context: Ints, block_tables: Ints, block_size: int) -> Pages:
+def pages_of(num_q: Int32s, num_context: Int32s, block_tables: Int32s, block_size: int) -> Pages:
     """Rows without queries are left out: they have no result, and may have no block."""
     kept = num_q > 0
     num_q, num_context, block_tables = num_q[kept], num_context[kept], block_tables[kept]
@@ -50,7 +50,7 @@ def pages_of(num_q: Ints, num_context: Ints, block_tables: Ints, block_size: int
     )
 
 
-def cumulated(counts: Ints) -> Ints:
+def cumulated(counts: Int32s) -> Int32s:
     result = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=result[1:])
     return result
@@ -185,9 +185,9 @@ class GraphPlan:
     width: int
     triton: CudaPlan
     decodes: dict[Kind, GraphDecode] = field(default_factory=dict)
-    rows: list[tuple[Ints, Ints]] = field(default_factory=list)  # (num_context, block_tables) of the last refresh
+    rows: list[tuple[Int32s, Int32s]] = field(default_factory=list)  # (num_context, block_tables) of the last refresh
 
-    def refresh(self, num_context: Ints, block_tables: Ints) -> None:
+    def refresh(self, num_context: Int32s, block_tables: Int32s) -> None:
         """As `AttentionPlan.refresh` says."""
         count, width = block_tables.shape
         if num_context.shape != (self.batch,) or count > self.batch or width > self.width:

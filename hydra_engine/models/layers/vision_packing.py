@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Segments
+from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.vision_slices import Slices
 
-Ints = npt.NDArray[np.int64]
 Grid = tuple[int, int, int]  # (time, rows, columns) in patches; time is 1 for every item
 
 _MAX_SPANS = 64  # of pictures in a room, padding not counted
@@ -32,8 +31,8 @@ class Packing(NamedTuple):
 
     num_patches: int
     num_features: int  # rows that the tower gives; those of padding come last
-    indices: tuple[Ints, ...]  # in an order that the tower knows
-    bounds: tuple[Ints, ...]  # cu_seqlens of each kind of attention; empty segments behind the last in a room
+    indices: tuple[Int64s, ...]  # in an order that the tower knows
+    bounds: tuple[Int64s, ...]  # cu_seqlens of each kind of attention; empty segments behind the last in a room
     longest: tuple[int, ...]  # no segment of each kind is longer
     end: int = 0  # more than the largest row or column of a patch in its picture
 
@@ -86,7 +85,7 @@ def filled(grids: Sequence[Grid], room: int, merge: int) -> list[Grid] | None:
     return [*grids, *(filler for filler in fillers if filler[2])]
 
 
-def bounds_of(lengths: Sequence[int] | Ints, room: int = 0) -> Ints | None:
+def bounds_of(lengths: Sequence[int] | Int64s, room: int = 0) -> Int64s | None:
     """cu_seqlens of segments of these lengths, with empty ones up to `room` of them. None where there are more."""
     count = len(lengths)
     if room and count > room:

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import Weight
-from hydra_engine.models.layers.vision_packing import Grid, Ints, Packing, TowerInput
+from hydra_engine.models.layers.vision_packing import Grid, Packing, TowerInput
 from hydra_engine.models.llava.model import LLAVA_RENAMES, LlavaVision
 from hydra_engine.models.llava_next.spec import LlavaNextVisionSpec, unpadded
 from hydra_engine.models.loading.parameters import Scope
@@ -55,7 +56,7 @@ class LlavaNextVision(LlavaVision):
 
 
 @lru_cache(maxsize=64)
-def span_rows(grid: Grid, source: tuple[int, int], side: int) -> Ints:
+def span_rows(grid: Grid, source: tuple[int, int], side: int) -> Int64s:
     """[num_tokens]: which of the tower's rows of its span each feature is made of."""
     number, rows, columns = grid
     if number == 0:

@@ -12,18 +12,12 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PackedPlan, Segments
+from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput, go_on
 from hydra_engine.models.layers.attention import PackedAttention
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, Weight
 from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, chained
-from hydra_engine.models.layers.vision_packing import (
-    Ints,
-    Packing,
-    TowerInput,
-    cut_in_merge_order,
-    in_merge_order,
-    packed,
-)
+from hydra_engine.models.layers.vision_packing import Packing, TowerInput, cut_in_merge_order, in_merge_order, packed
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
@@ -90,7 +84,7 @@ class MiniCpmVision:
     def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
         cut_in_merge_order(pixels, patches, self._spec.patch_size, self._merges)
 
-    def _places(self, rows: int, columns: int) -> Ints:
+    def _places(self, rows: int, columns: int) -> Int64s:
         """[P]: rows of the table of positions, those nearest to the patches of a picture."""
         side = self._spec.num_positions
         row, column = nearest_positions(rows, side), nearest_positions(columns, side)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Rotary
+from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, RmsNorm, Weight
 from hydra_engine.models.layers.rotary import GrowingTable
 from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, chained
 from hydra_engine.models.layers.vision_packing import (
     Grid,
-    Ints,
     Packing,
     TowerInput,
     bounds_of,
@@ -60,7 +60,7 @@ class PatchRotary(GrowingTable):
 
 
 @lru_cache(maxsize=64)
-def patch_places(rows: int, columns: int, merge: int) -> Ints:
+def patch_places(rows: int, columns: int, merge: int) -> Int64s:
     """[2, P]: row and column of every patch of a picture, in merge order."""
     places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=2)
     return in_merge_order(places, (merge,)).T.numpy()
@@ -147,8 +147,8 @@ _EDGES = 64  # windows at the edges of the pictures in a room
 
 
 class Windows(NamedTuple):
-    order: Ints  # [tokens]: which token comes at each place, windows one after another
-    sizes: Ints  # of the windows, in patches
+    order: Int64s  # [tokens]: which token comes at each place, windows one after another
+    sizes: Int64s  # of the windows, in patches
 
 
 class Qwen25Vision(Qwen2Vision):
@@ -200,14 +200,14 @@ def cut_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
 
 
 @lru_cache(maxsize=64)
-def _windows_of(rows: int, columns: int, side: int) -> tuple[Ints, Ints]:
+def _windows_of(rows: int, columns: int, side: int) -> tuple[Int64s, Int64s]:
     """Of one picture of so many tokens: its tokens in the order of windows, and the tokens of each window."""
     number = np.arange(rows)[:, None] // side * -(-columns // side) + np.arange(columns) // side
     return np.argsort(number.reshape(-1), kind="stable"), np.bincount(number.reshape(-1))
 
 
 @lru_cache(maxsize=64)
-def _places_in_windows(rows: int, columns: int, merge: int, side: int) -> Ints:
+def _places_in_windows(rows: int, columns: int, merge: int, side: int) -> Int64s:
     """[2, P]: `patch_places` in the order of windows."""
     order, _ = _windows_of(rows // merge, columns // merge, side)
     return patch_places(rows, columns, merge).reshape(2, -1, merge**2)[:, order].reshape(2, -1)

@@ -19,13 +19,13 @@ from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import (
-    Ints,
+    Int64s,
+    LaneResult,
     LanguagePlan,
     LanguageResult,
     PullJob,
     PullResult,
     StagingJob,
-    StagingResult,
     VisionPlan,
     VisionResult,
 )
@@ -42,12 +42,11 @@ EXPORTS = Exports(pools=(), words=0, num_words=NUM_WORDS)
 
 
 @lru_cache(maxsize=4096)
-def _tokens(num_decodes: int, samples: tuple[bool, ...]) -> Ints:
+def _tokens(num_decodes: int, samples: tuple[bool, ...]) -> Int64s:
     """Of the rows of a step `[B]`. Not to be changed."""
     return np.array([TOKEN] * num_decodes + [TOKEN if sample else -1 for sample in samples], dtype=np.int64)
 
 
-Result = VisionResult | LanguageResult | PullResult | StagingResult
 Start = Callable[[], None]
 
 
@@ -109,7 +108,7 @@ class SimulatedWorker:
         self._costs = costs = around.costs
         self._block_bytes = block_bytes
         self._wake = wake
-        self._results: list[Result] = []
+        self._results: list[LaneResult] = []
         self._pixels: dict[RequestId, int] = {}
         delay_s = costs.turn_s + costs.submit_s
         self._vision, self._language, self._transfer = (_Lane(agenda, delay_s) for _ in range(3))
@@ -186,14 +185,14 @@ class SimulatedWorker:
     def device(self) -> str:
         return self._around.device
 
-    def _deliver(self, result: Result) -> None:
+    def _deliver(self, result: LaneResult) -> None:
         def arrive() -> None:
             self._results.append(result)
             self._wake()
 
         self._agenda.after(self._costs.collect_s, arrive)
 
-    def poll(self) -> list[Result]:
+    def poll(self) -> list[LaneResult]:
         results, self._results = self._results, []
         return results
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import SamplingTensors
 from hydra_engine.backend.device import Fetch
-from hydra_engine.core.plans import DecodeRows, Ints, LanguagePlan
+from hydra_engine.core.plans import DecodeRows, Int64s, LanguagePlan
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.boundary import attempt
@@ -46,7 +46,7 @@ class Unread(NamedTuple):
     where none does, and with log probabilities what they are made of."""
 
     num_rows: int
-    rows: Ints  # that sample
+    rows: Int64s  # that sample
     fetch: Fetch
     num_top: npt.NDArray[np.int32] | None = None  # of these, as `SpecialColumns` has it
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # of these, whatever token they got
@@ -239,7 +239,7 @@ class AsynchronousStep(StepForm):
         token_ids = self._slot_table.resolve(head, seq_slots[:count])
         return replace(inputs, token_ids=torch.cat((token_ids, rest)) if rest.shape[0] else token_ids)
 
-    def _poison(self, logits: Tensor, rows: Ints) -> None:
+    def _poison(self, logits: Tensor, rows: Int64s) -> None:
         if rows.size:
             logits.index_fill_(0, self._parts.device.send((rows,))[0], float("nan"))
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from hydra_engine.backend.base import Ops, States
 from hydra_engine.backend.device import Device
 from hydra_engine.core.media import ImageItem, PixelPayload
-from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Ints, LanguagePlan
+from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Int64s, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput, Scored, VisionInput
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, counts_of, starts_of
 from hydra_engine.worker.ports import PromptPositions
 
 
-def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int) -> Ints:
+def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int) -> Int64s:
     """Slots of rows [offset, offset + count) of what lies in `block_ids`."""
     rows = np.arange(offset, offset + count)
     return block_ids[rows // block_size].astype(np.int64) * block_size + rows % block_size
@@ -34,11 +34,11 @@ def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int)
 class StepRows(NamedTuple):
     """A language step in host arrays; those of int32 go to `Ops.plan_attention`."""
 
-    token_ids: Ints  # [T]
-    positions: Ints  # [T] or [3, T]
+    token_ids: Int64s  # [T]
+    positions: Int64s  # [T] or [3, T]
     position_end: int  # more than the largest of them
-    slots: Ints  # [T]
-    logit_rows: Ints  # [B']
+    slots: Int64s  # [T]
+    logit_rows: Int64s  # [B']
     cu_q: BlockIds  # [B + 1]
     num_context: BlockIds  # [B]
     block_tables: BlockIds  # [B, W]
@@ -114,7 +114,7 @@ def _decode_rows(decodes: DecodeRows, slot_table: SlotTable, block_size: int, *,
 
 
 @lru_cache(maxsize=256)
-def _one_each(num_rows: int) -> tuple[Ints, BlockIds]:
+def _one_each(num_rows: int) -> tuple[Int64s, BlockIds]:
     """(rows [B], where each begins [B + 1]) of a step of one token a row. Shared: not to be written to."""
     bounds = np.arange(num_rows + 1)
     return bounds[:-1], bounds.astype(np.int32)
@@ -154,7 +154,7 @@ def _mixed_rows(
     )
 
 
-def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal: bool) -> Ints:
+def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal: bool) -> Int64s:
     """[B], or [3, B]: behind its prompt a request counts on all axes alike."""
     if not multimodal:
         return decodes.starts
@@ -163,7 +163,7 @@ def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal:
     return positions
 
 
-def _block_tables(plan: LanguagePlan, num_blocks: Ints) -> BlockIds:
+def _block_tables(plan: LanguagePlan, num_blocks: Int64s) -> BlockIds:
     """[B, max blocks] with the blocks that hold each row's context; zeros, or blocks of its own, behind."""
     width, num_decodes = int(num_blocks.max()), len(plan.decodes)
     given = plan.decodes.block_tables[:, :width]
@@ -178,10 +178,10 @@ def _block_tables(plan: LanguagePlan, num_blocks: Ints) -> BlockIds:
     return tables
 
 
-def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> tuple[Ints, ...]:
+def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> tuple[Int64s, ...]:
     """(rows of the step that take image features, their slots in the image cache), or nothing."""
-    targets: list[Ints] = []
-    sources: list[Ints] = []
+    targets: list[Int64s] = []
+    sources: list[Int64s] = []
     for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
         for piece in chunk.images:
             assert piece.row + piece.count <= len(chunk.token_ids), "image slice reaches beyond its chunk"
@@ -191,7 +191,7 @@ def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> 
     return (np.concatenate(targets), np.concatenate(sources)) if targets else ()
 
 
-def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Ints:
+def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Int64s:
     """Where the features of all items go."""
     return np.concatenate([feature_slots(item.block_ids, 0, item.num_tokens, block_size) for item in items])
 
@@ -199,7 +199,7 @@ def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Ints:
 def vision_input(
     images: Sequence[ImageItem],
     payloads: Sequence[PixelPayload],
-    slots: Ints,
+    slots: Int64s,
     device: Device,
 ) -> VisionInput:
     """`images[i]` and `payloads[i]` belong together; `slots` as `vision_slots` says."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.core.plans import DecodeRows, Ints
+from hydra_engine.core.plans import DecodeRows, Int64s
 from hydra_engine.worker.language.sampler import GOLDEN, MAX_NUMBER, SamplingState, seed_state
 from hydra_engine.worker.language.slot_table import SlotTable
 from hydra_engine.worker.language.special import SlotSpecials
@@ -56,7 +56,7 @@ class SlotSampling:
         self._min_p[seq_slot] = params.min_p
         self._states[seq_slot] = seed_state(state.seed)
 
-    def of(self, seq_slots: Ints, num_generated: Ints) -> SamplingArrays:
+    def of(self, seq_slots: Int64s, num_generated: Int64s) -> SamplingArrays:
         temperatures = self._temperatures[seq_slots]
         if temperatures.any():
             numbers = draw_numbers(self._states[seq_slots], num_generated)
@@ -67,7 +67,7 @@ class SlotSampling:
         )
 
 
-def draw_numbers(states: _Words, counters: Ints) -> _Floats:
+def draw_numbers(states: _Words, counters: Int64s) -> _Floats:
     """`sampler.draw_number` of each pair, of seeds' states."""
     steps = (counters + 1).astype(np.uint64) * np.uint64(GOLDEN)  # modulo 2^64, as all of this
     bits = _mix64(states + steps) >> np.uint64(11)
@@ -107,7 +107,7 @@ class DeviceSlotTable(SlotTable):
         if self.since[seq_slot] == self.step:
             self._filled[seq_slot] = False
 
-    def tokens(self, decodes: DecodeRows) -> Ints:
+    def tokens(self, decodes: DecodeRows) -> Int64s:
         """[B]: the rows' tokens, -1 where `resolve` finds them."""
         self.check_owners(decodes)
         has_token = self._filled[decodes.seq_slots] | (decodes.token_ids >= 0)
@@ -122,7 +122,7 @@ class DeviceSlotTable(SlotTable):
         """The rows' last tokens from now on; both on the device."""
         self.last_tokens.index_copy_(0, seq_slots, token_ids)
 
-    def written(self, seq_slots: Ints) -> None:
+    def written(self, seq_slots: Int64s) -> None:
         """These slots have been written for their present requests."""
         self._filled[seq_slots] = True
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Refresh, SamplingTensors, StateRows, States
 from hydra_engine.backend.device import Graph
-from hydra_engine.core.plans import BlockIds, Ints
+from hydra_engine.core.plans import BlockIds, Int64s
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
@@ -106,7 +106,7 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._width = -(-max_model_len // parts.kv_cache.block_size)
         self._captured: dict[tuple[int, int], _Captured] = {}  # by partition and size
-        self._blanks: dict[int, Ints] = {}
+        self._blanks: dict[int, Int64s] = {}
         self._refused = False  # a plan could not be made for what was captured
 
     # ---- capture
@@ -180,7 +180,7 @@ class DecodeGraphs:
         shape = (self.sizes[-1], self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
-    def _blank(self, size: int) -> Ints:
+    def _blank(self, size: int) -> Int64s:
         """Padded rows alone."""
         if size not in self._blanks:
             packed = np.zeros(_WORDS * size, dtype=np.int64)
@@ -201,7 +201,7 @@ class DecodeGraphs:
         return rows.position_end <= self._max_model_len and (partition, self._size(count)) in self._captured
 
     def replay(
-        self, rows: StepRows, seq_slots: Ints, sampling: SamplingArrays, states: StateRows | None = None
+        self, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays, states: StateRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """(tokens, finite) of a step that fits, until the next replay. The slots have been written, and the `states`
         of a model that keeps some. What raises has launched nothing that matters; after a ValueError no step fits any

@@ -21,7 +21,7 @@ from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.device import Fetch, Lane
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.plans import Ints, LanguagePlan, LanguageResult
+from hydra_engine.core.plans import Int64s, LanguagePlan, LanguageResult
 from hydra_engine.errors import BackendError, ErrorInfo, RequestFailed
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.blank_steps import warm_language
@@ -48,7 +48,7 @@ class Pending:
 
     def __init__(self, order: StepOrder, plan: LanguagePlan, launched_s: float, *, divided: bool = False) -> None:
         self._order = order
-        self._unread: list[tuple[Ints, Unread]] = []
+        self._unread: list[tuple[Int64s, Unread]] = []
         self._fences: list[Fetch] = []
         self.plan = plan
         self.launched_s = launched_s
@@ -58,7 +58,7 @@ class Pending:
         self.slot_owners: SlotOwners | None = None  # None: no step before it was in flight when it was launched
         self.settled: LanguageResult | None = None
 
-    def add(self, rows: Ints, outcome: Samples | Unread) -> None:
+    def add(self, rows: Int64s, outcome: Samples | Unread) -> None:
         """What became of these rows of the plan."""
         if isinstance(outcome, Unread):
             self._unread.append((rows, outcome))
@@ -67,7 +67,7 @@ class Pending:
         else:
             self.samples.put(rows, outcome)
 
-    def fail(self, rows: Sequence[int] | Ints, error: ErrorInfo) -> None:
+    def fail(self, rows: Sequence[int] | Int64s, error: ErrorInfo) -> None:
         self.samples.failures += [(int(row), error) for row in rows]
 
     def wait_for(self, fence: Fetch) -> None:
@@ -266,7 +266,13 @@ class LanguageLane:
             slot_table.fail(pending.slot_owners or slot_table.slot_owners(plan), [row for row, _ in failures])
 
     def _attempt(
-        self, pending: Pending, rows: Ints, plan: LanguagePlan, records: Sequence[WorkerRequest], *, alone: bool = False
+        self,
+        pending: Pending,
+        rows: Int64s,
+        plan: LanguagePlan,
+        records: Sequence[WorkerRequest],
+        *,
+        alone: bool = False,
     ) -> None:
         """Row i of `plan` is row `rows[i]` of the step. A row that was alone and found too little memory is tried once
         more, now that memory has been given back."""

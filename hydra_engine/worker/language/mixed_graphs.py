@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import MixedRows, SamplingTensors
 from hydra_engine.backend.device import Graph
-from hydra_engine.core.plans import Ints, LanguagePlan
+from hydra_engine.core.plans import Int64s, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
@@ -200,7 +200,7 @@ class MixedGraphs:
         shape = (self.sizes[-1].rows, self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
-    def _blank(self, size: MixedSize) -> Ints:
+    def _blank(self, size: MixedSize) -> Int64s:
         """Without a row that has tokens."""
         packed = np.zeros(_num_words(size, self._axes), dtype=np.int64)
         columns = _columns(packed, size, self._axes, _ARRAYS)
@@ -223,7 +223,7 @@ class MixedGraphs:
         return None
 
     def replay(
-        self, size: MixedSize, plan: LanguagePlan, rows: StepRows, seq_slots: Ints, sampling: SamplingArrays
+        self, size: MixedSize, plan: LanguagePlan, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays
     ) -> tuple[Tensor, Tensor]:
         """(tokens, finite) of the rows that sample, whose slots and arrays are given, until the next replay. The slots
         have been written. What raises has launched nothing that matters."""

@@ -14,21 +14,21 @@ import numpy as np
 from torch import Tensor
 
 from hydra_engine.backend.device import Device
-from hydra_engine.core.plans import Ints, LanguagePlan, TokenLogprobs
+from hydra_engine.core.plans import Int64s, LanguagePlan, TokenLogprobs
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import Scored
 from hydra_engine.worker.boundary import not_finite
 from hydra_engine.worker.language.sampler import Scores, finite_rows, token_logprobs
 from hydra_engine.worker.ports import WorkerRequest
 
-_NO_TOKEN: Ints = np.array([-1])
+_NO_TOKEN: Int64s = np.array([-1])
 
 
 @dataclass(slots=True)
 class Samples:
     """What a `LanguageResult` says of a plan's rows."""
 
-    token_ids: Ints  # [num_rows], -1: none
+    token_ids: Int64s  # [num_rows], -1: none
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     failures: list[tuple[int, ErrorInfo]] = field(default_factory=list)
     scores: list[tuple[int, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Samples:
     def none(cls, num_rows: int) -> Samples:
         return cls(_NO_TOKEN.repeat(num_rows))
 
-    def put(self, rows: Ints, part: Samples) -> None:
+    def put(self, rows: Int64s, part: Samples) -> None:
         """Row i of `part` is row `rows[i]` here."""
         self.token_ids[rows] = part.token_ids
         self.logprobs += [(int(rows[i]), logprobs) for i, logprobs in part.logprobs]

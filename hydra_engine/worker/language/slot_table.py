@@ -19,38 +19,38 @@ import numpy as np
 import torch
 
 from hydra_engine.backend.base import StateCache, StateRows
-from hydra_engine.core.plans import DecodeRows, Ints, LanguagePlan
+from hydra_engine.core.plans import DecodeRows, Int64s, LanguagePlan
 from hydra_engine.core.request import Request
 from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState
 from hydra_engine.worker.ports import WorkerRequest
 
 
-def request_ids_of(plan: LanguagePlan) -> Ints:
+def request_ids_of(plan: LanguagePlan) -> Int64s:
     """[num_rows]"""
     return _column(plan.decodes.request_ids, [chunk.request_id for chunk in plan.chunks])
 
 
-def seq_slots_of(plan: LanguagePlan) -> Ints:
+def seq_slots_of(plan: LanguagePlan) -> Int64s:
     """[num_rows]"""
     return _column(plan.decodes.seq_slots, [chunk.seq_slot for chunk in plan.chunks])
 
 
-def starts_of(plan: LanguagePlan) -> Ints:
+def starts_of(plan: LanguagePlan) -> Int64s:
     """[num_rows] position of each row's first token."""
     return _column(plan.decodes.starts, [chunk.start for chunk in plan.chunks])
 
 
-def counts_of(plan: LanguagePlan) -> Ints:
+def counts_of(plan: LanguagePlan) -> Int64s:
     """[num_rows] tokens of each row."""
     return _column(np.ones(len(plan.decodes), dtype=np.int64), [len(chunk.token_ids) for chunk in plan.chunks])
 
 
-def _column(decodes: Ints, chunks: Sequence[int]) -> Ints:
+def _column(decodes: Int64s, chunks: Sequence[int]) -> Int64s:
     return np.concatenate((decodes, np.array(chunks, dtype=np.int64))) if chunks else decodes
 
 
 def part_of(
-    plan: LanguagePlan, records: Sequence[WorkerRequest], rows: Ints
+    plan: LanguagePlan, records: Sequence[WorkerRequest], rows: Int64s
 ) -> tuple[LanguagePlan, list[WorkerRequest]]:
     """A plan of some rows of another, and its chunks' records. `rows` ascend."""
     decodes, first = plan.decodes, len(plan.decodes)
@@ -76,17 +76,17 @@ class SlotOwners(NamedTuple):
     """Slots of a step's rows, [num_rows] each."""
 
     step: int
-    seq_slots: Ints
-    since: Ints  # since when the request owns the slot; later than `step`: the slot is another's
+    seq_slots: Int64s
+    since: Int64s  # since when the request owns the slot; later than `step`: the slot is another's
 
 
 class SamplingRows(NamedTuple):
     """The rows of a plan that sample, in order."""
 
-    rows: Ints  # [B'] row of the plan
-    seq_slots: Ints  # [B']
-    num_generated: Ints  # [B']
-    special: Ints  # which of these are not sampled at once, ascending; see `SlotTable.fast_path_from`
+    rows: Int64s  # [B'] row of the plan
+    seq_slots: Int64s  # [B']
+    num_generated: Int64s  # [B']
+    special: Int64s  # which of these are not sampled at once, ascending; see `SlotTable.fast_path_from`
 
 
 class SlotTable:
@@ -97,17 +97,17 @@ class SlotTable:
 
     def __init__(self, num_seq_slots: int) -> None:
         self.step = 0  # the number of the step in hand
-        self.owners: Ints = np.full(num_seq_slots, _NO_OWNER, dtype=np.int64)  # request ids
-        self.rope_deltas: Ints = np.zeros(num_seq_slots, dtype=np.int64)
-        self.fast_path_from: Ints = np.full(num_seq_slots, NO_FAST_PATH, dtype=np.int64)  # see SamplingState
-        self.since: Ints = np.zeros(num_seq_slots, dtype=np.int64)  # the step that the request owns it from
-        self._last_tokens: Ints = np.full(num_seq_slots, -1, dtype=np.int64)
-        self._checked: Ints | None = None  # slots of decodes that their requests owned; no owner has changed since
+        self.owners: Int64s = np.full(num_seq_slots, _NO_OWNER, dtype=np.int64)  # request ids
+        self.rope_deltas: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
+        self.fast_path_from: Int64s = np.full(num_seq_slots, NO_FAST_PATH, dtype=np.int64)  # see SamplingState
+        self.since: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # the step that the request owns it from
+        self._last_tokens: Int64s = np.full(num_seq_slots, -1, dtype=np.int64)
+        self._checked: Int64s | None = None  # slots of decodes that their requests owned; no owner has changed since
         self._requests: list[Request | None] = [None] * num_seq_slots
         self._sampling_states: list[SamplingState | None] = [None] * num_seq_slots
         self._lock = threading.Lock()  # for what follows
         self._any_failed = False
-        self._failed_in: Ints = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # the first step in which a row failed
+        self._failed_in: Int64s = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # the first step in which a row failed
 
     # ---- owners
 
@@ -176,11 +176,11 @@ class SlotTable:
 
     # ---- tokens
 
-    def tokens(self, decodes: DecodeRows) -> Ints:
+    def tokens(self, decodes: DecodeRows) -> Int64s:
         """[B]: the rows' tokens, where -1 is replaced by the token that was sampled last for the slot."""
         return self.known_tokens(decodes)
 
-    def known_tokens(self, decodes: DecodeRows) -> Ints:
+    def known_tokens(self, decodes: DecodeRows) -> Int64s:
         """As `tokens`, right for rows off the fast path also where other rows' tokens are on the device."""
         self.check_owners(decodes)
         ids = decodes.token_ids
@@ -194,7 +194,7 @@ class SlotTable:
             assert owned.all(), "a decode names a slot that is not its request's"
             self._checked = decodes.seq_slots
 
-    def put(self, seq_slots: Ints, token_ids: Ints) -> None:
+    def put(self, seq_slots: Int64s, token_ids: Int64s) -> None:
         """What was sampled for `seq_slots`; -1 for a row that failed, whose later rows are barred."""
         self._last_tokens[seq_slots] = token_ids
 
@@ -219,8 +219,8 @@ class StateTable:
     def __init__(self, cache: StateCache) -> None:
         self.cache = cache
         num_seq_slots = cache.conv.shape[0] // 2
-        self._current: Ints = np.zeros(num_seq_slots, dtype=np.int64)  # 0 or 1: which state slot holds the state
-        self._num_tokens: Ints = np.zeros(num_seq_slots, dtype=np.int64)  # that the state has seen
+        self._current: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # 0 or 1: which state slot holds the state
+        self._num_tokens: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # that the state has seen
 
     def rows(self, plan: LanguagePlan) -> StateRows:
         """Where each row reads and writes. A row that begins at 0 reads nothing, whatever its slot was used for."""

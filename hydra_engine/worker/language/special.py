@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Adjustments, Ops, SamplingTensors
-from hydra_engine.core.plans import Ints, TokenLogprobs
+from hydra_engine.core.plans import Int64s, TokenLogprobs
 from hydra_engine.core.request import MAX_LOGPROBS
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.worker.boundary import attempt
@@ -54,7 +54,7 @@ def special_columns(packed: Any, size: int, int32: Any, float64: Any) -> Special
 
 
 @lru_cache(maxsize=64)
-def _blank(size: int) -> Ints:
+def _blank(size: int) -> Int64s:
     """Of rows that ask for nothing. Shared: not to be written to."""
     packed = np.zeros(WORDS * size, dtype=np.int64)
     columns = special_columns(packed, size, np.int32, np.float64)
@@ -66,7 +66,7 @@ def _blank(size: int) -> Ints:
 class SpecialArrays(NamedTuple):
     """What a step sends for its special rows."""
 
-    packed: Ints  # of `SpecialColumns`
+    packed: Int64s  # of `SpecialColumns`
     bias_ids: _Words
     bias_values: npt.NDArray[np.float64]
     masks: _Words  # [M, ceil(V / 32)]
@@ -83,8 +83,8 @@ class SpecialArrays(NamedTuple):
 class Recounts(NamedTuple):
     """Rows of `TokenCounts` that begin anew."""
 
-    seq_slots: Ints  # [n]
-    places: Ints  # [m] slot * V + token
+    seq_slots: Int64s  # [n]
+    places: Int64s  # [m] slot * V + token
     counts: _Words  # [m]
 
 
@@ -95,7 +95,7 @@ class SlotSpecials:
         self._penalties: npt.NDArray[np.float64] = np.ones((num_seq_slots, 3), dtype=np.float64)
         self._penalised: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)
         self._num_top: _Words = np.full(num_seq_slots, -1, dtype=np.int32)
-        self._num_biases: Ints = np.zeros(num_seq_slots, dtype=np.int64)
+        self._num_biases: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
         self._states: list[SamplingState | None] = [None] * num_seq_slots  # of biases, masks and histories
         self._masks: dict[int, tuple[bool, _Words]] = {}  # of requests without a grammar; whether of min_tokens too
 
@@ -108,14 +108,14 @@ class SlotSpecials:
         self._states[seq_slot] = state
         self._masks.pop(seq_slot, None)
 
-    def num_biases(self, seq_slots: Ints) -> int:
+    def num_biases(self, seq_slots: Int64s) -> int:
         return int(self._num_biases[seq_slots].sum())
 
     def history(self, seq_slot: int) -> TokenHistory | None:
         state = self._states[seq_slot]
         return None if state is None else state.history
 
-    def of(self, rows: Ints, seq_slots: Ints, num_generated: Ints, size: int, vocabulary: int) -> SpecialArrays:
+    def of(self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int) -> SpecialArrays:
         """`rows`: which of `size` rows that sample are special; slots and numbers of generated tokens are theirs. Waits
         for the last token of requests with a grammar."""
         packed = _blank(size).copy()
@@ -167,7 +167,7 @@ class SlotSpecials:
         self._masks[seq_slot] = early, _bits(mask)
         return self._masks[seq_slot][1]
 
-    def recounts(self, seq_slots: Ints, vocabulary: int) -> Recounts | None:
+    def recounts(self, seq_slots: Int64s, vocabulary: int) -> Recounts | None:
         """Of those of these slots whose requests have penalties: all tokens that they have so far."""
         penalised = seq_slots[self._penalised[seq_slots]]
         if not penalised.size:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.backend.device import Device
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import Ints, LanguagePlan
+from hydra_engine.core.plans import Int64s, LanguagePlan
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.boundary import attempt, not_finite
@@ -31,10 +31,10 @@ from hydra_engine.worker.language.samples import PromptScoring, Samples
 from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable, StateTable
 from hydra_engine.worker.ports import NO_GATE, Gate, PromptPositions, ServedModel, WorkerRequest
 
-_NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+_NO_ROWS: Int64s = np.empty(0, dtype=np.int64)
 
 
-def sampled(num_rows: int, rows: Ints, token_ids: Ints) -> Samples:
+def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
     """Of the rows that sample; those with -1 are not finite and have failed."""
     if len(rows) == num_rows:
         samples = Samples(token_ids)
@@ -112,7 +112,7 @@ class StepForm:
         """[B', V] float32"""
         return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
 
-    def _poisoned(self, plan: LanguagePlan, begun: Begun) -> Ints:
+    def _poisoned(self, plan: LanguagePlan, begun: Begun) -> Int64s:
         """Which of the rows that sample get logits that are no numbers, now that KV is written."""
         poisoned = begun.poisoned | self._parts.faults.hit(MID_LANGUAGE_STEP, self._slot_table.requests(plan))
         if not poisoned:
@@ -190,7 +190,7 @@ class SynchronousStep(StepForm):
         """Logits of the rows in `sampling`, in their order, to what all rows of the plan get."""
         if not len(sampling.rows):
             return Samples.none(num_rows)
-        token_ids: Ints = self._parts.ops.best_tokens(logits).numpy()
+        token_ids: Int64s = self._parts.ops.best_tokens(logits).numpy()
         special = sampling.special
         samples = sampled(num_rows, sampling.rows, token_ids)
         for index in special[token_ids[special] >= 0].tolist() if special.size else ():

@@ -23,7 +23,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Cut, Graph
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.plans import Ints
+from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput, go_on
 from hydra_engine.models.layers.vision_packing import Packing, TowerInput
 from hydra_engine.models.layers.vision_slices import Slices
@@ -203,7 +203,7 @@ class EncodeGraphs:
         """Graphs of that encode."""
         return len(self._captured.get((0, self.largest), ()))
 
-    def replay(self, batch: VisionInput, slots: Ints, num_patches: int) -> bool:
+    def replay(self, batch: VisionInput, slots: Int64s, num_patches: int) -> bool:
         """Writes the features of all spans to `slots`, those of the batch; False, and nothing is done, where no graph
         fits. `num_patches` are those of the batch, whose checkpoint is called between two graphs."""
         index = bisect_left(self.sizes, num_patches)
@@ -222,7 +222,7 @@ class EncodeGraphs:
             graph.replay()
         return True
 
-    def _send(self, packing: Packing, slots: Ints) -> None:
+    def _send(self, packing: Packing, slots: Int64s) -> None:
         unread = np.full(packing.num_features - len(slots), -1, dtype=np.int64)
         integers = np.concatenate((*packing.indices, *packing.bounds, slots, unread))
         self._integers[: len(integers)].copy_(self._device.send((integers,))[0])
