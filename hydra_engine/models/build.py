@@ -84,7 +84,6 @@ def load_model(
     role: Role,
     progress: Progress | None = None,
     *,
-    check_finite: bool = True,
     random_weights: bool = False,
     packed_cache: Path | None = None,
 ) -> VisionLanguageModel | GenericModel:
@@ -101,7 +100,7 @@ def load_model(
             raise ConfigError("load_format random needs a native model", param="load_format")
         from hydra_engine.models.transformers_adapter.load import load_generic
 
-        return load_generic(model_dir, spec, backend, role, progress, check_finite=check_finite)
+        return load_generic(model_dir, spec, backend, role, progress)
     device = backend.device.torch_device
     trimmed = 0
 
@@ -120,8 +119,8 @@ def load_model(
             fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
     if packed_cache is not None:
-        return _cached(model, model_dir, spec, backend, role, advance, check_finite, packed_cache)
-    _fill(model, model_dir, spec, backend, advance, check_finite)
+        return _cached(model, model_dir, spec, backend, role, advance, packed_cache)
+    _fill(model, model_dir, spec, backend, advance)
     return model
 
 
@@ -132,14 +131,13 @@ def _cached(
     backend: Backend,
     role: Role,
     progress: Progress,
-    check_finite: bool,
     folder: Path,
 ) -> VisionLanguageModel:
     cache: Any = import_module("hydra_engine.models.loading.packed_cache")  # needs the extension
     path = cache.cache_file(folder, model_dir, repr((spec, backend.dtype, role)))
     notes = cache.restore(path, model.holders)
     if notes is None:
-        _fill(model, model_dir, spec, backend, progress, check_finite)
+        _fill(model, model_dir, spec, backend, progress)
         cache.write(path, model.holders, model.notes)
         model.notes = (*model.notes, f"weights: packed, and written to {path}")
     else:
@@ -153,14 +151,11 @@ def _fill(
     spec: ModelSpec,
     backend: Backend,
     progress: Progress,
-    check_finite: bool,
 ) -> None:
     device = backend.device.torch_device
     renames = () if spec.vision is None else vision_class(spec).renames
     with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode(), _one_thread():
-        num_widened = fill_model(
-            model, checkpoint, dtype=backend.dtype, device=device, progress=progress, check_finite=check_finite
-        )
+        num_widened = fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=progress)
     if num_widened and spec.at_load is None:
         model.notes = (
             f"weights: {num_widened} matrices stored in 8-bit floats, or in groups of inputs that are not neighbours, "

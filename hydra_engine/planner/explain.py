@@ -50,13 +50,6 @@ def feature_bytes(spec: ModelSpec, num_features: int, dtype_bytes: int) -> int:
     return num_features * spec.vision.feature_size * spec.vision.num_planes * dtype_bytes
 
 
-def transfer_ratio(spec: ModelSpec, num_features: int, num_text: int, dtype_bytes: int = 2) -> float:
-    """Equation 2: keys and values over features, 2 L n_kv d_h / d times context over features. `num_features` is at
-    least 1, and the model has a tower."""
-    moved = kv_bytes(spec, num_features + num_text, dtype_bytes)
-    return moved / feature_bytes(spec, num_features, dtype_bytes)
-
-
 # ---- balance and cost
 
 

@@ -13,7 +13,7 @@ written, or whose writer has died, can be read too: a last line that is not whol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +72,6 @@ def header_line(source: str = "") -> bytes:
 
 def request_line(request: WorkloadRequest) -> bytes:
     return msgspec.json.encode(request)
-
-
-def write_workload(path: Path, requests: Iterable[WorkloadRequest], source: str = "") -> None:
-    """Raises OSError."""
-    with path.open("wb") as file:
-        file.write(header_line(source) + b"\n")
-        for request in requests:
-            file.write(request_line(request) + b"\n")
 
 
 def read_workload(path: Path) -> tuple[WorkloadRequest, ...]:

@@ -12,7 +12,8 @@ from hydra_engine.errors import ConfigError
 from hydra_engine.planner.workload.arrivals import Arrivals
 from hydra_engine.planner.workload.generators import LOADS, Load, draw, make_load, read_or_make
 from hydra_engine.planner.workload.shapes import MIXED, SHAPES, TEXT
-from hydra_engine.telemetry.workload import WorkloadRequest, problem_of, read_workload, write_workload
+from hydra_engine.telemetry.workload import WorkloadRequest, problem_of, read_workload
+from tests.workload_files import write_workload
 
 
 @pytest.mark.parametrize("name", LOADS)

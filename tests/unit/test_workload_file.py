@@ -22,8 +22,8 @@ from hydra_engine.telemetry.workload import (
     problem_of,
     read_workload,
     request_line,
-    write_workload,
 )
+from tests.workload_files import write_workload
 
 HEADER = '{"format":"hydra-engine workload","version":1}'
 ROW = '{"at_s":1.0,"prompt_tokens":8,"output_tokens":4}'

@@ -31,7 +31,6 @@ def fill_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-    check_finite: bool = True,
 ) -> int:
     """Reads in the order of the model's layers, so that what is fused is complete at once. Reports bytes as stored.
     Gives the number of quantised matrices that became tensors."""
@@ -43,39 +42,35 @@ def fill_model(
     for name, slot in slots.items():
         stored = checkpoint.read(name)
         if isinstance(stored, QuantizedWeight):
-            _fill_quantized(name, slot, stored, slot.dtype or dtype, device, check_finite=check_finite)
+            _fill_quantized(name, slot, stored, slot.dtype or dtype, device)
         else:
             num_widened += entries[name].quantized
             target = slot.dtype_of(stored.dtype, dtype)
-            _fill_plain(name, slot, stored, target, device, check_finite=check_finite)
+            _fill_plain(name, slot, stored, target, device)
         done += entries[name].nbytes
         if progress is not None:
             progress(done, total)
     return num_widened
 
 
-def _fill_plain(
-    name: str, slot: Slot, stored: Tensor, target: torch.dtype, device: torch.device, *, check_finite: bool
-) -> None:
+def _fill_plain(name: str, slot: Slot, stored: Tensor, target: torch.dtype, device: torch.device) -> None:
     tensor = stored.to(device=device, dtype=target)
-    if check_finite and not all_finite(tensor):
+    if not all_finite(tensor):
         if all_finite(stored):
             raise CheckpointError(f"tensor {name} holds values that {str(target).removeprefix('torch.')} cannot")
         raise CheckpointError(f"tensor {name} holds values that are not finite (NaN or infinity)")
     slot.fill(tensor)
 
 
-def _fill_quantized(
-    name: str, slot: Slot, stored: QuantizedWeight, target: torch.dtype, device: torch.device, *, check_finite: bool
-) -> None:
+def _fill_quantized(name: str, slot: Slot, stored: QuantizedWeight, target: torch.dtype, device: torch.device) -> None:
     """As it is, or dequantised for a slot that takes tensors only."""
     parts = [part for part in (stored.scales, stored.offsets, stored.block_scales) if part is not None]
-    if check_finite and not all(map(all_finite, parts)):
+    if not all(map(all_finite, parts)):
         raise CheckpointError(f"tensor {name} has scales or zero points that are not finite (NaN or infinity)")
-    if check_finite and stored.is_float and stored.values.isnan().any():
+    if stored.is_float and stored.values.isnan().any():
         raise CheckpointError(f"tensor {name} holds values that are not finite (NaN or infinity)")
     # A matrix of zeros has one number all over, whatever its format.
-    if check_finite and not _scaled(stored) and _varies(stored.values):
+    if not _scaled(stored) and _varies(stored.values):
         raise CheckpointError(f"tensor {name} has numbers, but its scales are all zero")
     if slot.fill_quantized is None:
         slot.fill(stored.dequantized(target).to(device))

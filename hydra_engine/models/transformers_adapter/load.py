@@ -43,8 +43,6 @@ def load_generic(
     backend: Backend,
     role: Role,
     progress: Progress | None = None,
-    *,
-    check_finite: bool = True,
 ) -> GenericModel:
     """Reads the whole checkpoint, whatever the role, and keeps what the role needs. Raises CheckpointError."""
     with SafetensorsCheckpoint(model_dir) as checkpoint:  # complete and not pickled, before anything is read
@@ -53,8 +51,7 @@ def load_generic(
     report(0, total)
     with _quiet(), torch.inference_mode(False), torch.no_grad():
         module = _load_module(model_dir, spec, backend)
-        if check_finite:
-            _check_finite(module)
+        _check_finite(module)
     with _quiet(), torch.inference_mode():
         try:
             model = _checked(module, spec, backend)
