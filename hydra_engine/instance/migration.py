@@ -19,13 +19,7 @@ from hydra_engine.errors import TransferError
 from hydra_engine.instance.offered_blocks import OfferedBlocks
 from hydra_engine.instance.ports import FromPeer, NoPeers, PeerDown, PeerUp
 from hydra_engine.instance.staged_moves import StagedMoves
-from hydra_engine.scheduler.handover.events import (
-    FeaturesEvent,
-    FeaturesGoneEvent,
-    KvEvent,
-    KvGoneEvent,
-    UnneededEvent,
-)
+from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.transfer.messages import (
     Ack,
     More,
@@ -39,7 +33,7 @@ from hydra_engine.transfer.messages import (
     Withdraw,
 )
 from hydra_engine.transfer.offers import Owner, Source
-from hydra_engine.transfer.pulls import Committed, Destination, Gone, Lost, Offered
+from hydra_engine.transfer.pulls import Committed, Destination, Gone, Offered
 from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BEFORE_ACK, BEFORE_FREE
 
 if TYPE_CHECKING:
@@ -310,7 +304,7 @@ class Migration(NoPeers):
                     connector.pulls.kv_offered(request_id, handle, num_blocks, end)
                 case Offered(handle, request_id, int() as index):
                     connector.pulls.images.offered(request_id, index, handle)
-                case Gone(handle, _, None):
+                case Gone(handle, None):
                     connector.pulls.kv_offer_gone(handle)
                 case Gone(handle):
                     connector.pulls.images.offer_gone(handle)
@@ -363,7 +357,7 @@ class Migration(NoPeers):
         valid = result.valid and result.problem is None
         outcome = self._destination.end(plan.offer, valid=valid, last=plan.last)
         events = self._connector.on_pull(
-            result.step_id, now, valid=not isinstance(outcome, Lost), started_s=result.started_s, ended_s=result.ended_s
+            result.step_id, now, valid=not isinstance(outcome, Gone), started_s=result.started_s, ended_s=result.ended_s
         )
         if isinstance(outcome, Committed):
             requests = [request for request in [self._requests.get(plan.request_id)] if request is not None]

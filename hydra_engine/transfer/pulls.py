@@ -5,7 +5,7 @@ An offer goes through these states; each one that was reported to the owner (`Of
     unclaimed   its request is not known here (yet): recorded, not renewed
     wanted      `Offered` was given out, no copy of it is in flight; ends by `Gone`, `refuse` or `forget`
     copying     at least one copy is in flight; ends by `Committed`, or is wanted again after its last copy for now
-    cancelled   copying, but withdrawn, refused, invalid, or its source lost; ends by `Lost` with its last copy
+    cancelled   copying, but withdrawn, refused, invalid, or its source lost; ends by `Gone` with its last copy
 
 A copy in flight is never cut and its target blocks stay what they are until it has ended. Whether a copy was in time is
 not decided here: the lane that copies reads the source's control word afterwards, and `end` gets the answer.
@@ -45,10 +45,10 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The offer is over, and no copy of it is in flight: its target blocks may be used for anything else."""
+    """The offer is over, and no copy of it is in flight: only now may its target blocks be used for anything else.
+    `image_index` None: it was of KV."""
 
     handle: int
-    request_id: RequestId
     image_index: int | None
 
 
@@ -59,20 +59,8 @@ PullEvent = Offered | Gone
 class Committed:
     """All blocks of the offer are here and were valid. `ack` goes to `peer`."""
 
-    request_id: RequestId
-    image_index: int | None
     peer: str
     ack: Ack
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The offer is over and no copy of it is in flight any more: only now may its target blocks be used for anything
-    else."""
-
-    handle: int
-    request_id: RequestId
-    image_index: int | None
 
 
 class Destination:
@@ -108,7 +96,7 @@ class Destination:
 
     def forget(self, request_id: RequestId) -> list[tuple[str, Refuse]]:
         """The request is over here; unknown ids are fine. Returns what is to be sent. What is being copied for it ends
-        as `Lost`."""
+        as `Gone`."""
         self._records.sources.pop(request_id, None)
         pulls = [*self._records.wanted(request_id), *self._records.unclaimed(request_id)]
         return [self._refuse(pull) for pull in pulls]
@@ -121,7 +109,7 @@ class Destination:
         self._records.peers[peer] = Peer(incarnation)
 
     def peer_lost(self, peer: str) -> list[Gone]:
-        """Offers that are not being copied are gone; the others end as `Lost`. An unknown peer is ignored."""
+        """Offers that are not being copied are gone; the others end as `Gone`. An unknown peer is ignored."""
         lost = self._records.peers.get(peer)
         if lost is None:
             return []
@@ -223,10 +211,10 @@ class Destination:
             sequence=pull.sequence,
         )
 
-    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Lost | None:
+    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
         """A copy has ended. `valid`: after it the control word was still the offer's, and the bytes were right. `last`:
         with it everything is here. None while something is missing or in flight. The target blocks may be used for
-        anything else only after `Lost`, with which no copy of the offer is in flight."""
+        anything else only after `Gone`, with which no copy of the offer is in flight."""
         pull = self._records.pulls[handle]
         assert pull.copies > 0, f"no copy of offer {handle} is in flight"
         if not valid and not pull.cancelled:
@@ -240,13 +228,13 @@ class Destination:
         if pull.cancelled:
             self.invalid += not pull.refused
             self._records.remove(pull)
-            return Lost(handle, pull.request_id, pull.image_index)
+            return Gone(handle, pull.image_index)
         if not pull.last_ended:
             return None
         assert pull.complete and pull.begun == len(pull.blocks), f"offer {handle} has not been copied to its end"
         self._records.remove(pull)
         self.pulled += 1
-        return Committed(pull.request_id, pull.image_index, pull.peer, Ack(pull.incarnation, pull.sequence))
+        return Committed(pull.peer, Ack(pull.incarnation, pull.sequence))
 
     def is_over(self, handle: int) -> bool:
         """No copy of it counts any more."""
@@ -255,7 +243,7 @@ class Destination:
 
     def refuse(self, handle: int) -> tuple[str, Refuse] | None:
         """The offer is not wanted. Returns what is to be sent; None if it is over already. What is being copied ends as
-        `Lost`."""
+        `Gone`."""
         return None if self.is_over(handle) else self._refuse(self._records.pulls[handle])
 
     # ---- time
@@ -318,7 +306,7 @@ class Destination:
         earlier = self._records.wanted_for(pull.request_id, pull.image_index, pull.peer)
         if earlier is not None:
             if not earlier.copies:
-                events.append(Gone(earlier.handle, earlier.request_id, earlier.image_index))
+                events.append(Gone(earlier.handle, earlier.image_index))
             self._refusals.append(self._refuse(earlier))
         self._records.add_wanted(pull)
         events.append(_offered(pull))
@@ -335,7 +323,7 @@ class Destination:
             self._records.cancel(pull)
             return []
         self._records.remove(pull)
-        return [Gone(pull.handle, pull.request_id, pull.image_index)]
+        return [Gone(pull.handle, pull.image_index)]
 
 
 def _offered(pull: Pull) -> Offered:

@@ -6,7 +6,7 @@ import math
 
 from hydra_engine.transfer.messages import Ack, More, Offer, Renew, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
-from hydra_engine.transfer.pulls import Committed, Destination, Gone, Lost, PullEvent
+from hydra_engine.transfer.pulls import Committed, Destination, Gone, PullEvent
 from hydra_engine.transfer.records import Pull
 from tests.transfer.nodes import Running
 from tests.transfer.world import World
@@ -52,23 +52,23 @@ class RenewsTheDeaf(Source):
 class TakesAnyCopy(Destination):
     """The control word is read, and nobody cares."""
 
-    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Lost | None:
+    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
         return super().end(handle, valid=True, last=last)
 
 
 class CommitsDoomed(Destination):
     """A copy that was in time counts although nobody wants it any more."""
 
-    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Lost | None:
+    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
         pull = self._records.pulls[handle]
         outcome = super().end(handle, valid=valid, last=last)
-        return committed(pull) if isinstance(outcome, Lost) and valid and last else outcome
+        return committed(pull) if isinstance(outcome, Gone) and valid and last else outcome
 
 
 class CommitsEarly(Destination):
     """All copies have ended, but not everything has been copied."""
 
-    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Lost | None:
+    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
         pull = self._records.pulls[handle]
         outcome = super().end(handle, valid=valid, last=last)
         if outcome is not None or pull.copies:
@@ -82,16 +82,16 @@ class CutsCopies(Destination):
 
     def _give_up(self, pull: Pull) -> list[Gone]:
         super()._give_up(pull)
-        return [Gone(pull.handle, pull.request_id, pull.image_index)]
+        return [Gone(pull.handle, pull.image_index)]
 
 
 class LosesTooEarly(Destination):
     """The first invalid part ends the offer while others are in flight."""
 
-    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Lost | None:
+    def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
         pull = self._records.pulls[handle]
         outcome = super().end(handle, valid=valid, last=last)
-        return outcome if valid else outcome or Lost(handle, pull.request_id, pull.image_index)
+        return outcome if valid else outcome or Gone(handle, pull.image_index)
 
 
 class TakesAnyPart(Destination):
@@ -136,4 +136,4 @@ class ReadsTheWordFirst(World):
 
 
 def committed(pull: Pull) -> Committed:
-    return Committed(pull.request_id, pull.image_index, pull.peer, Ack(pull.incarnation, pull.sequence))
+    return Committed(pull.peer, Ack(pull.incarnation, pull.sequence))

@@ -10,14 +10,7 @@ from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, Withdraw
 from hydra_engine.transfer.offers import valid_word
-from hydra_engine.transfer.pulls import (
-    MAX_UNCLAIMED,
-    Committed,
-    Destination,
-    Gone,
-    Lost,
-    Offered,
-)
+from hydra_engine.transfer.pulls import MAX_UNCLAIMED, Committed, Destination, Gone, Offered
 from tests.transfer.world import begin, copying
 
 END = KvEnd(num_tokens=30, token_id=5, token_s=1.0, first_token_s=1.0)
@@ -60,14 +53,13 @@ def test_copies_of_two_pictures_of_one_request_do_not_know_of_each_other(target,
     for handle in handles:
         assert begin(target, handle, 0, 2) is not None
     last = 1 - first
-    assert target.end(handles[first], valid=True, last=True) == Committed(9, first, f"e{first}", Ack(3, 1))
+    assert target.end(handles[first], valid=True, last=True) == Committed(f"e{first}", Ack(3, 1))
     if other == "peer lost":
         assert target.peer_lost(f"e{last}") == []
     elif other == "refused":
         assert target.refuse(handles[last]) == (f"e{last}", Refuse(3, 1))
     ended = target.end(handles[last], valid=other == "valid", last=True)
-    lost = Lost(handles[last], 9, last)
-    assert ended == (Committed(9, last, f"e{last}", Ack(3, 1)) if other == "valid" else lost)
+    assert ended == (Committed(f"e{last}", Ack(3, 1)) if other == "valid" else Gone(handles[last], last))
     target.check()
     assert not target.live
 
@@ -165,7 +157,7 @@ def test_a_second_offer_replaces_the_first_and_their_source_hears_of_it(target) 
     target.expect(9, None)
     first = offered(target.on_offer("e0", picture(1), 0.0))
     gone, second = target.on_offer("e0", picture(5), 0.0)
-    assert gone == Gone(first, 9, 0) and isinstance(second, Offered)
+    assert gone == Gone(first, 0) and isinstance(second, Offered)
     assert target.next_deadline() == -math.inf
     assert target.renewals(0.0)[0] == ("e0", Refuse(3, 1))
     assert target.live == 1 and target.refuse(first) is None
@@ -177,7 +169,7 @@ def test_offers_of_one_picture_by_two_sources_are_both_kept(target) -> None:
     target.expect(9, None)
     first = offered(target.on_offer("e0", picture(1), 0.0))
     second = offered(target.on_offer("e1", picture(1), 0.0))
-    assert target.on_withdraw("e0", Withdraw(3, 1)) == [Gone(first, 9, 0)]
+    assert target.on_withdraw("e0", Withdraw(3, 1)) == [Gone(first, 0)]
     assert target.live == 1
     assert begin(target, second, 0, 2) is not None
     assert isinstance(target.end(second, valid=True, last=True), Committed)
@@ -190,7 +182,7 @@ def test_a_second_offer_dooms_the_first_while_that_is_copied(target) -> None:
     assert begin(target, first, 0, 2) is not None
     second = offered(target.on_offer("e0", picture(2), 0.0))
     target.check()
-    assert target.end(first, valid=True, last=True) == Lost(first, 9, 0)
+    assert target.end(first, valid=True, last=True) == Gone(first, 0)
     assert begin(target, second, 0, 2) is not None
     assert isinstance(target.end(second, valid=True, last=True), Committed)
 
@@ -243,7 +235,7 @@ def test_more_of_what_is_not_known_is_ignored(target) -> None:
 def test_a_withdrawn_offer_is_gone(target) -> None:
     target.expect(9, None)
     handle = offered(target.on_offer("e0", picture(1), 0.0))
-    assert target.on_withdraw("e0", Withdraw(3, 1)) == [Gone(handle, 9, 0)]
+    assert target.on_withdraw("e0", Withdraw(3, 1)) == [Gone(handle, 0)]
     assert target.on_withdraw("e0", Withdraw(3, 1)) == []
     assert target.live == 0 and target.refuse(handle) is None
     with pytest.raises(KeyError):
@@ -255,7 +247,7 @@ def test_a_lost_peer_takes_its_offers_along_and_no_others(target) -> None:
     target.expect(9, None)
     first = offered(target.on_offer("e0", picture(1), 0.0))
     target.on_offer("e1", picture(1, index=1), 0.0)
-    assert target.peer_lost("e0") == [Gone(first, 9, 0)]
+    assert target.peer_lost("e0") == [Gone(first, 0)]
     assert target.peer_lost("e0") == [] and target.live == 1
     target.peer_up("e0", 8)
     assert target.on_offer("e0", picture(1), 0.0) == []  # of the incarnation that died
@@ -298,7 +290,7 @@ def test_a_copy_is_acknowledged_after_it_has_ended_and_was_valid(target) -> None
     assert copy is not None and copy.source_blocks.tolist() == [5, 6]
     assert (copy.peer, copy.pool, copy.slot, copy.word) == ("e0", PoolKind.FEATURES, 2, valid_word(1))
     assert copy.checksums == (70, 71) and copying(target, handle)
-    assert target.end(handle, valid=True, last=True) == Committed(9, 0, "e0", Ack(3, 1))
+    assert target.end(handle, valid=True, last=True) == Committed("e0", Ack(3, 1))
     assert (target.pulled, target.live, copying(target, handle)) == (1, 0, False)
     target.check()
 
@@ -313,7 +305,7 @@ def test_kv_is_pulled_behind_the_prefill(target) -> None:
     target.on_more("p0", More(4, 1, 1, (7, 8), END, (3, 4)))
     second = begin(target, handle, 2, 2)
     assert second is not None and second.source_blocks.tolist() == [7, 8] and second.checksums == (3, 4)
-    assert target.end(handle, valid=True, last=True) == Committed(9, None, "p0", Ack(4, 1))
+    assert target.end(handle, valid=True, last=True) == Committed("p0", Ack(4, 1))
 
 
 def test_an_end_without_blocks_is_followed_by_a_look_at_the_word(target) -> None:
@@ -340,7 +332,7 @@ def test_a_copy_that_was_too_late_is_lost_and_its_source_need_not_keep_it(target
     target.expect(9, None)
     handle = offered(target.on_offer("e0", picture(1), 0.0))
     begin(target, handle, 0, 2)
-    assert target.end(handle, valid=False, last=True) == Lost(handle, 9, 0)
+    assert target.end(handle, valid=False, last=True) == Gone(handle, 0)
     assert (target.invalid, target.pulled, target.live) == (1, 0, 0)
     assert target.renewals(0.0) == [("e0", Refuse(3, 1, failed=True))]
     target.check()
@@ -354,7 +346,7 @@ def test_an_invalid_part_is_lost_only_with_the_last_copy_in_flight(target) -> No
     assert target.end(handle, valid=False, last=False) is None
     assert copying(target, handle)
     target.check()
-    assert target.end(handle, valid=True, last=True) == Lost(handle, 9, None)
+    assert target.end(handle, valid=True, last=True) == Gone(handle, None)
 
 
 @pytest.mark.parametrize("what", ["withdraw", "peer_lost", "forget", "refuse"])
@@ -375,7 +367,7 @@ def test_whatever_happens_a_copy_in_flight_is_waited_for(target, what) -> None:
     assert begin(target, handle, 1, 1) is None  # no further part
     assert target.refuse(handle) is None
     assert target.renewals(100.0) == []
-    assert target.end(handle, valid=True, last=True) == Lost(handle, 9, 0)
+    assert target.end(handle, valid=True, last=True) == Gone(handle, 0)
     assert target.live == 0 and target.invalid == (what in ("withdraw", "peer_lost"))
     target.check()
 
@@ -388,7 +380,7 @@ def test_a_cancelled_copy_outlives_its_source(target) -> None:
     target.peer_up("e0", 8)
     assert target.on_withdraw("e0", Withdraw(8, 1)) == []
     assert offered(target.on_offer("e0", picture(1, incarnation=8), 0.0)) != handle
-    assert target.end(handle, valid=False, last=True) == Lost(handle, 9, 0)
+    assert target.end(handle, valid=False, last=True) == Gone(handle, 0)
     assert [m for m in target.renewals(0.0) if isinstance(m[1], Refuse)] == []  # nobody holds it any more
     target.check()
 

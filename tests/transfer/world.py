@@ -19,7 +19,7 @@ from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
-from hydra_engine.transfer.pulls import Committed, Destination, Gone, Lost, Offered
+from hydra_engine.transfer.pulls import Committed, Destination, Gone, Offered
 from tests.transfer.nodes import (
     MAX_OPEN,
     NOBODY,
@@ -40,6 +40,15 @@ def begin(target: Destination, handle: int, first_block: int, count: int) -> Pul
     """A copy of so many blocks of the offer."""
     blocks = np.arange(count, dtype=np.int32)
     return target.begin(PullPlan(StepId(1), handle, RequestId(1), None, first_block, blocks, last=False))
+
+
+def waiting_for(node: TargetNode, handle: int) -> tuple[int, int | None, Item] | None:
+    """The request that waits for this offer, and for which of its images or its KV."""
+    for request_id, items in node.requests.items():
+        for image, item in items.items():
+            if item.handle == handle:
+                return request_id, image, item
+    return None
 
 
 def copying(target: Destination, handle: int) -> bool:
@@ -240,17 +249,18 @@ class World:
                 item.handle, item.known, item.end = event.handle, event.num_blocks, event.end
                 item.blocks, item.begun = [], 0
             else:
-                self._lose(node, event)
+                self._lose(node, event.handle)
 
-    def _lose(self, node: TargetNode, event: Gone | Lost) -> None:
-        """The offer is over: whatever was reserved for it is free, in this very moment."""
-        blocks = node.leftover.pop(event.handle, None)
-        item = node.requests.get(event.request_id, {}).get(event.image_index)
-        if item is not None and item.handle == event.handle:
+    def _lose(self, node: TargetNode, handle: int, *, copied: bool = False) -> None:
+        """The offer is over, `copied`: with a copy of it. Whatever was reserved for it is free, in this very moment."""
+        blocks = node.leftover.pop(handle, None)
+        found = waiting_for(node, handle)
+        if found is not None:
             assert blocks is None
+            request_id, image, item = found
             blocks, item.blocks, item.handle, item.known, item.begun = item.blocks, [], None, 0, 0
-            if isinstance(event, Lost):
-                self._again(event.request_id, event.image_index, SOURCES[event.handle % 2])
+            if copied:
+                self._again(request_id, image, SOURCES[handle % 2])
         node.memory.release(blocks or [])
 
     def _forget(self, node: TargetNode, request_id: int) -> None:
@@ -323,15 +333,16 @@ class World:
             return
         node.running.remove(running)
         outcome = node.target.end(running.handle, valid=self.is_valid(running), last=running.last)
-        if isinstance(outcome, Lost):
-            self._lose(node, outcome)
+        if isinstance(outcome, Gone):
+            assert outcome.handle == running.handle
+            self._lose(node, outcome.handle, copied=True)
         elif isinstance(outcome, Committed):
-            assert outcome.request_id in node.requests, "GHOST: a request that is over is committed"
-            item = node.requests[outcome.request_id][outcome.image_index]
-            assert item.handle == running.handle, "GHOST: another offer than the latest is committed"
+            found = waiting_for(node, running.handle)
+            assert found is not None, "GHOST: no request waits for the offer that is committed"
+            request_id, image, item = found
             item.ready, item.handle = True, None
             self.committed += 1
-            self._check_item(node, outcome.request_id, outcome.image_index, item)
+            self._check_item(node, request_id, image, item)
             self._send(node.name, node.life, outcome.peer, outcome.ack)
 
     def is_valid(self, running: Running) -> bool:
