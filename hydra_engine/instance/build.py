@@ -68,7 +68,7 @@ def run_instance(
                 wake=wake,
                 clock=stack.clock,
                 look_ahead=bool(resolved.scheduler.look_ahead),
-                peers=hooks.peers,
+                migration=hooks.migration,
                 arm_fault=stack.faults.arm if stack.faults.enabled else None,
             )
             summary = _summary(name, context, stack, hooks, time.monotonic() - began)

@@ -19,7 +19,7 @@ from hydra_engine.core.messages import LimitBudget, LimitSummary
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.instance.compute_stack import ComputeStack, Progress, step_times
 from hydra_engine.instance.migration import Migration
-from hydra_engine.instance.ports import NoPeers, PeerPort
+from hydra_engine.instance.ports import MigrationPort, PeerPort
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.profiler.fit import TYPICAL_CONTEXT, allowance
 from hydra_engine.profiler.start import StepCosts
@@ -45,7 +45,7 @@ class Hooks:
     budgets: Budgets | None
     observer: StepObserver | None
     connector: Connector | None
-    peers: NoPeers
+    migration: MigrationPort
     limits: LimitSummary
     notes: tuple[str, ...]
 
@@ -65,11 +65,11 @@ def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, c
         surface, notes = measured.surface, measured.notes
         limits = limit_summary(config, measured, stack.spec.vision)
         budgets = LatencyBudgets(surface, config, num_slices=stack.worker.num_slices)
-    connector, peers = None, NoPeers()
+    connector, migration = None, MigrationPort()
     if connect is not None:
         connector = PeerConnector(config, stack.config.cluster)
-        peers = _migration(stack, connector, connect)
-    return Hooks(budgets, StepHistory(surface), connector, peers, limits, notes)
+        migration = _migration(stack, connector, connect)
+    return Hooks(budgets, StepHistory(surface), connector, migration, limits, notes)
 
 
 def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) -> Migration:

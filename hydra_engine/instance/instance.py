@@ -41,7 +41,7 @@ from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LaneResult, LanguagePlan, PullResult, StagingResult, VisionResult
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, RequestError, RequestFailed
-from hydra_engine.instance.ports import NoPeers
+from hydra_engine.instance.ports import MigrationPort
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -94,7 +94,7 @@ class Instance:
         wake: threading.Event,
         clock: Clock,
         look_ahead: bool = False,
-        peers: NoPeers | None = None,
+        migration: MigrationPort | None = None,
         arm_fault: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -105,7 +105,7 @@ class Instance:
         self._clock = clock
         self._arm_fault = arm_fault
         self._look_ahead = look_ahead
-        self._peers = peers or NoPeers()
+        self._migration = migration or MigrationPort()
         self._vision_in_flight: list[VisionPlan] = []  # the first one runs
         self._language_in_flight: list[LanguagePlan] = []  # the first one runs
         self._ahead_due_s = math.inf  # when to plan the step behind it
@@ -125,7 +125,7 @@ class Instance:
 
     def wait_s(self) -> float:
         """The seconds that the loop may sleep unless it is woken."""
-        due_s = min(self._ahead_due_s, self._scheduler.language_due_s, self._peers.next_deadline_s)
+        due_s = min(self._ahead_due_s, self._scheduler.language_due_s, self._migration.next_deadline_s)
         return min(STATUS_PERIOD_S, max(0.0, due_s - self._clock.now()))
 
     def turn(self) -> None:
@@ -135,7 +135,7 @@ class Instance:
             self._receive(message, outgoing)
         for result in self._worker.poll():
             self._collect(result, outgoing)
-        self._emit(self._peers.drain(self._clock.now(), outgoing), outgoing)
+        self._emit(self._migration.drain(self._clock.now(), outgoing), outgoing)
         self._feed_lanes(outgoing)
         self._progress += 1
         self._append_status(outgoing)
@@ -152,7 +152,7 @@ class Instance:
             case HandOver():
                 request = self._requests.get(message.request_id)
                 if request is not None:
-                    self._peers.hand_over(request, message.target, self._clock.now())
+                    self._migration.hand_over(request, message.target, self._clock.now())
             case SetRole():
                 self._scheduler.set_role(Role.parse(message.role))
             case ResetCaches():
@@ -197,11 +197,11 @@ class Instance:
             return
         self._worker.add_request(request, message.pixels)
         self._requests[request.id] = request
-        self._peers.take(message)
+        self._migration.take(message)
         self._look_outside(outgoing)
 
     def _check_connected(self) -> None:
-        if not self._peers.connected:
+        if not self._migration.connected:
             raise RequestFailed("this instance has no connection to others")
 
     def _collect(self, result: LaneResult, outgoing: list[ToFront]) -> None:
@@ -213,9 +213,9 @@ class Instance:
             self._vision.ended(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_vision(result, now), outgoing)
         elif isinstance(result, PullResult):
-            self._emit(self._peers.on_pull(result, now), outgoing)
+            self._emit(self._migration.on_pull(result, now), outgoing)
         elif isinstance(result, StagingResult):
-            self._emit(self._peers.on_staging(result, now), outgoing)
+            self._emit(self._migration.on_staging(result, now), outgoing)
         else:
             self._language_in_flight.pop(0)
             self._expect_end(result.ended_s)
@@ -235,9 +235,9 @@ class Instance:
 
     def _feed_pulls(self, outgoing: list[ToFront]) -> None:
         now = self._clock.now()
-        plans = self._peers.plan_pulls(now)
+        plans = self._migration.plan_pulls(now)
         self._look_outside(outgoing)
-        self._emit(self._peers.submit(plans, now), outgoing)
+        self._emit(self._migration.submit(plans, now), outgoing)
 
     def _feed_vision(self, outgoing: list[ToFront]) -> None:
         now, plan = self._clock.now(), self._scheduler.plan_vision(self._clock.now())
@@ -270,7 +270,7 @@ class Instance:
     def _look_outside(self, outgoing: list[ToFront]) -> None:
         """Carries out what the scheduler's latest decisions mean for other instances. Before a plan is submitted, for
         it may overwrite blocks that were offered."""
-        self._send(self._peers.take_events(self._clock.now()), outgoing)
+        self._send(self._migration.take_events(self._clock.now()), outgoing)
 
     def _expect_end(self, started_s: float) -> None:
         """The first language step in flight, if there is one, has begun; says when to plan the next one."""
@@ -293,7 +293,7 @@ class Instance:
             if isinstance(message, Finished):
                 self._worker.remove_request(message.request_id)
                 del self._requests[message.request_id]
-                self._peers.finished(message.request_id)
+                self._migration.finished(message.request_id)
             outgoing.append(message)
 
     def _append_status(self, outgoing: list[ToFront]) -> None:
@@ -321,11 +321,11 @@ class Instance:
             vision_busy_s=self._vision.busy_s,
             language_step=self._language.report(running=bool(self._language_in_flight)),
             vision_step=self._vision.report(running=bool(self._vision_in_flight)),
-            transfer=self._peers.report(),
+            transfer=self._migration.report(),
         )
 
     def _ledger(self, query_id: int) -> LedgerReport:
-        transfer = self._peers.report()
+        transfer = self._migration.report()
         return msgspec.structs.replace(
             self._scheduler.ledger(),
             query_id=query_id,

@@ -17,7 +17,7 @@ from hydra_engine.core.outputs import Departure
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import TransferError
 from hydra_engine.instance.offered_blocks import OfferedBlocks
-from hydra_engine.instance.ports import FromPeer, NoPeers, PeerDown, PeerUp
+from hydra_engine.instance.ports import FromPeer, MigrationPort, PeerDown, PeerUp
 from hydra_engine.instance.staged_moves import StagedMoves
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.transfer.messages import (
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 RENEWALS_PER_LEASE = 5  # so many may be lost or late before a lease ends
 
 
-class Migration(NoPeers):
+class Migration(MigrationPort):
     """`hit(point, requests)` is a fault point."""
 
     connected = True

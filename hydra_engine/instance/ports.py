@@ -168,9 +168,9 @@ class PeerPort(Protocol):
         ...
 
 
-class NoPeers:
-    """What an instance does with others, for one that has none: nothing. That of an instance with peers is
-    `migration.py`. All methods are called by the instance's thread."""
+class MigrationPort:
+    """What an instance does with its peers. This one is for an instance that has none and does nothing; that of one
+    with peers derives from it, see `migration.py`. All methods are called by the instance's thread."""
 
     connected = False
 

@@ -16,7 +16,7 @@ NO_HOOKS = """
 from types import SimpleNamespace
 
 from hydra_engine.core.messages import LimitSummary
-from hydra_engine.instance.ports import NoPeers
+from hydra_engine.instance.ports import MigrationPort
 from hydra_engine.worker.ports import NO_GATE
 
 Connect = Hooks = object
@@ -28,7 +28,7 @@ def make_gate(*given):
 
 def make_hooks(*given):
     return SimpleNamespace(
-        budgets=None, observer=None, connector=None, peers=NoPeers(), limits=LimitSummary(), notes=()
+        budgets=None, observer=None, connector=None, migration=MigrationPort(), limits=LimitSummary(), notes=()
     )
 """
 SCRIPT = """

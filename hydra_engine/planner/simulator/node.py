@@ -146,7 +146,7 @@ class Node:
             wake=threading.Event(),
             clock=agenda,
             look_ahead=bool(config.scheduler.look_ahead),
-            peers=Migration(
+            migration=Migration(
                 incarnation=incarnation,
                 connector=connector,
                 transfer=self.worker,
