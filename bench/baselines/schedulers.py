@@ -73,8 +73,8 @@ class FirstImages(VisionPlanner):
 
     num_requests = 0
 
-    def _fill(self, states: Iterable[RequestState], now: float, *, may_take: bool) -> list[EncodeItem]:
-        return super()._fill(islice(states, self.num_requests), now, may_take=may_take)
+    def _fill(self, states: Iterable[RequestState], now: float, *, may_evict: bool) -> list[EncodeItem]:
+        return super()._fill(islice(states, self.num_requests), now, may_evict=may_evict)
 
 
 class WholePrompts(LanguagePlanner):

@@ -122,10 +122,10 @@ class FeatureCache:
                 self._blocks.set_hashes(key, 0, list(self._hashes(key, entry.num_tokens)))
         self._release_unused(key, entry)
 
-    def take(self, key: FeatureKey) -> None:
+    def evict(self, key: FeatureKey) -> None:
         """ENCODED to WAITING: the blocks are needed elsewhere, and the features are lost."""
         entry = self._entries[key]
-        assert entry.progress == ImageProgress.ENCODED, "only encoded features can give way"
+        assert entry.progress == ImageProgress.ENCODED, "only encoded features can be evicted"
         self._blocks.free(key)
         if self._keeps:
             self._blocks.forget(self._hashes(key, entry.num_tokens))

@@ -25,7 +25,7 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request_id: RequestId) -> int:
+    def allocate(self, request_id: RequestId) -> int:
         """The caller has seen to it that one is free."""
         assert request_id not in self.held, f"request {request_id} takes a second slot"
         seq_slot = self.held[request_id] = heapq.heappop(self._free)

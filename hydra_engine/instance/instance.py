@@ -148,7 +148,7 @@ class Instance:
     def _receive(self, message: ToInstance, outgoing: list[ToFront]) -> None:
         match message:
             case Submit() | Encode():
-                self._take(message, outgoing)
+                self._add(message, outgoing)
             case HandOver():
                 request = self._requests.get(message.request_id)
                 if request is not None:
@@ -175,7 +175,7 @@ class Instance:
         except ConfigError as error:
             logger.error("fault point refused: %s", error.message)
 
-    def _take(self, message: Submit | Encode, outgoing: list[ToFront]) -> None:
+    def _add(self, message: Submit | Encode, outgoing: list[ToFront]) -> None:
         request, now = message.request, self._clock.now()
         try:
             if isinstance(message, Encode):
@@ -197,7 +197,7 @@ class Instance:
             return
         self._worker.add_request(request, message.pixels)
         self._requests[request.id] = request
-        self._migration.take(message)
+        self._migration.add(message)
         self._look_outside(outgoing)
 
     def _check_connected(self) -> None:

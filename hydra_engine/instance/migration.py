@@ -88,7 +88,7 @@ class Migration(MigrationPort):
 
     # ---- requests
 
-    def take(self, message: Submit | Encode) -> None:
+    def add(self, message: Submit | Encode) -> None:
         request_id = message.request.id
         self._requests[request_id] = message.request
         if isinstance(message, Encode):

@@ -174,7 +174,7 @@ class MigrationPort:
 
     connected = False
 
-    def take(self, message: Submit | Encode) -> None:
+    def add(self, message: Submit | Encode) -> None:
         """A part of a request, or an encode job, that the scheduler has accepted. What is offered for it may have come
         before it."""
 

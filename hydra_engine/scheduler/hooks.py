@@ -84,8 +84,8 @@ class Connector:
     def before_vision(self) -> None:
         """A vision step is about to be filled."""
 
-    def may_encode(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_take: bool) -> bool:
-        """Whether an image of an encode job may have so many blocks, after taking those of later ones if it must and
+    def may_encode(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
+        """Whether an image of an encode job may have so many blocks, after evicting those of later ones if it must and
         may."""
         return True
 

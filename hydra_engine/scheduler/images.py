@@ -91,18 +91,18 @@ class ImageTracker:
     # ---- features
 
     def make_room(
-        self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_take: bool
+        self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_evict: bool
     ) -> bool:
-        """Whether the image can have its blocks, after taking those of later images if it must and may and nothing is
+        """Whether the image can have its blocks, after evicting those of later images if it must and may and nothing is
         put aside for an earlier one."""
         features = self._features
         if features.num_free >= reserved + num_blocks:
             return True
-        if reserved or not may_take:
+        if reserved or not may_evict:
             return False
         missing = num_blocks - features.num_free
-        for key in policy.features_to_take(state, index, self.encoded(), missing):
-            self.take(key, now)
+        for key in policy.features_to_evict(state, index, self.encoded(), missing):
+            self.evict(key, now)
         return features.num_free >= num_blocks
 
     def reserve(self, state: RequestState, index: int, now: float) -> None:
@@ -139,9 +139,9 @@ class ImageTracker:
         if not state.num_scheduled:
             timeline.waits_for("queue", now)
 
-    def take(self, key: FeatureKey, now: float) -> None:
+    def evict(self, key: FeatureKey, now: float) -> None:
         """Frees the blocks of encoded features; images that need them wait for them again."""
-        self._features.take(key)
+        self._features.evict(key)
         for request_id, index in self._features.users(key):
             self._waits(self._states[request_id], index, now)
         self._follow(key, now)

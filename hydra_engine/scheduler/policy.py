@@ -178,7 +178,7 @@ def part_end(start: int, num_tokens: int, least: int, block_size: int) -> int:
     return min(num_tokens, -(-middle // block_size) * block_size)
 
 
-def features_to_take(
+def features_to_evict(
     state: RequestState,
     index: int,
     holders: Iterable[tuple[FeatureKey, Sequence[tuple[RequestState, int]], int]],

@@ -209,7 +209,7 @@ class RequestTable:
     def start(self, state: RequestState, num_found: int, now: float) -> None:
         """The request gets its first blocks: the `num_found` that the cache has, and behind them what it grows."""
         waited = state.waits_for_images
-        self.seq_slots.take(state.request.id)
+        self.seq_slots.allocate(state.request.id)
         self.prefixes.adopt(state, num_found)
         if num_found:
             self.timelines[state.request.id].reused(now, state.num_computed)

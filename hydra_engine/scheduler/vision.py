@@ -23,7 +23,7 @@ from hydra_engine.scheduler.request_table import RequestTable
 
 class VisionPlanner:
     """Blocks are granted in order, all of an image at once, and never to a later image while an earlier one lacks
-    them; by arrival that leaves no cycle of waiting with `policy.features_to_take`, even if the cache has room for one
+    them; by arrival that leaves no cycle of waiting with `policy.features_to_evict`, even if the cache has room for one
     image. Urgency takes no blocks from others, and no more time than the patience from the oldest image that waits."""
 
     def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
@@ -37,16 +37,16 @@ class VisionPlanner:
         self._requests.connector.before_vision()
         items: list[EncodeItem] = []
         if unencoded.is_ranked and not self._is_impatient(unencoded.oldest(), now):
-            items = self._fill(unencoded.by_urgency(), now, may_take=False)
+            items = self._fill(unencoded.by_urgency(), now, may_evict=False)
         if not items:
-            items = self._fill(unencoded.by_age(), now, may_take=True)
+            items = self._fill(unencoded.by_age(), now, may_evict=True)
         if not items:
             return None
         for request_id in {item.request_id for item in items}:
             self._requests.states[request_id].plans_in_flight += 1
         return VisionPlan(step_id, tuple(items))
 
-    def _fill(self, states: Iterable[RequestState], now: float, *, may_take: bool) -> list[EncodeItem]:
+    def _fill(self, states: Iterable[RequestState], now: float, *, may_evict: bool) -> list[EncodeItem]:
         """Images for a step. One too large for what is left of the budget is skipped, its blocks are put aside and
         smaller ones fill the step; behind one that has waited longer than the patience nothing is filled in."""
         budget, connector = self._budgets.vision(), self._requests.connector
@@ -66,10 +66,10 @@ class VisionPlanner:
                 if self._is_impatient(state, now) or used >= budget or num_skipped >= policy.MAX_PASSED:
                     break
                 continue
-            if state.is_encode_job and not connector.may_encode(state, index, num_blocks, now, may_take=may_take):
+            if state.is_encode_job and not connector.may_encode(state, index, num_blocks, now, may_evict=may_evict):
                 jobs_wait = True
                 continue
-            if not self._requests.images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
+            if not self._requests.images.make_room(state, index, num_blocks, reserved, now, may_evict=may_evict):
                 break
             items.append(self._item(state, index, now))
             used += image.num_patches

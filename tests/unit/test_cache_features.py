@@ -92,9 +92,9 @@ class FeatureMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: ENCODED in self.progress.values())
     @rule(data=st.data())
-    def take(self, data) -> None:
+    def evict(self, data) -> None:
         key = data.draw(st.sampled_from([k for k, p in self.progress.items() if p == ENCODED]))
-        self.cache.take(key)
+        self.cache.evict(key)
         self.progress[key] = WAITING
         self.memory = {b: piece for b, piece in self.memory.items() if piece[0] != key}
 
@@ -170,10 +170,10 @@ def test_what_is_used_last_is_evicted_last() -> None:
     assert features.need(user(6), A, SIZES[A]) == WAITING
 
 
-def test_features_that_were_taken_are_not_found_although_nobody_has_written_there() -> None:
+def test_features_that_were_evicted_are_not_found_although_nobody_has_written_there() -> None:
     features = cache()
     encoded(features, B, 1)
-    features.take(B)
+    features.evict(B)
     assert features.progress(B) == WAITING and features.num_held == 0
     features.drop(user(1), B)
     assert features.need(user(2), B, SIZES[B]) == WAITING

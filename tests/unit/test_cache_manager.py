@@ -97,7 +97,7 @@ PICTURE = FeatureKey(b"picture")
 def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
     books, kv, features, seq_slots = ledger()
     kv.grow(RequestId(3), 9, capacity=20)
-    seq_slots.take(RequestId(3))
+    seq_slots.allocate(RequestId(3))
     features.need((RequestId(3), 1), PICTURE, 4)
     features.need((RequestId(4), 0), PICTURE, 4)
     features.reserve(PICTURE)
@@ -120,7 +120,7 @@ def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
 def test_the_ledger_reports_blocks_of_the_dead_and_broken_books() -> None:
     books, kv, features, seq_slots = ledger()
     kv.grow(RequestId(1), 4, capacity=4)
-    seq_slots.take(RequestId(1))
+    seq_slots.allocate(RequestId(1))
     features.need((RequestId(2), 0), PICTURE, 4)
     features.reserve(PICTURE)
     dead = ("request 1 is gone and holds KV blocks", "request 2 is gone and holds image 0")
@@ -133,7 +133,7 @@ def test_the_ledger_reports_blocks_of_the_dead_and_broken_books() -> None:
 def test_whoever_holds_blocks_has_a_slot_and_states_are_counted_by_slots() -> None:
     _, kv, features, seq_slots = ledger()
     books = Ledger(kv, features, seq_slots, has_states=True)
-    seq_slots.take(RequestId(1))
+    seq_slots.allocate(RequestId(1))
     snapshot = books.report([RequestId(1)])
     assert snapshot.problems == ("sequence slots and KV blocks are not held by the same requests",)
     assert (snapshot.state_slots_held, snapshot.state_slots_total) == (1, 300)

@@ -252,7 +252,7 @@ def test_a_request_preempted_before_its_first_token_has_nothing_to_come_back_to_
     assert s.state(1).images == [CONSUMED]
     s.scheduler._requests.preempt(s.state(1), s.now)
     assert s.state(1).images == [ENCODED], "no token has proved its KV; the features are still there"
-    s.scheduler._requests.images.take(s.state(1).image_keys[0], s.now)
+    s.scheduler._requests.images.evict(s.state(1).image_keys[0], s.now)
     assert s.state(1).images == [WAITING] and s.scheduler.status().num_encoding == 1
     s.oracle.look()
     s.finish_all()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress, RequestState
-from hydra_engine.scheduler.policy import features_to_take
+from hydra_engine.scheduler.policy import features_to_evict
 from tests.unit.sim import BROKEN, Costs, Img, Simulator, config, make_request
 from tests.unit.stepper import Stepper
 
@@ -155,17 +155,17 @@ def test_features_that_a_step_reads_are_never_taken() -> None:
     older = RequestState.new(make_request(0, Img(8), 1), 0, 0.0)
     later = RequestState.new(make_request(2, Img(8), 1), 2, 0.0)
     holders = [holder(2, (reader, 0)), holder(2, (reader, 1))]
-    assert features_to_take(older, 0, holders, 2) == [b"1.1"]
-    assert features_to_take(older, 0, holders, 3) == [], "not enough is nothing"
-    assert features_to_take(older, 0, [holder(2, (later, 0), (reader, 0))], 1) == [], "one of the users reads"
+    assert features_to_evict(older, 0, holders, 2) == [b"1.1"]
+    assert features_to_evict(older, 0, holders, 3) == [], "not enough is nothing"
+    assert features_to_evict(older, 0, [holder(2, (later, 0), (reader, 0))], 1) == [], "one of the users reads"
 
 
 def test_shared_features_are_as_old_as_their_oldest_user() -> None:
     states = [RequestState.new(make_request(n, Img(4), Img(4), 1), n, 0.0) for n in range(4)]
     holders = [holder(1, (states[3], 0)), holder(1, (states[0], 1), (states[3], 1)), holder(1, (states[2], 0))]
-    assert features_to_take(states[1], 0, holders, 2) == [b"3.0", b"2.0"]
-    assert features_to_take(states[1], 0, holders, 3) == []
-    assert features_to_take(states[0], 0, holders, 3) == [b"3.0", b"2.0", b"0.1,3.1"]
+    assert features_to_evict(states[1], 0, holders, 2) == [b"3.0", b"2.0"]
+    assert features_to_evict(states[1], 0, holders, 3) == []
+    assert features_to_evict(states[0], 0, holders, 3) == [b"3.0", b"2.0", b"0.1,3.1"]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 6), st.integers(1, 8))
@@ -173,7 +173,7 @@ def test_the_youngest_give_way_first_and_no_more_of_them_than_needed(sizes: list
     states = [RequestState.new(make_request(n, Img(4), 1), n, 0.0) for n in range(len(sizes))]
     asking = RequestState.new(make_request(99, Img(4), 1), order, 0.0)
     holders = [holder(size, (state, 0)) for state, size in zip(states, sizes, strict=True)]
-    taken = [int(key.split(b".")[0]) for key in features_to_take(asking, 0, holders, need)]
+    taken = [int(key.split(b".")[0]) for key in features_to_evict(asking, 0, holders, need)]
     younger = [n for n in range(len(sizes)) if n > order]
     assert taken == sorted(younger, reverse=True)[: len(taken)]
     if sum(sizes[n] for n in younger) < need:

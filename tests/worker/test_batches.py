@@ -222,7 +222,9 @@ def test_a_slot_that_has_become_anothers_is_noticed_although_the_plan_before_had
         assert slot_table.tokens(plan.decodes).tolist() == [7]
     other = make_request(2, [5, 6])
     chunk = ChunkRow(other.id, 3, other.prompt_token_ids, 0, np.arange(4, dtype=np.int32), 4, True, 0)
-    slot_table.take(plan_of(StepId(1), [chunk], block_size=4), [WorkerRequest(other, SamplingState.of(other), {}, 0)])
+    slot_table.begin_step(
+        plan_of(StepId(1), [chunk], block_size=4), [WorkerRequest(other, SamplingState.of(other), {}, 0)]
+    )
     with pytest.raises(AssertionError, match="not its request's"):
         slot_table.tokens(plan.decodes)
 

@@ -71,10 +71,10 @@ def test_an_encode_that_broke_the_device_ends_the_worker() -> None:
 def test_a_bug_in_a_lane_ends_the_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a step that never comes back."""
 
-    def take(*_: Any) -> None:
+    def begin_step(*_: Any) -> None:
         raise AssertionError("a slot that is somebody else's")
 
-    monkeypatch.setattr(SlotTable, "take", take)
+    monkeypatch.setattr(SlotTable, "begin_step", begin_step)
     for asynchronous in (False, True):
         rig, _ = breaking_rig(asynchronous=asynchronous)
         request = make_request(1, [5, 6])

@@ -36,7 +36,7 @@ def test_slots_keep_what_their_requests_ask_for() -> None:
         make_request(3, [5], temperature=1e-300, top_k=-1, seed=8),
     ]
     for seq_slot, request in zip((2, 0, 3), asked, strict=True):
-        draws.take(seq_slot, SamplingState.of(request))
+        draws.assign(seq_slot, SamplingState.of(request))
     found = draws.of(np.array([3, 2, 0]), np.array([4, 5, 6]))
     assert found.temperatures[0] > 0 and found.temperatures[1:].tolist() == [0.75, 0.0]
     assert found.top_k.tolist() == [0, 3, 0] and found.top_k.dtype == np.int32

@@ -75,8 +75,8 @@ def test_rows_are_the_hosts(step: tuple[int, list[tuple[dict[str, Any], list[int
         states.append(SamplingState.of(request))
         if states[-1].history is not None:
             states[-1].history.record(len(prompt), output)
-        table.sampling.take(slot, states[-1])
-        table.specials.take(slot, states[-1])
+        table.sampling.assign(slot, states[-1])
+        table.specials.assign(slot, states[-1])
     counts = np.array([len(output) for _, _, output in rows])
     found, failed, num_top = sampled(table, logits, slots, counts)
     for row, state in enumerate(states):
@@ -128,8 +128,8 @@ def test_counts_follow_what_is_sampled_and_begin_anew_with_the_slots_next_reques
 
     def take(number: int, prompt: list[int], **kind: Any) -> None:
         state = SamplingState.of(make_request(number, prompt, **kind))
-        table.sampling.take(1, state)
-        table.specials.take(1, state)
+        table.sampling.assign(1, state)
+        table.specials.assign(1, state)
 
     def drawn(*, prompt: bool) -> int:
         if not prompt:
@@ -149,7 +149,7 @@ def test_counts_follow_what_is_sampled_and_begin_anew_with_the_slots_next_reques
 
 def test_masks_are_made_once_as_long_as_they_stay() -> None:
     specials = SlotSpecials(2)
-    specials.take(0, SamplingState.of(make_request(1, [5], allowed_token_ids=(2, 40), min_tokens=2)))
+    specials.assign(0, SamplingState.of(make_request(1, [5], allowed_token_ids=(2, 40), min_tokens=2)))
     found = []
     for count in (0, 1, 2, 3):
         made = specials.of(np.array([0]), np.array([0]), np.array([count]), 2, 41)
@@ -159,7 +159,7 @@ def test_masks_are_made_once_as_long_as_they_stay() -> None:
     kept = specials._masks[0]
     specials.of(np.array([0]), np.array([0]), np.array([4]), 1, 41)
     assert specials._masks[0] is kept
-    specials.take(0, SamplingState.of(make_request(2, [5])))
+    specials.assign(0, SamplingState.of(make_request(2, [5])))
     assert specials.of(np.array([0]), np.array([0]), np.array([4]), 1, 41).masks.shape == (0, 2)
 
 

@@ -89,8 +89,8 @@ class PeerConnector(Connector):
     def before_vision(self) -> None:
         self._quota.refresh()
 
-    def may_encode(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_take: bool) -> bool:
-        return self._quota.has_room(job, index, num_blocks, now, may_take=may_take)
+    def may_encode(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
+        return self._quota.has_room(job, index, num_blocks, now, may_evict=may_evict)
 
     def on_image(self, state: RequestState, index: int, now: float) -> None:
         if index in state.remote_images:

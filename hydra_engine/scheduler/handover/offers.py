@@ -176,17 +176,17 @@ class EncodeJobQuota:
         )
         return max(sizes, default=0)
 
-    def has_room(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_take: bool) -> bool:
-        """For an image of a job, after taking the blocks of later jobs if it must and may."""
+    def has_room(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
+        """For an image of a job, after evicting those of later jobs if it must and may."""
         images, quota = self._requests.images, self._num_blocks
         if num_blocks > quota or quota == self._requests.features.num_blocks:
             return True
         if (excess := self._held_by_jobs() + num_blocks - quota) <= 0:
             return True
-        if may_take:
+        if may_evict:
             of_jobs = (holder for holder in images.encoded() if all(user.is_encode_job for user, _ in holder[1]))
-            for key in policy.features_to_take(job, index, of_jobs, excess):
-                images.take(key, now)
+            for key in policy.features_to_evict(job, index, of_jobs, excess):
+                images.evict(key, now)
         return self._held_by_jobs() + num_blocks <= quota
 
     def _held_by_jobs(self) -> int:

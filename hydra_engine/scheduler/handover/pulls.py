@@ -191,9 +191,9 @@ class Pulls:
         unfetched, before = self._requests.unfetched, len(plans)
         oldest = unfetched.oldest()
         if unfetched.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
-            self._fill(self._of_turn(unfetched.by_urgency()), plans, now, may_take=False)
+            self._fill(self._of_turn(unfetched.by_urgency()), plans, now, may_evict=False)
         if len(plans) == before:
-            self._fill(self._of_turn(unfetched.by_age()), plans, now, may_take=True)
+            self._fill(self._of_turn(unfetched.by_age()), plans, now, may_evict=True)
 
     def _of_turn(self, states: Iterable[RequestState]) -> Iterator[RequestState]:
         """Those whose features may be fetched. Without prefetching it is the turn of what has started and of what
@@ -213,7 +213,7 @@ class Pulls:
             if is_next and (computing is None or computing >= state.order):
                 yield state
 
-    def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_take: bool) -> None:
+    def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_evict: bool) -> None:
         """Room is put aside for every image that goes before and cannot be copied yet."""
         features = self._requests.features
         aside: dict[FeatureKey, int] = {}
@@ -226,7 +226,7 @@ class Pulls:
                 reserved = sum(aside.values()) - aside.get(key, 0)
                 handover, images = handover_of(state), self._requests.images
                 begins = index in handover.image_offers and len(handover.images_copied) < policy.MAX_IMAGE_PULLS
-                if begins and images.make_room(state, index, num_blocks, reserved, now, may_take=may_take):
+                if begins and images.make_room(state, index, num_blocks, reserved, now, may_evict=may_evict):
                     plans.append(self._pull_image(state, index, now))
                     aside.pop(key, None)
                     continue

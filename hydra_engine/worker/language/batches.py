@@ -50,9 +50,9 @@ def step_rows(
     """Of a plan with at least one row, whose chunks have at least one token each.
 
     `slot_table` knows the tokens that a plan made ahead lacks (-1) and the rotary deltas of decodes, whose requests own
-    their slots (`SlotTable.take`; a benchmark may set `slot_table.owners[decodes.seq_slots] = decodes.request_ids`
-    instead). `rope` has the multimodal rotary positions of each chunk, `()` for a plan of decodes, and is None where
-    positions are 1-D.
+    their slots (`SlotTable.begin_step`; a benchmark may set `slot_table.owners[decodes.seq_slots] =
+    decodes.request_ids` instead). `rope` has the multimodal rotary positions of each chunk, `()` for a plan of decodes,
+    and is None where positions are 1-D.
     """
     if plan.chunks:
         return _mixed_rows(plan, slot_table, block_size, rope)

@@ -48,7 +48,7 @@ class SlotSampling:
         self._min_p: _Floats = np.zeros(num_seq_slots, dtype=np.float32)
         self._states: _Words = np.zeros(num_seq_slots, dtype=np.uint64)  # of the seeds' generators
 
-    def take(self, seq_slot: int, state: SamplingState) -> None:
+    def assign(self, seq_slot: int, state: SamplingState) -> None:
         params = state.params
         self._temperatures[seq_slot] = 0.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE)
         self._top_k[seq_slot] = min(max(params.top_k, 0), _MAX_TOP_K)
@@ -102,8 +102,8 @@ class DeviceSlotTable(SlotTable):
     def _assign(self, seq_slot: int, record: WorkerRequest) -> None:
         super()._assign(seq_slot, record)
         self.fast_path_from[seq_slot] = record.sampling_state.device_path_from
-        self.sampling.take(seq_slot, record.sampling_state)
-        self.specials.take(seq_slot, record.sampling_state)
+        self.sampling.assign(seq_slot, record.sampling_state)
+        self.specials.assign(seq_slot, record.sampling_state)
         if self.since[seq_slot] == self.step:
             self._filled[seq_slot] = False
 

@@ -251,7 +251,7 @@ class LanguageLane:
 
     def _launch(self, pending: Pending, records: Sequence[WorkerRequest]) -> None:
         plan, slot_table = pending.plan, self._slot_table
-        slot_table.take(plan, records)
+        slot_table.begin_step(plan, records)
         if self._ahead:
             pending.slot_owners = slot_table.slot_owners(plan)
         rows, barred = np.arange(plan.num_rows), slot_table.barred(plan)

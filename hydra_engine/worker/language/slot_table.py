@@ -111,7 +111,7 @@ class SlotTable:
 
     # ---- owners
 
-    def take(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
+    def begin_step(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
         """A step begins: gives slots to the requests of its chunks; `records[i]` belongs to `plan.chunks[i]`."""
         self.step += 1
         for chunk, record in zip(plan.chunks, records, strict=True):
@@ -150,7 +150,7 @@ class SlotTable:
             self._any_failed = True
 
     def barred(self, plan: LanguagePlan) -> list[int]:
-        """As `failed` of the step in hand; `take` comes first."""
+        """As `failed` of the step in hand; `begin_step` comes first."""
         return self.failed(self.slot_owners(plan)) if self._any_failed else []
 
     def failed(self, slot_owners: SlotOwners) -> list[int]:

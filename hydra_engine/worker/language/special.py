@@ -99,7 +99,7 @@ class SlotSpecials:
         self._states: list[SamplingState | None] = [None] * num_seq_slots  # of biases, masks and histories
         self._masks: dict[int, tuple[bool, _Words]] = {}  # of requests without a grammar; whether of min_tokens too
 
-    def take(self, seq_slot: int, state: SamplingState) -> None:
+    def assign(self, seq_slot: int, state: SamplingState) -> None:
         params = state.params
         self._penalties[seq_slot] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalised[seq_slot] = params.penalises
