@@ -14,16 +14,16 @@ from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 # ---- front -> instance
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A request, or the part of it that this instance does.
+    """A request, or those of its stages that this instance does.
 
-    `part` is the stages done here: "EPD" all of them; with P and without D the KV is offered to another instance while
+    `stages` are those done here: "EPD" all of them; with P and without D the KV is offered to another instance while
     it is computed, which `HandOver` names when that is asked for (`NeedDecoder`); "D" alone, or `source` given, starts
     with KV pulled from instance `source`. Images in `remote_images` are encoded elsewhere: the instance says when
     (`NeedImages`) and pulls what is offered to it.
@@ -31,7 +31,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     request: Request
     pixels: tuple[PixelPayload, ...] = ()  # of the images that may be encoded here, in prompt order
-    part: str = "EPD"
+    stages: str = "EPD"
     remote_images: tuple[int, ...] = ()
     source: str = ""
 

@@ -173,7 +173,7 @@ class Dispatcher:
         self.by_id[number] = in_flight
         remote = tuple(range(len(request.images))) if route.remote_images else ()
         pixels = () if route.remote_images else in_flight.pixels
-        self.instances.send(route.prefill, [Submit(request, pixels, route.part, remote)])
+        self.instances.send(route.prefill, [Submit(request, pixels, route.stages, remote)])
 
     def bind(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
         """Decides where the request decodes; or it waits."""
@@ -287,7 +287,7 @@ class Dispatcher:
             in_flight.lose(name)
             self.replay(in_flight, now, "lost")
             return
-        self.drop_part(in_flight, name)
+        self.abort_at(in_flight, name)
         lost = [job for job in attempt.jobs.values() if job.name == name]
         for job in lost:
             self.drop_job(in_flight, job)
@@ -309,7 +309,7 @@ class Dispatcher:
             self.drop_job(in_flight, job)
         self.encode_again(in_flight, lost, now)
 
-    def drop_part(self, in_flight: RequestInFlight, name: str) -> None:
+    def abort_at(self, in_flight: RequestInFlight, name: str) -> None:
         attempt = in_flight.attempt
         if attempt is not None and name in attempt.instances:
             attempt.instances.discard(name)
@@ -332,7 +332,7 @@ class Dispatcher:
             for job in list(attempt.jobs.values()):
                 self.drop_job(in_flight, job)
             for name in sorted(attempt.instances):
-                self.drop_part(in_flight, name)
+                self.abort_at(in_flight, name)
             del self.by_id[attempt.id]
         in_flight.leave(blame)
 

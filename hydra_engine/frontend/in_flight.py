@@ -230,8 +230,8 @@ class RequestInFlight:
             and not self.deaths
         )
 
-    def part(self, name: str, number: RequestId) -> Attempt | None:
-        """The attempt, if that is its number and this instance has a part of it."""
+    def attempt_at(self, name: str, number: RequestId) -> Attempt | None:
+        """The attempt, if that is its number and this instance works on it."""
         attempt = self.attempt
         return attempt if attempt is not None and number == attempt.id and name in attempt.instances else None
 

@@ -63,21 +63,21 @@ class Incoming:
 
     def _on_scores(self, name: str, scores: PromptScores) -> None:
         in_flight = self._dispatcher.by_id.get(scores.request_id)
-        if in_flight is None or in_flight.part(name, scores.request_id) is None:
+        if in_flight is None or in_flight.attempt_at(name, scores.request_id) is None:
             self._instances.reject(name, scores.request_id)
         elif in_flight.running:
             in_flight.active.on_scores(scores.start, scores.logprobs)
 
     def _on_delta(self, name: str, delta: Delta, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(delta.request_id)
-        attempt = None if in_flight is None else in_flight.part(name, delta.request_id)
+        attempt = None if in_flight is None else in_flight.attempt_at(name, delta.request_id)
         if in_flight is None or attempt is None:
             self._instances.reject(name, delta.request_id)
             return
         if not in_flight.running:
             return
         for other in self._dispatcher.late_decoder.superseded(in_flight, attempt, name):
-            self._dispatcher.drop_part(in_flight, other)
+            self._dispatcher.abort_at(in_flight, other)
         if name == attempt.decoder:
             attempt.decoder_ready = True
         if delta.position == in_flight.num_known:
@@ -148,7 +148,7 @@ class Incoming:
         number = finished.request_id
         in_flight = self._dispatcher.by_id.get(number)
         attempt = None if in_flight is None else in_flight.attempt
-        if in_flight is not None and in_flight.part(name, number) is not None:
+        if in_flight is not None and in_flight.attempt_at(name, number) is not None:
             self._part_ended(in_flight, name, finished, now)
         elif in_flight and attempt and (job := attempt.jobs.get(number)) is not None and job.name == name:
             self._job_ended(in_flight, job, finished, now)
@@ -218,7 +218,7 @@ class Incoming:
 
     def _on_need_decoder(self, name: str, number: RequestId, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(number)
-        attempt = None if in_flight is None else in_flight.part(name, number)
+        attempt = None if in_flight is None else in_flight.attempt_at(name, number)
         if in_flight is None or attempt is None:
             self._instances.reject(name, number)
         elif in_flight.running and not attempt.decoder:
@@ -226,7 +226,7 @@ class Incoming:
 
     def _on_need(self, name: str, need: NeedImages, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(need.request_id)
-        attempt = None if in_flight is None else in_flight.part(name, need.request_id)
+        attempt = None if in_flight is None else in_flight.attempt_at(name, need.request_id)
         if in_flight is None or attempt is None:
             self._instances.reject(name, need.request_id)
         elif in_flight.running:

@@ -182,7 +182,7 @@ class Instance:
                 self._check_connected()
                 self._scheduler.add(request, now, stages=Role.E)
             else:
-                stages = Role.parse(message.part)
+                stages = Role.parse(message.stages)
                 if message.source or message.remote_images or not stages & Role.D:
                     self._check_connected()
                 self._scheduler.add(

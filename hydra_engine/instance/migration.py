@@ -93,7 +93,7 @@ class Migration(MigrationPort):
         self._requests[request_id] = message.request
         if isinstance(message, Encode):
             self._jobs[request_id], self._targets[request_id] = message, message.target
-        elif "D" not in message.part:
+        elif "D" not in message.stages:
             self._targets[request_id] = ""
         if isinstance(message, Submit) and (message.source or message.remote_images):
             self._tell(self._destination.expect(request_id, message.source or None))

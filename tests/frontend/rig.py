@@ -116,7 +116,7 @@ class Rig:
                 self.bound[message.request_id] = message.target
                 continue
             self.sent[name].append(message)
-            if self._prefills_at_once and isinstance(message, Submit) and "D" not in message.part:
+            if self._prefills_at_once and isinstance(message, Submit) and "D" not in message.stages:
                 self._asking.add(message.request.id)
                 self.incoming.take(name, NeedDecoder(message.request.id), self.now)
 

@@ -52,7 +52,7 @@ def test_one_instance_gets_the_whole_request() -> None:
     rig = Rig("EPD")
     rig.submit(1, images=[16])
     submit = rig.submitted("epd0")
-    assert (submit.part, submit.remote_images, submit.source) == ("EPD", (), "")
+    assert (submit.stages, submit.remote_images, submit.source) == ("EPD", (), "")
     assert (submit.request.id, submit.request.age, len(submit.pixels)) == (1, 1, 1)
     rig.speak("epd0", submit.request, 0, 1, 2, 3)
     rig.finish("epd0", 1, LENGTH, 4)
@@ -64,8 +64,8 @@ def test_text_goes_from_prefill_to_decode_and_counts_are_of_both() -> None:
     rig = Rig("E+P+D")
     rig.submit(1)
     prefill, decode = rig.submitted("p0"), rig.submitted("d0")
-    assert (prefill.part, rig.bound[1]) == ("P", "d0")
-    assert (decode.part, decode.source, decode.request) == ("D", "p0", prefill.request)
+    assert (prefill.stages, rig.bound[1]) == ("P", "d0")
+    assert (decode.stages, decode.source, decode.request) == ("D", "p0", prefill.request)
     assert rig.take("e0") == []
     rig.speak("p0", prefill.request, 0)
     rig.finish("p0", 1, MOVED, 1, num_preemptions=1, cached_tokens=3)
@@ -84,7 +84,7 @@ def test_images_are_encoded_elsewhere_when_they_are_asked_for() -> None:
     rig = Rig("2E+P+D")
     rig.submit(1, images=[16, 32, 16])
     prefill = rig.submitted("p0")
-    assert (prefill.part, prefill.remote_images, prefill.pixels) == ("P", (0, 1, 2), ())
+    assert (prefill.stages, prefill.remote_images, prefill.pixels) == ("P", (0, 1, 2), ())
     assert rig.take("e0") == rig.take("e1") == []
     rig.need("p0", 1, 0, 1, 2)
     jobs = {name: rig.encode(name) for name in ("e0", "e1")}
@@ -212,7 +212,7 @@ def test_what_prefills_and_encodes_gets_the_pixels() -> None:
     rig = Rig("EP+D")
     rig.submit(1, images=[16, 16])
     submit = rig.submitted("ep0")
-    assert (submit.part, submit.remote_images, len(submit.pixels), rig.bound[1]) == ("EP", (), 2, "d0")
+    assert (submit.stages, submit.remote_images, len(submit.pixels), rig.bound[1]) == ("EP", (), 2, "d0")
 
 
 def test_the_first_token_may_be_the_last_one() -> None:
@@ -534,7 +534,7 @@ def test_kv_that_was_moved_to_nobody_is_computed_again() -> None:
     assert isinstance(rig.error(1), RequestFailed)  # an instance does not abort of its own accord
     rig = Rig("P+D+E")
     request = prefilled(rig)
-    rig.dispatcher.drop_part(rig.dispatcher.requests[1], "d0")
+    rig.dispatcher.abort_at(rig.dispatcher.requests[1], "d0")
     rig.finish("p0", request.id, MOVED, 1)
     assert rig.submitted("p0").request.generated_token_ids == (token(1, 0),)
 
@@ -711,7 +711,7 @@ def test_a_request_decodes_where_there_is_room_when_its_prefill_begins() -> None
     rig.dispatcher.instances["d1"].decode_tokens = 5000
     ask(rig)
     submit = rig.submitted("d1")
-    assert (submit.part, submit.source, submit.request) == ("D", "p0", request)
+    assert (submit.stages, submit.source, submit.request) == ("D", "p0", request)
     assert rig.take("p0") == [HandOver(1, "d1")] and not rig.take("d0")
     assert (rig.dispatcher.instances["d1"].decodes, rig.dispatcher.instances["d1"].decode_tokens) == (1, 5008)
     ask(rig)  # it gave way and started again before it had heard
@@ -852,7 +852,7 @@ def test_an_idle_encoder_takes_a_decode_over() -> None:
     rig = Rig("ED+PD")
     request = lent(rig)
     submit = rig.submitted("ed0")
-    assert (submit.part, submit.source, submit.request.id) == ("D", "pd0", request.id)
+    assert (submit.stages, submit.source, submit.request.id) == ("D", "pd0", request.id)
     assert submit.request.generated_token_ids == tuple(token(1, i) for i in range(3))
     assert rig.take("pd0") == [HandOver(request.id, "ed0")]
     rig.speak("pd0", request, 3, 4)  # of the steps in flight

@@ -166,7 +166,7 @@ def test_images_leave_an_instance_that_encodes_only_where_they_would_be_done_soo
         instances["ep0"].patches, instances["e0"].patches = local, other
         route = router.route(PICTURE)
         assert isinstance(route, Route)
-        assert route.part == ("P" if route.remote_images else "EP")
+        assert route.stages == ("P" if route.remote_images else "EP")
         return route.remote_images
 
     assert not remote(0, 0)
@@ -275,12 +275,12 @@ def test_only_what_can_be_used_is_chosen(instances: dict[str, InstanceLoad], ima
         assert decode.usable and Role.D in decode.role
         assert decode is prefill or decode.name in prefill.pairs
         assert (decode is prefill) == (Role.D in prefill.role)
-        assert set(route.part) <= set(prefill.role.letters)
-        assert ("D" in route.part) == (decode is prefill)
+        assert set(route.stages) <= set(prefill.role.letters)
+        assert ("D" in route.stages) == (decode is prefill)
         if images and not route.remote_images:
-            assert "E" in route.part
+            assert "E" in route.stages
         if route.remote_images:
-            assert "E" not in route.part
+            assert "E" not in route.stages
             chosen = router.encoders(route.prefill, list(enumerate(request.images)))
             assert isinstance(chosen, dict)
             assert sorted(index for indices in chosen.values() for index in indices) == list(range(len(images)))

@@ -156,7 +156,7 @@ class DecodeStealing:
         attempt.instances.add(thief)
         attempt.decode_at(instances[thief], in_flight.num_tokens, ready=False)
         in_flight.advance()
-        instances.send(thief, [Submit(in_flight.attempt_request(attempt.id), part="D", source=victim)])
+        instances.send(thief, [Submit(in_flight.attempt_request(attempt.id), stages="D", source=victim)])
         instances.send(victim, [HandOver(attempt.id, thief)])
 
     def victim_sent(self, in_flight: RequestInFlight, attempt: Attempt, num_tokens: int) -> None:
@@ -164,7 +164,7 @@ class DecodeStealing:
         attempt.late_victim_tokens += num_tokens
         if attempt.late_victim_tokens <= MOST_LATE_TOKENS or attempt.decoder_ready:
             return
-        self._dispatcher.drop_part(in_flight, attempt.decoder)
+        self._dispatcher.abort_at(in_flight, attempt.decoder)
         attempt.decode_at(self._dispatcher.instances[attempt.victim], in_flight.num_tokens, ready=True)
         attempt.victim = ""
         in_flight.advance()

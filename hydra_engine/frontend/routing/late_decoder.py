@@ -52,7 +52,7 @@ class LateDecoder:
         source = attempt.route.prefill
         attempt.instances.add(chosen)
         attempt.decode_at(self._instances[chosen], in_flight.num_tokens, ready=False)
-        self._instances.send(chosen, [Submit(attempt.request, part="D", source=source)])
+        self._instances.send(chosen, [Submit(attempt.request, stages="D", source=source)])
         self._instances.send(source, [HandOver(attempt.id, chosen)])
 
     def superseded(self, in_flight: RequestInFlight, attempt: Attempt, name: str) -> list[str]:

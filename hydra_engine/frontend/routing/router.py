@@ -35,11 +35,11 @@ _DEPTHS = (32, 128, 512, 2048)
 @dataclass(frozen=True, slots=True)
 class Route:
     """`prefill` and `decode` are names of instances, the same one where a request stays; `decode` is empty where it
-    moves on, for where to is decided when its prefill begins. `part` are the stages that the one that prefills does."""
+    moves on, for where to is decided when its prefill begins. `stages` are those that the one that prefills does."""
 
     prefill: str
     decode: str
-    part: str
+    stages: str
     remote_images: bool = False
 
     @property
@@ -70,9 +70,9 @@ class Router:
         prefill = self._choose("P", able, lambda p: _prefill_key(p, request.num_prompt), known, BUSIER_TOKENS)
         self._remember_prefill(request, prefill.name)
         remote = bool(request.images) and self._encodes_elsewhere(request, prefill)
-        stages = (Role.E, not remote), (Role.P, True), (Role.D, True)
-        part = "".join(stage.name or "" for stage, here in stages if here and prefill.serves(stage))
-        return Route(prefill.name, prefill.name if prefill.serves(Role.D) else "", part, remote)
+        wanted = (Role.P, Role.D) if remote else (Role.E, Role.P, Role.D)
+        stages = "".join(stage.name or "" for stage in wanted if prefill.serves(stage))
+        return Route(prefill.name, prefill.name if prefill.serves(Role.D) else "", stages, remote)
 
     def decoder(self, source: str, num_tokens: int) -> str | Role:
         """Where a request of so many tokens that is prefilled at `source` decodes, by the loads of this moment. One
