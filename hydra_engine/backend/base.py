@@ -361,7 +361,8 @@ class Ops(Protocol):
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """`rope_and_write` of `linear`, whose (Hq + 2 Hkv) * D outputs are the heads of q, k and v: x [T, K] ->
-        rotated q [T, Hq, D]."""
+        rotated q [T, Hq, D]. Where this is one launch, no later call raises for a slot that the kernel found
+        outside of the cache."""
         ...
 
     # ---- element-wise and norms
@@ -423,6 +424,9 @@ class Ops(Protocol):
         ...
 
     # ---- caches
+    # A slot outside of the cache, other than a -1 that skips its row, raises ValueError before anything is written if
+    # slots lie in host memory. Slots on a GPU are seen by the kernel alone, which skips such a row: then a later call
+    # raises, but not for a cache with scales, nor after an op that says so.
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         """The paged write: rows[x][t] ([T, H, D], any row stride) -> cache slot slots[t], tensor x. slots [T] int64;
         slot -1 skips the row. Bits are copied, the dtype must be the cache's. Used for KV and image features alike."""

@@ -203,8 +203,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         slots: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """In one launch, that has no place for norms of heads, rows whose slots are not in the cache are skipped
-        unsaid."""
+        """In one launch, which has no place for norms of heads and scales, and reports no slot outside of the cache."""
         rows, norm, eps = self._with_norm(x)
         weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None or norms is not None or cache.scales is not None:
