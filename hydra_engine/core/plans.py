@@ -20,6 +20,12 @@ BlockIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
+def _slots(block_ids: BlockIds, start: int, count: int, block_size: int) -> Int64s:
+    """Of positions [start, start + count) of what lies in these blocks."""
+    positions = np.arange(start, start + count)
+    return block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeItem:
     """Encode image `image_index` of a request into image-cache blocks, features in token order."""
@@ -30,6 +36,10 @@ class EncodeItem:
     num_patches: int
     num_tokens: int
     block_ids: BlockIds  # [ceil(num_tokens / S_image)]
+
+    def slots(self, block_size: int) -> Int64s:
+        """Of its features, in the image cache."""
+        return _slots(self.block_ids, 0, self.num_tokens, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,10 @@ class ImageSlice:
     count: int
     offset: int
     block_ids: BlockIds
+
+    def slots(self, block_size: int) -> Int64s:
+        """Of these features, in the image cache."""
+        return _slots(self.block_ids, self.offset, self.count, block_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,10 +13,11 @@ from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.language.batches import feature_slots, sent_input, step_rows, vision_input, vision_slots
+from hydra_engine.worker.language.batches import sent_input, step_rows
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, part_of, request_ids_of
 from hydra_engine.worker.ports import PromptPositions, WorkerRequest
+from hydra_engine.worker.vision.batches import vision_input, vision_slots
 from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
 
 CPU = CpuDevice(1)
@@ -230,8 +231,8 @@ def test_a_slot_that_has_become_anothers_is_noticed_although_the_plan_before_had
 
 
 def test_feature_slots_follow_the_blocks() -> None:
-    assert feature_slots(np.asarray([7, 2, 9], dtype=np.int32), 2, 5, 3).tolist() == [23, 6, 7, 8, 27]
-    large = feature_slots(np.asarray([2**31 - 1], dtype=np.int32), 0, 2, 64)
+    assert ImageSlice(0, 5, 2, np.asarray([7, 2, 9], dtype=np.int32)).slots(3).tolist() == [23, 6, 7, 8, 27]
+    large = ImageSlice(0, 2, 0, np.asarray([2**31 - 1], dtype=np.int32)).slots(64)
     assert large.tolist() == [(2**31 - 1) * 64, (2**31 - 1) * 64 + 1]
 
 

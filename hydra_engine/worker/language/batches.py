@@ -1,11 +1,10 @@
-"""Plans -> model inputs: numpy arrays built in one go, sent in one go.
+"""Language plans -> model inputs: numpy arrays built in one go, sent in one go.
 
 Slot of position p: `block_ids[p // S] * S + p % S`. Does not know requests, models or sampling; allocates no block.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
@@ -18,17 +17,10 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Ops, States
 from hydra_engine.backend.device import Device
-from hydra_engine.core.media import ImageItem, PixelPayload
-from hydra_engine.core.plans import BlockIds, DecodeRows, EncodeItem, Int64s, LanguagePlan
-from hydra_engine.models.inputs import LanguageInput, Scored, VisionInput
+from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s, LanguagePlan
+from hydra_engine.models.inputs import LanguageInput, Scored
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, counts_of, starts_of
 from hydra_engine.worker.ports import PromptPositions
-
-
-def feature_slots(block_ids: BlockIds, offset: int, count: int, block_size: int) -> Int64s:
-    """Slots of rows [offset, offset + count) of what lies in `block_ids`."""
-    rows = np.arange(offset, offset + count)
-    return block_ids[rows // block_size].astype(np.int64) * block_size + rows % block_size
 
 
 class StepRows(NamedTuple):
@@ -187,48 +179,5 @@ def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> 
             assert piece.row + piece.count <= len(chunk.token_ids), "image slice reaches beyond its chunk"
             first = begin + piece.row
             targets.append(np.arange(first, first + piece.count))
-            sources.append(feature_slots(piece.block_ids, piece.offset, piece.count, image_block_size))
+            sources.append(piece.slots(image_block_size))
     return (np.concatenate(targets), np.concatenate(sources)) if targets else ()
-
-
-def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Int64s:
-    """Where the features of all items go."""
-    return np.concatenate([feature_slots(item.block_ids, 0, item.num_tokens, block_size) for item in items])
-
-
-def vision_input(
-    images: Sequence[ImageItem],
-    payloads: Sequence[PixelPayload],
-    slots: Int64s,
-    device: Device,
-) -> VisionInput:
-    """`images[i]` and `payloads[i]` belong together; `slots` as `vision_slots` says."""
-    plain = not payloads[0].arrays
-    given = [{"pixels": _pictures(payload)} if plain else _arrays(payload) for payload in payloads]
-    sent_slots, *sent = device.send((slots, *chain.from_iterable(arrays.values() for arrays in given)))
-    values = iter(sent)
-    arrays = tuple({name: next(values) for name in arrays} for arrays in given)
-    return VisionInput(
-        pixels=tuple(named["pixels"] for named in arrays) if plain else (),
-        sources=tuple((image.width, image.height) for image in images),
-        grids=tuple(image.grid for image in images),
-        slots=sent_slots,
-        arrays=() if plain else arrays,
-        send=device.send,
-    )
-
-
-def _pictures(payload: PixelPayload) -> npt.NDArray[np.uint8]:
-    """[pictures, height, width, 3]. Copied, because bytes are read-only."""
-    flat = np.frombuffer(payload.data, dtype=np.uint8).copy()
-    return flat.reshape(payload.count, payload.height, payload.width, 3)
-
-
-def _arrays(payload: PixelPayload) -> dict[str, npt.NDArray[np.generic]]:
-    arrays, begin = {}, 0
-    for layout in payload.arrays:
-        dtype, count = np.dtype(layout.dtype), math.prod(layout.shape)
-        values = np.frombuffer(payload.data, dtype=dtype, count=count, offset=begin).reshape(layout.shape)
-        arrays[layout.name] = values.copy()
-        begin += count * dtype.itemsize
-    return arrays

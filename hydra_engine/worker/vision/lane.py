@@ -27,9 +27,9 @@ from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.blank_steps import warm_vision
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step, not_finite
 from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
-from hydra_engine.worker.language.batches import vision_input, vision_slots
 from hydra_engine.worker.memory.working import image_budget, largest_encode
 from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
+from hydra_engine.worker.vision.batches import vision_input, vision_slots
 from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 
 
