@@ -154,7 +154,7 @@ def at_rest(engine: Engine, within_s: float = 10.0) -> list[str]:
     deadline = time.monotonic() + within_s
     while True:
         report = engine.ledger()
-        if report.at_rest and engine.front.num_active == 0:
+        if report.at_rest and engine.frontend.num_active == 0:
             return []
         if time.monotonic() > deadline:
             return [f"held after the last request: {report}"]

@@ -1,8 +1,8 @@
 """From the bytes of a JPEG to the pixels that a tower gets, one picture at a time, next to transformers' processors.
 
-Ours ends where the front's work ends: header checked, decoded, resized, cut, named, uint8; twice, in this process and
-through the decode child as it is served. Theirs, Pillow and numpy, ends with normalised patches; here the device does
-that. Our decode and resize are shown alone too. Before anything is timed the pixels are compared.
+Ours ends where the frontend's work ends: header checked, decoded, resized, cut, named, uint8; twice, in this process
+and through the decode child as it is served. Theirs, Pillow and numpy, ends with normalised patches; here the device
+does that. Our decode and resize are shown alone too. Before anything is timed the pixels are compared.
 
 Times are those of a core: what this thread and the decode child together spent on a processor, so that other processes
 of the machine count as little as possible. `latency` is the time on the wall of a picture that is served.

@@ -12,7 +12,7 @@ from pathlib import Path
 from hydra_engine import Engine
 from hydra_engine.cluster.member import Pace
 from hydra_engine.cluster.supervisor import Supervisor
-from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.frontend import Frontend
 
 
 class RestlessEngine(Engine):
@@ -20,8 +20,8 @@ class RestlessEngine(Engine):
 
     async def _start(self, progress: bool | None) -> None:
         supervisor = Supervisor(self.config, processes=True, pace=self.pace)
-        self._front = Front(self.config, processes=True, supervisor=supervisor)
-        await self._front.start(lambda _loading: None)
+        self._frontend = Frontend(self.config, processes=True, supervisor=supervisor)
+        await self._frontend.start(lambda _loading: None)
 
 
 @dataclass(frozen=True)

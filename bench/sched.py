@@ -1,8 +1,8 @@
-"""What a step costs besides computing: planning, taking back the result, telling the front, and the lane's metadata.
+"""What a step costs besides computing: planning, taking back the result, telling the frontend, and the lane's metadata.
 
 The real scheduler and the real loop of an instance over a worker that computes nothing: every step comes back at once
 with made-up tokens. Per scenario the medians of one step in microseconds: `plan` and `take_back` (the scheduler),
-`turn` (the loop's whole pass, with both of these and the messages to the front), `tidy` (naming of full blocks, done
+`turn` (the loop's whole pass, with both of these and the messages to the frontend), `tidy` (naming of full blocks, done
 while the lane computes) and `metadata` (`worker.batches`, in the lane). `exposed` is turn plus metadata:
 what lies between two steps without look-ahead; with it, nothing does. `python -m bench.sched [--quick]`; the last line
 of the output is one JSON document.
@@ -27,7 +27,7 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import RequestMessage, Submit, ToFront, ToInstance
+from hydra_engine.core.messages import RequestMessage, Submit, ToFrontend, ToInstance
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
@@ -131,7 +131,7 @@ class NothingComputed:
         messages, self.incoming = self.incoming, []
         return messages
 
-    def send(self, messages: Sequence[ToFront]) -> None: ...
+    def send(self, messages: Sequence[ToFrontend]) -> None: ...
 
 
 class Bench:

@@ -1,7 +1,7 @@
 """Time as a parameter: everything that decides is given a clock and never asks the system itself.
 
 Seconds on one monotonic clock. On Linux it is the same clock in every process of the node, so stamps taken by the
-front process and by an instance can be subtracted. Does not know the wall clock; `created` fields take that from
+frontend process and by an instance can be subtracted. Does not know the wall clock; `created` fields take that from
 `time.time` where they are made.
 """
 

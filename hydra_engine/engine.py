@@ -85,10 +85,10 @@ class Engine(EngineLife):
     ) -> Handle:
         """Starts a request and returns at once; what is found wrong with it later is raised to the handle's readers.
         `prompt` is text, token ids or chat messages."""
-        front, call = self.front, self._call(prompt, images, videos, request_id, **options)
-        number, handle = front.open_handle(call.request_id)
+        frontend, call = self.frontend, self._call(prompt, images, videos, request_id, **options)
+        number, handle = frontend.open_handle(call.request_id)
         assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(front.submit_detached(number, handle, call), self._loop)
+        asyncio.run_coroutine_threadsafe(frontend.submit_detached(number, handle, call), self._loop)
         return handle
 
     async def asubmit(
@@ -106,8 +106,8 @@ class Engine(EngineLife):
 
     async def add_request(self, call: GenerationCall) -> Handle:
         """The same for a call that is made already, as the server makes them."""
-        number, handle = self.front.open_handle(call.request_id)
-        await self._await(self.front.submit(number, handle, call))
+        number, handle = self.frontend.open_handle(call.request_id)
+        await self._await(self.frontend.submit(number, handle, call))
         return handle
 
     def _call(
@@ -220,27 +220,27 @@ class Engine(EngineLife):
     def _batch(
         self, prompts: Any, images: Any, videos: Any, options: dict[str, Any], ended: list[Result | None]
     ) -> Coroutine[Any, Any, Any]:
-        return run_batch(self.front, prompts, images, videos, options, self.default_sampling_params, ended)
+        return run_batch(self.frontend, prompts, images, videos, options, self.default_sampling_params, ended)
 
     # ---- what the engine knows
 
     @property
     def summary(self) -> InstanceSummary:
         """Of the first instance; `summaries` has all."""
-        return self.front.summaries[0]
+        return self.frontend.summaries[0]
 
     @property
     def summaries(self) -> list[InstanceSummary]:
-        return self.front.summaries
+        return self.frontend.summaries
 
     @property
     def max_model_len(self) -> int:
-        return self.front.max_model_len
+        return self.frontend.max_model_len
 
     @property
     def chat_template(self) -> str | None:
         """The model's own, or the one given instead."""
-        return self.front.preprocessor.chat_template
+        return self.frontend.preprocessor.chat_template
 
     @property
     def model_name(self) -> str:
@@ -249,68 +249,68 @@ class Engine(EngineLife):
     def stats(self) -> Status | None:
         """The latest gauges (`.kv_used`, `.num_running`, ...) of all instances added up, a fraction of a second old;
         None before the first."""
-        return self.front.statuses.total()
+        return self.frontend.statuses.total()
 
     def statuses(self) -> dict[str, Status]:
         """The same for each instance that is up."""
-        return self.front.statuses.latest
+        return self.frontend.statuses.latest
 
     def instances(self) -> tuple[InstanceState, ...]:
         """The instances of the topology: roles, conditions, restarts, latest reports. None before they are started and
         after they have been stopped."""
-        return () if self._closed or self._front is None else self._front.instances()
+        return () if self._closed or self._frontend is None else self._frontend.instances()
 
     def activity(self, since: int = 0, limit: int = 100) -> Activity:
         """Where running requests are, and the stages of those that have ended behind the first `since` ones."""
-        return self.front.activity(since, limit)
+        return self.frontend.activity(since, limit)
 
     def set_topology(self, text: str) -> None:
         """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.
         Raises ConfigError where an instance lacks the weights for its new role."""
-        self._wait(self.front.set_topology(text))
+        self._wait(self.frontend.set_topology(text))
 
     async def aset_topology(self, text: str) -> None:
-        await self._await(self.front.set_topology(text))
+        await self._await(self.frontend.set_topology(text))
 
     def health(self) -> tuple[bool, str]:
         if self._closed:
             return False, "closed"
-        return self._front.health() if self._front is not None else (False, "loading")
+        return self._frontend.health() if self._frontend is not None else (False, "loading")
 
     @property
     def lost(self) -> bool:
         """Nothing can be served any more, and no instance that could is going to be started again."""
-        return self._front is not None and self._front.lost
+        return self._frontend is not None and self._frontend.lost
 
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         """Called on the engine's loop with the Result of every request that ends, failed ones included."""
-        self.front.observers.append(lambda _, result: observer(result))
+        self.frontend.observers.append(lambda _, result: observer(result))
 
     def record_workload(self, write: Callable[[bytes], None]) -> None:
         """`write` gets the lines of a workload file (`telemetry/workload.py`) for requests that come from now on, the
         last ones while the engine closes. It is called on the engine's loop, and so is this."""
-        self._recordings.append(self.front.record_workload(write))
+        self._recordings.append(self.frontend.record_workload(write))
 
     def ledger(self) -> LedgerReport:
         """What is held right now; `.at_rest` when nothing is."""
-        return self._wait(self.front.ledger())
+        return self._wait(self.frontend.ledger())
 
     async def aledger(self) -> LedgerReport:
-        return await self._await(self.front.ledger())
+        return await self._await(self.frontend.ledger())
 
     def reset_caches(self, *, kv: bool = True, images: bool = True) -> None:
         """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays."""
-        self._wait(self.front.reset_caches(kv=kv, images=images))
+        self._wait(self.frontend.reset_caches(kv=kv, images=images))
 
     async def areset_caches(self, *, kv: bool = True, images: bool = True) -> None:
-        await self._await(self.front.reset_caches(kv=kv, images=images))
+        await self._await(self.frontend.reset_caches(kv=kv, images=images))
 
     async def acount_tokens(self, messages: Messages, *, template: TemplateOptions | None = None) -> int:
         """How long the prompt of these messages is, with what their pictures take; nothing is generated."""
         return await self.count_tokens(self._call(messages, template=template))
 
     async def count_tokens(self, call: GenerationCall) -> int:
-        return await self._await(self.front.count_tokens(call))
+        return await self._await(self.frontend.count_tokens(call))
 
     async def atokenize(
         self,
@@ -323,23 +323,23 @@ class Engine(EngineLife):
         return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
-        return await self._await(self.front.preprocessor.tokenize(call))
+        return await self._await(self.frontend.preprocessor.tokenize(call))
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each; empty for ids outside it."""
-        return await asyncio.to_thread(self.front.preprocessor.tokenizer.tokens, token_ids)
+        return await asyncio.to_thread(self.frontend.preprocessor.tokenizer.tokens, token_ids)
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
-        tokenizer = self.front.preprocessor.tokenizer
+        tokenizer = self.frontend.preprocessor.tokenizer
         if any(not 0 <= token_id < tokenizer.vocab_size for token_id in token_ids):
             raise InvalidRequest(f"token ids must be between 0 and {tokenizer.vocab_size - 1}", param="tokens")
         return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def export_trace(self, path: str | Path) -> None:
         """Chrome trace JSON of the last requests' stages; open it in ui.perfetto.dev."""
-        self.front.trace.write(path)
+        self.frontend.trace.write(path)
 
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
         """The same as events, of the last `seconds` only. From any thread."""
-        return self.front.trace_events(seconds)
+        return self.frontend.trace_events(seconds)

@@ -1,6 +1,6 @@
 """What llguidance is asked, in one place: a grammar and a tokenizer file to which tokens may come next.
 
-Used where a grammar is checked (a child of the front process) and where it is enforced (an instance), so that both
+Used where a grammar is checked (a child of the frontend process) and where it is enforced (an instance), so that both
 compile the same thing under the same limits. llguidance is imported when the first grammar comes. Does not know
 requests, time limits or processes.
 """

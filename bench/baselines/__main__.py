@@ -16,7 +16,7 @@ from hydra_engine.cli.serve import add_options
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.engine import Engine
-from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.server.runner import serve
 
 
@@ -24,8 +24,8 @@ class BaselineEngine(Engine):
     async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
         supervisor = Supervisor(self.config, processes=True, command=COMMAND)
         most = self.default_sampling_params.max_tokens
-        self._front = Front(self.config, processes=True, supervisor=supervisor, default_max_tokens=most)
-        await self._front.start(lambda _loading: None)
+        self._frontend = Frontend(self.config, processes=True, supervisor=supervisor, default_max_tokens=most)
+        await self._frontend.start(lambda _loading: None)
 
 
 def main() -> int:

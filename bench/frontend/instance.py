@@ -24,7 +24,7 @@ from hydra_engine.core.messages import (
     Shutdown,
     Status,
     Submit,
-    ToFront,
+    ToFrontend,
     ToInstance,
     Tokens,
 )
@@ -76,8 +76,8 @@ class Scripted:
         self._reported_s = 0.0
         self.stopped = False
 
-    def take(self, messages: list[ToInstance]) -> list[ToFront]:
-        answers: list[ToFront] = []
+    def take(self, messages: list[ToInstance]) -> list[ToFrontend]:
+        answers: list[ToFrontend] = []
         for message in messages:
             match message:
                 case Submit(request):
@@ -89,9 +89,9 @@ class Scripted:
                     self.stopped = True
         return answers
 
-    def step(self) -> list[ToFront]:
+    def step(self) -> list[ToFrontend]:
         self._progress += 1
-        now, answers = time.monotonic(), list[ToFront]()
+        now, answers = time.monotonic(), list[ToFrontend]()
         ids, positions, tokens = list[int](), list[int](), list[int]()
         for number, running in self._running.items():
             ids.append(number)

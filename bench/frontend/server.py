@@ -27,7 +27,7 @@ from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.core.outputs import Piece
 from hydra_engine.engine import Engine
-from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.server.generate import Identity
 from hydra_engine.server.http.encoding import DONE
@@ -54,8 +54,8 @@ class ScriptedEngine(Engine):
     async def astart(self, progress: bool | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         supervisor = Supervisor(self.config, processes=True, command=COMMAND)
-        self._front = Front(self.config, processes=True, supervisor=supervisor)
-        await self._front.start(lambda _: None)
+        self._frontend = Frontend(self.config, processes=True, supervisor=supervisor)
+        await self._frontend.start(lambda _: None)
 
 
 class Meter:

@@ -1,7 +1,7 @@
 """From a JPEG's bytes to a tower's pixels: `bench.preprocess` as a micro-benchmark.
 
-A row per size and target: seconds of a core of all that the front does, through the decode child, next to transformers'
-processors in the same run. Pixels are compared before anything is timed.
+A row per size and target: seconds of a core of all that the frontend does, through the decode child, next to
+transformers' processors in the same run. Pixels are compared before anything is timed.
 """
 
 from __future__ import annotations

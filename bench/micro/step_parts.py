@@ -32,7 +32,7 @@ from hydra_engine import _C
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import DEMO_MODEL, CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Finished, Submit, ToFront, ToInstance
+from hydra_engine.core.messages import Finished, Submit, ToFrontend, ToInstance
 from hydra_engine.core.plans import LanguageResult
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
@@ -121,7 +121,7 @@ class NativeOps:
             self.seconds[kind] += perf_counter() - started
 
 
-class Front:
+class Frontend:
     """Both ends of an instance's channel."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Front:
         messages, self.incoming = self.incoming, []
         return messages
 
-    def send(self, messages: Sequence[ToFront]) -> None:
+    def send(self, messages: Sequence[ToFrontend]) -> None:
         ended = [message for message in messages if isinstance(message, Finished)]
         assert not ended, ended
 
@@ -140,7 +140,7 @@ class Decodes:
     """`rows` requests that decode without end behind prompts of `context` tokens."""
 
     def __init__(self, stack: ComputeStack, wake: threading.Event, rows: int, context: int) -> None:
-        self._front, self._wake, self._ops = Front(), wake, NativeOps()
+        self._frontend, self._wake, self._ops = Frontend(), wake, NativeOps()
         self._steps: list[dict[str, float]] = []
         self._ended_s = self._forward_s = 0.0
         forward, deliver = stack.model.forward, stack.worker.deliver
@@ -164,8 +164,8 @@ class Decodes:
         self._instance = Instance(
             scheduler=self._scheduler,
             worker=stack.worker,
-            inbox=self._front,
-            outbox=self._front,
+            inbox=self._frontend,
+            outbox=self._frontend,
             wake=wake,
             clock=stack.clock,
             look_ahead=bool(config.scheduler.look_ahead),
@@ -185,7 +185,7 @@ class Decodes:
                 seed=0,
                 arrival_s=0.0,
             )
-            self._front.incoming.append(Submit(request))
+            self._frontend.incoming.append(Submit(request))
         with self._ops.recorded():
             while self._scheduler.status().num_decoding < rows:
                 self._run(1)

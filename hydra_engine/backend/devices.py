@@ -1,8 +1,8 @@
 """Selects the device: a GPU if the driver, the extension, torch and Triton all can use it, else the CPU.
 
 The choice depends only on the probe's data. Looks at no GPU that was not asked for and makes no context. Loads torch
-only when it is needed, so that the front process can ask for names too. Devices have the driver's numbers, which count
-what CUDA_VISIBLE_DEVICES leaves, as torch does.
+only when it is needed, so that the frontend process can ask for names too. Devices have the driver's numbers, which
+count what CUDA_VISIBLE_DEVICES leaves, as torch does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The two ends of a channel between the front and one instance, in both forms.
+"""The two ends of a channel between the frontend and one instance, in both forms.
 
-In memory (`local_channel`, the embedded default) and over an inherited Unix socketpair (`FrontSocket` in the front
-process, `InstanceSocket` in the instance process). The front's end lives on an asyncio loop, the instance's end on a
-thread that waits for one event. Does not know what the messages mean.
+In memory (`local_channel`, the embedded default) and over an inherited Unix socketpair (`FrontendSocket` in the
+frontend process, `InstanceSocket` in the instance process). The frontend's end lives on an asyncio loop, the instance's
+end on a thread that waits for one event. Does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Protocol
 
 from hydra_engine import log
 from hydra_engine.cluster import wire
-from hydra_engine.core.messages import ToFront, ToInstance
+from hydra_engine.core.messages import ToFrontend, ToInstance
 
 logger = logging.getLogger(__name__)
 
-OnMessages = Callable[[list[ToFront]], None]
+OnMessages = Callable[[list[ToFrontend]], None]
 OnClosed = Callable[[], None]
 
 EXIT_ORPHANED = 70
 _RECEIVE_BYTES = 1 << 18
 
 
-class FrontEnd(Protocol):
-    """The front's end. `on_messages` and `on_closed` run on the loop; `on_closed` once, after the last message."""
+class FrontendEnd(Protocol):
+    """The frontend's end. `on_messages` and `on_closed` run on the loop; `on_closed` once, after the last message."""
 
     def attach(self, on_messages: OnMessages, on_closed: OnClosed) -> None: ...
 
@@ -64,21 +64,21 @@ class _Inbox:
 class LocalInstanceEnd(_Inbox):
     """Inbox and outbox of an instance in the same process."""
 
-    def __init__(self, front: LocalFrontEnd, strict: bool) -> None:
+    def __init__(self, frontend: LocalFrontendEnd, strict: bool) -> None:
         super().__init__()
-        self._front = front
+        self._frontend = frontend
         self._strict = strict
 
-    def send(self, messages: Sequence[ToFront]) -> None:
+    def send(self, messages: Sequence[ToFrontend]) -> None:
         if self._strict:
-            messages = [wire.decode_to_front(wire.encode_frames([m])[wire.HEADER_BYTES :]) for m in messages]
-        self._front.deliver(list(messages))
+            messages = [wire.decode_to_frontend(wire.encode_frames([m])[wire.HEADER_BYTES :]) for m in messages]
+        self._frontend.deliver(list(messages))
 
     def close(self) -> None:
-        self._front.instance_gone()
+        self._frontend.instance_gone()
 
 
-class LocalFrontEnd:
+class LocalFrontendEnd:
     def __init__(self, loop: asyncio.AbstractEventLoop, strict: bool) -> None:
         self._loop = loop
         self._strict = strict
@@ -96,12 +96,12 @@ class LocalFrontEnd:
             messages = [m for m in map(wire.decode_to_instance, frames) if not isinstance(m, wire.Start)]
         self.instance.push(messages)
 
-    def deliver(self, messages: list[ToFront]) -> None:
+    def deliver(self, messages: list[ToFrontend]) -> None:
         """Called on the instance's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._hand_over, messages)
 
-    def _hand_over(self, messages: list[ToFront]) -> None:
+    def _hand_over(self, messages: list[ToFrontend]) -> None:
         if self._on_messages is not None and not self._closed:
             self._on_messages(messages)
 
@@ -118,14 +118,16 @@ class LocalFrontEnd:
         self._closed = True
 
 
-def local_channel(loop: asyncio.AbstractEventLoop, *, strict: bool = False) -> tuple[LocalFrontEnd, LocalInstanceEnd]:
+def local_channel(
+    loop: asyncio.AbstractEventLoop, *, strict: bool = False
+) -> tuple[LocalFrontendEnd, LocalInstanceEnd]:
     """Both ends in memory. `strict` sends every message through the codec, so that nothing is shared by accident."""
-    front = LocalFrontEnd(loop, strict)
-    return front, front.instance
+    frontend = LocalFrontendEnd(loop, strict)
+    return frontend, frontend.instance
 
 
-class FrontSocket(asyncio.Protocol):
-    """The front's end of a socketpair, on the running loop."""
+class FrontendSocket(asyncio.Protocol):
+    """The frontend's end of a socketpair, on the running loop."""
 
     def __init__(self) -> None:
         self._reader = wire.FrameReader()
@@ -134,7 +136,7 @@ class FrontSocket(asyncio.Protocol):
         self._on_closed: OnClosed | None = None
 
     @classmethod
-    async def open(cls, sock: socket.socket) -> FrontSocket:
+    async def open(cls, sock: socket.socket) -> FrontendSocket:
         loop = asyncio.get_running_loop()
         _, protocol = await loop.create_unix_connection(cls, sock=sock)
         return protocol
@@ -148,7 +150,7 @@ class FrontSocket(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            messages = [wire.decode_to_front(body) for body in self._reader.feed(data)]
+            messages = [wire.decode_to_frontend(body) for body in self._reader.feed(data)]
         except wire.WireError:
             logger.exception("closing the channel of an instance")
             self.close()
@@ -179,7 +181,7 @@ class FrontSocket(asyncio.Protocol):
 class InstanceSocket(_Inbox):
     """The instance's end of a socketpair: a thread reads, the instance's thread writes.
 
-    End of file means that the front is gone. Nobody is left to answer, so the process ends at once from the reading
+    End of file means that the frontend is gone. Nobody is left to answer, so the process ends at once from the reading
     thread, whatever the lanes are doing; that bounds orphans to well under a second.
     """
 
@@ -195,7 +197,7 @@ class InstanceSocket(_Inbox):
         while True:
             data = self._sock.recv(_RECEIVE_BYTES)
             if not data:
-                raise EOFError("the front went away before it sent a configuration")
+                raise EOFError("the frontend went away before it sent a configuration")
             for body in self._reader.feed(data):
                 message = wire.decode_to_instance(body)
                 if not isinstance(message, wire.Start):
@@ -218,12 +220,12 @@ class InstanceSocket(_Inbox):
             try:
                 messages = [wire.decode_to_instance(body) for body in self._reader.feed(data)]
             except wire.WireError:
-                logger.exception("the front sent an unreadable frame")
+                logger.exception("the frontend sent an unreadable frame")
                 log.last_words()
                 os._exit(EXIT_ORPHANED)
             self.push(m for m in messages if not isinstance(m, wire.Start))
 
-    def send(self, messages: Sequence[ToFront]) -> None:
+    def send(self, messages: Sequence[ToFrontend]) -> None:
         try:
             self._sock.sendall(wire.encode_frames(messages))
         except (BrokenPipeError, ConnectionResetError):

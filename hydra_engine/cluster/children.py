@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Protocol
 
 from hydra_engine.cluster import wire
-from hydra_engine.cluster.channel import FrontEnd, FrontSocket, LocalFrontEnd, LocalInstanceEnd, local_channel
+from hydra_engine.cluster.channel import FrontendEnd, FrontendSocket, LocalFrontendEnd, LocalInstanceEnd, local_channel
 from hydra_engine.cluster.spawn import OPENMP_IDLE, Spawned, spawn
 from hydra_engine.cluster.wire import send_with
 from hydra_engine.core.units import describe_exit
@@ -31,7 +31,7 @@ class Child(Protocol):
     def incarnation(self) -> int: ...
 
     @property
-    def end(self) -> FrontEnd: ...
+    def end(self) -> FrontendEnd: ...
 
     @property
     def pid(self) -> int | None:
@@ -55,7 +55,7 @@ class Child(Protocol):
 
 class ProcessChild:
     def __init__(
-        self, incarnation: int, end: FrontSocket, control: socket.socket, process: subprocess.Popen[bytes]
+        self, incarnation: int, end: FrontendSocket, control: socket.socket, process: subprocess.Popen[bytes]
     ) -> None:
         self.incarnation = incarnation
         self.end = end
@@ -69,7 +69,7 @@ class ProcessChild:
         before the next turn of the loop. Raises OSError."""
         spawned = ahead or spawn(command, start.name)
         try:
-            end = await FrontSocket.open(spawned.channel)
+            end = await FrontendSocket.open(spawned.channel)
         except BaseException:
             spawned.discard()
             raise
@@ -102,19 +102,19 @@ class ThreadChild:
 
     pid = None
 
-    def __init__(self, incarnation: int, end: LocalFrontEnd, thread: threading.Thread) -> None:
+    def __init__(self, incarnation: int, end: LocalFrontendEnd, thread: threading.Thread) -> None:
         self.incarnation = incarnation
         self.end = end
         self._thread = thread
 
     @classmethod
     def launch(cls, start: wire.Start, *, strict: bool) -> ThreadChild:
-        front, instance_end = local_channel(asyncio.get_running_loop(), strict=strict)
+        frontend, instance_end = local_channel(asyncio.get_running_loop(), strict=strict)
         thread = threading.Thread(
             target=_run_local, args=(start, instance_end), name=f"instance-{start.name}", daemon=True
         )
         thread.start()
-        return cls(start.incarnation, front, thread)
+        return cls(start.incarnation, frontend, thread)
 
     def how_it_ended(self) -> str | None:
         return None if self._thread.is_alive() else "ended"
@@ -137,7 +137,7 @@ def _remove_openmp_page(pid: int) -> None:
 
 def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:
     os.environ.setdefault(*OPENMP_IDLE)  # has an effect unless the caller loaded torch before
-    # The one place where the front's code may load torch: the instance runs in this process.
+    # The one place where the frontend's code may load torch: the instance runs in this process.
     build = import_module("hydra_engine.instance.build")
     try:
         build.run_instance(start.config, start.name, end, end, end.wake, context=start.context, connect=None)

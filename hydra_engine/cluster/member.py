@@ -1,4 +1,4 @@
-"""What the supervisor knows of one instance of the topology over all its lives, and what it tells the front of it.
+"""What the supervisor knows of one instance of the topology over all its lives, and what it tells the frontend of it.
 
 When an instance counts as silent and when a dead one is started again is decided here; `now` is passed in, in seconds
 on the monotonic clock.
@@ -12,11 +12,11 @@ from enum import Enum
 from typing import Protocol
 
 from hydra_engine.cluster import wire
-from hydra_engine.cluster.channel import FrontEnd
+from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.cluster.children import Child
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
-from hydra_engine.core.messages import WIRE_VERSION, InstanceSummary, Loading, Status, ToFront
+from hydra_engine.core.messages import WIRE_VERSION, InstanceSummary, Loading, Status, ToFrontend
 from hydra_engine.core.roles import InstanceSpec, Role
 from hydra_engine.errors import HydraError
 
@@ -182,13 +182,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLink:
-    """One life of an instance. `end.send` belongs to the front's loop and is harmless after the instance's death."""
+    """One life of an instance. `end.send` belongs to the frontend's loop and is harmless after the instance's death."""
 
     name: str
     role: Role  # what it has weights for
     device: str  # as configured
     incarnation: int
-    end: FrontEnd
+    end: FrontendEnd
     summary: InstanceSummary
     pid: int | None  # None: a thread of this process
 
@@ -198,7 +198,7 @@ class ClusterListener(Protocol):
 
     def on_progress(self, name: str, loading: Loading) -> None: ...
 
-    def on_messages(self, name: str, messages: list[ToFront]) -> None:
+    def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
         """Messages of the live incarnation, but for Loading, Ready, Failed and PeerState."""
         ...
 

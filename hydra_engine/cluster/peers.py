@@ -352,7 +352,7 @@ class PeerSockets:
         except DescriptorError as error:
             logger.error("a connection to another instance is refused: %s", error)
             return
-        if not datagram:  # the front is gone, and this process goes when its channel says so
+        if not datagram:  # the frontend is gone, and this process goes when its channel says so
             self._selector.unregister(self._control)
             return
         try:

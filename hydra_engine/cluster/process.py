@@ -2,8 +2,8 @@
 by the supervisor.
 
 Takes its configuration from the inherited channel and its connections to other instances from the control socket,
-ignores the signals that a terminal or a service manager sends to the whole group (draining is the front's business),
-and ends when the front asks or is gone. Does not know what an instance computes.
+ignores the signals that a terminal or a service manager sends to the whole group (draining is the frontend's business),
+and ends when the frontend asks or is gone. Does not know what an instance computes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
     start = end.receive_start()
     log.configure(start.config.log_level, instance=start.name, log_format=start.config.log_format)
     if start.version != WIRE_VERSION:
-        error = ConfigError(f"the front speaks wire version {start.version}, not {WIRE_VERSION}")
+        error = ConfigError(f"the frontend speaks wire version {start.version}, not {WIRE_VERSION}")
         end.send([Failed(error.info(), error.exit_code)])
         return error.exit_code
     end.start_reading()

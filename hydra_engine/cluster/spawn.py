@@ -37,7 +37,7 @@ class Spawned(NamedTuple):
 
 def spawn(command: Sequence[str], name: str) -> Spawned:
     """The kernel kills the process when the thread that called this ends (`process.die_with_parent`), so that must be
-    one that lives as long as the front: the loop's. Raises OSError."""
+    one that lives as long as the frontend: the loop's. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     control, control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setblocking(False)

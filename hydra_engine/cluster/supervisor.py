@@ -33,7 +33,7 @@ from hydra_engine.core.messages import (
     SetRole,
     Shutdown,
     Status,
-    ToFront,
+    ToFrontend,
 )
 from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
@@ -82,7 +82,7 @@ class Supervisor:
         self._timer: asyncio.Task[None] | None = None
         self._stopping = False
 
-    # ---- what the front asks for
+    # ---- what the frontend asks for
 
     async def start(self, listener: ClusterListener) -> None:
         """Returns when every instance is ready and every pair connected, which the listener has been told. Otherwise
@@ -172,7 +172,7 @@ class Supervisor:
             member.exiting = member.exiting or Exiting(self._clock.now())
             member.exiting.channel_ended = True
 
-    def _receive(self, member: Member, child: Child, messages: list[ToFront]) -> None:
+    def _receive(self, member: Member, child: Child, messages: list[ToFrontend]) -> None:
         """Passes messages on in order, but for those that are the supervisor's own."""
         if member.child is not child or self._stopping:
             return
@@ -180,7 +180,7 @@ class Supervisor:
         if member.silence.heartbeat(now) and member.exiting is None:
             member.condition, member.reason = Condition.READY, ""
             self._listener.on_silent(member.name, False)
-        rest: list[ToFront] = []
+        rest: list[ToFrontend] = []
         for message in messages:
             if isinstance(message, Loading | Ready | Failed | PeerState):
                 if rest:
@@ -200,7 +200,8 @@ class Supervisor:
                 self._listener.on_progress(member.name, message)
             case Ready() if message.version != WIRE_VERSION:
                 self._on_failed(
-                    member, ConfigError(f"the instance speaks wire version {message.version}, the front {WIRE_VERSION}")
+                    member,
+                    ConfigError(f"the instance speaks wire version {message.version}, the frontend {WIRE_VERSION}"),
                 )
                 child.kill()
             case Ready():

@@ -1,8 +1,8 @@
-"""Frames between the front process and an instance, and between instances: a 4-byte little-endian length, then one
+"""Frames between the frontend process and an instance, and between instances: a 4-byte little-endian length, then one
 msgpack-encoded message.
 
 No pickle, nothing that listens: frames travel over inherited socketpairs only. A frame that is too long or does not
-decode closes its channel. Each kind of channel has a decoder of its own, so that a peer cannot speak for the front.
+decode closes its channel. Each kind of channel has a decoder of its own, so that a peer cannot speak for the frontend.
 A descriptor that arrives with a frame is close-on-exec from the first instant, and none is left open when a message is
 refused. Does not know threads.
 """
@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import ToFront, ToInstance
+from hydra_engine.core.messages import ToFrontend, ToInstance
 from hydra_engine.core.roles import Role, role_of
 from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Hello, TransferMessage
@@ -67,7 +67,7 @@ class WireError(Exception):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_front = msgspec.msgpack.Decoder(ToFront)
+_to_frontend = msgspec.msgpack.Decoder(ToFrontend)
 _to_instance = msgspec.msgpack.Decoder(Start | ToInstance)
 _to_peer = msgspec.msgpack.Decoder(Hello | TransferMessage)
 _connect = msgspec.msgpack.Decoder(Connect)
@@ -95,12 +95,12 @@ def _check_length(length: int, max_bytes: int) -> None:
         raise WireError(f"a frame of {length} bytes is over the limit of {max_bytes}")
 
 
-def decode_to_front(body: bytes | memoryview) -> ToFront:
-    return _decode(_to_front, body, "frame from an instance")
+def decode_to_frontend(body: bytes | memoryview) -> ToFrontend:
+    return _decode(_to_frontend, body, "frame from an instance")
 
 
 def decode_to_instance(body: bytes | memoryview) -> Start | ToInstance:
-    return _decode(_to_instance, body, "frame from the front")
+    return _decode(_to_instance, body, "frame from the frontend")
 
 
 def decode_to_peer(body: bytes | memoryview) -> Hello | TransferMessage:
@@ -108,7 +108,7 @@ def decode_to_peer(body: bytes | memoryview) -> Hello | TransferMessage:
 
 
 def decode_connect(datagram: bytes) -> Connect:
-    return _decode(_connect, datagram, "datagram from the front")
+    return _decode(_connect, datagram, "datagram from the frontend")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes | memoryview, what: str) -> M:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # only the front process needs them
+SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # only the frontend process needs them
 
 
 def environment_settings() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What travels between the front process and an instance: tagged structs, encoded with msgpack by `cluster/wire.py`.
+"""What travels between the frontend process and an instance: tagged structs, encoded with msgpack by `cluster/wire.py`.
 
 The first tag of each union is fixed text, so a frame of another version fails to decode instead of being misread.
 """
@@ -17,7 +17,7 @@ from hydra_engine.errors import ErrorInfo
 WIRE_VERSION = 5
 
 
-# ---- front -> instance
+# ---- frontend -> instance
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -90,13 +90,13 @@ class SetFault(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Finish nothing more and exit; draining is the front's business (it stops submitting and waits)."""
+    """Finish nothing more and exit; draining is the frontend's business (it stops submitting and waits)."""
 
 
 ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryLedger | SetFault | Shutdown
 
 
-# ---- instance -> front
+# ---- instance -> frontend
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -390,4 +390,4 @@ RequestMessage = Tokens | Delta | PromptScores | Finished
 """What a scheduler says about requests. Each one that it has accepted ends in one Finished. The messages of one result
 come in this order: scores of prompts, all its tokens, then the requests that have ended."""
 
-ToFront = RequestMessage | NeedImages | NeedDecoder | Loading | Ready | PeerState | Status | LedgerReport | Failed
+ToFrontend = RequestMessage | NeedImages | NeedDecoder | Loading | Ready | PeerState | Status | LedgerReport | Failed

@@ -1,4 +1,4 @@
-"""A request as the engine accepts it: immutable, validated, made of token ids. Strings stay in the front process."""
+"""A request as the engine accepts it: immutable, validated, made of token ids. Strings stay in the frontend process."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class SamplingParams:
     temperature 0 is greedy. `seed` None lets the engine draw one; with a seed the text depends on nothing but the
     request. `max_tokens` None means the model's default, and where it has none the rest of the context. `logprobs`
     None: none; k >= 0: the chosen token's and the k best ones'; `prompt_logprobs` the same for the tokens of the
-    prompt. `stop` strings are matched on text in the front process and never appear in the output. `n` answers to one
-    prompt, which is prefilled once; answer i draws with seed + i. `logit_bias` (token id -> what is added to its logit;
-    a mapping or pairs), `allowed_token_ids` (empty: all) and `grammar` say which tokens may come.
-    Raises `InvalidRequest` naming the field.
+    prompt. `stop` strings are matched on text in the frontend process and never appear in the output. `n` answers to
+    one prompt, which is prefilled once; answer i draws with seed + i. `logit_bias` (token id -> what is added to its
+    logit; a mapping or pairs), `allowed_token_ids` (empty: all) and `grammar` say which tokens may come. Raises
+    `InvalidRequest` naming the field.
     """
 
     temperature: float = 1.0
@@ -182,7 +182,7 @@ class Resumed:
 class Request:
     """Everything an instance needs to know. `prompt_token_ids` holds placeholders where images are.
 
-    `arrival_s` is the front's monotonic stamp. `slo` has the limits that hold for it, its own or the engine's: an
+    `arrival_s` is the frontend's monotonic stamp. `slo` has the limits that hold for it, its own or the engine's: an
     instance asks nowhere else. `max_new_tokens` is resolved: never None, prompt plus it fits the
     context. `seed` is resolved too. `rope_delta` is what multimodal rotary positions add to the place of a token behind
     the prompt; 0 elsewhere.

@@ -1,4 +1,4 @@
-"""One request on the front's side while it runs: tokens in, text out, and the result at the end.
+"""One request on the frontend's side while it runs: tokens in, text out, and the result at the end.
 
 Does not know channels or readers; `incoming.py` feeds it messages and passes on what it returns.
 """
@@ -51,7 +51,7 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """Owned by the front's loop from submission to Finished."""
+    """Owned by the frontend's loop from submission to Finished."""
 
     request: Request
     handle: Reader

@@ -15,12 +15,12 @@ from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usag
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest
 from hydra_engine.frontend.call import call_of, is_chat, is_token_ids, with_prompt
-from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.progress import BatchProgress
 
 
 async def run_batch(
-    front: Front,
+    frontend: Frontend,
     prompts: Any,
     images: Any,
     videos: Any,
@@ -37,7 +37,7 @@ async def run_batch(
     pictures = [images] if single else _one_each(images, len(items), "images")
     films = [videos] if single else _one_each(videos, len(items), "videos")
     prompts = list(zip(items, pictures, films, strict=True))
-    results = await _run_all(front, call_of(options, defaults), prompts, ended, progress=progress, single=single)
+    results = await _run_all(frontend, call_of(options, defaults), prompts, ended, progress=progress, single=single)
     for result in results if raises else ():
         if result.error is not None:
             if not single:
@@ -58,7 +58,7 @@ def _one_each(values: Any, num_items: int, name: str) -> list[Any]:
 
 
 async def _run_all(
-    front: Front,
+    frontend: Frontend,
     call: GenerationCall,
     prompts: Sequence[tuple[Any, Any, Any]],
     ended: list[Result | None],
@@ -68,18 +68,18 @@ async def _run_all(
 ) -> list[Result]:
     """The `call` for each of `prompts`, which are (prompt, images, videos). A request that failed has a Result with
     `error`, whose `index` is its place; unless it is a `single` one, the message says so too."""
-    limits = front.config.scheduler
+    limits = frontend.config.scheduler
     ended.extend([None] * len(prompts))
     # Enough to keep the lanes busy and their preprocessing ahead of them, never so many that the queue refuses.
-    at_once = max((summary.max_num_seqs for summary in front.summaries), default=0) or limits.most_requests
+    at_once = max((summary.max_num_seqs for summary in frontend.summaries), default=0) or limits.most_requests
     window = asyncio.Semaphore(max(1, min(2 * at_once, limits.max_queue // 2) // call.sampling.n))
-    with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, front.statuses.total) as bar:
+    with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, frontend.statuses.total) as bar:
 
         async def run(index: int, prompt: tuple[Any, Any, Any]) -> Result:
             async with window:
-                number, handle = front.open_handle()
+                number, handle = frontend.open_handle()
                 try:
-                    await front.submit(number, handle, with_prompt(call, *prompt))
+                    await frontend.submit(number, handle, with_prompt(call, *prompt))
                     result = await handle
                 except HydraError as failure:
                     place = None if single else index

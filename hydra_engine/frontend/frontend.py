@@ -28,7 +28,7 @@ from hydra_engine.core.messages import (
     ResetCaches,
     SetFault,
     Status,
-    ToFront,
+    ToFrontend,
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
@@ -58,7 +58,7 @@ TICK_S = 0.1  # how often the frontend looks for what has waited too long
 LEDGER_S = 5.0  # for all instances to answer
 
 
-class Front:
+class Frontend:
     """Start it on a running loop, submit, close. It is the supervisor's `ClusterListener`."""
 
     def __init__(
@@ -282,7 +282,7 @@ class Front:
     def on_pair(self, one: str, other: str, up: bool) -> None:
         self._dispatcher.on_pair(one, other, up, self._clock.now())
 
-    def on_messages(self, name: str, messages: list[ToFront]) -> None:
+    def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
         now = self._clock.now()
         for message in messages:
             match message:

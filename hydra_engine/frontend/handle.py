@@ -1,7 +1,7 @@
 """What a caller holds of a submitted request: await it, iterate it, cancel it, or ask for its result from plain code.
 
-Fed by the front on its loop; read from any thread and any event loop. Pieces wait in a queue until read; when a reader
-is slow those of one answer are joined, so the queue stays short. Does not know tokenisation or messages.
+Fed by the frontend on its loop; read from any thread and any event loop. Pieces wait in a queue until read; when a
+reader is slow those of one answer are joined, so the queue stays short. Does not know tokenisation or messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Handle:
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
         self.id = request_id
         self.prompt_usage: Usage | None = None  # counts of the prompt, once the request is admitted
-        self.cancelled = False  # perhaps before the front has begun with the request
+        self.cancelled = False  # perhaps before the frontend has begun with the request
         self._takes_pieces: bool | None = None  # None: nobody has said
         self._cancel = cancel
         self._lock = threading.Lock()  # plain: it is taken for every token
@@ -38,7 +38,7 @@ class Handle:
         self._result: Result | None = None
         self._error: HydraError | None = None
 
-    # ---- the front's side
+    # ---- the frontend's side
 
     def feed(self, piece: Piece) -> None:
         """Adds text; the piece that carries a result ends the stream."""
@@ -59,7 +59,7 @@ class Handle:
             reader.wake()
 
     def _given(self, piece: Piece) -> bool:
-        """The reader's thread is the front's and it waits for this very piece, so that none can overtake another."""
+        """The reader's thread is the frontend's and it waits for this very piece, so that none can overtake another."""
         assert self._taker is not None
         return self._taker_thread == get_ident() and not self._pieces and self._taker(piece)
 
@@ -99,7 +99,7 @@ class Handle:
 
     def forward(self, take: Callable[[Piece], bool]) -> None:
         """From now on `take` is asked first about every piece without a result, as long as none waits to be read, and
-        if the front runs on this thread; those for which it says no are read as ever. It must not raise."""
+        if the frontend runs on this thread; those for which it says no are read as ever. It must not raise."""
         self._taker, self._taker_thread = take, get_ident()
 
     def cancel(self) -> None:

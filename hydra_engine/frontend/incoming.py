@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Delta, Finished, NeedDecoder, NeedImages, PromptScores, ToFront, Tokens
+from hydra_engine.core.messages import Delta, Finished, NeedDecoder, NeedImages, PromptScores, ToFrontend, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.errors import RequestFailed, from_info
 from hydra_engine.frontend.dispatch import Dispatcher
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Incoming:
-    """Part of the front; `name` is the instance that a message came from."""
+    """Part of the frontend; `name` is the instance that a message came from."""
 
     def __init__(self, dispatcher: Dispatcher, stealing: DecodeStealing) -> None:
         self._dispatcher = dispatcher
         self._stealing = stealing
         self._instances = dispatcher.instances
 
-    def take(self, name: str, message: ToFront, now: float) -> None:
+    def take(self, name: str, message: ToFrontend, now: float) -> None:
         match message:
             case Tokens():
                 self._on_tokens(name, message, now)

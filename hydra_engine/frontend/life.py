@@ -16,7 +16,7 @@ from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed
-from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.frontend.recording import Recording
 from hydra_engine.models.specs.generation import default_sampling
@@ -96,7 +96,7 @@ class EngineLife:
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
         self._ahead = ahead
-        self._front: Front | None = None
+        self._frontend: Frontend | None = None
         self._closed = False
         self._recordings: list[Recording] = []
         self.default_sampling_params = default_sampling(
@@ -120,15 +120,15 @@ class EngineLife:
 
     async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
         most = self.default_sampling_params.max_tokens
-        self._front = Front(self.config, processes=self._processes, default_max_tokens=most, ahead=self._ahead)
+        self._frontend = Frontend(self.config, processes=self._processes, default_max_tokens=most, ahead=self._ahead)
         with LoadProgress(progress, tell) as bar:
-            await self._front.start(bar.update)
+            await self._frontend.start(bar.update)
 
     @property
-    def front(self) -> Front:
-        if self._closed or self._front is None:
+    def frontend(self) -> Frontend:
+        if self._closed or self._frontend is None:
             raise EngineClosed("the engine is closed; make a new Engine")
-        return self._front
+        return self._frontend
 
     # ---- one loop, any caller
 
@@ -155,7 +155,7 @@ class EngineLife:
             raise RuntimeError("the engine cannot be closed from its own loop; close it from another thread")
         self._closed = True
         try:
-            self._thread.end(self._close_front)
+            self._thread.end(self._close_frontend)
         finally:
             atexit.unregister(self.close)
 
@@ -165,11 +165,11 @@ class EngineLife:
             await asyncio.to_thread(self.close)
         elif not self._closed:
             self._closed = True
-            await self._close_front()
+            await self._close_frontend()
 
-    async def _close_front(self) -> None:
-        if self._front is not None:
-            await self._front.close()
+    async def _close_frontend(self) -> None:
+        if self._frontend is not None:
+            await self._frontend.close()
         for recording in self._recordings:
             recording.close()
 

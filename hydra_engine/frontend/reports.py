@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from hydra_engine.cluster.channel import FrontEnd
+from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import (
@@ -128,7 +128,7 @@ class LedgerQueries:
     def __init__(self) -> None:
         self._open: dict[int, dict[str, asyncio.Future[LedgerReport | None]]] = {}
 
-    async def ask(self, query_id: int, ends: Mapping[str, FrontEnd]) -> LedgerReport:
+    async def ask(self, query_id: int, ends: Mapping[str, FrontendEnd]) -> LedgerReport:
         """The sum over the instances that answer; an empty ledger where there are none."""
         loop = asyncio.get_running_loop()
         answers = self._open[query_id] = {name: loop.create_future() for name in sorted(ends)}

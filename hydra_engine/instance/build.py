@@ -38,8 +38,8 @@ def run_instance(
     worker_class: type[Worker] = Worker,
 ) -> int:
     """Builds, announces readiness, serves until Shutdown. Returns the exit code; start-up errors are reported to the
-    front as data, anything else is a bug and propagates. `config` has the limits of all instances. The classes are for
-    baselines to compare with."""
+    frontend as data, anything else is a bug and propagates. `config` has the limits of all instances. The classes are
+    for baselines to compare with."""
     config = config.for_instance(name, context.role)
     began, progress = time.monotonic(), _Progress(outbox).report
     with torch.inference_mode():

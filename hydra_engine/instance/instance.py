@@ -34,7 +34,7 @@ from hydra_engine.core.messages import (
     Status,
     StepReport,
     Submit,
-    ToFront,
+    ToFrontend,
     ToInstance,
 )
 from hydra_engine.core.outputs import FinishReason
@@ -130,7 +130,7 @@ class Instance:
 
     def turn(self) -> None:
         """One pass of the loop; separate so that tests and the simulator can step it."""
-        outgoing: list[ToFront] = []
+        outgoing: list[ToFrontend] = []
         for message in self._inbox.drain():
             self._receive(message, outgoing)
         for result in self._worker.poll():
@@ -145,7 +145,7 @@ class Instance:
 
     # ---- what comes in
 
-    def _receive(self, message: ToInstance, outgoing: list[ToFront]) -> None:
+    def _receive(self, message: ToInstance, outgoing: list[ToFrontend]) -> None:
         match message:
             case Submit() | Encode():
                 self._add(message, outgoing)
@@ -175,7 +175,7 @@ class Instance:
         except ConfigError as error:
             logger.error("fault point refused: %s", error.message)
 
-    def _add(self, message: Submit | Encode, outgoing: list[ToFront]) -> None:
+    def _add(self, message: Submit | Encode, outgoing: list[ToFrontend]) -> None:
         request, now = message.request, self._clock.now()
         try:
             if isinstance(message, Encode):
@@ -204,7 +204,7 @@ class Instance:
         if not self._migration.connected:
             raise RequestFailed("this instance has no connection to others")
 
-    def _collect(self, result: LaneResult, outgoing: list[ToFront]) -> None:
+    def _collect(self, result: LaneResult, outgoing: list[ToFrontend]) -> None:
         now = self._clock.now()
         if isinstance(result, VisionResult):
             self._vision_in_flight.pop(0)
@@ -224,7 +224,7 @@ class Instance:
 
     # ---- what goes to the lanes
 
-    def _feed_lanes(self, outgoing: list[ToFront]) -> None:
+    def _feed_lanes(self, outgoing: list[ToFrontend]) -> None:
         """Vision and pulls come last in any case: a request that is considered for its start may find that it needs an
         encode after all, or get the blocks that it pulls into."""
         if self._scheduler.vision_first:
@@ -233,13 +233,13 @@ class Instance:
         self._feed_vision(outgoing)
         self._feed_pulls(outgoing)
 
-    def _feed_pulls(self, outgoing: list[ToFront]) -> None:
+    def _feed_pulls(self, outgoing: list[ToFrontend]) -> None:
         now = self._clock.now()
         plans = self._migration.plan_pulls(now)
         self._look_outside(outgoing)
         self._emit(self._migration.submit(plans, now), outgoing)
 
-    def _feed_vision(self, outgoing: list[ToFront]) -> None:
+    def _feed_vision(self, outgoing: list[ToFrontend]) -> None:
         now, plan = self._clock.now(), self._scheduler.plan_vision(self._clock.now())
         self._look_outside(outgoing)
         while plan is not None:
@@ -250,7 +250,7 @@ class Instance:
             plan = self._scheduler.plan_vision(now)
             self._look_outside(outgoing)
 
-    def _feed_language(self, outgoing: list[ToFront]) -> None:
+    def _feed_language(self, outgoing: list[ToFrontend]) -> None:
         now = self._clock.now()
         if self._language_in_flight:
             if now < self._ahead_due_s:
@@ -267,7 +267,7 @@ class Instance:
         if len(self._language_in_flight) == 1:
             self._expect_end(now)
 
-    def _look_outside(self, outgoing: list[ToFront]) -> None:
+    def _look_outside(self, outgoing: list[ToFrontend]) -> None:
         """Carries out what the scheduler's latest decisions mean for other instances. Before a plan is submitted, for
         it may overwrite blocks that were offered."""
         self._send(self._migration.take_events(self._clock.now()), outgoing)
@@ -284,11 +284,11 @@ class Instance:
 
     # ---- what goes out
 
-    def _emit(self, messages: list[RequestMessage], outgoing: list[ToFront]) -> None:
+    def _emit(self, messages: list[RequestMessage], outgoing: list[ToFrontend]) -> None:
         self._look_outside(outgoing)  # what a request had to do with others comes before its end
         self._send(messages, outgoing)
 
-    def _send(self, messages: Iterable[RequestMessage | NeedImages | NeedDecoder], outgoing: list[ToFront]) -> None:
+    def _send(self, messages: Iterable[RequestMessage | NeedImages | NeedDecoder], outgoing: list[ToFrontend]) -> None:
         for message in messages:
             if isinstance(message, Finished):
                 self._worker.remove_request(message.request_id)
@@ -296,7 +296,7 @@ class Instance:
                 self._migration.finished(message.request_id)
             outgoing.append(message)
 
-    def _append_status(self, outgoing: list[ToFront]) -> None:
+    def _append_status(self, outgoing: list[ToFrontend]) -> None:
         """A few times a second while there is work, once when it has ended."""
         now = self._clock.now()
         idle = not self._scheduler.has_work

@@ -39,7 +39,7 @@ from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BE
 if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
     from hydra_engine.core.ids import RequestId, StepId
-    from hydra_engine.core.messages import RequestMessage, ToFront
+    from hydra_engine.core.messages import RequestMessage, ToFrontend
     from hydra_engine.core.plans import KvEnd, PullJob, PullPlan, PullResult, StagingResult
     from hydra_engine.core.request import Request
     from hydra_engine.instance.ports import PeerPort, TransferPort
@@ -121,7 +121,7 @@ class Migration(MigrationPort):
 
     # ---- what comes in
 
-    def drain(self, now: float, outgoing: list[ToFront]) -> list[RequestMessage]:
+    def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
         events: list[RequestMessage] = []
         for item in self._peers.drain():
             match item:
@@ -144,7 +144,7 @@ class Migration(MigrationPort):
             events += self._ended(result, now)
         return events
 
-    def _peer_up(self, peer: PeerUp, outgoing: list[ToFront]) -> None:
+    def _peer_up(self, peer: PeerUp, outgoing: list[ToFrontend]) -> None:
         problem = ""
         try:
             self._transfer.open_peer(peer.name, peer.exports, peer.descriptors)
@@ -156,7 +156,7 @@ class Migration(MigrationPort):
             self._destination.peer_up(peer.name, peer.incarnation)
         outgoing.append(PeerState(peer.name, peer.incarnation, not problem, problem))
 
-    def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFront]) -> list[RequestMessage]:
+    def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
         """All offers to the peer and pulls from it are over; copies under way end as invalid. A peer whose
         introduction could not be read was never up."""
         outgoing.append(PeerState(peer.name, peer.incarnation, up=False, problem=peer.problem))

@@ -20,7 +20,7 @@ from hydra_engine.core.messages import (
     NeedImages,
     RequestMessage,
     Submit,
-    ToFront,
+    ToFrontend,
     ToInstance,
     TransferReport,
 )
@@ -184,14 +184,14 @@ class MigrationPort:
     def finished(self, request_id: RequestId) -> None:
         """The scheduler is done with it; whatever it had offered has been withdrawn or acknowledged."""
 
-    def drain(self, now: float, outgoing: list[ToFront]) -> list[RequestMessage]:
+    def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
         """Takes in messages of peers and ends leases that are over. Returns events of requests that have ended by
         that."""
         return []
 
     def take_events(self, now: float) -> Iterable[Finished | NeedImages | NeedDecoder]:
         """Carries out what the scheduler's latest decisions mean for other instances, and yields messages for the
-        front, each in its turn."""
+        frontend, each in its turn."""
         return ()
 
     def plan_pulls(self, now: float) -> list[PullPlan]:
@@ -223,6 +223,6 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol):
-    def send(self, messages: Sequence[ToFront]) -> None:
-        """Queues and flushes; a slow front makes this block at most until its socket buffer drains."""
+    def send(self, messages: Sequence[ToFrontend]) -> None:
+        """Queues and flushes; a slow frontend makes this block at most until its socket buffer drains."""
         ...

@@ -58,7 +58,7 @@ class Prepared:
 
 
 class Preprocessor:
-    """One per front process, used on its loop."""
+    """One per frontend process, used on its loop."""
 
     def __init__(
         self,

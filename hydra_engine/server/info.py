@@ -1,6 +1,6 @@
 """What the server says of itself: whether it is up and serves, its version, its model, load, limits and devices.
 
-GET /livez answers while the front process lives. GET /health and /ready say whether requests are served and make
+GET /livez answers while the frontend process lives. GET /health and /ready say whether requests are served and make
 progress, with the condition of each instance; if the remaining instances serve every stage, the server is degraded, not
 down. Answers hold no secrets and no paths. Does not know how the values came about.
 """

@@ -315,7 +315,7 @@ gc.freeze()
 
 
 @pytest.mark.slow
-def test_importing_the_front_loads_no_torch_and_importing_everything_touches_no_gpu() -> None:
+def test_importing_the_frontend_loads_no_torch_and_importing_everything_touches_no_gpu() -> None:
     """Also that exported names exist."""
     names = [
         "hydra_engine." + name_of(p).removesuffix(".py").replace("/", ".").removesuffix(".__init__") for p in modules()
@@ -324,8 +324,8 @@ def test_importing_the_front_loads_no_torch_and_importing_everything_touches_no_
     command = [sys.executable, "-c", IMPORTS, *wanted]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    heavy_in_the_front, gpu_in_use = done.stdout.split("\n")[:2]
-    assert heavy_in_the_front == "[]"
+    heavy_in_the_frontend, gpu_in_use = done.stdout.split("\n")[:2]
+    assert heavy_in_the_frontend == "[]"
     assert gpu_in_use == "False"
 
 

@@ -26,7 +26,7 @@ RETIRED = (
         "is_job",
         "num_named",
     ),
-    *("gives_way", "owe", "owe_all", "Arrival", "hands_over", "images_asked", "HandoverEnd", "DecodeBlocks"),
+    *("Front", "gives_way", "owe", "owe_all", "Arrival", "hands_over", "images_asked", "HandoverEnd", "DecodeBlocks"),
 )
 
 

@@ -1,4 +1,4 @@
-"""A listener that writes down what it is told and checks the order that every front may rely on."""
+"""A listener that writes down what it is told and checks the order that every frontend may rely on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hydra_engine.cluster.member import InstanceLink
 from hydra_engine.cluster.supervisor import Supervisor
-from hydra_engine.core.messages import Failed, Loading, PeerState, Ready, Status, ToFront
+from hydra_engine.core.messages import Failed, Loading, PeerState, Ready, Status, ToFrontend
 
 
 class Recorder:
@@ -17,7 +17,7 @@ class Recorder:
         self.times: list[float] = []
         self.links: dict[str, InstanceLink] = {}
         self.pairs: set[tuple[str, str]] = set()
-        self.messages: dict[str, list[ToFront]] = {}
+        self.messages: dict[str, list[ToFrontend]] = {}
         self.loaded: dict[str, int] = {}
 
     def _note(self, *event: str) -> None:
@@ -28,7 +28,7 @@ class Recorder:
         assert name not in self.links
         self.loaded[name] = self.loaded.get(name, 0) + 1
 
-    def on_messages(self, name: str, messages: list[ToFront]) -> None:
+    def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
         assert name in self.links, "messages of an instance that is not up"
         assert messages and not any(isinstance(m, Loading | Ready | Failed | PeerState) for m in messages)
         self.messages.setdefault(name, []).extend(m for m in messages if not isinstance(m, Status))

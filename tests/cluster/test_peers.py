@@ -17,7 +17,7 @@ from hydra_engine.cluster.children import ProcessChild
 from hydra_engine.cluster.peers import PeerSockets
 from hydra_engine.cluster.wire import send_with
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import WIRE_VERSION, PeerState, SetFault, ToFront
+from hydra_engine.core.messages import WIRE_VERSION, PeerState, SetFault, ToFrontend
 from hydra_engine.core.pools import Exports
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Ack, Hello, Renew
@@ -32,7 +32,7 @@ class Node:
 
     def __init__(self, name: str, incarnation: int = 1, **options: float) -> None:
         self.name, self.incarnation = name, incarnation
-        self.front, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.frontend, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.woken = threading.Event()
         self.sockets = PeerSockets(name, incarnation, control, self.woken.set, **options)  # type: ignore[arg-type]
         self.events: list[PeerUp | PeerDown | FromPeer] = []
@@ -44,7 +44,7 @@ class Node:
     def connect(self, name: str, incarnation: int, sock: socket.socket) -> None:
         """As the supervisor does; our copy is closed."""
         with sock:
-            send_with(self.front, wire.encode_connect(wire.Connect(name, incarnation)), [sock.fileno()])
+            send_with(self.frontend, wire.encode_connect(wire.Connect(name, incarnation)), [sock.fileno()])
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
         """All events so far. Descriptors that came with a PeerUp are closed, as their taker must."""
@@ -63,7 +63,7 @@ class Node:
 
     def close(self) -> None:
         self.sockets.close()
-        self.front.close()
+        self.frontend.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
 
@@ -202,7 +202,7 @@ def test_a_message_before_the_introduction_ends_the_connection(nodes: list[Node]
         (struct.pack("<I", 5) + b"hello", "unreadable"),
         (struct.pack("<I", wire.MAX_PEER_FRAME_BYTES + 1), "over the limit"),
         (hello(), "twice"),
-        (wire.encode_frames([PeerState("e0", 1, True)]), "unreadable"),  # what only the front is told
+        (wire.encode_frames([PeerState("e0", 1, True)]), "unreadable"),  # what only the frontend is told
     ],
 )
 def test_a_bad_frame_ends_only_its_connection(nodes: list[Node], frame: bytes, problem: str) -> None:
@@ -321,21 +321,21 @@ def test_a_connection_without_its_one_descriptor_is_refused(nodes: list[Node], n
     node, other = two(nodes)
     before = open_descriptors()
     descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(num_descriptors)]
-    send_with(node.front, wire.encode_connect(wire.Connect("x0", 5)), descriptors)
+    send_with(node.frontend, wire.encode_connect(wire.Connect("x0", 5)), descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
-    send_with(node.front, b"what", [])
+    send_with(node.frontend, b"what", [])
     join(node, other)
     assert [event.name for event in node.wait(PeerUp)] == ["p0"]
     other.wait(PeerUp)
     wait_until(lambda: open_descriptors() == before + 2, "only the connection's two ends are new")
 
 
-def test_a_front_that_is_gone_ends_no_connection(nodes: list[Node]) -> None:
+def test_a_frontend_that_is_gone_ends_no_connection(nodes: list[Node]) -> None:
     one, other = two(nodes)
     join(one, other)
     one.wait(PeerUp), other.wait(PeerUp)
-    one.front.close()
+    one.frontend.close()
     one.sockets.send("p0", [offer(1)])
     other.wait(FromPeer)
     other.sockets.send("e0", [Ack(11, 1)])
@@ -368,7 +368,7 @@ async def test_a_peer_in_another_process_that_is_killed(nodes: list[Node]) -> No
     loop = asyncio.get_running_loop()
     ready, told = loop.create_future(), loop.create_future()
 
-    def on_messages(messages: list[ToFront]) -> None:
+    def on_messages(messages: list[ToFrontend]) -> None:
         states.extend(m for m in messages if isinstance(m, PeerState))
         if not ready.done():
             ready.set_result(None)

@@ -147,9 +147,9 @@ async def test_an_instance_that_stays_silent_is_killed_and_started_again(make: M
 
 
 @pytest.mark.slow
-async def test_a_pause_of_the_front_is_nobodys_silence(make: Make) -> None:
-    """The front's loop hangs for longer than anyone may be silent, while an instance is stopped: nothing of that time
-    counts, and what follows it does."""
+async def test_a_pause_of_the_frontend_is_nobodys_silence(make: Make) -> None:
+    """The frontend's loop hangs for longer than anyone may be silent, while an instance is stopped: nothing of that
+    time counts, and what follows it does."""
     supervisor, recorder = make("E+PD", suspect_s=0.6, fence_s=1.2), Recorder()
     await supervisor.start(recorder)
     told = len(recorder.events)
@@ -322,15 +322,15 @@ async def test_a_command_that_does_not_exist(make: Make) -> None:
     await asyncio.sleep(0.05)
 
 
-def front(*arguments: str) -> subprocess.Popen[str]:
+def frontend(*arguments: str) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.cluster.front", *arguments]
+    command = [sys.executable, "-m", "tests.cluster.frontend", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
 
 
-def test_no_instance_outlives_a_killed_front() -> None:
+def test_no_instance_outlives_a_killed_frontend() -> None:
     """Not even one that is stopped, which cannot notice the end of its channel."""
-    with front("E+P+D", "60", "600") as process:
+    with frontend("E+P+D", "60", "600") as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 3 and all(map(alive, pids))
@@ -345,7 +345,7 @@ def test_no_instance_outlives_a_killed_front() -> None:
 
 @pytest.mark.slow
 def test_stopping_the_whole_tree_harms_nobody() -> None:
-    with front("E+PD", "0.6", "1.2") as process:
+    with frontend("E+PD", "0.6", "1.2") as process:
         assert process.stdout is not None
         try:
             pids = [int(word) for word in process.stdout.readline().split()]

@@ -53,7 +53,7 @@ def test_no_channel_takes_what_belongs_to_another() -> None:
         "control": wire.encode_connect(wire.Connect("p0", 1)),
     }
     decoders = {
-        "front": wire.decode_to_front,
+        "front": wire.decode_to_frontend,
         "instance": wire.decode_to_instance,
         "peer": wire.decode_to_peer,
         "control": wire.decode_connect,

@@ -212,7 +212,7 @@ def test_limits_of_a_step_follow_from_the_memory_of_the_device(
 ) -> None:
     options = {"device": "cuda", "threads": 1, "enforce_eager": True, "max_model_len": 64, **given}
     with emulated_cuda(total_bytes=total_bytes), Engine(models("llava"), **options) as engine:
-        (summary,) = engine.front.summaries
+        (summary,) = engine.frontend.summaries
         said = [note for note in summary.notes if "from the device's memory" in note]
         assert (summary.token_budget, summary.max_num_seqs) == wanted and len(said) == 1
         assert said[0].startswith(f"{wanted[bool(given)]} ")
@@ -229,9 +229,9 @@ def test_without_memory_for_a_step_requests_are_computed_alone(models: Models, m
     with emulated_cuda() as streams, Engine(models("llava"), device="cuda", **SMALL, **FORMS["eager"]) as engine:
         streams.serving = True
         for point in ("eng.before_step", "eng.mid_step"):
-            engine.front.set_fault(point, "oom", "times=1")
+            engine.frontend.set_fault(point, "oom", "times=1")
             assert ask(engine) == expected(models("llava"))
-        engine.front.set_fault("vis.before_step", "raise", "times=1")
+        engine.frontend.set_fault("vis.before_step", "raise", "times=1")
         assert ask(engine) == expected(models("llava"))
         streams.serving = False
     assert_clean(streams)

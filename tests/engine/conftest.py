@@ -50,9 +50,9 @@ def assert_at_rest(engine: Engine, within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while True:
         report = engine.ledger()
-        if report.at_rest and engine.front.num_active == 0:
+        if report.at_rest and engine.frontend.num_active == 0:
             return
-        assert time.monotonic() < deadline, f"not at rest: {report}, {engine.front.num_active} active in front"
+        assert time.monotonic() < deadline, f"not at rest: {report}, {engine.frontend.num_active} active in front"
         time.sleep(0.01)
 
 

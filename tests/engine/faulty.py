@@ -85,7 +85,7 @@ class Rig:
             self.signal(name, signal.SIGCONT)
 
     def arm(self, name: str, point: str, action: str, argument: str = "") -> None:
-        self.engine.front.set_fault(point, action, argument, instance=name)
+        self.engine.frontend.set_fault(point, action, argument, instance=name)
 
     def died(self, name: str, before: InstanceState) -> bool:
         return self.state(name).restarts > before.restarts

@@ -33,7 +33,7 @@ def test_cancel_frees_everything(make_engine: EngineFactory, point: str | None, 
     engine = make_engine()
     expected = engine.generate("neighbour", **LONG).token_ids
     if point is not None:
-        engine.front.set_fault(point, "delay", "seconds=0.3 times=3")
+        engine.frontend.set_fault(point, "delay", "seconds=0.3 times=3")
     neighbour = engine.submit("neighbour", **LONG)
     doomed = engine.submit("doomed", [picture(1), picture(2)], **LONG)
     if wait_s is None:

@@ -143,14 +143,14 @@ def test_without_memory_one_request_is_told_to_come_again(
     engine = make_engine(**FORMS[form])
     handles = {text: engine.submit(text, image, **(ENDLESS | options)) for text, image, options in ASKED}
     number = 1 + len(handles)
-    engine.front.set_fault("eng.mid_step", "oom", f"request={number}")
+    engine.frontend.set_fault("eng.mid_step", "oom", f"request={number}")
     with pytest.raises(Unavailable, match="not enough memory") as caught:
         engine.generate("too much", **ENDLESS)
     assert caught.value.status == 503 and caught.value.retry_after_s
     assert {text: handle.result(60).token_ids for text, handle in handles.items()} == {
         text: expected[text] for text in handles
     }
-    engine.front.set_fault("eng.mid_step", "off", "")
+    engine.frontend.set_fault("eng.mid_step", "off", "")
     assert answer(engine, *ASKED[0]) == expected[ASKED[0][0]]
 
 
@@ -165,7 +165,7 @@ def test_what_was_captured_is_told(make_engine: EngineFactory, behind: None, mon
     monkeypatch.setattr(CpuDevice, "capture", sized)
     seen: list[Loading] = []
     monkeypatch.setattr(
-        "hydra_engine.frontend.frontend.Front.on_progress", lambda self, name, loading: seen.append(loading)
+        "hydra_engine.frontend.frontend.Frontend.on_progress", lambda self, name, loading: seen.append(loading)
     )
     engine = make_engine(**FORMS["graphs"])
     assert [loading.total for loading in seen if loading.what == "capturing graphs"][-1] == 8

@@ -62,7 +62,7 @@ def test_a_model_without_a_template_says_so_and_takes_raw_prompts(
     with pytest.raises(InvalidRequest, match=words):
         engine.generate("hi", max_tokens=2)
     result = engine.generate("hi", raw=True, max_tokens=2, ignore_eos=True)
-    assert result.usage.prompt_tokens == len(engine.front.preprocessor.tokenizer.encode("hi"))
+    assert result.usage.prompt_tokens == len(engine.frontend.preprocessor.tokenizer.encode("hi"))
 
 
 def save_weights(directory: Path) -> None:

@@ -145,7 +145,7 @@ def test_cancelling_ends_all_answers(make_engine: EngineFactory, monkeypatch: py
     reported: list[Result] = []
     engine.add_observer(reported.append)
     if not begun:
-        engine.front.set_fault("eng.before_step", "delay", "seconds=0.3 times=1")
+        engine.frontend.set_fault("eng.before_step", "delay", "seconds=0.3 times=1")
     handle = engine.submit("Hello", n=3, **(SEEDED | {"max_tokens": 400}))
     if begun:
         seen = set()
@@ -170,14 +170,14 @@ def test_an_answer_that_fails_takes_the_others_with_it(
     engine = make_engine()
     reported: list[Result] = []
     engine.add_observer(reported.append)
-    engine.front.set_fault("eng.mid_step", "nan", f"request={1 + index}")
+    engine.frontend.set_fault("eng.mid_step", "nan", f"request={1 + index}")
     handle = engine.submit("Hello", n=3, **(SEEDED | {"max_tokens": 400}))
     with pytest.raises(RequestFailed, match="finite"):
         handle.result(20)
     assert_at_rest(engine)
     errors = [type(result.error) for result in reported]
     assert errors.count(RequestFailed) == 1 and len(errors) == (3 if index else 1)
-    engine.front.set_fault("eng.mid_step", "off")
+    engine.frontend.set_fault("eng.mid_step", "off")
     assert len(engine.generate("Hello", n=2, **SEEDED).choices) == 2
 
 
@@ -186,7 +186,7 @@ def test_answers_begin_although_the_first_one_s_instance_dies(
 ) -> None:
     monkeypatch.setenv("HYDRA_FAULTS", "1")
     engine = make_engine(processes=True, recovery_s=30.0)
-    engine.front.set_fault("eng.before_step", "delay", "seconds=20")
+    engine.frontend.set_fault("eng.before_step", "delay", "seconds=20")
     handle = engine.submit(TEXT, picture(1), n=3, seed=SEED, **SEEDED)
     time.sleep(0.3)
     os.kill(instance_pid(engine), signal.SIGKILL)

@@ -101,15 +101,15 @@ def test_without_an_encoder_text_is_served_and_pictures_fail_at_once(tiny_model:
 
 def poison(engine: Engine, point: str) -> None:
     """Every instance dies of the token, those too that are started from now on."""
-    front = engine.front
-    on_up = front.on_up
+    frontend = engine.frontend
+    on_up = frontend.on_up
 
     def armed(link: InstanceLink) -> None:
         link.end.send([SetFault(point, "kill", f"token={POISON}")])
         on_up(link)
 
-    front.on_up = armed  # type: ignore[method-assign]
-    front.set_fault(point, "kill", f"token={POISON}")
+    frontend.on_up = armed  # type: ignore[method-assign]
+    frontend.set_fault(point, "kill", f"token={POISON}")
 
 
 @pytest.mark.slow

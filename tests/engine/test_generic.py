@@ -150,13 +150,13 @@ def test_budgets_smaller_than_a_picture_change_nothing(
 
 
 @pytest.mark.slow
-def test_the_front_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path]) -> None:
+def test_the_frontend_runs_no_torch_and_leaves_no_process(models: Mapping[str, Path]) -> None:
     code = f"""
         import os, sys
         from PIL import Image
         from hydra_engine import Engine
         engine = Engine({str(models["gemma3"])!r}, model_impl="transformers", processes=True, threads=1)
-        processor = engine.front.preprocessor._loader._processor
+        processor = engine.frontend.preprocessor._loader._processor
         first = engine.generate("Hello", Image.new("RGB", (30, 40), "teal"), **{OPTIONS!r})
         pids = [*processor._host.pids(), engine.instances()[0].pid]
         engine.close()
@@ -185,7 +185,7 @@ def test_a_picture_comes_as_a_file_too_and_is_encoded_once(engines: Mapping[str,
 @pytest.mark.slow
 def test_a_processor_that_dies_fails_one_picture_and_comes_back(engines: Mapping[str, Engine]) -> None:
     engine = engines["gemma3"]
-    processor = engine.front.preprocessor._loader._processor
+    processor = engine.frontend.preprocessor._loader._processor
     assert processor is not None
     (first,) = processor._host.pids()
     os.kill(first, signal.SIGKILL)
@@ -215,7 +215,7 @@ def test_placeholders_that_do_not_match_name_both_counts(engines: Mapping[str, E
             engine.generate(prompt, pictures, raw=raw, **OPTIONS)
     with pytest.raises(InvalidRequest, match="the text holds the model's image placeholder"):
         engine.generate("<start_of_image>", picture(1), **OPTIONS)
-    ids = engine.front.preprocessor.tokenizer.encode("<s>a<start_of_image>", add_special_tokens=False)
+    ids = engine.frontend.preprocessor.tokenizer.encode("<s>a<start_of_image>", add_special_tokens=False)
     written = engine.generate("<s>a<start_of_image>", picture(1), raw=True, **OPTIONS)
     assert engine.generate(ids, picture(1), **OPTIONS).token_ids == written.token_ids
 

@@ -132,13 +132,13 @@ def test_a_step_that_raised_is_run_again(
     """What a step had written before it raised is not read by the rows that are run again."""
     monkeypatch.setenv("HYDRA_FAULTS", "1")
     engine = make_engine(model=hybrid_model, token_budget=32)
-    doomed, handle = engine.front.open_handle()
-    engine.front.set_fault(point, "raise", f"request={doomed}")
+    doomed, handle = engine.frontend.open_handle()
+    engine.frontend.set_fault(point, "raise", f"request={doomed}")
     call = asked("to fail", sampling=sampling(0))
     handles = [
         engine.submit(prompt, pictures(index), sampling=sampling(index)) for index, (prompt, _) in enumerate(PROMPTS)
     ]
-    engine._wait(engine.front.submit(doomed, handle, call))
+    engine._wait(engine.frontend.submit(doomed, handle, call))
     with pytest.raises(RequestFailed):
         handle.result(60)
     assert [handle.result(120).token_ids for handle in handles] == golden

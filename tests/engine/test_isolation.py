@@ -79,16 +79,16 @@ def test_a_fault_in_a_step_fails_one_request(
     engine = make_engine(prefix_caching=False)
     expected = golden(engine)
     handles = [engine.submit(text, image, **OPTIONS) for text, image in HEALTHY]
-    number, victim = engine.front.open_handle()
-    engine.front.set_fault(point, action, f"request={number}")
-    engine._wait(engine.front.submit(number, victim, _call(engine)))
+    number, victim = engine.frontend.open_handle()
+    engine.frontend.set_fault(point, action, f"request={number}")
+    engine._wait(engine.frontend.submit(number, victim, _call(engine)))
     with pytest.raises(RequestFailed) as caught:
         victim.result(60)
     assert caught.value.status == 500
     assert caught.value.code == ("numerical_error" if action == "nan" else "internal_error")
     assert [h.result(60).token_ids for h in handles] == expected
     assert_at_rest(engine)
-    engine.front.set_fault(point, "off")
+    engine.frontend.set_fault(point, "off")
     assert golden(engine) == expected
 
 

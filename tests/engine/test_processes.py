@@ -66,7 +66,7 @@ def test_requests_do_not_wait_for_a_killed_instance_for_ever(make_engine: Engine
 
 
 @pytest.mark.slow
-def test_killing_the_front_ends_the_instance_within_two_seconds(tiny_model: Path) -> None:
+def test_killing_the_frontend_ends_the_instance_within_two_seconds(tiny_model: Path) -> None:
     code = (
         "import sys\nfrom hydra_engine import Engine\n"
         f"e = Engine({str(tiny_model)!r}, processes=True, threads=1)\n"
@@ -74,22 +74,22 @@ def test_killing_the_front_ends_the_instance_within_two_seconds(tiny_model: Path
         "next(iter(h))\nprint(e.instances()[0].pid, flush=True)\nimport time; time.sleep(60)"
     )
     root = Path(__file__).parents[2]
-    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
-    assert front.stdout is not None
-    pid = int(front.stdout.readline())
+    frontend = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert frontend.stdout is not None
+    pid = int(frontend.stdout.readline())
     assert alive(pid)
-    front.kill()
+    frontend.kill()
     killed = time.monotonic()
-    front.wait()
-    front.stdout.close()
+    frontend.wait()
+    frontend.stdout.close()
     while alive(pid):
-        assert time.monotonic() - killed < 2.0, "the instance outlived its front"
+        assert time.monotonic() - killed < 2.0, "the instance outlived its frontend"
         time.sleep(0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("started_in_full")
-def test_signals_to_the_group_are_left_to_the_front(make_engine: EngineFactory) -> None:
+def test_signals_to_the_group_are_left_to_the_frontend(make_engine: EngineFactory) -> None:
     engine = make_engine(processes=True)
     assert (
         b"--name\0epd0" in Path(f"/proc/{instance_pid(engine)}/cmdline").read_bytes()

@@ -28,7 +28,7 @@ def test_a_request_carries_its_limits_else_the_engines_and_its_priority(
     engine = make_engine(tpot_slo=0.04)
     handle = engine.submit("Go on", temperature=0, max_tokens=300, ignore_eos=True, slo=own, priority=-7)
     next(iter(handle))  # it runs
-    (active,) = (in_flight.active for in_flight in engine.front._dispatcher.requests.values())
+    (active,) = (in_flight.active for in_flight in engine.frontend._dispatcher.requests.values())
     assert (active.request.slo, active.request.priority) == (slo, -7)
     handle.cancel()
 

@@ -61,7 +61,7 @@ def test_the_same_prompt_again_gives_the_same_tokens_from_the_cache(
 @pytest.mark.parametrize(("kv", "images"), [(True, True), (False, True), (True, False)])
 def test_a_reset_makes_it_compute_again_and_nobody_can_tell(make_engine: EngineFactory, kv: bool, images: bool) -> None:
     engine = make_engine(processes=True) if kv and images else make_engine()
-    decoded = engine.front.preprocessor._loader._pixels
+    decoded = engine.frontend.preprocessor._loader._pixels
     first = engine.generate("What is in this picture?", picture(1), **GREEDY)
     engine.reset_caches(kv=kv, images=images)
     assert (decoded.num_bytes == 0) == images
@@ -209,10 +209,10 @@ def test_what_a_poisoned_request_computed_is_never_found(
 ) -> None:
     monkeypatch.setenv("HYDRA_FAULTS", "1")
     engine = make_engine(token_budget=8)
-    engine.front.set_fault(point, "nan", "")
+    engine.frontend.set_fault(point, "nan", "")
     with pytest.raises(RequestFailed):
         engine.generate("A prompt of several chunks and a picture", picture(8), **GREEDY)
-    engine.front.set_fault(point, "off")
+    engine.frontend.set_fault(point, "off")
     again = engine.generate("A prompt of several chunks and a picture", picture(8), **GREEDY)
     assert (again.usage.cached_tokens, again.usage.cached_images) == (0, 1), "the picture was encoded well"
 
@@ -223,7 +223,7 @@ def test_a_failed_encode_fails_one_and_the_others_have_the_picture_encoded(
     monkeypatch.setenv("HYDRA_FAULTS", "1")
     engine = make_engine()
     expected = make_engine().generate("Same picture", picture(9), **GREEDY).token_ids
-    engine.front.set_fault("vis.before_step", "raise", "times=1")
+    engine.frontend.set_fault("vis.before_step", "raise", "times=1")
     handles = [engine.submit("Same picture", picture(9), **GREEDY) for _ in range(4)]
     outcomes: list[tuple[int, ...] | None] = []
     for handle in handles:
@@ -241,7 +241,7 @@ def test_cancelling_the_request_that_an_encode_was_for_harms_nobody_who_shares_i
     monkeypatch.setenv("HYDRA_FAULTS", "1")
     engine = make_engine()
     expected = make_engine().generate("Same picture", picture(10), **GREEDY).token_ids
-    engine.front.set_fault("vis.before_step", "delay", "seconds=0.5 times=1")
+    engine.frontend.set_fault("vis.before_step", "delay", "seconds=0.5 times=1")
     doomed = engine.submit("Doomed", picture(10), **GREEDY)
     time.sleep(0.15)  # in its encode, or still before it: then it is the others' encode
     others = [engine.submit("Same picture", picture(10), **GREEDY) for _ in range(2)]

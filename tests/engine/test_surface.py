@@ -314,7 +314,7 @@ def test_what_decodes_pictures_starts_while_the_model_loads(
     monkeypatch.setattr(Decoders, "warm_up", noted)
     monkeypatch.setattr(Supervisor, "start", load_late)
     engine = make_engine(decode_workers=2)
-    assert len(engine.front.preprocessor._loader._decoders.pictures.pids()) == 2
+    assert len(engine.frontend.preprocessor._loader._decoders.pictures.pids()) == 2
 
 
 def test_keywords_are_the_fields_of_sampling_params() -> None:

@@ -1,7 +1,7 @@
-"""Instances that keep to the protocol between front and instance, played in one thread with channels of their own.
+"""Instances that keep to the protocol between frontend and instance, played in one thread with channels of their own.
 
 Each has an inbox and an outbox; nothing happens until the test says what happens next, so messages of different
-instances meet the front in any order. The model is `rig.token`.
+instances meet the frontend in any order. The model is `rig.token`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydra_engine.core.messages import (
     NeedDecoder,
     NeedImages,
     Submit,
-    ToFront,
+    ToFrontend,
     ToInstance,
     Tokens,
 )
@@ -45,7 +45,7 @@ class Part:
 class Played:
     name: str
     inbox: deque[ToInstance] = field(default_factory=deque)
-    outbox: deque[ToFront] = field(default_factory=deque)
+    outbox: deque[ToFrontend] = field(default_factory=deque)
     parts: dict[RequestId, Part] = field(default_factory=dict)
     jobs: dict[RequestId, Encode] = field(default_factory=dict)
     aborted: set[RequestId] = field(default_factory=set)

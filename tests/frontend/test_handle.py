@@ -1,4 +1,4 @@
-"""Handles: pieces given away at once, readers on the front's loop and elsewhere, nothing lost and nothing overtaken."""
+"""Handles: pieces given away at once, readers on the frontend's loop and elsewhere, none lost, none overtaken."""
 
 from __future__ import annotations
 
@@ -80,19 +80,19 @@ async def test_nothing_is_given_away_on_another_thread() -> None:
         handle.feed(last())
 
     handle.forward(take)
-    front = threading.Thread(target=feed)
-    front.start()
+    frontend = threading.Thread(target=feed)
+    frontend.start()
     await asyncio.wait_for(read(handle, seen), 10)
-    front.join()
+    frontend.join()
     assert taken == [] and "".join(seen).split() == [str(number) for number in range(50)]
 
 
 def test_readers_of_every_kind_at_the_same_time() -> None:
-    """A front on a thread; one reader blocks, others wait for the result on loops of their own."""
+    """A frontend on a thread; one reader blocks, others wait for the result on loops of their own."""
     handles = [Handle(f"r{number}", lambda: None) for number in range(30)]
     told: list[str] = []
 
-    def front() -> None:
+    def frontend() -> None:
         for handle in handles:
             for number in range(20):
                 handle.feed(Piece(f"{number} "))
@@ -103,7 +103,7 @@ def test_readers_of_every_kind_at_the_same_time() -> None:
         told.extend(result.request_id for result in found)
 
     threads = [threading.Thread(target=asyncio.run, args=(results(),)) for _ in range(2)]
-    threads.append(threading.Thread(target=front))
+    threads.append(threading.Thread(target=frontend))
     for thread in threads:
         thread.start()
     for handle in handles:

@@ -18,7 +18,7 @@ import pytest
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Delta, ToFront, Tokens
+from hydra_engine.core.messages import Delta, ToFrontend, Tokens
 from hydra_engine.core.outputs import FinishReason, Result, StageSpan
 from hydra_engine.core.request import Request, Slo
 from hydra_engine.core.roles import Role
@@ -87,7 +87,7 @@ class LateDeployment(Deployment):
         super()._report(active, result)
         self.finished.add(result)
 
-    def on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
+    def on_messages(self, name: str, messages: Sequence[ToFrontend]) -> None:
         for message in messages:
             assert not isinstance(message, Delta)
             if isinstance(message, Tokens):
@@ -168,7 +168,9 @@ def test_a_token_that_is_late_because_its_kv_moved_says_so(topology: str) -> Non
 
 
 @pytest.mark.parametrize("topology", ["EP+2D", "2E+2P+2D"])
-def test_a_prefill_whose_decoder_is_lost_is_given_back_by_the_prefiller_before_the_front_is_told(topology: str) -> None:
+def test_a_prefill_whose_decoder_is_lost_is_given_back_by_the_prefiller_before_the_frontend_is_told(
+    topology: str,
+) -> None:
     deployment, result = one(topology, 60, limit_s=0.0043, kill_s=0.01)
     assert len(result.token_ids) == 60 and not [span for span in result.timeline if span.stage == "lost"]
     assert (result.metrics.ttft_s or 1.0) < 0.01 + NOTICED_S and not deployment.dispatcher.requests

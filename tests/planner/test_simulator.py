@@ -329,7 +329,7 @@ def test_roles_are_switched_while_requests_are_served(before: str, after: str) -
 
 
 @pytest.mark.parametrize("topology", ["2EPD", "E+P+2D"])
-def test_tokens_that_become_no_text_are_counted_as_the_serving_front_counts_them(
+def test_tokens_that_become_no_text_are_counted_as_the_serving_frontend_counts_them(
     topology: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where instances die and requests give way."""

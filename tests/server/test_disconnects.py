@@ -60,7 +60,7 @@ class Rig:
         return Client(reader, writer)
 
     def arm(self, name: str, point: str, argument: str) -> None:
-        self.engine.front.set_fault(point, "delay", argument, instance=name)
+        self.engine.frontend.set_fault(point, "delay", argument, instance=name)
 
     async def stands_still(self) -> None:
         """An instance is at a point in its own loop, where it answers nobody."""
@@ -72,7 +72,7 @@ class Rig:
                     return
 
     async def at_rest(self) -> bool:
-        idle = self.lifecycle.num_running == 0 and self.engine.front.num_active == 0
+        idle = self.lifecycle.num_running == 0 and self.engine.frontend.num_active == 0
         return idle and (await self.engine.aledger()).at_rest
 
     async def quiet(self) -> None:
@@ -195,14 +195,14 @@ async def test_in_one_instance(one: Rig) -> None:
     async def encoding() -> Client:
         one.arm("epd0", "vis.before_step", "seconds=0.3 times=1")
         client = await one.ask(picture=data_url())
-        await until(lambda: one.engine.front.num_active == 1, 10)
+        await until(lambda: one.engine.frontend.num_active == 1, 10)
         await asyncio.sleep(0.1)
         return client
 
     async def queued_behind_an_encode() -> Client:
         first = await encoding()
         client = await one.ask(picture=data_url())
-        await until(lambda: one.engine.front.num_active == 2, 10)
+        await until(lambda: one.engine.frontend.num_active == 2, 10)
         first.writer.close()
         return client
 
@@ -210,7 +210,7 @@ async def test_in_one_instance(one: Rig) -> None:
         async def reach() -> Client:
             one.arm("epd0", point, "seconds=0.3 times=1")
             client = await one.ask()
-            await until(lambda: one.engine.front.num_active == 1, 10)
+            await until(lambda: one.engine.frontend.num_active == 1, 10)
             await asyncio.sleep(0.1)
             return client
 
@@ -261,7 +261,7 @@ async def test_between_two_instances(two: Rig, name: str, point: str) -> None:
     async def reach() -> Client:
         two.arm(name, point, "seconds=0.5 times=1")
         client = await two.ask(picture=data_url())
-        await until(lambda: two.engine.front.num_active == 1, 10)
+        await until(lambda: two.engine.frontend.num_active == 1, 10)
         if point in MIGRATION_POINTS:
             await two.stands_still()
         else:

@@ -55,7 +55,7 @@ async def test_a_prompt_and_a_picture_under_two_keys(engine: Engine) -> None:
         assert (tokens, pictures) == (0, 0)
         tokens, pictures, again = await client.ask(first)
         assert tokens > 4 and pictures == 1 and again == text
-        payloads = engine.front._preprocessor._loader._pixels._entries  # type: ignore[union-attr]
+        payloads = engine.frontend._preprocessor._loader._pixels._entries  # type: ignore[union-attr]
         num_payloads = len(payloads)
         assert await client.ask(second) == (0, 0, text)
         assert len(payloads) == num_payloads + 1

@@ -97,7 +97,7 @@ class TargetNode:
 
 @dataclass
 class Open:
-    """A request as the front sees it."""
+    """A request as the frontend sees it."""
 
     target: str
     shape: dict[int | None, int]  # image (None: KV) -> blocks

@@ -1,4 +1,4 @@
-"""A state of the protocol's model: the source, the target, the front and the network, as plain hashable values."""
+"""A state of the protocol's model: the source, the target, the frontend and the network, as plain hashable values."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class World:
         self.sources = {name: SourceNode(name, 1, source_type) for name in SOURCES}
         self.targets = {name: TargetNode(name, 1, target_type) for name in TARGETS}
         self.network: list[Packet] = []
-        self.orders: dict[str, deque[tuple]] = {name: deque() for name in SOURCES + TARGETS}  # of the front
+        self.orders: dict[str, deque[tuple]] = {name: deque() for name in SOURCES + TARGETS}  # of the frontend
         self.requests: dict[int, Open] = {}
         self.next_id = 1
         self.next_version = 1
@@ -75,7 +75,7 @@ class World:
             for source in self.sources.values():
                 self._introduce(target, source)
 
-    # ---- the front: orders arrive in order at each instance, news from instances at once
+    # ---- the frontend: orders arrive in order at each instance, news from instances at once
 
     def submit(self, n: int) -> None:
         if sum(request.status == "run" for request in self.requests.values()) >= MAX_OPEN:

@@ -1,4 +1,4 @@
-"""Several real schedulers with the fake lanes of `sim.py`, a front that routes and replays, and a network that loses
+"""Several real schedulers with the fake lanes of `sim.py`, a frontend that routes and replays, and a network that loses
 nothing: what happens next is drawn by a seeded generator, and nothing in it depends on time.
 
 Memory is real here too: a pull copies slots from lane to lane, and whether it was valid is decided after the copy by
@@ -125,7 +125,7 @@ class Cluster:
         self._next_id = 0
         self._next_offer = 0
 
-    # ---- the front
+    # ---- the frontend
 
     def submit(self, request: Request) -> User:
         """`request.id` is not used: every attempt gets one."""

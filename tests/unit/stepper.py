@@ -71,7 +71,7 @@ class Stepper:
         return self.submit(make_request(number, *parts, **kwargs))
 
     def submit(self, request: Request) -> Request:
-        """With the limits of the configuration where it has none, as the front sends it."""
+        """With the limits of the configuration where it has none, as the frontend sends it."""
         request = replace(request, slo=request.slo.with_defaults(self.config.ttft_slo, self.config.tpot_slo))
         self.scheduler.add(request, self.now)
         self.requests[request.id] = request

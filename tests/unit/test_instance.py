@@ -21,7 +21,7 @@ from hydra_engine.core.messages import (
     Status,
     StepReport,
     Submit,
-    ToFront,
+    ToFrontend,
     ToInstance,
     Tokens,
 )
@@ -45,7 +45,7 @@ class FakeWorker:
         self.vision: list[VisionPlan] = []
         self.live: set[RequestId] = set()
         self.inbox: list[ToInstance] = []
-        self.sent: list[ToFront] = []
+        self.sent: list[ToFrontend] = []
         self.wants_logprobs: set[int] = set()
         self._lanes = FakeLanes(kv, images)
         self._clock = clock
@@ -89,7 +89,7 @@ class FakeWorker:
         messages, self.inbox = self.inbox, []
         return messages
 
-    def send(self, messages: Sequence[ToFront]) -> None:
+    def send(self, messages: Sequence[ToFrontend]) -> None:
         self.sent += messages
 
 

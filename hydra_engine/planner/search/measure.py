@@ -68,7 +68,7 @@ class Spread(NamedTuple):
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Shares are of requests; `attainment` of those that met both limits. `growth`: seconds by which first tokens came
     later with every second of the load. `busy`: of each role's instances on the mean, the share of the time that their
-    vision and language lanes computed; `preprocessing`: that of the front's decode workers."""
+    vision and language lanes computed; `preprocessing`: that of the frontend's decode workers."""
 
     rate: float | None
     seed: int

@@ -133,8 +133,8 @@ def lasting(effort: Effort, question: Question) -> Effort:
 
 
 def with_decoders(question: Question) -> Question:
-    """With as many decode workers as the pictures of the best estimate need, if the front has cores of its own and the
-    user has not given more: `--decode-workers` is two by default, which eight devices outrun."""
+    """With as many decode workers as the pictures of the best estimate need, if the frontend has cores of its own and
+    the user has not given more: `--decode-workers` is two by default, which eight devices outrun."""
     host, media = question.host, question.config.media
     seconds = request_seconds(question)
     found = _candidates(question, list(question.kinds))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from hydra_engine.core.messages import PeerState, SetRole, ToFront, ToInstance
+from hydra_engine.core.messages import PeerState, SetRole, ToFrontend, ToInstance
 from hydra_engine.core.options import NICENESS
 from hydra_engine.core.roles import Role
 from hydra_engine.planner.simulator.agenda import Agenda
@@ -17,7 +17,7 @@ from hydra_engine.planner.simulator.machine import Machine
 from hydra_engine.planner.simulator.node import Node, Site
 from hydra_engine.planner.simulator.worker import Surroundings
 
-# From the end of a process until the front is told, as the supervisor looks for such ends.
+# From the end of a process until the frontend is told, as the supervisor looks for such ends.
 NOTICED_S = 0.05
 
 
@@ -30,7 +30,7 @@ class Listener(Protocol):
 
     def on_pair(self, one: str, other: str, up: bool) -> None: ...
 
-    def on_messages(self, name: str, messages: Sequence[ToFront]) -> None: ...
+    def on_messages(self, name: str, messages: Sequence[ToFrontend]) -> None: ...
 
 
 class SimulatedCluster:
@@ -128,7 +128,7 @@ class SimulatedCluster:
 
     # ---- what instances say
 
-    def _receive(self, node: Node, messages: Sequence[ToFront]) -> None:
+    def _receive(self, node: Node, messages: Sequence[ToFrontend]) -> None:
         if self.nodes.get(node.name) is not node:
             return  # an earlier life, of which nothing is heard once its end was told
         states = [message for message in messages if isinstance(message, PeerState)]

@@ -20,7 +20,7 @@ from hydra_engine.core.messages import (
     LedgerReport,
     QueryLedger,
     Status,
-    ToFront,
+    ToFrontend,
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
@@ -36,7 +36,7 @@ from hydra_engine.planner.records import Record
 from hydra_engine.planner.simulator.agenda import Agenda
 from hydra_engine.planner.simulator.cluster import SimulatedCluster
 from hydra_engine.planner.simulator.costs import DeviceKind
-from hydra_engine.planner.simulator.front import Stamped, TextlessIncoming, active_of
+from hydra_engine.planner.simulator.frontend import Stamped, TextlessIncoming, active_of
 from hydra_engine.planner.simulator.machine import HOST, Machine
 from hydra_engine.planner.simulator.node import Site
 from hydra_engine.planner.simulator.preprocessing import FRONTEND, Preprocessing
@@ -103,7 +103,7 @@ class Deployment:
         self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
         self._site = site
         scheduler = site.config.scheduler
-        slo = Slo(scheduler.ttft_slo, scheduler.tpot_slo)  # the front gives each request these limits
+        slo = Slo(scheduler.ttft_slo, scheduler.tpot_slo)  # the frontend gives each request these limits
         self._maker = RequestMaker(site.spec, content, slo)
         self._ended_s: dict[int, float] = {}
         self._ledgers: dict[str, LedgerReport] = {}
@@ -300,7 +300,7 @@ class Deployment:
     def on_pair(self, one: str, other: str, up: bool) -> None:
         self.dispatcher.on_pair(one, other, up, self.agenda.now_s)
 
-    def on_messages(self, name: str, messages: Sequence[ToFront]) -> None:
+    def on_messages(self, name: str, messages: Sequence[ToFrontend]) -> None:
         """As frontend/frontend.py takes them."""
         now = self.agenda.now_s
         for message in messages:

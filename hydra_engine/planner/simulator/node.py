@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hydra_engine.cache.manager import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
-from hydra_engine.core.messages import ToFront, ToInstance
+from hydra_engine.core.messages import ToFrontend, ToInstance
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role, role_of
@@ -36,7 +36,7 @@ NUM_SLICES = 24
 _LEAST_PAUSE_S = 1e-6  # between two turns of one loop
 _OVERDUE_PAUSE_S = 1e-3  # where a deadline has passed and the turn could do nothing about it
 
-FromNode = Callable[["Node", Sequence[ToFront]], None]
+FromNode = Callable[["Node", Sequence[ToFrontend]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class _Outbox:
         self._delay_s = delay_s
         self._deliver = deliver
 
-    def send(self, messages: Sequence[ToFront]) -> None:
+    def send(self, messages: Sequence[ToFrontend]) -> None:
         self._agenda.after(self._delay_s, lambda: self._deliver(self._node, messages))
 
 
@@ -182,7 +182,7 @@ class Node:
         self._agenda.after(self._delay_s, arrive)
 
     def send(self, messages: Sequence[ToInstance]) -> None:
-        """From the front."""
+        """From the frontend."""
 
         def arrive() -> None:
             self.inbox.messages += messages

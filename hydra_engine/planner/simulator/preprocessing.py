@@ -1,4 +1,4 @@
-"""What the front process does before a request can be routed: template, tokens, decoding and resizing of pictures.
+"""What the frontend process does before a request can be routed: template, tokens, decoding and resizing of pictures.
 
 A pool of threads, as `preprocess/pool.py` has one, on the cores of the host. A picture that was decoded lately is not
 decoded again (`--pixel-cache-mib`).

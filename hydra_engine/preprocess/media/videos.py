@@ -1,4 +1,4 @@
-"""Videos as far as the front knows them: what may be decoded at all, limits, jobs for the decode child.
+"""Videos as far as the frontend knows them: what may be decoded at all, limits, jobs for the decode child.
 
 An untrusted file is recognised by its first bytes here and parsed in a child process only; the child's answer is
 checked like any other input. A list of pictures is a video too. Does not know codecs or models.

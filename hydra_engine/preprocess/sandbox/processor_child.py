@@ -1,6 +1,6 @@
 """The processor child: `python -m hydra_engine.preprocess.sandbox.processor_child FD SETUP` runs a model's processor.
 
-It needs torch and transformers, which the front process stays free of; and with --trust-remote-code it runs the code
+It needs torch and transformers, which the frontend process stays free of; and with --trust-remote-code it runs the code
 that comes with the model. It gets decoded pixels only, never untrusted files.
 """
 

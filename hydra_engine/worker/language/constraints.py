@@ -2,8 +2,8 @@
 
 A request's grammar is compiled while it is prefilled. Its constraint is brought to where the request is from the tokens
 that it has so far, so steps that are run again, preemptions, replays and KV from elsewhere need nothing of it. The
-front has refused grammars that compile slowly or not at all; one that still fails here fails its request. Does not know
-plans, slots or limits.
+frontend has refused grammars that compile slowly or not at all; one that still fails here fails its request. Does not
+know plans, slots or limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydra_engine.errors import InvalidRequest, RequestFailed
 from hydra_engine.guidance import GrammarError, Guide, Matcher, TokenMask
 
 MAX_COMPILED = 16  # grammars that are kept for the next request; a large one takes tens of megabytes
-WAIT_SECONDS = 60.0  # for a compilation; the front's limit is a second of CPU time each
+WAIT_SECONDS = 60.0  # for a compilation; the frontend's limit is a second of CPU time each
 
 _TOKENIZER_FILE = "tokenizer.json"
 

@@ -1,4 +1,4 @@
-"""The front over several instances: health, reports, faults, roles at run time. Instances and supervisor are played;
+"""The frontend over several instances: health, reports, faults, roles at run time. Instances and supervisor are played;
 intake, messages and handles are real."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError, EngineClosed, Unavailable
-from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.frontend import Frontend
 from tests.calls import asked
 from tests.frontend.played import Played
 from tests.frontend.rig import token
@@ -40,7 +40,7 @@ from tests.virtual_clock import VirtualClock
 
 
 class PlayedEnd:
-    """The front's end of a channel to a played instance, which answers on the loop."""
+    """The frontend's end of a channel to a played instance, which answers on the loop."""
 
     def __init__(self, supervisor: PlayedSupervisor, name: str) -> None:
         self.supervisor = supervisor
@@ -173,43 +173,43 @@ async def started(topology: str, lengths: dict[str, int] | None = None, **cluste
         topology=topology, cluster=ClusterConfig(**cluster), scheduler=SchedulerConfig(max_queue=4, max_num_seqs=4)
     )
     supervisor = PlayedSupervisor(config, lengths or {})
-    front = Front(config, processes=True, clock=VirtualClock(50.0), supervisor=supervisor)  # type: ignore[arg-type]
-    await front.start(lambda loading: None)
+    frontend = Frontend(config, processes=True, clock=VirtualClock(50.0), supervisor=supervisor)  # type: ignore[arg-type]
+    await frontend.start(lambda loading: None)
     try:
-        yield front, supervisor
+        yield frontend, supervisor
     finally:
-        await front.close()
+        await frontend.close()
 
 
-async def ask(front: Front, *, images: Any = None, max_tokens: int = 5) -> tuple[int, Awaitable[Result]]:
-    number, handle = front.open_handle()
+async def ask(frontend: Frontend, *, images: Any = None, max_tokens: int = 5) -> tuple[int, Awaitable[Result]]:
+    number, handle = frontend.open_handle()
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    await front.submit(number, handle, asked("Hello", images=images, sampling=sampling))
+    await frontend.submit(number, handle, asked("Hello", images=images, sampling=sampling))
     return number, handle
 
 
 @pytest.mark.parametrize("topology", ["EPD", "EP+D", "ED+P", "2E+P+D", "E+PD", "2EPD"])
 async def test_answers_come_back_over_every_topology(topology: str) -> None:
-    async with started(topology) as (front, _):
+    async with started(topology) as (frontend, _):
         for images in (None, Image.new("RGB", (32, 32), "red")):
-            number, handle = await ask(front, images=images)
+            number, handle = await ask(frontend, images=images)
             result = await asyncio.wait_for(handle, 5)
             assert result.token_ids == tuple(token(number, i) for i in range(5))
             assert result.finish_reason is FinishReason.LENGTH
-        assert front.num_active == 0
-        assert front.health() == (True, "ok")
+        assert frontend.num_active == 0
+        assert frontend.health() == (True, "ok")
 
 
 async def test_a_death_is_not_seen_in_the_answer() -> None:
-    async with started("P+2D+E") as (front, supervisor):
+    async with started("P+2D+E") as (frontend, supervisor):
         supervisor.works = False
-        number, handle = await ask(front, max_tokens=20)
+        number, handle = await ask(frontend, max_tokens=20)
         source = supervisor.played["p0"]
         source.receive()
         source.work(RequestId(number), supervisor.played)  # asks where it goes on
         supervisor.tell("p0", source.outbox.popleft())
         await asyncio.sleep(0)
-        supervisor.die(front._dispatcher.requests[number].attempt.decoder)
+        supervisor.die(frontend._dispatcher.requests[number].attempt.decoder)
         supervisor.works = True
         supervisor.pump_soon()
         result = await asyncio.wait_for(handle, 5)
@@ -217,62 +217,62 @@ async def test_a_death_is_not_seen_in_the_answer() -> None:
 
 
 async def test_what_a_request_waits_for_is_told_from_its_intake_on() -> None:
-    async with started("EPD") as (front, supervisor):
+    async with started("EPD") as (frontend, supervisor):
         supervisor.works = False
-        number, handle = front.open_handle("mine")
+        number, handle = frontend.open_handle("mine")
         sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         call = asked("Hello", images=Image.new("RGB", (32, 32), "red"), sampling=sampling)
-        submitting = asyncio.create_task(front.submit_detached(number, handle, call))
+        submitting = asyncio.create_task(frontend.submit_detached(number, handle, call))
         await asyncio.sleep(0)
-        (live,) = front.activity(0, 10).running
+        (live,) = frontend.activity(0, 10).running
         assert (live.id, live.stage, live.instance) == ("mine", "preprocess", "")
         await submitting
         stages = (StageReport(number, "encode", 0, 1),)
-        front.on_messages("epd0", [msgspec.structs.replace(status(), time_s=50.0, stages=stages)])
-        (live,) = front.activity(0, 10).running
+        frontend.on_messages("epd0", [msgspec.structs.replace(status(), time_s=50.0, stages=stages)])
+        (live,) = frontend.activity(0, 10).running
         assert (live.id, live.stage, live.instance, live.done, live.of) == ("mine", "encode", "epd0", 0, 1)
         supervisor.works = True
         supervisor.pump_soon()
         await asyncio.wait_for(handle, 5)
-        assert front.activity(0, 10).running == []
+        assert frontend.activity(0, 10).running == []
 
 
 async def test_health_says_which_words_when() -> None:
-    async with started("2E+P+D") as (front, supervisor):
+    async with started("2E+P+D") as (frontend, supervisor):
         supervisor.die("e0")
-        assert front.health() == (True, "ok")
-        front.on_silent("e1", True)
-        assert front.health() == (False, "hung")
-        front.on_silent("e1", False)
+        assert frontend.health() == (True, "ok")
+        frontend.on_silent("e1", True)
+        assert frontend.health() == (False, "hung")
+        frontend.on_silent("e1", False)
         supervisor.die("d0")
-        assert front.health() == (False, "instance_lost") and not front.lost
+        assert frontend.health() == (False, "instance_lost") and not frontend.lost
         supervisor.back("d0")
-        assert front.health() == (True, "ok")
+        assert frontend.health() == (True, "ok")
         supervisor.die("d0", restarts=False)
-        assert front.health() == (False, "instance_lost") and front.lost
+        assert frontend.health() == (False, "instance_lost") and frontend.lost
         with pytest.raises(Unavailable, match="restarted"):
-            await ask(front)
-    assert front.health() == (False, "closed")
+            await ask(frontend)
+    assert frontend.health() == (False, "closed")
 
 
 async def test_an_instance_without_progress_is_hung() -> None:
-    async with started("2P+D+E") as (front, _):
-        clock = front._clock
+    async with started("2P+D+E") as (frontend, _):
+        clock = frontend._clock
         for name in ("p0", "d0"):
-            front.on_messages(name, [status(time_s=clock.now(), num_running=1, language_steps=3)])
+            frontend.on_messages(name, [status(time_s=clock.now(), num_running=1, language_steps=3)])
         clock.advance(6.0)
-        front.on_messages("d0", [status(time_s=clock.now(), num_running=1, language_steps=4)])
-        assert front.health() == (True, "ok")  # p1 has not said anything wrong
+        frontend.on_messages("d0", [status(time_s=clock.now(), num_running=1, language_steps=4)])
+        assert frontend.health() == (True, "ok")  # p1 has not said anything wrong
         clock.advance(6.0)
-        assert front.health() == (False, "hung")
+        assert frontend.health() == (False, "hung")
 
 
 async def test_requests_wait_for_an_instance_within_the_queue() -> None:
-    async with started("P+D+E") as (front, supervisor):
+    async with started("P+D+E") as (frontend, supervisor):
         supervisor.die("d0")
-        waiting = [await ask(front) for _ in range(4)]
+        waiting = [await ask(frontend) for _ in range(4)]
         with pytest.raises(Unavailable) as caught:
-            await ask(front)
+            await ask(frontend)
         assert caught.value.code == "overloaded"
         supervisor.back("d0")
         supervisor.pump_soon()
@@ -282,64 +282,64 @@ async def test_requests_wait_for_an_instance_within_the_queue() -> None:
 
 
 async def test_a_request_that_nobody_can_go_on_with_fails_in_time() -> None:
-    async with started("P+D+E", recovery_s=5.0) as (front, supervisor):
+    async with started("P+D+E", recovery_s=5.0) as (frontend, supervisor):
         supervisor.die("p0")
-        _, handle = await ask(front)
-        front._clock.advance(5.1)
+        _, handle = await ask(frontend)
+        frontend._clock.advance(5.1)
         with pytest.raises(Unavailable) as caught:
             await asyncio.wait_for(handle, 5)
         assert caught.value.code == "instance_lost"
 
 
 async def test_ledgers_are_added_up() -> None:
-    async with started("E+P+D") as (front, supervisor):
-        report = await front.ledger()
+    async with started("E+P+D") as (frontend, supervisor):
+        report = await frontend.ledger()
         assert (report.num_requests, report.kv_blocks_held, report.kv_blocks_total) == (3, 6, 30)
         assert (report.pixel_bytes, report.offers) == (12, 15)
         assert report.problems == ("d0: odd", "e0: odd", "p0: odd")
         supervisor.ends["p0"].answers_queries = False
-        asking = asyncio.ensure_future(front.ledger())
+        asking = asyncio.ensure_future(frontend.ledger())
         await asyncio.sleep(0)
         supervisor.die("p0")
         assert (await asyncio.wait_for(asking, 5)).num_requests == 2
 
 
 async def test_reports_are_added_up_and_counters_never_go_back() -> None:
-    async with started("E+P+D") as (front, supervisor):
-        assert front.statuses.total() is None
+    async with started("E+P+D") as (frontend, supervisor):
+        assert frontend.statuses.total() is None
         moved = TransferReport(offers=1, pulled=7)
-        front.on_messages("p0", [status(time_s=1, num_running=2, prompt_tokens=30, transfer=moved)])
-        front.on_messages("d0", [status(time_s=2, num_running=3, generation_tokens=5, transfer=moved)])
-        total = front.statuses.total()
+        frontend.on_messages("p0", [status(time_s=1, num_running=2, prompt_tokens=30, transfer=moved)])
+        frontend.on_messages("d0", [status(time_s=2, num_running=3, generation_tokens=5, transfer=moved)])
+        total = frontend.statuses.total()
         assert isinstance(total, Status)
         assert (total.num_running, total.prompt_tokens, total.generation_tokens) == (5, 30, 5)
         assert (total.kv_blocks_total, total.transfer.offers, total.transfer.pulled) == (200, 2, 14)
-        assert set(front.statuses.latest) == {"p0", "d0"}
+        assert set(frontend.statuses.latest) == {"p0", "d0"}
         supervisor.die("p0")
-        left = front.statuses.total()
+        left = frontend.statuses.total()
         assert (left.num_running, left.prompt_tokens, left.transfer.pulled, left.transfer.offers) == (3, 30, 14, 1)
-        assert set(front.statuses.latest) == {"d0"}
+        assert set(frontend.statuses.latest) == {"d0"}
 
 
 async def test_a_fault_point_of_one_instance_or_all() -> None:
-    async with started("E+P+D") as (front, supervisor):
-        front.set_fault("eng.before_step", "kill", "", "p0")
-        front.set_fault("eng.mid_step", "raise")
+    async with started("E+P+D") as (frontend, supervisor):
+        frontend.set_fault("eng.before_step", "kill", "", "p0")
+        frontend.set_fault("eng.mid_step", "raise")
         counts = {name: len(end.faults) for name, end in supervisor.ends.items()}
         assert counts == {"e0": 1, "p0": 2, "d0": 1}
 
 
 async def test_the_shortest_decoder_decides_how_long_a_request_may_be() -> None:
-    async with started("E+P+D", {"e0": 16, "p0": 200, "d0": 100}) as (front, _):
-        assert front.max_model_len == 100
-        assert [summary.name for summary in front.summaries] == ["e0", "p0", "d0"]
+    async with started("E+P+D", {"e0": 16, "p0": 200, "d0": 100}) as (frontend, _):
+        assert frontend.max_model_len == 100
+        assert [summary.name for summary in frontend.summaries] == ["e0", "p0", "d0"]
 
 
 async def test_closing_ends_what_runs() -> None:
-    async with started("P+D+E") as (front, supervisor):
+    async with started("P+D+E") as (frontend, supervisor):
         supervisor.works = False
-        _, handle = await ask(front)
-        await front.close()
+        _, handle = await ask(frontend)
+        await frontend.close()
         with pytest.raises(EngineClosed):
             await handle
         assert supervisor.stopped
@@ -349,42 +349,42 @@ async def test_closing_ends_what_runs() -> None:
 
 
 async def test_roles_are_switched_after_an_instance_has_finished() -> None:
-    async with started("3EPD") as (front, supervisor):
+    async with started("3EPD") as (frontend, supervisor):
         supervisor.works = False
-        asked = [await ask(front) for _ in range(3)]
-        switching = asyncio.ensure_future(front.set_topology("E+P+D"))
+        asked = [await ask(frontend) for _ in range(3)]
+        switching = asyncio.ensure_future(frontend.set_topology("E+P+D"))
         await asyncio.sleep(0.05)
-        conditions = {state.name: state.condition for state in front.instances()}
+        conditions = {state.name: state.condition for state in frontend.instances()}
         assert conditions["epd0"] is Condition.DRAINING and supervisor.roles["epd0"].letters == "EPD"
         supervisor.works = True
         supervisor.pump_soon()
         await asyncio.wait_for(switching, 5)
-        assert [state.role for state in front.instances()] == ["E", "P", "D"]
-        assert [state.loaded for state in front.instances()] == ["EPD"] * 3
+        assert [state.role for state in frontend.instances()] == ["E", "P", "D"]
+        assert [state.loaded for state in frontend.instances()] == ["EPD"] * 3
         for _, handle in asked:
             await asyncio.wait_for(handle, 5)
-        number, handle = await ask(front, images=Image.new("RGB", (32, 32), "blue"))
+        number, handle = await ask(frontend, images=Image.new("RGB", (32, 32), "blue"))
         assert (await asyncio.wait_for(handle, 5)).token_ids == tuple(token(number, i) for i in range(5))
         supervisor.die("epd1")
         supervisor.back("epd1")
-        assert [state.role for state in front.instances()] == ["E", "P", "D"]
-        await front.set_topology("EPD+EPD+EPD")
-        assert [state.role for state in front.instances()] == ["EPD"] * 3
+        assert [state.role for state in frontend.instances()] == ["E", "P", "D"]
+        await frontend.set_topology("EPD+EPD+EPD")
+        assert [state.role for state in frontend.instances()] == ["EPD"] * 3
 
 
 async def test_two_that_swap_their_roles_do_it_at_once() -> None:
-    async with started("3EPD") as (front, supervisor):
-        await front.set_topology("E+P+D")
+    async with started("3EPD") as (frontend, supervisor):
+        await frontend.set_topology("E+P+D")
         seen: list[set[str]] = []
         supervisor.set_role = lambda name, role: (
             seen.append(set(supervisor.played)),
             supervisor.roles.update({name: role}),
         )
-        asking = [await ask(front)]
-        await asyncio.wait_for(front.set_topology("P+E+D"), 5)
+        asking = [await ask(frontend)]
+        await asyncio.wait_for(frontend.set_topology("P+E+D"), 5)
         assert len(seen) == 2
         await asyncio.wait_for(asking[0][1], 5)
-        assert front.health() == (True, "ok")
+        assert frontend.health() == (True, "ok")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ async def test_two_that_swap_their_roles_do_it_at_once() -> None:
     ],
 )
 async def test_what_cannot_be_switched_is_told(before: str, after: str, message: str) -> None:
-    async with started(before) as (front, _):
+    async with started(before) as (frontend, _):
         with pytest.raises(ConfigError, match=message):
-            await front.set_topology(after)
-        assert {state.condition for state in front.instances()} == {Condition.READY}
+            await frontend.set_topology(after)
+        assert {state.condition for state in frontend.instances()} == {Condition.READY}

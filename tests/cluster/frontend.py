@@ -1,6 +1,6 @@
-"""A front process without requests: supervises stand-ins, prints what happens, one word after the other, until killed.
+"""A frontend process without requests: supervises stand-ins, prints what happens, word by word, until killed.
 
-`python -m tests.cluster.front TOPOLOGY SUSPECT_S FENCE_S`. The first line has the process ids of the instances.
+`python -m tests.cluster.frontend TOPOLOGY SUSPECT_S FENCE_S`. The first line has the process ids of the instances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests on the front's side of a simulation: tokens are counted and stamped, and become no text."""
+"""Requests on the frontend's side of a simulation: tokens are counted and stamped, and become no text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydra_engine.frontend.incoming import Incoming
 
 
 class Stamped(Handle):
-    """A handle without a reader, which records when tokens reach the front."""
+    """A handle without a reader, which records when tokens reach the frontend."""
 
     def __init__(self, name: str, now: Callable[[], float]) -> None:
         super().__init__(name, lambda: None)
