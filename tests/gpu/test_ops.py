@@ -1,4 +1,4 @@
-"""The CUDA ops on a device: every case of op_cases.py, the cache ops that only a device has, and captured steps."""
+"""The CUDA ops on a device: every case of op_cases, the cache ops that only a device has, and captured steps."""
 
 from collections.abc import Iterator
 
@@ -20,16 +20,16 @@ from hydra_engine.backend.base import (
 from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.cuda.ops import CudaOps
 from hydra_engine.backend.device import Graph
-from tests.gpu import op_cases as cases
+from tests.gpu.op_cases import TESTS
+from tests.gpu.op_cases.attention import attend
+from tests.gpu.op_cases.inputs import REFERENCE, random
 from tests.gpu.side import Side
 from tests.kernels.comparison import assert_attention_close
 from tests.kernels.paged import make_step
 
 pytestmark = pytest.mark.cuda
 
-for _name, _case in vars(cases).items():
-    if _name.startswith("test_"):
-        globals()[_name] = _case
+globals().update(TESTS)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_blocks_of_int8_are_copied_with_their_scales(side: Side, cuda: torch.dev
 def test_products_of_real_widths(side: Side, shape: tuple[int, int]) -> None:
     """Also of widths that are no multiple of 16 bytes."""
     rows, width = shape
-    x, weight = cases.random(rows, width, dtype=torch.bfloat16), cases.random(520, width, dtype=torch.bfloat16, seed=1)
+    x, weight = random(rows, width, dtype=torch.bfloat16), random(520, width, dtype=torch.bfloat16, seed=1)
     wide = x.double() @ weight.double().T
     for ops in (side.ops, side.exact):
         packed = ops.pack_linear(side.there(weight))
@@ -84,12 +84,12 @@ def test_products_of_real_widths(side: Side, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_caches(side: Side, cuda: torch.device, where: str) -> None:
     """Writes with norm and rotation, features, gathers, merges and block copies, against the reference."""
-    reference, ops = cases.REFERENCE, side.ops
+    reference, ops = REFERENCE, side.ops
     host = PagedCache(torch.full((6, 2, 2, 4, 2, 16), float("nan")))
     there = side.cache(host)
-    fused = cases.random(5, 8, 16)
+    fused = random(5, 8, 16)
     q, k, v = fused.split((4, 2, 2), dim=1)
-    cos, sin, norm = cases.random(5, 8, seed=1), cases.random(5, 8, seed=2), cases.random(16, seed=3)
+    cos, sin, norm = random(5, 8, seed=1), random(5, 8, seed=2), random(16, seed=3)
     slots = torch.tensor([3, -1, 22, 7, 0])
     moved = slots if where == "host" else slots.to(cuda)
     expected = reference.rope_and_write(q, k, v, (cos, sin), host, 1, slots, HeadNorms(norm, norm, 1e-6))
@@ -111,7 +111,7 @@ def test_caches(side: Side, cuda: torch.device, where: str) -> None:
 
 def test_features_reach_the_hidden_rows(side: Side, cuda: torch.device) -> None:
     cache = poisoned(cuda, 3, 2, 1, 4, 1, 24)
-    features = cases.random(4, 1, 24, dtype=torch.bfloat16).to(cuda)
+    features = random(4, 1, 24, dtype=torch.bfloat16).to(cuda)
     slots, rows = torch.tensor([2, 9, 3, 0], device=cuda), torch.tensor([5, 0, 1, 3], device=cuda)
     for plane in (0, 1):
         side.ops.write_cache(cache, plane, [features], slots)
@@ -127,10 +127,10 @@ class OneLayer:
 
     def __init__(self, side: Side, batch: int) -> None:
         self._ops = side.ops
-        self._qkv = self._ops.pack_linear(side.there(cases.random(8 * 64, 128, dtype=torch.bfloat16, seed=1)))
-        self._head = self._ops.pack_linear(side.there(cases.random(500, 4 * 64, dtype=torch.bfloat16, seed=2)))
-        self._scale = side.there(cases.random(128, dtype=torch.bfloat16, seed=3))
-        self._angles = side.there(cases.random(batch, 32, seed=4))
+        self._qkv = self._ops.pack_linear(side.there(random(8 * 64, 128, dtype=torch.bfloat16, seed=1)))
+        self._head = self._ops.pack_linear(side.there(random(500, 4 * 64, dtype=torch.bfloat16, seed=2)))
+        self._scale = side.there(random(128, dtype=torch.bfloat16, seed=3))
+        self._angles = side.there(random(batch, 32, seed=4))
 
     def __call__(
         self, x: Tensor, cache: PagedCache, context: Tensor, tables: Tensor, slots: Tensor, draws: SamplingTensors
@@ -148,8 +148,8 @@ def test_a_captured_step_repeats_with_other_contents(
     side: Side, cuda: torch.device, device: CudaDevice, batch: int
 ) -> None:
     """Both small kernels and cuBLAS, whose workspace is the stream's."""
-    caches = [PagedCache(cases.random(2 * batch, 1, 2, 16, 2, 64, dtype=torch.bfloat16).to(cuda)) for _ in range(2)]
-    layer, x = OneLayer(side, batch), cases.random(batch, 128, dtype=torch.bfloat16, seed=5).to(cuda)
+    caches = [PagedCache(random(2 * batch, 1, 2, 16, 2, 64, dtype=torch.bfloat16).to(cuda)) for _ in range(2)]
+    layer, x = OneLayer(side, batch), random(batch, 128, dtype=torch.bfloat16, seed=5).to(cuda)
     context = torch.ones(batch, dtype=torch.int32, device=cuda)
     tables = torch.zeros(batch, 40, dtype=torch.int32, device=cuda)
     slots = torch.full((batch,), -1, device=cuda)
@@ -164,7 +164,7 @@ def test_a_captured_step_repeats_with_other_contents(
     graph = device.capture(launch)
     assert graph.num_bytes >= 0 and torch.equal(caches[0].data, before), "padded rows left something behind"
     for seed in (6, 7):
-        x.copy_(cases.random(batch, 128, dtype=torch.bfloat16, seed=seed))
+        x.copy_(random(batch, 128, dtype=torch.bfloat16, seed=seed))
         generator = torch.Generator().manual_seed(seed)
         context.copy_(torch.randint(1, 32, (batch,), generator=generator))
         tables[:, :2] = torch.randperm(2 * batch, generator=generator).view(batch, 2)
@@ -211,7 +211,7 @@ def test_large_batches_of_every_kind(side: Side) -> None:
     rows = [(1, n) for n in (1, 17, 999, 2100)] + [(300, 700), (129, 129)]
     step = make_step(rows, (28, 4, 128), 16, torch.bfloat16)
     for exact in (False, True):
-        result = cases.attend(side, step, exact=exact)
+        result = attend(side, step, exact=exact)
         assert_attention_close(result.cpu(), step.expected(0.3).bfloat16())
 
 
@@ -229,11 +229,11 @@ class OneDeltaNet:
     def __init__(self, side: Side, tokens: int, places: int) -> None:
         key_heads, heads, dim, taps = HYBRID
         self._ops, self._channels = side.ops, (2 * key_heads + heads) * dim
-        self._x = cases.random(tokens, self._channels + 2 * heads, dtype=torch.bfloat16)
-        self._weight = cases.random(self._channels, taps, dtype=torch.bfloat16, seed=1)
-        self._scales = cases.random(2, heads, seed=2)
-        conv = cases.random(places, 2, taps - 1, self._channels, dtype=torch.bfloat16, seed=3)
-        self.host = StateCache(conv.float(), cases.random(places, 2, heads, dim, dim, seed=4))
+        self._x = random(tokens, self._channels + 2 * heads, dtype=torch.bfloat16)
+        self._weight = random(self._channels, taps, dtype=torch.bfloat16, seed=1)
+        self._scales = random(2, heads, seed=2)
+        conv = random(places, 2, taps - 1, self._channels, dtype=torch.bfloat16, seed=3)
+        self.host = StateCache(conv.float(), random(places, 2, heads, dim, dim, seed=4))
         self.there = StateCache(side.there(conv), side.there(self.host.recurrent))
         self._moved = side.there(self._x), side.there(self._weight), side.there(self._scales)
 
@@ -247,8 +247,8 @@ class OneDeltaNet:
     def expect(self, rows: StateRows, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The rule of what the device's convolution gave, so that one rounding is compared at a time."""
         x, gates = self._x[:, : self._channels].float(), self._x[:, self._channels :]
-        convolved = cases.REFERENCE.causal_conv(x, self._weight.float(), self.host, 1, rows)
-        return convolved, cases.REFERENCE.delta_rule(_of_rule(mixed, gates, self._scales), self.host, 1, rows)
+        convolved = REFERENCE.causal_conv(x, self._weight.float(), self.host, 1, rows)
+        return convolved, REFERENCE.delta_rule(_of_rule(mixed, gates, self._scales), self.host, 1, rows)
 
 
 def _of_rule(mixed: Tensor, gates: Tensor, scales: Tensor) -> DeltaInputs:
