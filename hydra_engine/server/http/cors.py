@@ -1,8 +1,8 @@
 """Cross-origin rules for browsers: none by default, a list of origins, or `*`; never with credentials.
 
 A server that listens on loopback without keys is open to every program of this machine, browsers included, and a web
-site whose name is made to point here (DNS rebinding) counts as the same origin. So there, names from outside are
-refused. Does not know keys: a preflight carries none and is answered before they are asked for.
+site whose name is made to point here (DNS rebinding) counts as the same origin, whose pages send no `Origin` with a GET.
+So there, it is asked for by a name that nobody else gives out, or not at all. Does not know keys: a preflight carries none and is answered before they are asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Cors:
     def __init__(self, origins: Collection[str], *, only_this_machine: bool = False) -> None:
         self._any = "*" in origins
         self._origins = frozenset(origins)
+        self._names = frozenset(urlsplit(origin).hostname for origin in origins)
         self._only_this_machine = only_this_machine and not self._any
 
     def headers(self, request: web.Request) -> dict[str, str]:
@@ -68,16 +69,14 @@ class Cors:
         return answer_preflight
 
     def _refuse_foreign_names(self, request: web.Request) -> None:
-        origin = request.headers.get("Origin")
-        if origin is None or origin in self._origins:
-            return
         try:
-            name = urlsplit(origin).hostname
-            host = urlsplit(f"//{request.host}").hostname
+            name = urlsplit(f"//{request.headers.get('Host', '')}").hostname
         except ValueError:
             return  # not what a browser sends
-        if name is not None and name == host and not _is_local_name(name):
-            raise InvalidRequest("web pages of this name may not use this server; see --allow-origins and --api-key")
+        if name is not None and name not in self._names and not _is_local_name(name):
+            raise InvalidRequest(
+                f"this server has no keys and is not to be reached as {name[:100]}; see --allow-origins and --api-key"
+            )
 
 
 def is_loopback(host: str) -> bool:
@@ -89,9 +88,11 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_local_name(name: str) -> bool:
-    """An address cannot be rebound, and the other names are given out by nobody else."""
+    """An address cannot be rebound, and the other names are given out by nobody else: names without a dot are of this
+    machine or its network."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return name.rstrip(".").rpartition(".")[2] in _LOCAL_NAMES or name == socket.gethostname().lower()
+        before, _, last = name.rstrip(".").rpartition(".")
+        return not before or last in _LOCAL_NAMES or name == socket.gethostname().lower()
     return True
