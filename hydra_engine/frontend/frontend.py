@@ -231,7 +231,7 @@ class Frontend:
             raise InvalidRequest(problem, param="n")
         if self.num_active + num_answers > limit:
             raise Unavailable(
-                f"{limit} requests are already queued or running; try again later",
+                f"{self.num_active} requests are queued or running, the limit (max_queue) is {limit}; try again later",
                 code="overloaded",
                 retry_after_s=retry_after_s(limit, self._finish_times),
             )

@@ -57,6 +57,38 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "kv_transfer_params": (),
     "lora_path": (),
+    # of vLLM alone
+    "logits_processors": ([],),
+    "truncation_side": (),
+    "thinking_token_budget": (),
+    "vllm_xargs": ({},),
+    "media_io_kwargs": ({},),
+    "repetition_detection": (),
+    # of SGLang
+    "input_ids": (),
+    "stop_regex": ("", []),
+    "custom_logit_processor": (),
+    "return_hidden_states": (False,),
+    # of llama.cpp, Ollama and transformers
+    "repeat_penalty": (1, 1.0),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1, 1.0),
+    "mirostat": (0,),
+    "samplers": (),
+    "grammar": ("",),
+    "n_predict": (),
+    "max_new_tokens": (),
+    "enable_thinking": (),
+    "images": ([],),
+}
+_INSTEAD = {
+    "repeat_penalty": "repetition_penalty",
+    "grammar": "structured_outputs",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "enable_thinking": "chat_template_kwargs",
+    "images": "image_url parts of a message",
+    "input_ids": "the prompt of /v1/completions",
 }
 
 _LEASE = web.RequestKey("body_lease", Lease)
@@ -156,6 +188,7 @@ def _refuse_unless_default(name: str, raw: bytes, defaults: tuple[Any, ...]) -> 
     accepted = (None, *defaults)
     if not _is_one_of(raw, accepted):
         hint = f"leave it out or send {msgspec.json.encode(accepted[1]).decode()}" if accepted[1:] else "leave it out"
+        hint = f"use {_INSTEAD[name]}" if name in _INSTEAD else hint
         raise InvalidRequest(
             f"{name} is not supported by this server; {hint}", param=name, code="unsupported_parameter"
         )

@@ -1,8 +1,9 @@
 """Cross-origin rules for browsers: none by default, a list of origins, or `*`; never with credentials.
 
 A server that listens on loopback without keys is open to every program of this machine, browsers included, and a web
-site whose name is made to point here (DNS rebinding) counts as the same origin, whose pages send no `Origin` with a GET.
-So there, it is asked for by a name that nobody else gives out, or not at all. Does not know keys: a preflight carries none and is answered before they are asked for.
+site whose name is made to point here (DNS rebinding) counts as the same origin, whose pages send no `Origin` with a
+GET. So there, it is asked for by a name that nobody else gives out, or not at all. Does not know keys: a preflight
+carries none and is answered before they are asked for.
 """
 
 from __future__ import annotations
