@@ -177,6 +177,7 @@ class RequestAborted(RequestError):
 
 class ConfigError(HydraError):
     status = 400
+    error_type = "invalid_request_error"
     default_code = "invalid_config"
     exit_code = 2
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 import msgspec
 from aiohttp import web
@@ -56,7 +57,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 class NotServing(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorBody
-    degraded: bool = True
+    degraded: bool
     instances: list[Instance]
 
 
@@ -80,12 +81,15 @@ async def health(request: web.Request) -> web.Response:
     states = request.app[ENGINE].instances()
     if request.app[STATE].lifecycle.draining:
         serving, reason = False, "draining"
+    degraded = any(s.condition in _DEGRADED for s in states)
     if serving:
-        return json_response(Health(degraded=any(s.condition in _DEGRADED for s in states), instances=describe(states)))
+        return json_response(Health(degraded=degraded, instances=describe(states)))
     code, message = _REASONS.get(reason, ("not_ready", "the engine is not serving"))
     error = Unavailable(message, code=code, retry_after_s=2)
     response = error_response(error)
-    response.body = msgspec.json.encode(NotServing(error=error_body(error), instances=describe(states)))
+    response.body = msgspec.json.encode(
+        NotServing(error=error_body(error), degraded=degraded, instances=describe(states))
+    )
     return response
 
 
@@ -110,22 +114,33 @@ async def ledger(request: web.Request) -> web.Response:
 
 
 class Model(msgspec.Struct, frozen=True):
+    """In the form of OpenAI and vLLM; `type`, `display_name` and `created_at` are Anthropic's."""
+
     id: str
     created: int
     root: str
     max_model_len: int
+    display_name: str
+    created_at: str
     object: str = "model"
+    type: str = "model"
     owned_by: str = "hydra-engine"
     parent: None = None
 
 
 class ModelList(msgspec.Struct, frozen=True):
+    """What follows `object` is Anthropic's."""
+
     data: list[Model]
+    first_id: str
+    last_id: str
     object: str = "list"
+    has_more: bool = False
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return json_response(ModelList([_model(request)]))
+    model = _model(request)
+    return json_response(ModelList([model], model.id, model.id))
 
 
 async def one_model(request: web.Request) -> web.Response:
@@ -136,7 +151,8 @@ async def one_model(request: web.Request) -> web.Response:
 def _model(request: web.Request) -> Model:
     engine = loaded_engine(request)
     name = request.app[MODEL_NAME]
-    return Model(name, engine.created, name, engine.max_model_len)
+    created_at = datetime.fromtimestamp(engine.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Model(name, engine.created, name, engine.max_model_len, name, created_at)
 
 
 class Load(msgspec.Struct, frozen=True):

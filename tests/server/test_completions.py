@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -277,7 +278,13 @@ async def test_models(served: Served) -> None:
         "root": "stub",
         "parent": None,
         "max_model_len": 4096,
+        "type": "model",
+        "display_name": "stub",
+        "created_at": one.to_dict()["created_at"],
     }
+    created = datetime.fromisoformat(one.to_dict()["created_at"])
+    assert created.timestamp() == served.engine.created
+    assert (listed.to_dict()["first_id"], listed.to_dict()["has_more"]) == ("stub", False)
 
 
 async def test_model_names_may_hold_slashes(serve: Any) -> None:

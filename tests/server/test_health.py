@@ -38,6 +38,9 @@ async def test_one_healthy_instance(served: Served, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_what_does_not_serve_says_why_and_who(served: Served, path: str, state: str, code: str) -> None:
     served.engine.state = state
+    served.engine.states = instances_of("EP+D")
+    async with served.get(path) as response:
+        assert not (await response.json())["degraded"]
     served.engine.states = instances_of("EP+D", d0={"condition": Condition.STARTING, "restarts": 2})
     async with served.get(path) as response:
         body = await response.json()

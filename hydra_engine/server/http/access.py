@@ -184,7 +184,7 @@ def _note(request: web.Request, status: int, access: Access) -> None:
         answers = [result.usage.completion_tokens for result, _ in access.answers]
         metrics.requests.add_choices(len(answers), max(answers))
     is_probe = route in _PROBES
-    if config.enable_log_requests and not is_probe:
+    if config.enable_log_requests and config.access_log != "text" and not is_probe:
         line = "%s %s %s %d %.1f ms" + (" for %s" if client else "%s")
         logger.info(line, request[REQUEST_ID], request.method, route, status, elapsed_s * 1e3, client or "")
     if config.access_log != "off" and not is_probe:
