@@ -112,7 +112,7 @@ class ChatMessage:
     def __post_init__(self) -> None:
         if not self.content and not isinstance(self.content, str):
             param = self.place_of("content")
-            raise InvalidRequest(f"{param} must be a string or a list of content parts", param=param)
+            raise InvalidRequest(f"{param} must be a string or a list of at least one content part", param=param)
         if self.tool_calls and self.role != "assistant":
             param = self.place_of("tool_calls")
             raise InvalidRequest(f"{param} belongs to messages of the assistant only", param=param)

@@ -126,7 +126,7 @@ class Preprocessor:
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param=prompt.param)
         self._check_placeholders(token_ids, prompt.media)
-        self._check_length(len(token_ids), sampling)  # before any picture is opened
+        self._check_length(len(token_ids), sampling, prompt.param)  # before any picture is opened
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar)
         media = await self._loader.load(prompt.media, sources, call.pixels, call.cache_salt)
@@ -139,7 +139,7 @@ class Preprocessor:
             id=request_id,
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
-            max_new_tokens=self._check_length(len(token_ids), sampling),
+            max_new_tokens=self._check_length(len(token_ids), sampling, prompt.param),
             seed=seed,
             arrival_s=arrival_s,
             images=items,
@@ -192,7 +192,7 @@ class Preprocessor:
         if not isinstance(prompt, Sequence):
             raise InvalidRequest("prompt must be a string or a list of token ids", param="prompt")
         if len(prompt) > self._max_model_len:
-            raise self._too_long(len(prompt), 1)
+            raise self._too_long(len(prompt), 1, "prompt")
         vocab_size = self._spec.language.vocab_size
         if any(type(id) is not int or not 0 <= id < vocab_size for id in prompt):
             raise InvalidRequest(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
@@ -312,21 +312,22 @@ class Preprocessor:
             known = self._parts[text] = self.tokenizer.encode(text, add_special_tokens=False)
         return known
 
-    def _check_length(self, num_prompt: int, sampling: SamplingParams) -> int:
+    def _check_length(self, num_prompt: int, sampling: SamplingParams, param: str) -> int:
         """How many tokens may be generated."""
         room = self._max_model_len - num_prompt
         least = sampling.max_tokens or max(1, sampling.min_tokens)
         if least > room:
-            raise self._too_long(num_prompt, least)
+            raise self._too_long(num_prompt, least, param)
         if sampling.max_tokens is None and self._default_max_tokens is not None:
             return min(room, max(least, self._default_max_tokens))
         return sampling.max_tokens or room
 
-    def _too_long(self, num_prompt: int, num_completion: int) -> ContextLengthExceeded:
+    def _too_long(self, num_prompt: int, num_completion: int, param: str) -> ContextLengthExceeded:
         return ContextLengthExceeded(
             f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
             f"{num_prompt + num_completion} tokens ({num_prompt} in the prompt, {num_completion} for the completion). "
-            "The prompt is too long, or the completion. Please shorten one of them."
+            "The prompt is too long, or the completion. Please shorten one of them.",
+            param=param,
         )
 
     def _draw_seed(self) -> int:

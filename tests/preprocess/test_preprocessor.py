@@ -150,7 +150,7 @@ async def test_lengths_are_checked_with_the_words_that_clients_look_for(
     ):
         with pytest.raises(ContextLengthExceeded, match=words.format(*numbers)) as caught:
             await kitchen.prepare(prompt, sampling=sampling)
-        assert caught.value.code == "context_length_exceeded"
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(ContextLengthExceeded, match=r"requested 21 tokens \(20 in the prompt"):
         await kitchen.prepare([IMAGE_ID] + [9] * 16, picture(5, 5))  # fits only until it is expanded
 

@@ -145,7 +145,7 @@ async def test_bodies_that_are_not_plain_json(served: Served, name: str) -> None
         ("mm_processor_kwargs", {"num_crops": 4}, "mm_processor_kwargs.num_crops"),
         ("mm_processor_kwargs", {"max_pixels": 0}, "mm_processor_kwargs"),
         ("mm_processor_kwargs", {"min_pixels": 9, "max_pixels": 8}, "mm_processor_kwargs.min_pixels"),
-        ("logit_bias", {"5": 101}, "logit_bias[...]"),
+        ("logit_bias", {"5": 101}, "logit_bias"),
         ("prompt_logprobs", 21, "prompt_logprobs"),
         ("response_format", {"type": "xml"}, "response_format.type"),
         ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
@@ -169,6 +169,23 @@ async def test_wrong_fields_are_named(served: Served, name: str, value: Any, par
     if param is not None:
         assert error["param"] == param
     assert served.engine.submissions == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"logit_bias": {"a": 1}}, "logit_bias: each key must be 1 to 10 characters of 0-9"),
+        ({"logit_bias": {"5": 101}}, "logit_bias: each value: Expected number <= 100"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name must be 1 to 128 characters of A-Za-z"),
+        ({"messages": [{"role": "foo", "content": "a"}]}, "supported values are 'assistant', 'developer', 'system'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "are 'text', 'image_url', 'video_url'"),
+        ({"messages": [{"role": "user", "content": []}]}, "a list of at least one content part"),
+        ({"response_format": {"type": "xml"}}, "'json_object', 'json_schema', 'text'"),
+    ],
+)
+async def test_what_is_wrong_says_what_would_be_right(served: Served, fields: dict[str, Any], words: str) -> None:
+    async with served.chat(**fields) as response:
+        assert words in (await refusal(response))["message"]
 
 
 @pytest.mark.parametrize(

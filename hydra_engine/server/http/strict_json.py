@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.http.allowed_values import allowed_values
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ _JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "bo
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 _making = threading.Lock()
+_CHARACTERS = re.compile(r"matching regex '\^\[(?P<allowed>.+)\]\{(?P<least>\d+),(?P<most>\d+)\}")
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 
 
@@ -54,7 +56,7 @@ def parse(body: bytes | bytearray, kind: type[T]) -> tuple[T, set[str]]:
     try:
         return _decoder_of(kind).decode(body), names
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
+        raise _invalid_field(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise _malformed() from None
 
@@ -119,20 +121,29 @@ def _malformed() -> InvalidRequest:
     return InvalidRequest("the request body is not valid JSON")
 
 
-def _invalid_field(text: str) -> InvalidRequest:
+def _invalid_field(text: str, kind: type) -> InvalidRequest:
     """msgspec's words in the form of the API: the path as `param`, no marks, no long echo."""
     match = _PATH.search(text)
     param = match["path"] if match else ""
     words = text[: match.start()] if match else text
+    is_key, is_value = "`key` in" in text[len(words) :], param.endswith("[...]")
+    param = param.removesuffix("[...]")
+    subject = f"{param}: each {'key' if is_key else 'value'}" if is_key or is_value else param
     if missing := _MISSING.match(words):
         name = f"{param}.{missing['name']}" if param else missing["name"]
         return InvalidRequest(f"{name} is required", param=name)
     if repr(NO_NUL) in words:
         return InvalidRequest(f"{param} must not hold a NUL character", param=param)
+    if characters := _CHARACTERS.search(words):
+        allowed = characters["allowed"].replace("\\", "")
+        numbers = f"{characters['least']} to {characters['most']}"
+        return InvalidRequest(f"{subject} must be {numbers} characters of {allowed}", param=param)
     words = _QUOTED.sub(_type_names, words)[:_MAX_ECHO]
+    if words.startswith(("Invalid enum value", "Invalid value")) and (allowed := allowed_values(kind, param)):
+        words += f"; supported values are {', '.join(map(repr, allowed))}"
     if not param:
         return InvalidRequest(f"the request body is wrong: {words}")
-    return InvalidRequest(f"{param}: {words}", param=param)
+    return InvalidRequest(f"{subject}: {words}", param=param)
 
 
 def _type_names(quoted: re.Match[str]) -> str:
