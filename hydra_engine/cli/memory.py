@@ -15,7 +15,7 @@ from hydra_engine.cli.options import add_engine_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.cli.summary import columns
 from hydra_engine.core.units import GIB, size
-from hydra_engine.errors import ConfigError
+from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.preprocess.model_files import find_model_files
 
 
@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     footprint: Any = import_module("hydra_engine.instance.footprint")  # loads torch
     footprints = footprint.footprints(config, None if memory is None else int(memory * GIB))
     sys.stdout.write("\n".join(report_lines(footprints, config.model_name)) + "\n")
-    return 0
+    fits = all(_used(footprints, device) <= available for device, available in footprints.memory.items())
+    return 0 if fits else ResourceError.exit_code
 
 
 def report_lines(footprints: Any, model: str) -> list[str]:
@@ -58,10 +59,14 @@ def report_lines(footprints: Any, model: str) -> list[str]:
     if states:
         lines.append(f"  {size(states)} of that are recurrent states")
     for device, available in footprints.memory.items():
-        used = sum(instance.plan.total_bytes for instance in footprints.instances if instance.device == device)
+        used = _used(footprints, device)
         verdict = "" if used <= available else ": too much, give smaller caches"
         lines.append(f"device {device}: {size(used)} of {size(available)}{verdict}")
     return lines
+
+
+def _used(footprints: Any, device: str) -> int:
+    return sum(instance.plan.total_bytes for instance in footprints.instances if instance.device == device)
 
 
 def _saved(instance: Any, whole: Any) -> str:

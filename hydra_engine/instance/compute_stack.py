@@ -190,8 +190,17 @@ def _load_and_size(
     if device.asynchronous:
         config, limits_reason = with_limits(config, spec, role, backend.dtype.itemsize, own_bytes, weight_bytes)
         reasons += () if limits_reason is None else (limits_reason,)
-    sizes = backend.dtype.itemsize, free_bytes
-    plan_of = partial(plan_memory, spec, role, config, *sizes, shares=context.shares, weight_bytes=weight_bytes)
+    plan_of = partial(
+        plan_memory,
+        spec,
+        role,
+        config,
+        backend.dtype.itemsize,
+        free_bytes,
+        shares=context.shares,
+        weight_bytes=weight_bytes,
+        total_bytes=total_bytes,
+    )
     plan = plan_of(filling=Filling(own_bytes) if fills else None)
     resolved = _resolve(config, spec, plan, role, device)
     with _memory_for("the weights"), all_cores(backend):
@@ -226,7 +235,7 @@ def _nothing() -> None:
 def _memory_for(what: str) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise ResourceError(
             f"the device has no memory for {what}; free memory there, lower --gpu-memory-utilization or the caches' "
             "sizes, --token-budget, --max-num-seqs or --image-budget, or put fewer instances on it",

@@ -86,6 +86,12 @@ def test_an_instance_that_would_not_fit_is_named() -> None:
     assert "too much, give smaller caches" in report_lines(found(LLAVA, "PD+E", 40, kv_cache_gib=30), "m")[-1]
 
 
+def test_caches_that_do_not_fit_are_shown_and_end_with_the_code_of_missing_memory(here: Here) -> None:
+    for gib, code in ((30, 4), (20, 0)):
+        done = here("memory", "demo", "--memory", "24", "--kv-cache-gib", str(gib))
+        assert (done.returncode, "too much" in done.stdout) == (code, code == 4)
+
+
 def test_topologies_that_cannot_serve_the_model_are_refused(tmp_path: Path) -> None:
     make_tiny("qwen3", tmp_path, seed=0)
     for model, topology, words in (

@@ -117,7 +117,7 @@ def test_sizes_that_are_given_are_taken_and_must_fit() -> None:
     own = WEIGHTS["EPD"] + WORKING.total_bytes + MARGIN_BYTES + MIB
     made = plan(own, num_kv_blocks=100, num_image_blocks=7)
     assert (made.num_kv_blocks, made.num_image_blocks) == (100, 7)
-    with pytest.raises(ResourceError, match=r"lower --kv-cache-gib or --image-cache-gib, or raise --gpu-memory-util"):
+    with pytest.raises(ResourceError, match=r"lower --num-kv-blocks or --num-image-blocks, or raise --gpu-memory-util"):
         plan(own, num_kv_blocks=MIB // KV_BLOCK, num_image_blocks=1)
     assert plan(own, image_cache_gib=0.5 / 1024).num_kv_blocks == MIB // 2 // KV_BLOCK
 
@@ -361,4 +361,16 @@ def test_a_device_too_small_for_a_step_refuses_to_start(tmp_path: Path, monkeypa
     make_tiny("llava", tmp_path, seed=1)
     on_device(SmallDevice([1]), monkeypatch)
     with pytest.raises(ResourceError, match=r"^the device has no memory for its largest steps; .*--image-budget"):
+        Engine(tmp_path, dtype="float32")
+
+
+def test_a_system_that_gives_no_memory_for_the_caches_refuses_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    make_tiny("llava", tmp_path, seed=1)
+    monkeypatch.setattr(compute_stack, "allocate_kv_cache", refuse)
+    with pytest.raises(ResourceError, match=r"^the device has no memory for the caches; "):
         Engine(tmp_path, dtype="float32")

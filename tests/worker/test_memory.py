@@ -57,6 +57,17 @@ def test_long_contexts_count_as_typical_ones_but_one_always_fits() -> None:
     assert plan(max_position=32_768, max_num_seqs=1).num_kv_blocks == 32_768 // 16
 
 
+def test_given_caches_may_take_all_memory_there_is_and_no_more() -> None:
+    """Pages that nobody has written yet are not missed before they are, so what is free now does not count."""
+    spec = fake_spec(256, FAKE_VISION)
+    for flag, cache in (("--num-kv-blocks", {"num_kv_blocks": 1000}), ("--kv-cache-gib", {"kv_cache_gib": 1})):
+        config = EngineConfig(cache=CacheConfig(**cache, num_image_blocks=16))
+        needed_bytes = plan_memory(spec, EPD, config, 4, 0).total_bytes
+        assert plan_memory(spec, EPD, config, 4, 0, total_bytes=needed_bytes).total_bytes == needed_bytes
+        with pytest.raises(ResourceError, match=f"for instance role EPD; lower {flag} or --num-image-blocks$"):
+            plan_memory(spec, EPD, config, 4, 0, total_bytes=needed_bytes - 1)
+
+
 def test_little_memory_bounds_the_cache() -> None:
     weights = fake_spec().language.num_parameters() * 4 + 4000
     made = plan(weights + 100_000)

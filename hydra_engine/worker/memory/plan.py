@@ -102,11 +102,15 @@ class Needs:
         return (kv or not self.role.needs_language) and (images or self.pictures is None)
 
     @property
+    def given_kv_bytes(self) -> int:
+        """0 where the KV cache has no given size."""
+        given = self.given("kv", self.kv_block_bytes) if self.role.needs_language else None
+        return self.kv_block_bytes * (given or 0)
+
+    @property
     def usual_cache_bytes(self) -> int:
         """States and caches of given or usual sizes, KV only where its size is given."""
-        total = self.state_bytes
-        if self.role.needs_language:
-            total += self.kv_block_bytes * (self.given("kv", self.kv_block_bytes) or 0)
+        total = self.state_bytes + self.given_kv_bytes
         if self.pictures is not None:
             per_image, block_bytes = self.image_sizes(self.pictures)
             given = self.given("image", block_bytes)
@@ -161,11 +165,12 @@ def plan_memory(
     shares: int = 1,
     filling: Filling | None = None,
     weight_bytes: int | None = None,
+    total_bytes: int | None = None,
 ) -> CachePlan:
     """`dtype_bytes` of an activation, `weight_bytes` of a weight where that is less. `free_bytes` is what is free
     before the weights are loaded, which `shares` instances on the device divide; `filling` says instead what this one
-    has. Sizes that the configuration gives are those of each instance. Raises ResourceError, saying what to change,
-    when the longest request cannot be served."""
+    has. Sizes that the configuration gives are those of each instance; no more than `total_bytes` of host memory are
+    taken for them. Raises ResourceError, saying what to change, when the longest request cannot be served."""
     needs, reasons = Needs(spec, role, config, dtype_bytes, weight_bytes), list[str]()
     vision_bytes, language_bytes = needs.weights
     weights_bytes = vision_bytes + language_bytes
@@ -185,15 +190,18 @@ def plan_memory(
     share_bytes = int(MEMORY_SHARE * max(left_bytes, 0))
     image_reasons: list[str] = []
     most_bytes = share_bytes if filling is None or role.needs_language else left_bytes
-    image = _images(needs, most_bytes, image_reasons)
+    image = _images(needs, most_bytes, left_bytes - needs.given_kv_bytes, image_reasons)
     room_bytes = share_bytes if filling is None else left_bytes - image.num_bytes
     kv, wanted_len = _kv(needs, room_bytes, reasons, filled=filling is not None)
     holds = kv.num_blocks * config.cache.block_size
     if kv.too_small or image.too_small:
         useful = holds >= (TYPICAL_TOKENS if config.max_model_len is None else 2) and not image.too_small
         raise refusals.caches_too_small(device, (kv, image), left_bytes, lower_to=holds if useful else None)
-    if filling is not None and kv.num_bytes + image.num_bytes > left_bytes:
-        raise refusals.caches_too_large(role, kv.num_bytes + image.num_bytes, left_bytes)
+    bounded = filling is not None or total_bytes is not None
+    if filling is None and total_bytes is not None:  # what is free may change, what there is does not
+        left_bytes = total_bytes - weights_bytes - needs.state_bytes
+    if bounded and kv.num_bytes + image.num_bytes > left_bytes:
+        raise refusals.caches_too_large(device, (kv, image), left_bytes)
     max_model_len = min(wanted_len, holds) if role.needs_language else wanted_len
     if max_model_len < wanted_len:
         needed_bytes = _ceil(wanted_len, config.cache.block_size) * kv.block_bytes
@@ -289,13 +297,14 @@ def _lowered(wanted_len: int, max_model_len: int, needed_bytes: int, *, fills: b
     return f"max_model_len lowered from {wanted_len} to {max_model_len}, what the KV cache holds; {whole} it all"
 
 
-def _images(needs: Needs, most_bytes: int, reasons: list[str]) -> CacheSize:
-    """Without blocks where no feature ever comes."""
+def _images(needs: Needs, most_bytes: int, beside_bytes: int, reasons: list[str]) -> CacheSize:
+    """Without blocks where no feature ever comes. `beside_bytes`: what a KV cache of a given size leaves."""
     if needs.pictures is None:
         return CacheSize("image")
     per_image, block_bytes = needs.image_sizes(needs.pictures)
     num_blocks = needs.given("image", block_bytes, reasons)
     if num_blocks is None:
+        most_bytes = min(most_bytes, max(beside_bytes, per_image * block_bytes))
         num_blocks = min(needs.wanted_images * per_image, most_bytes // block_bytes)
         waiting = "" if Role.P in needs.role else ", until other instances have fetched them"
         reasons.append(f"image cache: room for {num_blocks // per_image} of the largest images{waiting}")

@@ -122,9 +122,11 @@ def caches_too_small(
     )
 
 
-def caches_too_large(role: Role, cache_bytes: int, left_bytes: int) -> ResourceError:
+def caches_too_large(part: DevicePart, caches: Sequence[CacheSize], left_bytes: int) -> ResourceError:
+    cache_bytes = sum(cache.num_bytes for cache in caches)
+    flags = " or ".join(cache.given for cache in caches if cache.given)
     return ResourceError(
-        f"caches {size(cache_bytes)} > {size(left_bytes)} that are left of the device for instance role "
-        f"{role.letters}; lower --kv-cache-gib or --image-cache-gib, or raise --gpu-memory-utilization",
+        f"caches {size(cache_bytes)} > {size(max(left_bytes, 0))} that are left of the device for instance role "
+        f"{part.role.letters}; lower {flags}" + (", or raise --gpu-memory-utilization" if part.filled else ""),
         param="kv_cache_gib",
     )
