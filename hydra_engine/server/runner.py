@@ -14,6 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+from hydra_engine import log
 from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_keys
 from hydra_engine.core.outputs import Result
 from hydra_engine.server import load_log
@@ -163,23 +164,29 @@ async def _until_signal_or_loss(engine: EnginePort, signals: _Signals) -> bool:
 async def _drain(lifecycle: Lifecycle, timeout_s: float, signals: _Signals) -> int:
     """Refuses new requests, waits for the running ones, then ends them with an error."""
     lifecycle.draining = True
-    logger.info("shutting down: %d requests may still finish, for at most %g s", lifecycle.num_running, timeout_s)
+    if lifecycle.num_running:
+        how = "Ctrl-C again" if signals.number == signal.SIGINT else "a second signal"
+        log.tell(f"shutting down: {timeout_s:g} s for {_running(lifecycle)} to end; {how} ends at once")
     idle = asyncio.create_task(lifecycle.wait_idle())
     again = asyncio.create_task(signals.second.wait())
     try:
         await asyncio.wait({idle, again}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         lifecycle.expire()
         if signals.second.is_set():
-            logger.warning("second signal: ending at once")
+            logger.warning("second signal: ending at once, without %s", _running(lifecycle))
             return 128 + (signals.number or 0)
         if not idle.done():
-            logger.warning("%d requests did not finish in time", lifecycle.num_running)
+            logger.warning("%s did not finish in time", _running(lifecycle))
             await asyncio.wait({idle, again}, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
         return 0
     finally:
         idle.cancel()
         again.cancel()
         await asyncio.gather(idle, again, return_exceptions=True)
+
+
+def _running(lifecycle: Lifecycle) -> str:
+    return f"{lifecycle.num_running} request{'s' * (lifecycle.num_running != 1)}"
 
 
 class _Signals:

@@ -167,7 +167,8 @@ def test_the_load_is_told_unless_it_is_switched_off(told: bool, port: int, proce
 
 @pytest.mark.slow
 def test_what_does_not_finish_in_time_is_told(port: int, processes: list[ServerProcess]) -> None:
-    server = ServerProcess(port, engine={"prefill_s": 60}, config={"shutdown_timeout_s": 0.3, "keepalive_s": 0.05})
+    config = {"shutdown_timeout_s": 0.3, "keepalive_s": 0.05}
+    server = ServerProcess(port, engine={"prefill_s": 60}, config=config, stderr=subprocess.PIPE)
     processes.append(server)
     server.wait_until("/health", 200)
 
@@ -188,11 +189,14 @@ def test_what_does_not_finish_in_time_is_told(port: int, processes: list[ServerP
     assert stream_status == 200 and '"code":"draining"' in streamed and "[DONE]" not in streamed
     code, output = server.end()
     assert code == 0 and "cancelled 2" in output
+    assert server.errors.count("shutting down: 0.3 s for 2 requests to end; Ctrl-C again ends at once") == 1
+    warnings = [line for line in server.errors.splitlines() if line.startswith("WARNING")]
+    assert warnings == ["WARNING:hydra_engine.server.runner:2 requests did not finish in time"]
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess]) -> None:
-    server = ServerProcess(port, engine={"prefill_s": 60}, config={"shutdown_timeout_s": 60})
+    server = ServerProcess(port, engine={"prefill_s": 60}, config={"shutdown_timeout_s": 60}, stderr=subprocess.PIPE)
     processes.append(server)
     server.wait_until("/health", 200)
     with socket.create_connection(("127.0.0.1", port)) as client:
@@ -205,6 +209,8 @@ def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess])
         code, output = server.end()
     assert time.monotonic() - began_s < 2
     assert code == 128 + signal.SIGTERM and "stopped" in output
+    warnings = [line for line in server.errors.splitlines() if line.startswith("WARNING")]
+    assert warnings == ["WARNING:hydra_engine.server.runner:second signal: ending at once, without 1 request"]
 
 
 def test_a_signal_while_loading_ends_at_once(port: int, processes: list[ServerProcess]) -> None:

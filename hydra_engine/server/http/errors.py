@@ -155,7 +155,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except HydraError as exception:
         error = exception
         if error.status >= 500 and request.method == "POST":
-            logger.warning("%s %d %s: %s", request[REQUEST_ID], error.status, error.code, error.message)
+            level = logging.INFO if error.code == "draining" else logging.WARNING  # a drain tells their number itself
+            logger.log(level, "%s %d %s: %s", request[REQUEST_ID], error.status, error.code, error.message)
     except asyncio.CancelledError:
         logger.info("%s 499 the client has gone", request[REQUEST_ID])
         raise
