@@ -30,7 +30,7 @@ def test_families_give_the_tokens_of_one_instance(
     make_engine: EngineFactory, tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     make_tiny(family, tmp_path, seed=3)
-    common = {"threads": 1, "block_size": 4, "num_kv_blocks": 2048, "max_model_len": 4096} | options
+    common = {"threads": 1, "block_size": 4, "num_kv_blocks": 2048} | options
     with Engine(tmp_path, **common) as engine:
         golden = alone(engine, REQUESTS)
     engine = make_engine(model=tmp_path, topology="E+P+D", **common)
@@ -46,5 +46,5 @@ def test_recurrent_states_stay_where_they_are(make_engine: EngineFactory, tmp_pa
         make_engine(model=tmp_path, topology="E+P+D")
     with Engine(tmp_path, threads=1) as engine:
         golden = alone(engine, REQUESTS)
-    engine = make_engine(model=tmp_path, topology="E+PD", num_kv_blocks=2048, max_model_len=4096)
+    engine = make_engine(model=tmp_path, topology="E+PD", num_kv_blocks=2048)
     assert differences(REQUESTS, together(engine, REQUESTS), golden) == []

@@ -63,7 +63,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 @contextmanager
 def engine_of(model: Path, **options: Any) -> Iterator[Any]:
     """Holds nothing at its end."""
-    settings = {"device": DEVICE, "num_kv_blocks": 1024, "max_model_len": 4096} | options
+    settings = {"device": DEVICE, "num_kv_blocks": 1024} | options
     with shared.Engine(model, **settings) as engine:
         yield engine
         shared.assert_at_rest(engine)

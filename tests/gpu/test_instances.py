@@ -42,7 +42,7 @@ MOST_OF_LIMIT = 2.0  # what the slowest of a hundred tokens may take, in limits:
 SPARE_BYTES = 512 << 20  # contexts of processes that end while memory is looked at
 OPTIONS: dict[str, Any] = {
     **{"dtype": "float32", "deterministic": True, "threads": 1, "block_size": 4, "num_kv_blocks": 512},
-    **{"max_model_len": 1024, "max_num_seqs": 8, "cuda_graph_sizes": (4, 8), "encoder_cuda_graph_sizes": (64, 256)},
+    **{"max_num_seqs": 8, "cuda_graph_sizes": (4, 8), "encoder_cuda_graph_sizes": (64, 256)},
 }
 
 

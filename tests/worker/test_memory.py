@@ -13,7 +13,7 @@ from hydra_engine.backend.cpu.shared_memory import SharedPool
 from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, SchedulerConfig
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.units import GIB
-from hydra_engine.errors import ResourceError
+from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import DeltaShape
 from hydra_engine.models.specs.quantization import Quantization
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
@@ -174,9 +174,10 @@ def test_text_only_models_have_no_image_cache() -> None:
     assert allocate_image_cache(fake_spec(vision=None), made, 64, torch.float32) is None
 
 
-def test_a_length_beyond_the_models_is_cut_with_a_reason() -> None:
-    made = plan(max_model_len=1000)
-    assert made.max_model_len == 256 and "exceeds" in made.reasons[0]
+def test_a_length_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_model_len 257 exceeds the model's 256; lower it or leave it out$"):
+        plan(max_model_len=257)
+    assert plan(max_model_len=256).max_model_len == 256
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,12 +8,14 @@ nothing, asks no device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.core.units import GIB, size
+from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.worker.memory import refusals
 from hydra_engine.worker.memory.refusals import CacheSize, typed_gib
@@ -165,15 +167,14 @@ def plan_memory(
     shares: int = 1,
     filling: Filling | None = None,
     weight_bytes: int | None = None,
-    total_bytes: int | None = None,
+    total_bytes: int = sys.maxsize,
 ) -> CachePlan:
     """`dtype_bytes` of an activation, `weight_bytes` of a weight where that is less. `free_bytes` is what is free
     before the weights are loaded, which `shares` instances on the device divide; `filling` says instead what this one
     has. Sizes that the configuration gives are those of each instance; no more than `total_bytes` of host memory are
     taken for them. Raises ResourceError, saying what to change, when the longest request cannot be served."""
     needs, reasons = Needs(spec, role, config, dtype_bytes, weight_bytes), list[str]()
-    vision_bytes, language_bytes = needs.weights
-    weights_bytes = vision_bytes + language_bytes
+    weights_bytes = sum(needs.weights)
     device = refusals.DevicePart(spec, role, dtype_bytes, shares, filling is not None)
     if filling is None:
         part_bytes, beside_bytes, working = _divided(free_bytes, shares, reasons), 0, NOT_COUNTED
@@ -197,15 +198,13 @@ def plan_memory(
     if kv.too_small or image.too_small:
         useful = holds >= (TYPICAL_TOKENS if config.max_model_len is None else 2) and not image.too_small
         raise refusals.caches_too_small(device, (kv, image), left_bytes, lower_to=holds if useful else None)
-    bounded = filling is not None or total_bytes is not None
-    if filling is None and total_bytes is not None:  # what is free may change, what there is does not
-        left_bytes = total_bytes - weights_bytes - needs.state_bytes
-    if bounded and kv.num_bytes + image.num_bytes > left_bytes:
-        raise refusals.caches_too_large(device, (kv, image), left_bytes)
+    # Of the host's memory what is free now may change, what there is does not.
+    there_bytes = left_bytes if filling is not None else total_bytes - weights_bytes - needs.state_bytes
+    if kv.num_bytes + image.num_bytes > there_bytes:
+        raise refusals.caches_too_large(device, (kv, image), there_bytes)
     max_model_len = min(wanted_len, holds) if role.needs_language else wanted_len
     if max_model_len < wanted_len:
-        needed_bytes = _ceil(wanted_len, config.cache.block_size) * kv.block_bytes
-        reasons.append(_lowered(wanted_len, max_model_len, needed_bytes, fills=device.filled and not kv.given))
+        reasons.append(_lowered(wanted_len, max_model_len, kv, config.cache.block_size, filled=device.filled))
     return CachePlan(
         kv.num_blocks,
         image.num_blocks,
@@ -215,8 +214,7 @@ def plan_memory(
         (*reasons, *image_reasons),
         num_state_slots,
         needs.state_bytes,
-        vision_bytes,
-        language_bytes,
+        *needs.weights,
         working,
     )
 
@@ -241,9 +239,12 @@ def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
 def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> tuple[CacheSize, int]:
     """And the longest request that is wanted. `filled`: the cache takes all of `room_bytes`."""
     spec, config = needs.spec, needs.config
-    wanted_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
-    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
-        reasons.append(f"max_model_len {config.max_model_len} exceeds the model's {spec.max_model_len}, which is taken")
+    wanted_len = config.max_model_len or spec.max_model_len
+    if wanted_len > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len {wanted_len} exceeds the model's {spec.max_model_len}; lower it or leave it out",
+            param="max_model_len",
+        )
     if not needs.role.needs_language:
         return CacheSize("kv"), wanted_len
     if config.cache.kv_cache_dtype == "int8":
@@ -289,10 +290,10 @@ def _least_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reaso
     return least, f"{least} tokens{picture}"
 
 
-def _lowered(wanted_len: int, max_model_len: int, needed_bytes: int, *, fills: bool) -> str:
-    """`fills`: the KV cache has all that is left, so that asking for more would not help."""
+def _lowered(wanted_len: int, max_model_len: int, kv: CacheSize, block_size: int, *, filled: bool) -> str:
+    needed_bytes = _ceil(wanted_len, block_size) * kv.block_bytes
     whole = f"--kv-cache-gib {typed_gib(needed_bytes)} holds"
-    if fills:
+    if filled and not kv.given:  # the cache has all that is left, asking for more would not help
         whole = f"a KV cache of {size(needed_bytes)} would hold"
     return f"max_model_len lowered from {wanted_len} to {max_model_len}, what the KV cache holds; {whole} it all"
 
