@@ -116,7 +116,9 @@ def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[
     plain = name.replace("_", "-").lower()
     if (reason := instead_of(plain)) is not None:
         return f"{written} is not an option here: {reason}"
-    near = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.6)
+    names = list(known)
+    near = [name for name in names if name.startswith(f"{plain}-")]
+    near = near or difflib.get_close_matches(plain, names, n=1, cutoff=0.8)
     return f"{written} is not an option" + (f"; the nearest one is {spell(near[0])}" if near else "")
 
 

@@ -6,6 +6,7 @@ dashes), `aliases` (the same, as others call it), `choices`, `kind` ("seconds": 
 object, as text or written out; "file" and "folder": paths), `secret` (never shown).
 """
 
+from hydra_engine.config.cluster import ClusterConfig
 from hydra_engine.config.engine import (
     DEFAULT_REQUESTS,
     DEFAULT_TOKENS,
@@ -13,7 +14,6 @@ from hydra_engine.config.engine import (
     MAX_PRIORITY,
     SHAPES,
     CacheConfig,
-    ClusterConfig,
     EngineConfig,
     SchedulerConfig,
     config_from_options,

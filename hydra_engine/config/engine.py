@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hydra_engine.config.cluster import ClusterConfig
 from hydra_engine.config.environment import user_folder
 from hydra_engine.config.fields import (
     KV_DTYPE_NAMES,
+    LOAD_FORMAT_NAMES,
     LOG_FORMATS,
     MAX_ENCODE_SIZE,
     MAX_GRAPH_SIZE,
@@ -148,43 +150,6 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """Routing, leases and timeouts of several instances. Seconds."""
-
-    router: str = opt(
-        "least-loaded",
-        "least-loaded: done soonest; affinity: the instance that has seen the prompt or picture, unless it is much "
-        "busier; round-robin",
-        choices=("least-loaded", "affinity", "round-robin"),
-    )
-    lease_s: float = opt(10.0, "blocks offered to another instance are withdrawn if it is silent for this long")
-    suspect_s: float = opt(2.0, "an instance that is silent for this long gets no work; its requests move to others")
-    fence_s: float = opt(10.0, "an instance that is silent for this long is killed and restarted")
-    recovery_s: float = opt(5.0, "how long a request waits for an instance that can continue it before it fails")
-    max_attempts: int = opt(3, "most attempts of a request whose instance dies")
-    steal_decodes: bool = opt(
-        True, "instances that encode and decode take over decodes of busy ones while they have nothing to encode"
-    )
-    prefetch_features: bool = opt(
-        True, "an instance that prefills fetches features of pictures while their requests still wait for their turn"
-    )
-    early_kv: bool = opt(
-        True, "KV leaves for the instance that decodes behind each chunk of a prefill, and not when all is computed"
-    )
-    transport: str = opt(
-        "auto",
-        "how blocks move between instances. auto: they are read where they are, or through pinned host memory where "
-        "devices cannot map each other's memory; host: always through host memory",
-        choices=("auto", "host"),
-    )
-    check_transfers: bool = opt(False, "compare checksums of all blocks that move between instances (slow)")
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        positive(self, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings of an engine. `model` is a Hugging Face directory, a GGUF file or a folder of one, a hub id such as
     org/name, the word `demo` or one of SHAPES; `model_folder` is where the files of a hub id are, or what was made of
@@ -251,8 +216,9 @@ class EngineConfig:
     )
     load_format: str = opt(
         "auto",
-        "auto: the directory's safetensors files; random: weights drawn from a seed, for measurements without weights",
-        choices=("auto", "random"),
+        "auto: the directory's safetensors files; random, or dummy as in vLLM: weights drawn from a seed, for "
+        "measurements without weights",
+        choices=("auto", "random", *LOAD_FORMAT_NAMES),
     )
     packed_cache: str | None = opt(
         None,
@@ -308,6 +274,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        object.__setattr__(self, "load_format", LOAD_FORMAT_NAMES.get(self.load_format, self.load_format))
         Topology.parse(self.topology)
         if self.instance_limits is not None:
             parse_instance_limits(self.instance_limits, self.topology)

@@ -11,6 +11,7 @@ from hydra_engine.errors import ConfigError
 
 # Other names that vLLM and SGLang have for a type of keys and values.
 KV_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
+LOAD_FORMAT_NAMES = {"dummy": "random"}  # and of a way to load
 MAX_LIMIT_S = 3600.0  # of a latency limit
 LOG_FORMATS = ("text", "json")
 MAX_GRAPHS = 256  # sizes for which steps of a kind are captured

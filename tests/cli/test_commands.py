@@ -193,12 +193,22 @@ def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here
         (("serve", "--mem-fraction-static", "0.8"), "give --gpu-memory-utilization"),
         (("demo", "--model", "x"), "--model is not an option here: the demo's questions are about its own model"),
         (("serve", "--max-num-sequences", "2"), "--max-num-sequences is not an option; the nearest one is --max-num"),
+        (("serve", "--disable-radix-cache"), "--disable-radix-cache is not an option here: give --no-prefix-caching"),
+        (("serve", "--async-scheduling"), "--async-scheduling is not an option here: give --look-ahead"),
+        (("serve", "--mm-processor-cache-gb", "1"), "is not an option here: give --pixel-cache-mib"),
+        (("serve", "--kv-transfer-config", "{}"), "decode with --topology"),
+        (("serve", "--reasoning-parser", "x"), "reasoning stays in the text"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_names_of_other_engines_are_explained(typed: tuple[str, ...], instead: str, here: Here) -> None:
     done = here(*typed)
     assert done.returncode == 2 and instead in done.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["code-revision", "tokenizer-pool", "max-log-len", "additional-config", "headless"])
+def test_a_name_that_only_looks_a_little_like_another_is_not_taken_for_it(name: str, here: Here) -> None:
+    assert here("serve", f"--{name}").stderr.splitlines()[0].endswith(f"--{name} is not an option")
 
 
 def test_what_is_told_to_give_instead_is_an_option() -> None:

@@ -206,6 +206,23 @@ def test_a_wrong_file_is_one_sentence(text: str, words: str, tmp_path: Path) -> 
     assert len(caught.value.message) < 200 and str(tmp_path) not in caught.value.message
 
 
+def test_numbers_may_end_as_in_vllm(tmp_path: Path) -> None:
+    for text, value in (("4k", 4000), ("4K", 4096), ("1m", 10**6), ("1M", 1 << 20), ("2G", 2 << 30)):
+        assert chosen("--max-model-len", text).engine().max_model_len == value
+        assert of_file(f"max-model-len: {text}\n", tmp_path).engine().max_model_len == value
+    for wrong in ("k", "-4k", "4kb", "4 k", "1.5K"):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            chosen(f"--max-model-len={wrong}")
+    with pytest.raises(ConfigError, match="must be a smaller number"):
+        chosen("--max-model-len", "999999999999999999G")
+
+
+def test_weights_from_a_seed_have_vllm_s_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen("--load-format", "dummy").engine().load_format == "random"
+    monkeypatch.setenv("HYDRA_LOAD_FORMAT", "dummy")
+    assert chosen().engine().load_format == "random"
+
+
 @pytest.mark.parametrize("path", [".", "no-such-file"])
 def test_a_file_that_cannot_be_read(path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the configuration file \S+: "):

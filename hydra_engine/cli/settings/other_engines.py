@@ -20,6 +20,9 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
         *("b", "ub", "batch-size", "ubatch-size", "chunked-prefill-size", "max-prefill-tokens"),
     ),
     "prefill is always chunked, by --token-budget": ("enable-chunked-prefill",),
+    "give --look-ahead": ("async-scheduling",),
+    "give --no-prefix-caching": ("disable-radix-cache",),
+    "give --pixel-cache-mib": ("mm-processor-cache-gb",),
     "the length of an answer is set by the request (max_tokens; --max-tokens of generate and chat)": (
         *("n", "predict", "n-predict", "max-new-tokens"),
     ),
@@ -31,7 +34,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "give --kv-cache-dtype": ("ctk", "ctv", "cache-type-k", "cache-type-v"),
     "give --attention-backend": ("fa", "flash-attn"),
     "one process serves HTTP": ("api-server-count",),
-    "give --log-level": ("uvicorn-log-level",),
+    "give --log-level": ("uvicorn-log-level", "log-level-http"),
     "--access-log is off unless it is given": ("disable-uvicorn-access-log", "disable-access-log-for-endpoints"),
     "requests are logged only with --enable-log-requests": ("disable-log-requests",),
     "pictures are scaled between --min-pixels and --max-pixels": (
@@ -42,12 +45,28 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
         *("enable-auto-tool-choice", "tool-call-parser"),
     ),
+    "reasoning stays in the text of the answer": ("reasoning-parser",),
+    "the server listens on --host and --port": ("uds",),
+    "let a proxy in front of the server take the prefix off": ("root-path",),
     "put a proxy with TLS in front of the server": ("ssl-keyfile", "ssl-certfile", "ssl-key-file", "ssl-cert-file"),
+    "usage always counts cached tokens and those of images; leave it out": ("enable-prompt-tokens-details",),
+    "a stream ends with its usage if the request has stream_options.include_usage": ("enable-force-include-usage",),
     _ONE_DEVICE: (
         *("tensor-parallel-size", "pipeline-parallel-size", "tp", "pp", "tp-size", "pp-size", "ngl", "gpu-layers"),
-        *("n-gpu-layers", "split-mode", "tensor-split", "cpu-offload-gb"),
+        *("n-gpu-layers", "split-mode", "tensor-split", "cpu-offload-gb", "enable-expert-parallel"),
+        "mm-encoder-tp-mode",
     ),
     "name several instances with --topology, for example 2EPD": ("data-parallel-size", "dp", "dp-size"),
+    "name instances that prefill and that decode with --topology, for example EP+D": (
+        *("kv-transfer-config", "disaggregation-mode"),
+    ),
+    "a preempted request is computed again, nothing is swapped; leave it out": ("swap-space",),
+    "no model is compiled at start; leave it out": ("compilation-config", "enable-torch-compile"),
+    "what steps with pictures take is measured at start; leave it out": ("skip-mm-profiling",),
+    "end the server to free its memory": ("enable-sleep-mode",),
+    "grammars have one implementation; leave it out": ("guided-decoding-backend", "grammar-backend"),
+    "change config.json in a copy of the model's folder": ("hf-overrides",),
+    "the vision tower is always loaded; leave it out": ("language-model-only",),
     "give --quantization int4 or int8": ("q", "load-in-4bit", "load-in-8bit"),
     "LoRA adapters are not supported; merge them into the checkpoint": (
         "enable-lora",

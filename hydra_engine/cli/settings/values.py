@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from typing import Any
 
 from hydra_engine.cli.options import MEDIA_LIMIT_FIELDS, Option
@@ -18,6 +19,8 @@ MAX_TEXT = 65536  # characters of a value
 _MAX_INT = (1 << 63) - 1
 _MAX_ITEMS = 1024
 _SHOWN = 40  # characters of a wrong value that its message quotes
+_MULTIPLE = re.compile(r"([0-9]{1,18})([kmgKMG])")  # as vLLM has them: 4k is 4000, 4K is 4096
+_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -105,6 +108,8 @@ def media_limits(value: object, where: str) -> dict[str, int]:
 
 def _number(option: Option, value: object, where: str) -> int | float:
     expected = "a whole number" if option.kind is int else "a number"
+    if option.kind is int and isinstance(value, str) and (multiple := _MULTIPLE.fullmatch(value.strip())):
+        value = int(multiple[1]) * _FACTORS[multiple[2]]
     number = _read_number(value)
     if number is None:
         raise _wrong(option, where, expected, value)
