@@ -43,7 +43,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: {message}\nTry `{self.prog} --help`, or `--help PART` to find a flag.\n")
+        find = ", or `--help PART` to find a flag" if self._subparsers is None else ""
+        sys.stderr.write(f"{self.prog}: {message}\nTry `{self.prog} --help`{find}.\n")
         self.exit(2)
 
     def flags(self) -> list[str]:
@@ -70,6 +71,8 @@ class Parser(argparse.ArgumentParser):
         if not matches:
             near = difflib.get_close_matches("--" + part.lstrip("-"), self.flags(), n=3, cutoff=0.5)
             hint = f"; near are {', '.join(near)}" if near else ""
+            if self._subparsers is not None:
+                hint = f"; commands have flags, try `{self.prog} serve --help {part}`"
             return f"{self.prog} has no flag with {part!r} in its name{hint}.\n"
         formatter = self._get_formatter()
         for title, actions in matches:

@@ -21,6 +21,7 @@ from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.frontend.recording import Recording
 from hydra_engine.models.specs.generation import default_sampling
 from hydra_engine.preprocess.model_files import find_model_files
+from hydra_engine.preprocess.text.template_files import read_given
 
 T = TypeVar("T")
 
@@ -93,6 +94,8 @@ class EngineLife:
 
     def _prepare(self, config: EngineConfig, *, processes: bool, ahead: Ahead | None = None) -> None:
         self.config = config = find_model_files(config)
+        if config.chat_template is not None:
+            read_given(config.chat_template)  # which raises before gigabytes are read
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
         self._ahead = ahead

@@ -12,6 +12,7 @@ from hydra_engine.__main__ import main
 from hydra_engine.backend.devices import probe
 from hydra_engine.cli.commands import build_parser
 from hydra_engine.cli.settings import other_engines
+from hydra_engine.frontend.frontend import Front
 from tests.cli.conftest import Here
 from tests.packaging.flags import FLAG
 from tests.unit.test_model_files import text as gguf_text
@@ -100,6 +101,20 @@ def test_generate_says_what_is_wrong(here: Here) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "command", [("serve", "demo", "--port", "0"), ("run-batch", "-i", "-", "-o", "-")], ids=" ".join
+)
+def test_a_chat_template_is_read_before_the_weights(
+    command: tuple[str, ...], here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Front, "start", None)
+    done = here(*command, "--chat-template", "/no/template")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        ["hydra-engine: cannot read the chat template /no/template: No such file or directory"],
+    )
+
+
 def test_a_profile_that_could_not_be_written_is_refused_before_it_is_measured(here: Here) -> None:
     done = here("profile", "demo", "--output", "/no/such/file")
     assert done.returncode == 2 and "--output /no/such/file: there is no folder /no/such" in done.stderr
@@ -163,6 +178,14 @@ def test_without_a_command_there_is_help(asked: tuple[str, ...], here: Here) -> 
     done = here(*asked)
     assert done.returncode == 0 and done.stdout.startswith("usage: hydra-engine") and not done.stderr
     assert "run-batch" in done.stdout
+
+
+def test_flags_are_looked_for_where_they_are(here: Here) -> None:
+    assert here("serv").stderr.splitlines()[1] == "Try `hydra-engine --help`."
+    found = here("--help", "port")
+    assert found.returncode == 2 and found.stdout.endswith(
+        "; commands have flags, try `hydra-engine serve --help port`.\n"
+    )
 
 
 def test_help_of_a_command_has_three_spellings(here: Here) -> None:
