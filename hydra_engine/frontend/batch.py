@@ -14,7 +14,7 @@ from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest
-from hydra_engine.frontend.call import call_of, is_chat, is_token_ids, with_prompt
+from hydra_engine.frontend.call import call_of, check_prompt, is_chat, is_token_ids, with_prompt
 from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.progress import BatchProgress
 
@@ -30,6 +30,7 @@ async def run_batch(
 ) -> Any:
     """Runs requests to their end for `Engine.generate` and `chat`. `options` are BatchOptions; `ended` gets each result
     as it comes, at its place."""
+    check_prompt(prompts)
     single = isinstance(prompts, str) or is_token_ids(prompts) or is_chat(prompts)
     raises = options.pop("on_error", "raise") == "raise"
     progress = options.pop("progress", None)

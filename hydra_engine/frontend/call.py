@@ -127,6 +127,7 @@ def with_prompt(
     call: GenerationCall, prompt: Prompt | Messages, images: Images = None, videos: Videos = None
 ) -> GenerationCall:
     """The same for this prompt, and what is beside it. Raises InvalidRequest."""
+    check_prompt(prompt)
     media = media_parts(images, videos)
     if is_chat(prompt):
         return replace(call, messages=chat_messages(prompt, media))
@@ -152,6 +153,13 @@ def _sampling(
     if chosen.grammar is not None:
         raise InvalidRequest("output can have one form only; leave out response_format or grammar", param=grammar.param)
     return replace(chosen, grammar=grammar)
+
+
+def check_prompt(what: object) -> None:
+    """One or several. Raises InvalidRequest for what is neither text nor a sequence."""
+    if not isinstance(what, Sequence) or isinstance(what, bytes | bytearray):
+        kind = type(what).__name__
+        raise InvalidRequest(f"a prompt must be text, a list of token ids or messages, not {kind}", param="prompt")
 
 
 def is_chat(what: Any) -> bool:

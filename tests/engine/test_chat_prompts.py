@@ -82,3 +82,13 @@ def generated(model: Any, inputs: Any) -> list[int]:
     ids = model.generate(**inputs, **options)
     found: list[int] = ids[0, inputs["input_ids"].shape[1] :].tolist()
     return found
+
+
+def test_what_is_no_prompt_is_refused_with_a_sentence(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    for wrong, kind in ((5, "int"), (None, "NoneType"), (b"Hello", "bytes"), ({"role": "user"}, "dict")):
+        for call in (engine.generate, engine.chat, engine.submit):
+            with pytest.raises(InvalidRequest, match=f"^a prompt must be text, .*, not {kind}$"):
+                call(wrong)
+    with pytest.raises(InvalidRequest, match=r"^prompt 2: a prompt must be text, .*, not int\n"):
+        engine.generate(["Hello", 5], max_tokens=1)
