@@ -80,6 +80,7 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as `spawn.start_python` has left it
     parser = argparse.ArgumentParser(description="internal: one instance of hydra-engine")
     parser.add_argument("--name", help="of the instance, for whoever lists processes")
     parser.add_argument("--fd", type=int, required=True)

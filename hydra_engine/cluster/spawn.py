@@ -7,6 +7,7 @@ start is the reading of torch. Does not know what is said over the sockets.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -58,4 +59,9 @@ def start_python(command: Sequence[str], channel: socket.socket, control: socket
     environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
     environment.setdefault(*OPENMP_IDLE)
-    return subprocess.Popen(command, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)
+    # Ctrl-C goes to the whole group, and to this process before it has come to ignore it (`process.main`).
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(command, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -196,6 +196,21 @@ def test_processes_of_instances_get_no_secrets(monkeypatch: pytest.MonkeyPatch) 
         assert process.wait(30) == 4
 
 
+def test_a_process_that_starts_is_not_interrupted_with_its_group() -> None:
+    """Not before it ignores that itself, from when on it blocks nothing for what it starts."""
+    interrupted = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    ignoring = (
+        "import signal, sys\nfrom hydra_engine.cluster import process\n"
+        "def load(): sys.exit(4 if signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 3)\n"
+        "process.main(load)"
+    )
+    one, other = socket.socketpair()
+    with one, other:
+        for code, status in ((interrupted, 0), (ignoring, 4)):
+            process: subprocess.Popen[Any] = spawn.start_python([sys.executable, "-c", code], one, other)
+            assert process.wait(30) == status
+
+
 @pytest.mark.parametrize(
     ("host", "options", "words"),
     [
