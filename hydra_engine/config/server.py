@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 from hydra_engine.config.fields import LOG_FORMATS, check_choices, opt, positive
 from hydra_engine.errors import ConfigError
 
+MAX_PORT = (1 << 16) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -95,6 +97,8 @@ class ServerConfig:
         check_choices(self)
         if self.otlp_endpoint is not None:
             _check_endpoint(self.otlp_endpoint)
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(f"port must be between 0, which takes a free one, and {MAX_PORT}", param="port")
         positive(self, "max_body_bytes", "body_timeout_s", "max_logprob_entries")
         for name in ("max_requests_per_client", "requests_per_minute"):
             if getattr(self, name) < 0:

@@ -237,6 +237,8 @@ def test_a_file_that_cannot_be_read(path: str, tmp_path: Path) -> None:
         ("HYDRA_TPOT_SLO", "soon", "HYDRA_TPOT_SLO must be a time"),
         ("HYDRA_DTYPE", "int4", "HYDRA_DTYPE must be auto, float32, bfloat16 or float16, not 'int4'"),
         ("HYDRA_PORT", "tcp://10.0.0.1:8000", "Kubernetes sets it for a Service named hydra"),
+        ("HYDRA_PORT", "99999", "port must be between 0, which takes a free one, and 65535 (set by HYDRA_PORT)"),
+        ("HYDRA_PORT", "-1", "port must be between 0"),
         ("HYDRA_THREADS", "0", "threads must be between 1 and 1024 (set by HYDRA_THREADS)"),
         ("HYDRA_ALLOW_ORIGINS", "[1", "HYDRA_ALLOW_ORIGINS begins like a JSON list but is not one"),
     ],
@@ -245,6 +247,7 @@ def test_a_wrong_variable_is_one_sentence(name: str, value: str, words: str, mon
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
         chosen().engine()
+        chosen().server()
     assert words in caught.value.message
 
 

@@ -123,10 +123,10 @@ async def test_a_taken_port_is_a_resource_error() -> None:
     assert raised.value.exit_code == 4
 
 
-@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 1 << 17)])
-async def test_addresses_that_do_not_work(host: str, port: int) -> None:
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+async def test_addresses_that_do_not_work(host: str) -> None:
     with pytest.raises(ResourceError, match="cannot listen on"):
-        await listen(build_app(StubEngine(), ServerConfig()), host, port)
+        await listen(build_app(StubEngine(), ServerConfig()), host, 0)
 
 
 def test_health_answers_while_the_model_loads_and_signals_drain(port: int, processes: list[ServerProcess]) -> None:

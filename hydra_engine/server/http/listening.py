@@ -146,18 +146,16 @@ async def listen(app: web.Application, host: str, port: int) -> Listening:
     )
     try:
         server = await loop.create_server(connection, host, port, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         await runner.cleanup()
         raise ResourceError(f"cannot listen on {host}:{port}: {_why(error)}", param="port") from error
     return Listening(runner, server, _url(host, server.sockets[0].getsockname()[1]))
 
 
-def _why(error: Exception) -> str:
+def _why(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return "no such host"
-    if isinstance(error, OSError) and error.errno is not None:
-        return os.strerror(error.errno).lower()
-    return "not a port number"
+    return str(error) if error.errno is None else os.strerror(error.errno).lower()
 
 
 def _url(host: str, port: int) -> str:
