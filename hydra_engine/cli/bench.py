@@ -57,7 +57,7 @@ def _list(benches: dict[str, Path]) -> Iterator[str]:
         yield f"{title}:"
         width = max(map(len, names), default=0)
         for name in names:
-            summary = benches[name].read_text(encoding="utf-8").lstrip('"').split("\n", 1)[0]
+            summary = benches[name].read_text(encoding="utf-8").lstrip('"').split("\n", 1)[0].rstrip('"')
             yield f"  {name:{width}}  {textwrap.shorten(summary, _WIDTH - width - 4, placeholder=' ...')}"
 
 
