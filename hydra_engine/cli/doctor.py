@@ -116,4 +116,4 @@ def _version(number: int) -> str:
 
 def _demo_model() -> str:
     weights = EngineConfig(model=DEMO_MODEL).model_path / "model.safetensors"
-    return f"{weights.stat().st_size / 2**20:.1f} MiB of weights" if weights.exists() else "missing"
+    return f"weights in a file of {weights.stat().st_size / 2**20:.1f} MiB" if weights.exists() else "missing"
