@@ -12,7 +12,7 @@ from hydra_engine.__main__ import main
 from hydra_engine.backend.devices import probe
 from hydra_engine.cli.commands import build_parser
 from hydra_engine.cli.settings import other_engines
-from hydra_engine.frontend.frontend import Front
+from hydra_engine.frontend.frontend import Frontend
 from tests.cli.conftest import Here
 from tests.packaging.flags import FLAG
 from tests.unit.test_model_files import text as gguf_text
@@ -107,7 +107,7 @@ def test_generate_says_what_is_wrong(here: Here) -> None:
 def test_a_chat_template_is_read_before_the_weights(
     command: tuple[str, ...], here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Front, "start", None)
+    monkeypatch.setattr(Frontend, "start", None)
     done = here(*command, "--chat-template", "/no/template")
     assert (done.returncode, done.stderr.splitlines()) == (
         2,

@@ -130,7 +130,7 @@ def test_the_queue_counts_every_answer(make_engine: EngineFactory) -> None:
     long = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
     handle = engine.submit("Hello", n=3, **long)
     next(iter(handle))
-    with pytest.raises(Unavailable, match="already queued"):
+    with pytest.raises(Unavailable, match="3 requests are queued or running, the limit"):
         engine.generate("Hello", n=2, **long)
     with pytest.raises(InvalidRequest, match="ask for fewer"):
         engine.generate("Hello", n=5, **long)
