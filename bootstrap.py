@@ -57,9 +57,7 @@ def main() -> None:
         building = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             install(dev)
-            step = Step(
-                4, "extension    compiled with " + ("CUDA, if there is a toolkit" if dev else "the C++ compiler")
-            )
+            step = Step(4, compilation(dev))
             failed = building.wait()
         finally:
             building.kill()
@@ -69,6 +67,13 @@ def main() -> None:
     call(*PIP, "install", "--no-deps", "--no-build-isolation", "--editable", ".", env=environment)
     step.done()
     print('Its command is .venv/bin/hydra-engine; for the name alone: export PATH="$PWD/.venv/bin:$PATH"', flush=True)
+
+
+def compilation(dev: bool) -> str:
+    with_what = "CUDA, if there is a toolkit" if dev else "the C++ compiler"
+    is_built = any(ROOT.glob("hydra_engine/_C*.so"))
+    how_long = "" if is_built else "; the first time this takes 3 to 5 minutes on two cores"
+    return f"extension    compiled with {with_what}{how_long}"
 
 
 def missing() -> dict[str, str]:

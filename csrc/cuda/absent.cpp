@@ -11,8 +11,8 @@ namespace hydra::cuda {
 namespace {
 
 constexpr const char* kProblem =
-    "the extension was built without CUDA: no nvcc 12.5 or newer was found, or HYDRA_CPU_ONLY was set; build it again "
-    "where there is one";
+    "the extension was built without CUDA: there was no driver of a GPU or no nvcc 12.5 or newer, or HYDRA_CPU_ONLY was "
+    "set; build it again where there are both";
 
 [[noreturn]] void fail() { throw std::runtime_error(kProblem); }
 

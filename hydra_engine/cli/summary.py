@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
+from pathlib import Path
 
 from hydra_engine import __version__
 from hydra_engine.cli.options import DEFAULT_URL
@@ -242,7 +246,7 @@ def screen_lines(
         _access(server),
         *notes,
         *([f"  page         {url}/"] if server.ui else []),
-        f"  try it       hydra-engine chat{_chat_flags(url)}, or:",
+        f"  try it       {_program()} chat{_chat_flags(url)}, or:",
     ]
     return [*(part for line in lines for part in _wrapped(line)), *_curl(server, url, model_name)]
 
@@ -291,6 +295,12 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _program() -> str:
+    """As it can be typed here: by its place where the shell would not find it."""
+    own = Path(sys.executable).with_name("hydra-engine")
+    return "hydra-engine" if shutil.which("hydra-engine") or not own.exists() else os.path.relpath(own)
 
 
 def _chat_flags(url: str) -> str:

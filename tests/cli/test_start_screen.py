@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +102,21 @@ def test_who_may_ask(server: dict[str, object], words: str) -> None:
     assert f"  access       {words}" in lines
     assert any("$HYDRA_API_KEY" in line for line in lines) == ("api_key" in server)
     assert not any("'a'" in line or "'b'" in line for line in lines)
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, **_: f"/usr/bin/{name}")
+
+
+def test_the_program_is_named_so_that_the_shell_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert "  try it       hydra-engine chat, or:" in screen()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "hydra-engine").touch()
+    assert "  try it       .venv/bin/hydra-engine chat, or:" in screen()
 
 
 def test_chat_is_told_where_the_server_is() -> None:

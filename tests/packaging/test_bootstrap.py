@@ -112,3 +112,13 @@ def test_torch_is_the_build_for_this_machine(monkeypatch: pytest.MonkeyPatch, ha
     else:
         assert asked[:-1] == [(version + "+cpu",), (version, "--no-deps", "--index-url", bootstrap.CPU_INDEX)]
     assert "transformers>=5.17,<6" in asked[-1]
+
+
+def test_the_first_compilation_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    assert bootstrap.compilation(dev=False).endswith(
+        "the C++ compiler; the first time this takes 3 to 5 minutes on two cores"
+    )
+    (tmp_path / "hydra_engine").mkdir()
+    (tmp_path / "hydra_engine" / "_C.so").touch()
+    assert bootstrap.compilation(dev=False).endswith("compiled with the C++ compiler")
