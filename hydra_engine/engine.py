@@ -310,7 +310,7 @@ class Engine(EngineLife):
         return await self.count_tokens(self._call(messages, template=template))
 
     async def count_tokens(self, call: GenerationCall) -> int:
-        return await self._await(self.frontend.count_tokens(call))
+        return len(await self._await(self.frontend.prompt_ids(call)))
 
     async def atokenize(
         self,
@@ -319,10 +319,13 @@ class Engine(EngineLife):
         messages: Messages | None = None,
         template: TemplateOptions | None = None,
     ) -> list[int]:
-        """Token ids of a raw text or of messages, as a request's; a picture is one placeholder."""
+        """Token ids of a raw text or of messages, as a request's: pictures are opened, and each has as many placeholders
+        as it takes."""
         return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
+        if any(message.media for message in call.messages):
+            return list(await self._await(self.frontend.prompt_ids(call)))
         return await self._await(self.frontend.preprocessor.tokenize(call))
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:

@@ -365,13 +365,13 @@ class Frontend:
         except TimeoutError:
             raise Unavailable("an instance has not answered; try again", code="not_ready") from None
 
-    async def count_tokens(self, call: GenerationCall) -> int:
-        """The length of a call's prompt, pictures included, which are opened for that. Raises RequestError as
-        `submit` does."""
+    async def prompt_ids(self, call: GenerationCall) -> tuple[int, ...]:
+        """Those of a call's prompt, pictures included, which are opened for that. Raises RequestError as `submit`
+        does."""
         self._check_open(1)
         self._admitting += 1
         try:
-            return await self.preprocessor.count(self._next_id(), call)
+            return await self.preprocessor.prompt_ids(self._next_id(), call)
         finally:
             self._admitting -= 1
 

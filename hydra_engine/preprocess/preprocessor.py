@@ -151,13 +151,13 @@ class Preprocessor:
         )
         return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans), asked)
 
-    async def count(self, request_id: RequestId, call: GenerationCall) -> int:
-        """The length of a call's prompt, pictures included, which are opened for that. Raises as `prepare` does."""
+    async def prompt_ids(self, request_id: RequestId, call: GenerationCall) -> tuple[int, ...]:
+        """Those of a call's prompt, pictures included, which are opened for that. Raises as `prepare` does."""
         prepared = await self.prepare(request_id, replace(call, sampling=_COUNTING))
-        return prepared.request.num_prompt
+        return prepared.request.prompt_token_ids
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
-        """Token ids of a call's prompt; an image is one placeholder and is not opened."""
+        """Token ids of a call's text, checked against no limit but that of texts; pictures are not looked at."""
         return await self._tokenize(self._prompt_of(call))
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:

@@ -159,7 +159,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/tokenize"): Operation(
         "tokens",
-        "Token ids of a prompt or of messages, where a picture is one token",
+        "Token ids of a prompt or of messages, pictures included",
         tokenize.Tokens,
         tokenize.TokenizeRequest,
         errors=_MODEL,

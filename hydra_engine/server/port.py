@@ -117,7 +117,8 @@ class EnginePort(Protocol):
     async def aledger(self) -> LedgerReport: ...
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
-        """Token ids of a call's prompt; a picture is one placeholder and is not opened."""
+        """Token ids of a call's prompt; pictures are opened, and each has as many placeholders as it takes. Raises for
+        them what `add_request` would."""
         ...
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:

@@ -170,9 +170,13 @@ async def test_pixels_and_detail_reach_the_engine(served: Served) -> None:
     body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": "data:,x", "detail": "low"}}]
     async with served.post("/v1/chat/completions", body) as response:
         assert response.status == 200
-    (submission,) = served.engine.submissions
-    assert submission.pixels == PixelBudget(100, 5000)
-    assert submission.messages[0].content == (ImagePart("data:,x", "messages[0].content[0].image_url.url", "low"),)
+    asked = {name: body[name] for name in ("messages", "mm_processor_kwargs")}
+    async with served.post("/tokenize", asked) as response:
+        assert response.status == 200
+    for call in (*served.engine.submissions, *served.engine.tokenized):
+        assert call.pixels == PixelBudget(100, 5000)
+        assert call.messages[0].content == (ImagePart("data:,x", "messages[0].content[0].image_url.url", "low"),)
+    assert (len(served.engine.submissions), len(served.engine.tokenized)) == (1, 1)
 
 
 # ---- several answers, and the prompt's own log probabilities

@@ -10,7 +10,16 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.protocol.chat import Messages, Tools, Variables, chat_messages, plain_tool, template_options
+from hydra_engine.server.protocol.chat import (
+    Messages,
+    ProcessorSettings,
+    Tools,
+    Variables,
+    chat_messages,
+    pixel_budget,
+    plain_tool,
+    template_options,
+)
 from hydra_engine.server.protocol.fields import Name, TokenIds
 from hydra_engine.server.protocol.fields import Text as PromptText
 from hydra_engine.server.state import loaded_engine
@@ -25,6 +34,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
     return_token_strs: bool | None = None
 
 
@@ -57,6 +67,7 @@ async def tokenize(request: web.Request) -> web.Response:
         messages=chat_messages(body.messages or ()),
         raw=True,
         cache_salt=cache_salt(request, None),
+        pixels=pixel_budget(body.mm_processor_kwargs),
         template=template_options(
             [plain_tool(tool) for tool in body.tools or ()],
             body.chat_template_kwargs,

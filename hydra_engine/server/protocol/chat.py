@@ -38,6 +38,7 @@ from hydra_engine.server.protocol.fields import (
 from hydra_engine.server.tools.tool_calls import ToolUse
 
 Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
+ProcessorSettings = Annotated[dict[str, Any], Meta(max_length=16)]
 PixelCount = Annotated[int, Meta(ge=1, le=MAX_PIXELS)]
 
 
@@ -135,7 +136,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     continue_final_message: bool | None = None
-    mm_processor_kwargs: Annotated[dict[str, Any], Meta(max_length=16)] | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
 
     def tool_use(self) -> ToolUse:
         """Without tools, `auto` and `none` ask for nothing."""
