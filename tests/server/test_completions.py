@@ -90,9 +90,9 @@ async def test_prompts_that_are_refused(served: Served, prompt: Any) -> None:
     ("fields", "param", "words"),
     [
         ({"suffix": "x"}, "suffix", "not supported"),
-        ({"max_new_tokens": 5}, "max_new_tokens", "use max_tokens"),
-        ({"repeat_penalty": 1.1}, "repeat_penalty", "use repetition_penalty"),
-        ({"stop_regex": "a+"}, "stop_regex", "not supported"),
+        ({"xtc_probability": 0.5}, "xtc_probability", "leave it out or send 0"),
+        ({"enable_thinking": True}, "enable_thinking", "; leave it out"),
+        ({"input_ids": [1]}, "input_ids", "use prompt"),
         ({"best_of": 2}, "best_of", "must equal n"),
         ({"best_of": 2, "n": 3}, "best_of", "must equal n"),
         ({"n": 65}, "n", "64"),

@@ -172,6 +172,33 @@ async def test_wrong_fields_are_named(served: Served, name: str, value: Any, par
 
 
 @pytest.mark.parametrize(
+    ("path", "hints"),
+    [
+        (
+            "/v1/chat/completions",
+            {"enable_thinking": "chat_template_kwargs.enable_thinking", "n_predict": "max_tokens"},
+        ),
+        ("/v1/completions", {"enable_thinking": None, "max_new_tokens": "max_tokens", "input_ids": "prompt"}),
+        ("/v1/responses", {"max_new_tokens": "max_output_tokens", "max_tokens": "max_output_tokens"}),
+        ("/v1/responses", {"images": "input[].content", "grammar": "structured_outputs.grammar"}),
+        ("/v1/messages", {"images": "messages[].content", "repeat_penalty": "repetition_penalty"}),
+        ("/v1/messages", {"enable_thinking": None, "stop_regex": None}),
+    ],
+)
+async def test_refused_fields_lead_to_one_that_the_route_has(
+    served: Served, path: str, hints: dict[str, str | None]
+) -> None:
+    message = {"role": "user", "content": "a"}
+    asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path)
+    asked = asked or {"messages": [message], "max_tokens": 1}
+    for name, instead in hints.items():
+        async with served.post(path, {**asked, name: 9}) as response:
+            said = (await response.json())["error"]["message"]
+        hint = "leave it out" if instead is None else f"use {instead}"
+        assert said.startswith(f"{name} is not supported by this server; {hint}"), said
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"logit_bias": {"a": 1}}, "logit_bias: each key must be 1 to 10 characters of 0-9"),

@@ -6,6 +6,7 @@ not built are refused by name unless they hold their default. Does not know what
 from __future__ import annotations
 
 import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
     "chat_template": (),
     "documents": ([],),
     "bad_words": ([],),
@@ -75,20 +77,27 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "mirostat": (0,),
     "samplers": (),
+    "dynatemp_range": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "top_n_sigma": (-1, -1.0),
     "grammar": ("",),
     "n_predict": (),
     "max_new_tokens": (),
     "enable_thinking": (),
     "images": ([],),
 }
+# name -> what asks for the same, the first one that the kind of request has
 _INSTEAD = {
-    "repeat_penalty": "repetition_penalty",
-    "grammar": "structured_outputs",
-    "n_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "enable_thinking": "chat_template_kwargs",
-    "images": "image_url parts of a message",
-    "input_ids": "the prompt of /v1/completions",
+    "repeat_penalty": ("repetition_penalty",),
+    "grammar": ("structured_outputs.grammar",),
+    "n_predict": ("max_tokens", "max_output_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_tokens": ("max_output_tokens",),
+    "max_completion_tokens": ("max_output_tokens",),
+    "enable_thinking": ("chat_template_kwargs.enable_thinking",),
+    "images": ("messages[].content", "input[].content"),
+    "input_ids": ("prompt",),
 }
 
 _LEASE = web.RequestKey("body_lease", Lease)
@@ -172,7 +181,7 @@ def parse_request(body: bytes | bytearray, kind: type[R]) -> R:
     if others & refused.keys():
         values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for name in sorted(others & refused.keys()):
-            _refuse_unless_default(name, bytes(values[name]), refused[name])
+            _refuse_unless_default(name, bytes(values[name]), refused[name], kind)
     for name in others.difference(IGNORED, refused):
         log_once(name)
     return request
@@ -184,11 +193,13 @@ def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
     return {name: values for name, values in refused.items() if name not in kind.__struct_fields__}
 
 
-def _refuse_unless_default(name: str, raw: bytes, defaults: tuple[Any, ...]) -> None:
+def _refuse_unless_default(name: str, raw: bytes, defaults: tuple[Any, ...], kind: type[msgspec.Struct]) -> None:
     accepted = (None, *defaults)
     if not _is_one_of(raw, accepted):
         hint = f"leave it out or send {msgspec.json.encode(accepted[1]).decode()}" if accepted[1:] else "leave it out"
-        hint = f"use {_INSTEAD[name]}" if name in _INSTEAD else hint
+        fields = kind.__struct_fields__
+        others = [other for other in _INSTEAD.get(name, ()) if re.split(r"\W", other, maxsplit=1)[0] in fields]
+        hint = f"use {others[0]}" if others else hint
         raise InvalidRequest(
             f"{name} is not supported by this server; {hint}", param=name, code="unsupported_parameter"
         )
