@@ -319,8 +319,8 @@ class Engine(EngineLife):
         messages: Messages | None = None,
         template: TemplateOptions | None = None,
     ) -> list[int]:
-        """Token ids of a raw text or of messages, as a request's: pictures are opened, and each has as many placeholders
-        as it takes."""
+        """Token ids of a raw text or of messages, as a request's: pictures are opened, and each has as many
+        placeholders as it takes."""
         return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
