@@ -91,6 +91,9 @@ def test_token_ids_of_text_and_of_messages_are_those_of_requests(make_engine: En
     tokens = asyncio.run(engine.atokenize(messages=turn))
     placeholder = engine.frontend.preprocessor._spec.placeholder_id
     assert (len(tokens), tokens.count(placeholder)) == (usage.prompt_tokens, usage.image_tokens)
+    num_words = engine.max_model_len + 1
+    too_many = asyncio.run(engine.atokenize(messages=[message("one " * num_words)]))
+    assert len(too_many) > num_words, "a text is counted that no request may have"
 
 
 def test_the_trace_of_the_last_seconds(make_engine: EngineFactory) -> None:
