@@ -175,7 +175,8 @@ class Preprocessor:
     def _prompt_of(self, call: GenerationCall) -> _Prompt:
         text, messages, media, param = call.prompt, call.messages, list(call.media), "prompt"
         if messages:
-            media, param = [part for message in messages for part in message.media], "messages"
+            media = [part for message in messages for part in message.media]
+            param = messages[-1].param.partition("[")[0]
         elif not isinstance(text, str):
             return _Prompt(media, token_ids=self._check_token_ids(text))
         elif call.raw:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hydra_engine.core.call import ChatMessage, GenerationCall
+from hydra_engine.core.ids import RequestId
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import Slo
 from hydra_engine.errors import (
@@ -151,6 +153,12 @@ async def test_lengths_are_checked_with_the_words_that_clients_look_for(
         with pytest.raises(ContextLengthExceeded, match=words.format(*numbers)) as caught:
             await kitchen.prepare(prompt, sampling=sampling)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    for place, param in (("messages[1]", "messages"), ("input", "input")):  # of Responses
+        talk = [ChatMessage("system", "a", "instructions"), ChatMessage("user", "the cat " * 20, place)]
+        call = GenerationCall(messages=tuple(talk))
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await kitchen.preprocessor.prepare(RequestId(1), call)
+        assert caught.value.param == param
     with pytest.raises(ContextLengthExceeded, match=r"requested 21 tokens \(20 in the prompt"):
         await kitchen.prepare([IMAGE_ID] + [9] * 16, picture(5, 5))  # fits only until it is expanded
 
