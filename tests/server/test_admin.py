@@ -107,6 +107,7 @@ def test_an_api_key_is_no_admin_key() -> None:
 async def test_a_wrong_topology_is_one_sentence_and_changes_nothing(governed: Served, body: Any, words: str) -> None:
     status, answer = await change(governed, body)
     assert status == 400 and words in answer["error"]["message"] and len(answer["error"]["message"]) < 300
+    assert answer["error"]["type"] == "invalid_request_error"
     assert governed.engine.switched == [] and len(governed.engine.states) == 1
 
 
