@@ -324,7 +324,7 @@ class Engine(EngineLife):
         return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
-        if any(True for message in call.messages for _ in message.media):
+        if any(part for message in call.messages for part in message.media):
             return list(await self._await(self.frontend.prompt_ids(call)))
         return await self._await(self.frontend.preprocessor.tokenize(call))
 

@@ -140,7 +140,7 @@ class PlanMaker:
             [*range(num_decodes), *(seq_slot for seq_slot, _, _ in chunks)], lengths, strict=True
         ):
             self._lengths[seq_slot] = length
-        return LanguagePlan(self._step_id(), decodes, rows, partition=1)  # beside an encode, as steps without limits
+        return LanguagePlan(self._step_id(), decodes, rows)
 
     def _tokens(self, count: int) -> npt.NDArray[np.int64]:
         return self._rng.integers(0, self._vocab_size, count, dtype=np.int64)

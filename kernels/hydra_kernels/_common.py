@@ -131,7 +131,7 @@ def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
     if group == 1:
         return _launch(_DECODE_MHA, dim, dtype)
     rows, launch = max(16, next_power_of_2(group)), _launch(_DECODE_GQA, dim, dtype)
-    if rows >= 64:
+    if rows >= 64:  # fewer keys, for shared memory; warps as in `_launch`
         launch = launch._replace(keys=max(16, launch.keys // 2), warps=min(launch.warps, rows // 16))
     return launch._replace(rows=rows)
 

@@ -122,8 +122,3 @@ def test_the_first_compilation_says_how_long_it_takes(monkeypatch: pytest.Monkey
     (tmp_path / "hydra_engine").mkdir()
     (tmp_path / "hydra_engine" / "_C.so").touch()
     assert bootstrap.compilation(dev=False).endswith("compiled with the C++ compiler")
-
-
-def test_an_extension_without_cuda_names_what_leaves_it_out_here() -> None:
-    """Without a driver HYDRA_CPU_ONLY is set, whether or not there is an nvcc."""
-    assert "no driver of a GPU" in (ROOT / "csrc" / "cuda" / "absent.cpp").read_text(encoding="utf-8")
