@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hydra_engine.core.grammar import Grammar
+from hydra_engine.core.grammar import Grammar, Reasoning
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -60,7 +60,7 @@ class Guide:
         from llguidance import LLMatcher
 
         try:
-            source = _source(grammar)
+            source = _source(grammar, self._tokenizer)
         except ValueError as error:
             raise GrammarError(_reason(str(error))) from None
         return Matcher(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits), self._tokenizer.eos_tokens)
@@ -128,27 +128,68 @@ def _load(file: Path, eos_token_ids: list[int]) -> LLTokenizer:
     raise GrammarError("this model's tokenizer cannot be used for them")
 
 
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, tokenizer: LLTokenizer) -> str:
     """In llguidance's form. Raises ValueError."""
-    from llguidance import LLMatcher
+    grammars = [_form(grammar)]
+    if grammar.reasoning is not None:
+        grammars = [{"lark_grammar": _behind(grammar.reasoning, tokenizer)}, grammars[0] | {"name": "form"}]
+    return json.dumps({"grammars": grammars})
 
+
+def _form(grammar: Grammar) -> dict[str, object]:
+    """Without what may come before it. Raises ValueError."""
     match grammar.kind:
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_OPTIONS)
+            return _of_schema('{"type": "object"}')
         case "json_schema":
             for pattern in _patterns(json.loads(grammar.source)):
                 _check_end(pattern)
-            return LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_OPTIONS)
+            return _of_schema(grammar.source)
         case "regex":
             _check_end(grammar.source)
-            return LLMatcher.grammar_from_regex(grammar.source)
+            return _of_regex(grammar.source)
         case "choice":
-            choices = json.loads(grammar.source)
-            return LLMatcher.grammar_from_regex("(?:" + "|".join(map(_literal, choices)) + ")")
+            return _of_regex("(?:" + "|".join(map(_literal, json.loads(grammar.source))) + ")")
         case "ebnf":
-            return LLMatcher.grammar_from_lark(_from_ebnf(grammar.source))
+            return {"lark_grammar": _from_ebnf(grammar.source)}
         case _:
-            return LLMatcher.grammar_from_lark(grammar.source)
+            return {"lark_grammar": grammar.source}
+
+
+def _of_schema(schema: str) -> dict[str, object]:
+    from llguidance import LLMatcher
+
+    (form,) = json.loads(LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS))["grammars"]
+    return form
+
+
+def _of_regex(expression: str) -> dict[str, object]:
+    from llguidance import LLMatcher
+
+    (form,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
+    return form
+
+
+def _behind(reasoning: Reasoning, tokenizer: LLTokenizer) -> str:
+    """Lark's form of reasoning and `@form` behind it."""
+    end = _special_token(reasoning.end, tokenizer)
+    if end is None:  # the first occurrence of the text
+        thought = ["thought: free", f"free[lazy]: /(?s:.)*{_literal(reasoning.end)}/"]
+    else:  # the token; tokens of text that spell it would be read as the end, so they may not come
+        thought = [f"thought: FREE {end}", f"FREE: /(?s:.)*/ & ~/(?s:.)*{_literal(reasoning.end)}(?s:.)*/"]
+    opening = _special_token(reasoning.start, tokenizer) or f"/{_literal(reasoning.start)}/"
+    rules = [
+        "start: thought space @form" if reasoning.opened else f"start: ({opening} thought space)? @form",
+        *thought,
+        r"space: /[ \t\r\n]{0,16}/",
+    ]
+    return "\n".join(rules)
+
+
+def _special_token(text: str, tokenizer: LLTokenizer) -> str | None:
+    """Lark's form of the special token of this text. None: it is text."""
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 
 
 def _check_end(expression: str) -> None:

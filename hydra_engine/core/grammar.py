@@ -8,34 +8,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra_engine.errors import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 64 << 10
+MAX_MARK_CHARS = 128
 KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What comes before the output that a grammar constrains: free text up to and including the mark `end`. It begins
+    with the mark `start` and may be missing, unless it has been `opened` by the prompt. A mark is one special token, or
+    text."""
+
+    start: str
+    end: str
+    opened: bool = False
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Grammar:
     """`source`: for json_object nothing, for json_schema the schema (a dict, its JSON text, or a pydantic model), for
     regex the expression, for choice a list of texts or its JSON, for lark the grammar, for ebnf rules with `::=`, one
-    of them `root`. Raises `InvalidRequest` naming the field `param`."""
+    of them `root`. `reasoning` may come before that. Raises `InvalidRequest` naming the field `param`."""
 
     kind: str
     source: str  # always text
     param: str
+    reasoning: Reasoning | None = None
 
     def __init__(
         self,
         kind: str,
         source: str | Mapping[str, Any] | Sequence[str] | type = "",
         param: str = "structured_outputs",
+        reasoning: Reasoning | None = None,
     ) -> None:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "source", source if isinstance(source, str) else _as_json(kind, source, param))
         object.__setattr__(self, "param", param)
+        object.__setattr__(self, "reasoning", reasoning)
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -46,6 +61,19 @@ class Grammar:
                 f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR_CHARS} are allowed",
                 param=self.param,
             )
+        marks = () if self.reasoning is None else (self.reasoning.start, self.reasoning.end)
+        if not all(1 <= len(mark) <= MAX_MARK_CHARS for mark in marks):
+            raise InvalidRequest(f"marks of reasoning have 1 to {MAX_MARK_CHARS} characters", param=self.param)
+
+    @property
+    def language(self) -> tuple[str, str, Reasoning | None]:
+        """All but who asked for it."""
+        return self.kind, self.source, self.reasoning
+
+    def after_reasoning(self, start: str, end: str, *, opened: bool) -> Grammar:
+        """Reasoning first (see `Reasoning`), then optional white space, then this. White space around marks does not
+        count."""
+        return replace(self, reasoning=Reasoning(start.strip(), end.strip(), opened))
 
 
 def response_grammar(asked: object) -> Grammar | None:

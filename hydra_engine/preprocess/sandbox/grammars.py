@@ -93,9 +93,7 @@ class Grammars:
 
 
 def _key(grammar: Grammar) -> bytes:
-    return hashlib.blake2b(
-        grammar.source.encode("utf-8", "surrogatepass"), digest_size=16, person=grammar.kind.encode()
-    ).digest()
+    return hashlib.blake2b(repr(grammar.language).encode(), digest_size=16).digest()
 
 
 def _check_form(grammar: Grammar) -> None:

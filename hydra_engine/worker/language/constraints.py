@@ -9,7 +9,7 @@ know plans, slots or limits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Constraints:
         self._tokenizer_file = model_dir / _TOKENIZER_FILE
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._guides: dict[tuple[int, ...], Guide] = {}  # one: the model's end-of-sequence tokens do not change
-        self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Hashable, ...], Matcher] = OrderedDict()
 
     def of(self, request: Request) -> GrammarConstraint | None:
         """None for requests without a grammar, and for encode jobs, which have no prompt."""
@@ -46,7 +46,7 @@ class Constraints:
 
     def _matcher(self, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> Matcher:
         """At the beginning of the text, for one request alone."""
-        key = grammar.kind, grammar.source
+        key = grammar.language
         compiled = self._compiled.pop(key, None)
         if compiled is None:
             guide = self._guides.get(eos_token_ids)

@@ -1,0 +1,123 @@
+"""What a compiled grammar lets through, text by text: reasoning before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from pathlib import Path
+
+import pytest
+
+from hydra_engine.core.grammar import Grammar
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.guidance import GrammarError, Guide, Matcher
+
+DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model" / "tokenizer.json"
+EOS = 2
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+OBJECT = {"type": "object", "properties": {"a": {"enum": ["y", "n"]}}, "required": ["a"], "additionalProperties": False}
+
+
+class Texts:
+    """Follows a grammar as a model would that wants to write a text: with the longest token that may come. Marks that
+    are tokens of the tokenizer come as such."""
+
+    def __init__(self, file: Path, marks: dict[str, int]) -> None:
+        self.guide = Guide(file, (EOS,))
+        self.compiled: dict[Hashable, Matcher] = {}
+        self.marks = marks
+        tokenizer = json.loads(file.read_text())
+        special = {token["id"] for token in tokenizer["added_tokens"]}
+        decode = self.guide._tokenizer.decode_bytes
+        self.vocabulary = [(decode([token]), token) for token in range(641) if token not in special]
+        self.vocabulary += [(mark.encode(), token) for mark, token in marks.items()]
+        self.vocabulary.sort(key=lambda entry: -len(entry[0]))
+
+    def accepts(self, grammar: Grammar, text: str) -> bool:
+        """Whether the text is one of the grammar's, whole."""
+        if grammar.language not in self.compiled:
+            self.compiled[grammar.language] = self.guide.compile(grammar)
+        matcher, rest = self.compiled[grammar.language].copy(), text.encode()
+        while rest:
+            allowed = matcher.allowed()
+            fitting = (entry for entry in self.vocabulary if allowed[entry[1]] and rest.startswith(entry[0]))
+            content, token = next(fitting, (b"", EOS))
+            if not content:
+                return False
+            matcher.accept([token])
+            rest = rest[len(content) :]
+        return bool(matcher.allowed()[EOS])
+
+
+def guide_with(folder: Path, *, special: bool | None) -> Texts:
+    """The demo's tokenizer, to which marks were added as special tokens, as other ones (as Qwen's are), or not."""
+    tokenizer = json.loads(DEMO.read_text())
+    marks = {} if special is None else {mark: 641 + index for index, mark in enumerate(MARKS)}
+    like = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [
+        like | {"id": token, "content": mark, "special": special} for mark, token in marks.items()
+    ]
+    file = folder / f"{special}.json"
+    file.write_text(json.dumps(tokenizer))
+    return Texts(file, marks)
+
+
+@pytest.fixture(scope="module", params=[True, False, None], ids=["special", "added", "text"])
+def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    return guide_with(tmp_path_factory.mktemp("tokenizers"), special=request.param)
+
+
+FORMS = [
+    (Grammar("json_schema", OBJECT), '{"a": "y"}', '{"a": "x"}'),
+    (Grammar("json_object"), '{"a": [1, {}]}', "[]"),
+    (Grammar("regex", "<[a-z]+>|yes"), "<thin>", "<thin"),
+    (Grammar("choice", ["no", "yes"]), "no", "on"),
+    (Grammar("lark", 'start: "(" start? ")"'), "(())", "(()"),
+    (Grammar("lark", 'start: "a" "b"+\n%ignore " "'), "a b b", "a c"),
+    (Grammar("ebnf", "root ::= [0-9]{2}"), "42", "4"),
+]
+
+
+@pytest.mark.parametrize(("form", "right", "wrong"), FORMS, ids=lambda value: getattr(value, "kind", ""))
+def test_reasoning_comes_before_every_form(texts: Texts, form: Grammar, right: str, wrong: str) -> None:
+    opened = form.after_reasoning("<think>\n", "</think>", opened=True)
+    closed = form.after_reasoning("<think>", "</think>", opened=False)
+    for thought in ("", "Hm,\n {\"a\": 'x'} 😀 <think <b></b> or ", "a" * 300, "</thin"):
+        for space in ("", "\n", "\n\n \n"):
+            assert texts.accepts(opened, f"{thought}</think>{space}{right}"), (thought, space)
+            assert texts.accepts(closed, f"<think>{thought}</think>{space}{right}"), (thought, space)
+            assert not texts.accepts(opened, f"{thought}</think>{space}{wrong}")
+            assert not texts.accepts(closed, f"<think>{thought}</think>{space}{wrong}")
+            assert not texts.accepts(opened, f"{thought}{space}{right}")
+    assert texts.accepts(closed, right) and not texts.accepts(closed, wrong)
+    assert not texts.accepts(closed, f"hm</think>{right}")
+    assert not texts.accepts(opened, f"a</think>b</think>{right}")
+    assert not texts.accepts(opened, "a</think>" + " " * 40 + right)
+
+
+def test_text_that_spells_a_special_mark_does_not_end_the_reasoning(texts: Texts) -> None:
+    """It cannot be told from the mark in the answer's text, so it does not come."""
+    matcher = texts.guide.compile(Grammar("choice", ["no"]).after_reasoning("<think>", "</think>", opened=True))
+    letters = [token for letter in "</think>" for token in texts.guide._tokenizer.tokenize_bytes(letter.encode())]
+    matcher.accept(letters[:-1])
+    assert matcher.allowed()[letters[-1]] == (not texts.marks)
+
+
+def test_what_reasoning_does_to_a_grammar() -> None:
+    form = Grammar("regex", "a", "regex")
+    behind = form.after_reasoning(" <think>\n", "\n</think>", opened=False)
+    assert (behind.kind, behind.source, behind.param) == ("regex", "a", "regex")
+    assert behind.reasoning is not None and (behind.reasoning.start, behind.reasoning.end) == ("<think>", "</think>")
+    assert behind.language != form.language
+    assert behind.language != form.after_reasoning("<think>", "</think>", opened=True).language
+
+
+@pytest.mark.parametrize("marks", [("", "x"), ("x", " "), ("x" * 200, "y")])
+def test_marks_of_reasoning_are_bounded(marks: tuple[str, str]) -> None:
+    with pytest.raises(InvalidRequest, match="marks of reasoning have 1 to 128 characters"):
+        Grammar("regex", "a", "regex").after_reasoning(*marks, opened=True)
+
+
+def test_a_wrong_grammar_is_wrong_behind_reasoning_too(texts: Texts) -> None:
+    with pytest.raises(GrammarError, match="unclosed character class"):
+        texts.guide.compile(Grammar("regex", "[").after_reasoning("<think>", "</think>", opened=True))
