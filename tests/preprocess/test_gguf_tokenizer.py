@@ -194,8 +194,8 @@ def test_the_chat_template_is_the_files() -> None:
         ({"tokenizer.ggml.merges": ["abc"]}, "pairs of tokens with a space between them"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores in model.gguf must be"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": ["x"] * 708}, "tokenizer.ggml.scores in"),
-        ({"tokenizer.ggml.bos_token_id": -4}, "a token id"),
-        ({"tokenizer.ggml.unknown_token_id": 10**6}, "must be one of"),
+        ({"tokenizer.ggml.bos_token_id": -4}, "must be a whole number from -1"),
+        ({"tokenizer.ggml.bos_token_id": "<s>"}, "must be a whole number from -1"),
     ],
 )
 def test_what_is_wrong_is_said(change: dict[str, Any], message: str) -> None:

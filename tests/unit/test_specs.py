@@ -248,6 +248,51 @@ def test_where_special_tokens_come_from(published: Directory) -> None:
     assert published.spec(changed(PUBLISHED, "text_config.eos_token_id", None)).eos_token_ids == ()
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_minus_one_is_no_token(published: Directory, file: str) -> None:
+    """As transformers generates with it; what another file says does not come in its place."""
+    content = GENERATION if file == "generation_config.json" else PUBLISHED
+    if file == "config.json":
+        (published.path / "generation_config.json").unlink()
+
+    def spec(**ids: Any) -> ModelSpec:
+        published.write(file, {**content, **ids})
+        return published.spec()
+
+    assert spec(pad_token_id=-1).pad_token_id is None
+    assert spec(bos_token_id=-1).bos_token_id is None
+    assert spec(eos_token_id=-1).eos_token_ids == ()
+    assert spec(eos_token_id=[-1]).eos_token_ids == ()
+    assert spec(eos_token_id=[7, -1, 8, 7]).eos_token_ids == (7, 8)
+    assert spec(eos_token_id=None).eos_token_ids == (2,)  # says nothing: that of the decoder's type
+    published.write(file, {**content, "eos_token_id": -2})
+    assert published.refusal() == (
+        f"eos_token_id in {file} must be a token id, a list of token ids, or -1 for none, not '-2'"
+    )
+
+
+@pytest.mark.parametrize("layout", ["rope_theta", "rope_scaling", "rope_parameters"])
+def test_numbers_that_are_no_sizes_may_be_large(tmp_path: Path, layout: str) -> None:
+    """The base of Llama-3-8B-Instruct-Gradient-1048k."""
+    base: Any = 3580165449.0
+    value = base if layout == "rope_theta" else {"rope_type": "default", "rope_theta": base}
+    directory = Directory(tmp_path)
+    assert directory.spec({**changed(LLAMA, "rope_theta", ...), layout: value}).language.rope_theta == base
+    for wrong in (1e39, float("inf"), 10**400, 0):
+        message = directory.refusal({**LLAMA, "rope_theta": wrong})
+        assert message.startswith("rope_theta in config.json must be a number above 0 and up to 1e+38, not '")
+    assert "vocab_size in config.json must be a whole number from 1 to 2147483648" in directory.refusal(
+        {**LLAMA, "vocab_size": 2**31 + 1}
+    )
+
+
+def test_a_text_part_without_a_type_is_of_the_family_s_type(published: Directory) -> None:
+    assert (
+        published.spec(changed(PUBLISHED, "text_config.model_type", ...)).language == published.spec(PUBLISHED).language
+    )
+
+
+ADAPTER = "; --model-impl transformers runs what transformers can load"
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "architecture": (
         "architectures",
@@ -256,7 +301,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "no architecture": ("architectures", [], "names no architecture"),
     "text type": ("text_config.model_type", "gemma", "'gemma' is not supported; supported are llama, mistral, qwen2"),
-    "tower type": ("vision_config.model_type", "siglip_vision_model", "supported is clip_vision_model"),
+    "text type's hint": ("text_config.model_type", "phi3", f"qwen3_vl_text{ADAPTER}"),
+    "tower type": ("vision_config.model_type", "siglip_vision_model", f"supported is clip_vision_model{ADAPTER}"),
     "no text": ("text_config", ..., "config.json has no field text_config"),
     "no tower": ("vision_config", ..., "config.json has no field vision_config"),
     "no image token": ("image_token_index", ..., "config.json has no field image_token_id"),
@@ -266,15 +312,15 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "heads": ("vision_config.num_attention_heads", 7, "not a multiple"),
     "shared heads": ("text_config.num_key_value_heads", 5, "cannot share"),
     "odd head": ("text_config.head_dim", 33, "head_dim 33 is odd"),
-    "biases": ("text_config.mlp_bias", True, "biases"),
-    "activation": ("text_config.hidden_act", "relu9", "hidden_act in text_config"),
+    "biases": ("text_config.mlp_bias", True, f"biases in their linear layers are not supported{ADAPTER}"),
+    "activation": ("text_config.hidden_act", "relu9", f"not 'relu9'{ADAPTER}"),
     "rope type": (
         "text_config.rope_scaling",
         {"type": "longrope", "factor": 2},
-        "'longrope' is not supported; supported are",
+        f"'longrope' is not supported; supported are default, linear, llama3, yarn, dynamic{ADAPTER}",
     ),
     "rope field": ("text_config.rope_scaling", {"type": "linear"}, "rope_scaling of text_config of config.json has no"),
-    "partial rotary": ("text_config.partial_rotary_factor", 0.5, "partial_rotary_factor"),
+    "partial rotary": ("text_config.partial_rotary_factor", 0.5, f"other than 1 is not supported{ADAPTER}"),
     "strategy": ("vision_feature_select_strategy", "half", "vision_feature_select_strategy in config.json must be"),
     "feature layer": ("vision_feature_layer", -26, "vision_feature_layer in config.json must be"),
     "no feature layer": ("vision_feature_layer", [], "vision_feature_layer in config.json must be"),
@@ -296,8 +342,8 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(published: Directory, ca
     [
         ({"crop_size": {"height": 224, "width": 224}}, "224 x 224 pixels, the tower takes 336 x 336"),
         ({"crop_size": {"height": 336}}, "has no field width"),
-        ({"do_pad": True}, "do_pad"),
-        ({"do_resize": False}, "do_resize"),
+        ({"do_pad": True}, f"do_pad in preprocessor_config.json is not supported{ADAPTER}"),
+        ({"do_resize": False}, f"do_resize false in preprocessor_config.json is not supported{ADAPTER}"),
         ({"do_center_crop": False}, "do_center_crop"),
         ({"resample": 9}, "resample"),
         ({"image_std": [1, 0, 1]}, "image_std"),

@@ -178,7 +178,7 @@ def test_what_transformers_5_writes_says_the_same(name: str, load: Load) -> None
 
 def test_a_nested_config_with_defaults_left_out(load: Load) -> None:
     """Qwen2-VL-72B is what the classes have as defaults."""
-    config = {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2_vl_text"}, "vision_config": {}}
+    config = {"model_type": "qwen2_vl", "text_config": {}, "vision_config": {}}
     spec = load(changed(config, "vision_config.hidden_size", 8192))
     assert (spec.language.num_layers, spec.language.hidden_size, spec.language.num_kv_heads) == (80, 8192, 8)
     assert vision_of(spec).tower.intermediate_size == 5120 and vision_of(spec).tower.hidden_act == "quick_gelu"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.assemble import ModelFiles, model_spec
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, typed
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation, build_language
-from hydra_engine.models.specs.fields import Fields, read_json_if_present
+from hydra_engine.models.specs.fields import ELSEWHERE, Fields, read_json_if_present
 from hydra_engine.models.specs.geometry import check_picture, within_budget
 from hydra_engine.models.specs.vision import (
     SquareTowerSpec,
@@ -98,7 +98,7 @@ def best_arrangement(width: int, height: int, side: int, arrangements: Sequence[
 
 def build_internvl(files: ModelFiles) -> ModelSpec:
     config = files.config
-    text = config.section("text_config")
+    text = typed(config.section("text_config"), "qwen2")
     # Before transformers 5 the text part decided; configs of that time have no such field at the top.
     tie = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False))
     language = build_language(text, tie_embeddings=tie, nested=True)
@@ -148,7 +148,7 @@ def _tower(config: Fields) -> SquareTowerSpec:
     if norm_type not in ("layer_norm", "rms_norm"):
         raise tower.wrong("norm_type", '"layer_norm" or "rms_norm"')
     if not tower.flag("use_absolute_position_embeddings", True):
-        raise CheckpointError(f"use_absolute_position_embeddings false in {tower.where} is not supported")
+        raise CheckpointError(f"use_absolute_position_embeddings false in {tower.where} is not supported{ELSEWHERE}")
     if config.text("vision_feature_select_strategy", "default") != "default":
         raise config.wrong("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
     num_layers, layer = shape["num_layers"], config.get("vision_feature_layer")

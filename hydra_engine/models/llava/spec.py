@@ -14,7 +14,7 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, Fields
 from hydra_engine.models.specs.geometry import check_picture, shortest_edge_size
 from hydra_engine.models.specs.vision import (
     SquareTowerSpec,
@@ -70,7 +70,7 @@ def build_clip_model(
 ) -> ModelSpec:
     """`vision` makes of config.json, the image processor's settings and the decoder's width what a family sees."""
     config = files.config
-    text, language = nested_language(files)
+    text, language = nested_language(files, "llama")
     # Older files call the id of the token an index.
     name = "image_token_index" if "image_token_index" in config else "image_token_id"
     return model_spec(
@@ -86,7 +86,7 @@ def build_clip_model(
 def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaVisionSpec:
     tower = clip_tower(config)
     if settings.flag("do_pad", False):
-        raise CheckpointError(f"do_pad in {settings.where} is not supported")
+        raise CheckpointError(f"do_pad in {settings.where} is not supported{ELSEWHERE}")
     side = tower.image_size
     shortest_edge, (height, width) = picture_sizes(settings, side)
     if (height, width) != (side, side):

@@ -22,7 +22,7 @@ from hydra_engine.models.llava.spec import build_clip_model, clip_tower, picture
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, Fields
 from hydra_engine.models.specs.geometry import check_picture, within_budget
 from hydra_engine.models.specs.vision import SquareVisionSpec, normalisation
 
@@ -167,7 +167,7 @@ def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaNextVis
 def _check_sizes(settings: Fields, side: int) -> None:
     """Tiles come out of the canvas at the tower's size and must stay as they are."""
     if not settings.flag("do_center_crop", True):
-        raise CheckpointError(f"do_center_crop false in {settings.where} is not supported")
+        raise CheckpointError(f"do_center_crop false in {settings.where} is not supported{ELSEWHERE}")
     shortest_edge, (height, width) = picture_sizes(settings, side)
     if (height, width) != (side, side) or shortest_edge not in (0, side):
         raise CheckpointError(f"size and crop_size in {settings.where} must be {side}, as the tower's image_size")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.minicpmv.slicing_spec import Slicing, one_frame_a_second
-from hydra_engine.models.specs.assemble import ModelFiles, model_spec
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, typed
 from hydra_engine.models.specs.base import (
     ItemPlan,
     MediaPlan,
@@ -182,9 +182,7 @@ class MiniCpmVisionSpec(VisionSpec):
 
 def build_minicpmv(files: ModelFiles) -> ModelSpec:
     config = files.config
-    text = config.section_if_present("text_config") or Fields({}, "text_config of config.json")
-    if text.get("model_type") is None:
-        text = Fields({**text.values, "model_type": HYBRID}, text.where)
+    text = typed(config.section_if_present("text_config") or Fields({}, "text_config of config.json"), HYBRID)
     language = build_language(text, tie_embeddings=config.flag("tie_word_embeddings", False), nested=True)
     if language.rope_sections is not None:
         raise CheckpointError(

@@ -24,7 +24,7 @@ from hydra_engine.models.qwen_vl.geometry_spec import (
     pixel_limits,
     smart_resize,
 )
-from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language, typed
 from hydra_engine.models.specs.base import (
     ItemPlan,
     LanguageSpec,
@@ -39,6 +39,7 @@ from hydra_engine.models.specs.base import (
 )
 from hydra_engine.models.specs.decoder import activation, build_language, decoder_type
 from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.rope import rope_section
 from hydra_engine.models.specs.vision import (
     CLIP_MEAN,
     CLIP_STD,
@@ -112,13 +113,11 @@ class GridVisionSpec(VisionSpec):
 
 
 def _rope_theta(tower: Fields) -> float:
-    rope = tower.section_if_present("rope_parameters")
-    if rope is None:
-        return 10000.0
-    kind = rope.text("rope_type", "axial")
+    rope = rope_section(tower)
+    kind = rope.text("rope_type", rope.text("type", "axial"))
     if kind not in ("axial", "default"):
         raise rope.wrong("rope_type", '"axial"')
-    return rope.number("rope_theta", 10000.0)
+    return rope.number("rope_theta", tower.number("rope_theta", 10000.0))
 
 
 class GridSettings(NamedTuple):
@@ -264,7 +263,7 @@ def _build_qwen2(
 ) -> ModelSpec:
     config = files.config
     nested = config.section_if_present("text_config")
-    text = config if nested is None else nested
+    text = config if nested is None else typed(nested, f"{family}_text")
     tie = config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
     language = build_language(text, tie_embeddings=tie, nested=nested is not None)
     geometry, limits, preprocess, videos = grid_settings(files, family, 14)
@@ -341,11 +340,11 @@ class Qwen3VlVisionSpec(GridVisionSpec):
 
 
 def build_qwen3_vl(files: ModelFiles) -> ModelSpec:
-    config = files.config
-    text = config.section("text_config")
-    if decoder_type(text) != "qwen3_vl_text":
-        raise text.wrong("model_type", "qwen3_vl_text")
-    text, language = nested_language(files)
+    text_type = "qwen3_vl_text"
+    text = typed(files.config.section("text_config"), text_type)
+    if decoder_type(text) != text_type:
+        raise text.wrong("model_type", text_type)
+    text, language = nested_language(files, text_type)
     vision = _qwen3_vision(files, language.hidden_size)
     if len(vision.deepstack_layers) >= language.num_layers:
         raise CheckpointError(

@@ -46,11 +46,17 @@ def read_files(model_dir: Path, options: SpecOptions) -> ModelFiles:
     )
 
 
-def nested_language(files: ModelFiles) -> tuple[Fields, LanguageSpec]:
-    """The text part of a nested config.json and its decoder; embeddings are tied where either level says so."""
-    text = files.config.section("text_config")
+def nested_language(files: ModelFiles, model_type: str) -> tuple[Fields, LanguageSpec]:
+    """The text part of a nested config.json, of that type where it names none, and its decoder; embeddings are tied
+    where either level says so."""
+    text = typed(files.config.section("text_config"), model_type)
     tie = files.config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
     return text, build_language(text, tie_embeddings=tie, nested=True)
+
+
+def typed(text: Fields, model_type: str) -> Fields:
+    """A part of config.json as the family's config class completes it."""
+    return text if "model_type" in text else Fields({**text.values, "model_type": model_type}, text.where)
 
 
 def model_spec(

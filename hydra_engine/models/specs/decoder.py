@@ -11,7 +11,7 @@ from typing import Literal
 
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.base import DTYPE_BYTES, DeltaShape, LanguageSpec, LayerKind
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, Fields
 from hydra_engine.models.specs.rope import Sections, rope_settings
 
 LAYER_KINDS: dict[str, LayerKind] = {"linear_attention": "delta", "full_attention": "attention"}
@@ -118,6 +118,7 @@ def decoder_type(config: Fields) -> str:
     if model_type not in DECODERS:
         raise CheckpointError(
             f"text model type {model_type[:40]!r} is not supported; supported are {', '.join(sorted(DECODERS))}"
+            + ELSEWHERE
         )
     return model_type
 
@@ -128,7 +129,8 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
     defaults = DECODERS[model_type]
     hidden = config.integer("hidden_size", defaults.hidden_size if nested else None)
     num_heads = config.integer("num_attention_heads", defaults.num_heads if nested else None)
-    num_kv_heads = config.integer("num_key_value_heads", defaults.num_kv_heads or num_heads)
+    shared = None if config.is_null("num_key_value_heads") else defaults.num_kv_heads
+    num_kv_heads = config.integer("num_key_value_heads", shared or num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
     head_dim = config.integer("head_dim", defaults.head_dim or hidden // num_heads)
@@ -177,7 +179,9 @@ def _biases(config: Fields, defaults: DecoderDefaults, model_type: str) -> tuple
     """Whether queries, keys and values have biases, and whether the output projection has one."""
     biased = config.flag("attention_bias", False)
     if config.flag("mlp_bias", False) or (biased and defaults.biases == "none"):
-        raise CheckpointError(f"{model_type} checkpoints with these biases in their linear layers are not supported")
+        raise CheckpointError(
+            f"{model_type} checkpoints with these biases in their linear layers are not supported{ELSEWHERE}"
+        )
     if defaults.biases == "qkv":
         return True, False
     return biased, biased
@@ -186,7 +190,7 @@ def _biases(config: Fields, defaults: DecoderDefaults, model_type: str) -> tuple
 def activation(config: Fields, name: str, default: str) -> str:
     value = config.text(name, default)
     if value not in ACTIVATIONS:
-        raise config.wrong(name, f"one of {', '.join(sorted(ACTIVATIONS))}")
+        raise config.wrong(name, f"one of {', '.join(sorted(ACTIVATIONS))}", ELSEWHERE)
     return ACTIVATIONS[value]
 
 
@@ -195,7 +199,7 @@ def _window(config: Fields, defaults: DecoderDefaults, longest: int) -> int:
     windowed = defaults.windowed == "option" and config.flag("use_sliding_window", False)
     if not windowed and defaults.windowed != "always":
         return longest
-    if "sliding_window" in config.values and config.get("sliding_window") is None:
+    if config.is_null("sliding_window"):
         return longest
     return min(longest, config.integer("sliding_window", 4096))
 
@@ -204,11 +208,11 @@ def special_tokens(
     generation: Fields | None, config: Fields, text: Fields
 ) -> tuple[int | None, int | None, tuple[int, ...]]:
     """(BOS, padding, all EOS). generation_config.json decides, then the top level of config.json, then its text part
-    with its defaults."""
+    with its defaults. -1 is none, whatever the next of them says."""
 
     def token_ids(name: str, default: int | None) -> tuple[int, ...]:
         for source in (generation, config, text):
-            if source is not None and (ids := source.token_ids(name)):
+            if source is not None and (ids := source.token_ids(name)) is not None:
                 return ids
         return () if default is None or name in text.values else (default,)
 

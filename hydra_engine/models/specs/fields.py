@@ -39,11 +39,14 @@ def read_json_if_present(directory: Path, name: str) -> Fields | None:
     return Fields(values, name)
 
 
-LARGEST = 2**31
+LARGEST = 2**31  # of sizes and counts
+LARGEST_NUMBER = 1e38  # of other numbers: what float32 holds
+# Ends a complaint about what only the native implementations cannot do.
+ELSEWHERE = "; --model-impl transformers runs what transformers can load"
 
 
 class Fields:
-    """One JSON object with checked access. `null` counts as absent, as in transformers' files.
+    """One JSON object with checked access. `null` counts as absent, but for the fields of which `is_null` asks.
 
     `default=None` in the typed getters means that the field must be there.
     """
@@ -54,6 +57,10 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Whether it is there and says nothing."""
+        return name in self.values and self.values[name] is None
 
     def get(self, *names: str) -> Any:
         """The first of `names` that is present and not null."""
@@ -73,24 +80,24 @@ class Fields:
             raise self.wrong(name, "an object")
         return Fields(value, f"{name} of {self.where}")
 
-    def integer(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, at_least: int = 1, at_most: int = LARGEST) -> int:
         value = self._value(name, default)
-        if type(value) is not int or not at_least <= value <= LARGEST:
-            raise self.wrong(name, f"a whole number from {at_least} to {LARGEST}")
+        if type(value) is not int or not at_least <= value <= at_most:
+            raise self.wrong(name, f"a whole number from {at_least} to {at_most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above zero."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not 0 < value <= LARGEST:
-            raise self.wrong(name, f"a number above 0 and up to {LARGEST}")
+        if type(value) not in (int, float) or not 0 < value <= LARGEST_NUMBER:
+            raise self.wrong(name, f"a number above 0 and up to {LARGEST_NUMBER:g}")
         return float(value)
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """As many finite numbers as `default` has."""
         value = self._value(name, list(default))
         numbers = value if isinstance(value, list) else []
-        if len(numbers) != len(default) or not all(type(n) in (int, float) and abs(n) <= LARGEST for n in numbers):
+        if len(numbers) != len(default) or not all(_is_finite(n) for n in numbers):
             raise self.wrong(name, f"a list of {len(default)} numbers")
         return tuple(map(float, numbers))
 
@@ -110,19 +117,21 @@ class Fields:
             raise self.wrong(name, "true or false")
         return value
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """A token id or a list of them; () when absent."""
+    def token_ids(self, name: str) -> tuple[int, ...] | None:
+        """A token id or a list of them, each once; -1 stands for none. None when absent."""
         value = self.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(i) is not int or not 0 <= i <= LARGEST for i in ids):
-            raise self.wrong(name, "a token id or a list of token ids")
-        return tuple(ids)
+        if value is None:
+            return None
+        ids = value if isinstance(value, list) else [value]
+        if any(type(i) is not int or not -1 <= i <= LARGEST for i in ids):
+            raise self.wrong(name, "a token id, a list of token ids, or -1 for none")
+        return tuple(dict.fromkeys(i for i in ids if i >= 0))
 
     def missing(self, name: str) -> CheckpointError:
         return CheckpointError(f"{self.where} has no field {name}")
 
-    def wrong(self, name: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{name} in {self.where} must be {expected}, not {str(self.get(name))[:40]!r}")
+    def wrong(self, name: str, expected: str, advice: str = "") -> CheckpointError:
+        return CheckpointError(f"{name} in {self.where} must be {expected}, not {str(self.get(name))[:40]!r}{advice}")
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.get(name)
@@ -131,3 +140,7 @@ class Fields:
         if default is None:
             raise self.missing(name)
         return default
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST_NUMBER

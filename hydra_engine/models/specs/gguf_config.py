@@ -286,19 +286,18 @@ def _generation(settings: Fields) -> dict[str, Any]:
     tokens, kinds = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):
         raise settings.missing("tokenizer.ggml.tokens")
-    found = settings.token_ids("tokenizer.ggml.eos_token_id")
-    ends = [
-        *found,
-        *settings.token_ids("tokenizer.ggml.eot_token_id"),
-        *settings.token_ids("tokenizer.ggml.eom_token_id"),
-    ]
+    ends = [token for key in ("eos", "eot", "eom") for token in special_token(settings, key, len(tokens))]
     if isinstance(kinds, list):
         named = zip(tokens, kinds, strict=False)
         ends += [index for index, (token, kind) in enumerate(named) if kind == CONTROL and token in _ENDS]
-    special = {
-        name: settings.get(f"tokenizer.ggml.{key}_token_id") for name, key in (("bos", "bos"), ("pad", "padding"))
-    }
+    special = {name: special_token(settings, key, len(tokens)) for name, key in (("bos", "bos"), ("pad", "padding"))}
     return {
-        **{f"{name}_token_id": value for name, value in special.items() if value is not None},
+        **{f"{name}_token_id": found[0] for name, found in special.items() if found},
         "eos_token_id": list(dict.fromkeys(ends)),
     }
+
+
+def special_token(settings: Fields, key: str, num_tokens: int) -> tuple[int, ...]:
+    """One or none. What lies beyond the vocabulary is none: converters write -1 as an unsigned number."""
+    found = settings.integer(f"tokenizer.ggml.{key}_token_id", num_tokens, at_least=-1, at_most=2**32 - 1)
+    return (found,) if 0 <= found < num_tokens else ()

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, LARGEST, Fields
 
 Sections = tuple[int, int, int]  # pairs that turn by time, row and column
 
@@ -39,16 +39,22 @@ def rope_settings(
     max_position: int,
     share: float | None = None,
 ) -> Rope:
-    """From `rope_parameters`, or the older `rope_theta` and `rope_scaling`; the keywords are what the model type has
-    where the config is silent. `share` of a head's numbers turn, None where the type knows only all of them; a type
-    that has it is served with one position per token, for which sections change nothing."""
-    section = config.section_if_present("rope_parameters") or config.section_if_present("rope_scaling")
-    values = section or Fields({}, config.where)
+    """From `rope_section` and what lies beside it; the keywords are what the model type has where the config is silent.
+    `share` of a head's numbers turn, None where the type knows only all of them; a type that has it is served with one
+    position per token, for which sections change nothing."""
+    values = rope_section(config)
     kind = values.text("rope_type", values.text("type", "default"))
     if kind == "mrope":  # what configs with sections called the default before sections were a field beside the type
         kind = "default"
     if kind not in ROPE_TYPES:
-        raise CheckpointError(f"rope type {kind[:40]!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        raise CheckpointError(
+            f"rope type {kind[:40]!r} is not supported; supported are {', '.join(ROPE_TYPES)}{ELSEWHERE}"
+        )
+    if layer_type := next((name for name, value in values.values.items() if isinstance(value, dict)), None):
+        raise CheckpointError(
+            f"{values.where} has settings for layers of type {layer_type[:40]}; supported are the same ones for all"
+            + ELSEWHERE
+        )
     rotary_dim = _rotary_dim(config, values, head_dim, share)
     theta = values.number("rope_theta", config.number("rope_theta", theta))
     # Dynamic scaling begins past max_position_embeddings, where it would make a row's angles depend on the longest row
@@ -63,7 +69,7 @@ def rope_settings(
     if kind == "yarn":
         original = _original_length(config, values, max_position)
         factor = values.number("factor", max_position / original)
-        stretched = int(factor * original)
+        stretched = int(min(factor * original, LARGEST))
         parameters |= {"factor": factor, "original_max_position_embeddings": original, **_yarn(values, theta, factor)}
     if share is not None:
         return Rope(parameters, theta, None, False, stretched, rotary_dim)
@@ -71,10 +77,18 @@ def rope_settings(
     return Rope(parameters, theta, *axes, stretched, rotary_dim)
 
 
+def rope_section(config: Fields) -> Fields:
+    """`rope_scaling`, the older name, or else `rope_parameters`: a config that has both was saved with the one and had
+    the other added by hand, and transformers takes what was added."""
+    names = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
+    return config.section(names[0]) if names else Fields({}, config.where)
+
+
 def _rotary_dim(config: Fields, values: Fields, head_dim: int, share: float | None) -> int:
-    fraction = values.number("partial_rotary_factor", config.number("partial_rotary_factor", share or 1.0))
+    whole = 1.0 if config.is_null("partial_rotary_factor") else share or 1.0
+    fraction = values.number("partial_rotary_factor", config.number("partial_rotary_factor", whole))
     if share is None and fraction != 1.0:
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+        raise CheckpointError(f"partial_rotary_factor other than 1 is not supported{ELSEWHERE}")
     turning = int(head_dim * fraction)
     if not 0 < fraction <= 1 or turning % 2 or not turning:
         raise CheckpointError(

@@ -10,7 +10,7 @@ from typing import Any
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.base import PreprocessSpec, TowerAttention, VisionSpec
 from hydra_engine.models.specs.decoder import activation
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, Fields
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -141,7 +141,7 @@ def tower_config(config: Fields, model_type: str) -> Fields:
     tower = config.section("vision_config")
     name = tower.text("model_type", model_type)
     if name != model_type:
-        raise CheckpointError(f"vision model type {name[:40]!r} is not supported; supported is {model_type}")
+        raise CheckpointError(f"vision model type {name[:40]!r} is not supported; supported is {model_type}{ELSEWHERE}")
     return tower
 
 
@@ -172,7 +172,7 @@ def processor_settings(images: Fields | None) -> Fields:
     if images is None:
         raise CheckpointError("the model directory has neither processor_config.json nor preprocessor_config.json")
     if not images.flag("do_resize", True):
-        raise CheckpointError(f"do_resize false in {images.where} is not supported")
+        raise CheckpointError(f"do_resize false in {images.where} is not supported{ELSEWHERE}")
     return images
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hydra_engine.models.specs.fields import Fields
-from hydra_engine.models.specs.gguf_config import CONTROL, PICTURE_TOKENS
+from hydra_engine.models.specs.gguf_config import CONTROL, PICTURE_TOKENS, special_token
 
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5  # of tokenizer.ggml.token_type
 _SPACE = "\u2581"  # SentencePiece's
@@ -38,9 +38,7 @@ def tokenizer_files(settings: Fields, *, pictures: bool) -> dict[str, Any]:
     kinds = settings.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise settings.wrong("tokenizer.ggml.token_type", f"{len(tokens)} numbers, one for each token")
-    unknown = next(iter(settings.token_ids("tokenizer.ggml.unknown_token_id")), None)
-    if unknown is not None and unknown >= len(tokens):
-        raise settings.wrong("tokenizer.ggml.unknown_token_id", f"one of {len(tokens)} tokens")
+    unknown = next(iter(special_token(settings, "unknown", len(tokens))), None)
     if pictures and unknown is not None and not any(name in tokens for name in PICTURE_TOKENS):
         tokens = [*tokens[:unknown], PICTURE_TOKENS[-1], *tokens[unknown + 1 :]]
     if model == "gpt2":
@@ -52,8 +50,8 @@ def tokenizer_files(settings: Fields, *, pictures: bool) -> dict[str, Any]:
     tokenizer |= {"version": "1.0", "truncation": None, "padding": None}
     tokenizer["added_tokens"] = list(_added(tokens, kinds, unknown))
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    special = {name: settings.token_ids(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    config = {f"{name}_token": tokens[ids[0]] for name, ids in special.items() if ids and ids[0] < len(tokens)}
+    special = {name: special_token(settings, key, len(tokens)) for name, key in names.items()}
+    config = {f"{name}_token": tokens[ids[0]] for name, ids in special.items() if ids}
     if "bos_token" in config and settings.flag("tokenizer.ggml.add_bos_token", begins):
         tokenizer["post_processor"] = _beginning_with(config["bos_token"], special["bos"][0])
     files: dict[str, Any] = {
