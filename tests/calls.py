@@ -26,7 +26,8 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         for call in message.tool_calls
     ]
     more = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
-    return {"role": message.role, "content": content, **{name: value for name, value in more.items() if value}}
+    given = {name: value for name, value in more.items() if value}
+    return {"role": message.role, "content": content, **given, **message.others}
 
 
 def _part(part: TextPart | MediaPart) -> dict[str, Any]:

@@ -28,6 +28,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_CALL_ID_CHARS = 256
 MAX_NAME_CHARS = 128  # of a called function
+MAX_FIELD_CHARS = 1 << 20  # of one further field of a message
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients and templates name an answer's thoughts
 
 Role = Literal["system", "user", "assistant", "tool"]
 Detail = Literal["auto", "low", "high"]
@@ -100,7 +102,8 @@ def _arguments(value: Mapping[str, Any] | str | None, param: str) -> Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`param` is the message's place, `messages[0]`; where a text alone was given, its own, `prompt`."""
+    """`param` is the message's place, `messages[0]`; where a text alone was given, its own, `prompt`. `others` are its
+    further fields as the client gave them, for templates that read them."""
 
     role: Role
     content: str | tuple[TextPart | MediaPart, ...]
@@ -108,6 +111,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None  # of a tool's message: the call that it answers
     name: str | None = None  # of the tool
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.content and not isinstance(self.content, str):
@@ -121,7 +125,7 @@ class ChatMessage:
         return f"{self.param}.{field}" if self.param.endswith("]") else self.param
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """(place, text) of all that was written."""
+        """(place, text) of its content and calls."""
         if isinstance(self.content, str):
             yield self.place_of("content"), self.content
         else:

@@ -174,6 +174,7 @@ def is_token_ids(what: Any) -> bool:
 MAX_FPS = 1000
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "function_call"})
 _PARTS = ("text", "image_url", "image", "image_pil", "video_url", "video")
 
 
@@ -214,6 +215,14 @@ def _message(message: object, path: str) -> ChatMessage:
         tool_calls=_tool_calls(message, path),
         tool_call_id=_optional_text(message, "tool_call_id", path, MAX_CALL_ID_CHARS) if is_answer else None,
         name=_optional_text(message, "name", path, MAX_NAME_CHARS) if is_answer else None,
+        others={
+            name: value
+            for name, value in message.items()
+            if isinstance(name, str)
+            and value is not None
+            and name not in _FIELDS
+            and not (is_answer and name == "name")
+        },
     )
 
 

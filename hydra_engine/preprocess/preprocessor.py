@@ -185,8 +185,10 @@ class Preprocessor:
         else:
             content = (*media, TextPart(text)) if media else text
             messages = (ChatMessage("user", content, "prompt"),)
+        messages = tuple(map(self._template_for(call.template).known, messages))
         num_chars = sum(len(text) for message in messages for _, text in message.texts())
-        num_chars += sum(map(len, texts_of((call.template.tools, call.template.variables))))
+        others = [message.others for message in messages]
+        num_chars += sum(map(len, texts_of((others, call.template.tools, call.template.variables))))
         return _Prompt(media, messages, num_chars=num_chars, param=param, template=call.template)
 
     def _check_token_ids(self, prompt: object) -> list[int]:
@@ -221,10 +223,13 @@ class Preprocessor:
 
     def _encode(self, prompt: _Prompt) -> list[int]:
         if prompt.messages:
-            template = self._tool_template if prompt.template.tools else self._template
+            template = self._template_for(prompt.template)
             prompt.text = template.render(prompt.messages, prompt.template)
             prompt.add_special_tokens = template.adds_special_tokens(prompt.text, prompt.template)
         return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+
+    def _template_for(self, options: TemplateOptions) -> ChatTemplate:
+        return self._tool_template if options.tools else self._template
 
     def _place_pictures(
         self, prompt: _Prompt, token_ids: list[int], media: list[Media], processor: ProcessorSpec

@@ -198,7 +198,6 @@ async def test_text_formats(served: Served) -> None:
         ("tools", [{"type": "function", "name": "f"}, {"type": "web_search"}], "tools[1].type"),
         ("n", 2, "n"),
         ("max_tokens", 5, "max_tokens"),
-        ("input", [{"type": "reasoning", "summary": []}], "input[0].type"),
         ("input", [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "x"}], "input[1].type"),
     ],
 )
@@ -216,6 +215,9 @@ async def test_what_is_not_built_is_refused_by_name(served: Served, name: str, v
         ("input", [{"role": "user"}], "input[0].content"),
         ("input", [{"role": "user", "content": []}], "input[0].content"),
         ("input", [{"content": "a"}], "input[0].role"),
+        ("input", [{"type": "reasoning", "summary": [], "encrypted_content": "x"}], "input"),
+        ("input", [{"type": "reasoning", "content": [{"type": "input_text", "text": "x"}]}], "input[0].content[0]"),
+        ("input", [{"role": "user", "content": [{"type": "reasoning_text", "text": "x"}]}], "input[0].content[0]"),
         ("input", [{"role": "tool", "content": "a"}], "input[0].role"),
         ("input", [{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].image_url"),
         ("input", [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}], "input[0].content[0].type"),

@@ -6,17 +6,24 @@ Does not know token ids, and opens nothing: a picture is a placeholder here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from hydra_engine.core.call import ChatMessage, TextPart, ToolCall
-from hydra_engine.core.prompting import TemplateOptions, texts_of
+from hydra_engine.core.call import MAX_FIELD_CHARS, REASONING, ChatMessage, TextPart, ToolCall
+from hydra_engine.core.prompting import TemplateOptions, check_json, texts_of
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+_MAX_LOGGED_NAMES = 256
+_WORD = re.compile(r"[A-Za-z_]\w*")
 _PROBE = "hydra9probe"
 _PROBE_ID = "hydra9pro"  # nine letters and digits, as some templates demand
 # What operations inside a template raise when a conversation is not what it expects.
@@ -44,6 +51,23 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tokens = {"image": image_token, "video": video_token}
         self._reads: dict[tuple[str, type], bool] = {}
+        self._words = frozenset(_WORD.findall(template or ""))
+        self._ignored: set[str] = set()
+
+    def known(self, message: ChatMessage) -> ChatMessage:
+        """The message with those of its further fields that the template mentions, bounded. Raises InvalidRequest."""
+        if not message.others:
+            return message
+        others = dict(message.others)
+        given = next((name for name in REASONING if name in others), None)
+        if given is not None:  # templates differ in the name, and so do clients
+            others = dict.fromkeys(REASONING, others[given]) | others
+        read = {name: value for name, value in others.items() if name in self._words}
+        ignored = message.others.keys() - read.keys()
+        self._log_ignored(ignored.difference(REASONING) if read.keys() & set(REASONING) else ignored)
+        for name, value in read.items():
+            check_json(value, message.place_of(name if name in message.others else given or name), MAX_FIELD_CHARS)
+        return replace(message, others=read)
 
     def render(self, messages: Sequence[ChatMessage], options: TemplateOptions = _DEFAULTS) -> str:
         """The prompt's text. Raises InvalidRequest; also where a user's text holds the image token."""
@@ -61,6 +85,12 @@ class ChatTemplate:
             return options.add_special_tokens
         bos = self._tokenizer.bos_token
         return self._has_processor and (bos is None or not rendered.startswith(bos))
+
+    def _log_ignored(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            if name not in self._ignored and len(self._ignored) < _MAX_LOGGED_NAMES:
+                self._ignored.add(name)
+                logger.info("the chat template does not read %r of messages; it is ignored", name[:64])
 
     def _check_texts(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> None:
         texts = [place for message in messages for place in message.texts()]
@@ -80,6 +110,7 @@ class ChatTemplate:
         fitting: dict[str, Any] = {"role": message.role, "content": self._fitting_content(message)}
         about = {"tool_call_id": message.tool_call_id, "name": message.name}
         fitting |= {name: value for name, value in about.items() if value is not None}
+        fitting.update(message.others)
         if message.tool_calls:
             as_text = not self._reads_form("tool_calls", dict)
             if as_text and not self._reads_form("tool_calls", str):

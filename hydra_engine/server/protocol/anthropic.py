@@ -76,7 +76,17 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
     is_error: bool | None = None
 
 
-Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock
+class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """What an earlier turn of the assistant thought; its `signature` is of no use here."""
+
+    thinking: Text
+
+
+class RedactedThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """The same encrypted by another server; nobody else can read it."""
+
+
+Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
 class InputMessage(msgspec.Struct, frozen=True):
@@ -227,6 +237,13 @@ def _turn(block: Block, role: Role, message: str, where: str) -> ChatMessage:
             if is_error:  # chat templates have no place for it; the content says what went wrong
                 log_once("tool_result.is_error")
             return ChatMessage("tool", content_of(content or "", f"{where}.content", _part), message, tool_call_id=id)
+        case ThinkingBlock(thinking=text):
+            _check_role(role, "assistant", "thinking", where)
+            return ChatMessage(role, "", message, others={"reasoning_content": text})
+        case RedactedThinkingBlock():
+            _check_role(role, "assistant", "redacted_thinking", where)
+            log_once("redacted_thinking")
+            return ChatMessage(role, "", message)
         case _:
             return ChatMessage(role, (_part(block, where),), message)
 
@@ -238,7 +255,9 @@ def _check_role(role: str, required: str, kind: str, where: str) -> None:
 
 def _joined(turn: ChatMessage, more: ChatMessage) -> ChatMessage:
     content = _parts(turn.content) + _parts(more.content)
-    return replace(turn, content=content or "", tool_calls=turn.tool_calls + more.tool_calls)
+    thoughts = [each.others["reasoning_content"] for each in (turn, more) if each.others]
+    others = {"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}
+    return replace(turn, content=content or "", tool_calls=turn.tool_calls + more.tool_calls, others=others)
 
 
 def _parts(content: str | tuple[TextPart | MediaPart, ...]) -> tuple[TextPart | MediaPart, ...]:

@@ -119,8 +119,14 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=NO_NUL)] | None = None
+    # For templates that read them; `reasoning` is vLLM's name of what others call `reasoning_content`.
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    thinking: Text | None = None
+    tool_plan: Text | None = None
 
 
+_FOR_TEMPLATES = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -236,7 +242,15 @@ def _chat_message(message: Message, where: str) -> call.ChatMessage:
         ),
         tool_call_id=message.tool_call_id if role == "tool" else None,
         name=(message.name or None) if role == "tool" else None,
+        others=_others(message),
     )
+
+
+def _others(message: Message) -> dict[str, Any]:
+    given = {name: getattr(message, name) for name in _FOR_TEMPLATES}
+    if message.role != "tool":
+        given["name"] = message.name or None
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _chat_part(part: AnyPart, where: str) -> call.TextPart | call.MediaPart:

@@ -6,85 +6,44 @@ Nothing is stored, so what refers to an earlier response is refused by name, and
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hydra_engine.core import outputs
-from hydra_engine.core.call import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, TextPart, ToolCall
+from hydra_engine.core.call import MAX_MESSAGES, ChatMessage
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.prompting import MAX_TOOLS
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
-from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.protocol.chat import TokenLogprob
 from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import (
-    ArgumentsText,
-    CalledName,
-    CallId,
     Description,
     GenerationFields,
-    MediaUrl,
     Schema,
     StopStrings,
     Text,
     TokenCount,
     ToolName,
-    content_of,
     log_once,
     plain_function,
     sampling_of,
     schema_grammar,
     unsupported_tool,
 )
+from hydra_engine.server.protocol.response_input import InputItem, ShortText, required, turns_of
 from hydra_engine.server.tools.tool_calls import ToolUse
-
-T = TypeVar("T")
 
 MAX_METADATA = 16
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"  # the one thing to include that is built
 
-ShortText = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[ShortText, Annotated[str, Meta(max_length=512)]], Meta(max_length=MAX_METADATA)]
 
 
 # ---- the request
-
-
-class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
-    text: Text
-
-
-class InputImage(msgspec.Struct, frozen=True, tag_field="type", tag="input_image"):
-    image_url: MediaUrl
-    detail: Literal["auto", "low", "high", "original"] | None = None
-
-
-class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
-    """The text of an earlier answer, which the client sends back."""
-
-    text: Text
-
-
-Part = InputText | InputImage | EarlierText
-Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
-
-
-class InputItem(msgspec.Struct, frozen=True):
-    """A message (role, content), a function_call that was made (call_id, name, arguments) or its function_call_output
-    (call_id, output). Other types of items are refused by name."""
-
-    type: ShortText = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Parts | Text | None = None
-    call_id: CallId | None = None
-    name: CalledName | None = None
-    arguments: ArgumentsText | None = None
-    output: Parts | Text | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
@@ -192,14 +151,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
             messages.append(ChatMessage("system", self.instructions, "instructions"))
         if isinstance(self.input, str):
             return (*messages, ChatMessage("user", self.input, "input"))
-        for index, item in enumerate(self.input):
-            message = _chat_message(item, f"input[{index}]")
-            # A call and the message before it were one turn.
-            if item.type == "function_call" and messages and messages[-1].role == "assistant":
-                messages[-1] = replace(messages[-1], tool_calls=messages[-1].tool_calls + message.tool_calls)
-            else:
-                messages.append(message)
-        return tuple(messages)
+        return (*messages, *turns_of(self.input))
 
 
 def _grammar_of(text: TextConfig) -> Grammar | None:
@@ -216,46 +168,7 @@ def _grammar_of(text: TextConfig) -> Grammar | None:
 def _plain_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise unsupported_tool(where, tool.type)
-    return plain_function(_required(tool.name, f"{where}.name"), tool.description, tool.parameters)
-
-
-def _chat_message(item: InputItem, where: str) -> ChatMessage:
-    match item.type:
-        case "message":
-            role = "system" if item.role == "developer" else item.role
-            return ChatMessage(_required(role, f"{where}.role"), _content(item.content, f"{where}.content"), where)
-        case "function_call":
-            name = _required(item.name, f"{where}.name")
-            call_id = _required(item.call_id, f"{where}.call_id")
-            calls = (ToolCall(name, item.arguments, call_id, f"{where}.arguments"),)
-            return ChatMessage("assistant", "", where, tool_calls=calls)
-        case "function_call_output":
-            call_id = _required(item.call_id, f"{where}.call_id")
-            return ChatMessage("tool", _content(item.output, f"{where}.output"), where, tool_call_id=call_id)
-    raise InvalidRequest(
-        f"{where}: items of type {item.type!r} are not supported by this server; send messages, function_call and "
-        "function_call_output",
-        param=f"{where}.type",
-        code="unsupported_parameter",
-    )
-
-
-def _required(value: T | None, param: str) -> T:
-    if value is None:
-        raise InvalidRequest(f"{param} is required", param=param)
-    return value
-
-
-def _content(content: list[Part] | str | None, param: str) -> str | tuple[TextPart | ImagePart, ...]:
-    return content_of(content, param, _part) if isinstance(content, list) else _required(content, param)
-
-
-def _part(part: Part, param: str) -> TextPart | ImagePart:
-    if not isinstance(part, InputImage):
-        return TextPart(part.text)
-    if part.detail not in (None, "auto"):  # every picture gets the model's own resolution
-        log_once("input_image.detail")
-    return ImagePart(part.image_url, f"{param}.image_url")
+    return plain_function(required(tool.name, f"{where}.name"), tool.description, tool.parameters)
 
 
 # ---- the answer
