@@ -1,8 +1,10 @@
 // Run-time detection through cpuid, the enabled register state (XCR0) and, for AMX, the permission of the kernel.
 #include "cpu/isa.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 
 #include "check.h"
 
@@ -98,12 +100,26 @@ Isa best_level(const Features& f) {
   return f.amx_tile && f.amx_bf16 ? Isa::amx : Isa::avx512bf16;
 }
 
-std::atomic<Isa>& level() {
-  static std::atomic<Isa> value{supported_isa()};
-  return value;
+constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx"};
+constexpr const char* kVariable = "HYDRA_MAX_CPU_ISA";
+
+Isa named(const std::string& name, const char* where) {
+  for (int i = 0; i < 5; ++i) {
+    if (name == kNames[i]) return static_cast<Isa>(i);
+  }
+  HYDRA_CHECK(false, where, ": expected scalar, avx2, avx512, avx512bf16 or amx, got '", name, "'");
 }
 
-constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx"};
+// The lower one of what the processor has and HYDRA_MAX_CPU_ISA asks for.
+Isa initial_level() {
+  const char* most = std::getenv(kVariable);
+  return most == nullptr || *most == '\0' ? supported_isa() : std::min(supported_isa(), named(most, kVariable));
+}
+
+std::atomic<Isa>& level() {
+  static std::atomic<Isa> value{initial_level()};
+  return value;
+}
 
 }  // namespace
 
@@ -114,14 +130,10 @@ Isa supported_isa() { return best_level(features()); }
 Isa current_isa() { return level().load(std::memory_order_relaxed); }
 
 void force_isa(const std::string& name) {
-  for (int i = 0; i < 5; ++i) {
-    if (name != kNames[i]) continue;
-    HYDRA_CHECK(i <= static_cast<int>(supported_isa()), "isa: this machine supports levels up to '",
-                isa_name(supported_isa()), "', got '", name, "'");
-    level().store(static_cast<Isa>(i), std::memory_order_relaxed);
-    return;
-  }
-  HYDRA_CHECK(false, "isa: expected scalar, avx2, avx512, avx512bf16 or amx, got '", name, "'");
+  const Isa wanted = named(name, "isa");
+  HYDRA_CHECK(wanted <= supported_isa(), "isa: this machine supports levels up to '", isa_name(supported_isa()),
+              "', got '", name, "'");
+  level().store(wanted, std::memory_order_relaxed);
 }
 
 bool has_avx_vnni() { return features().avx_vnni && current_isa() >= Isa::avx2; }

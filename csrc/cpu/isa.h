@@ -36,10 +36,11 @@ const char* isa_name(Isa isa);
 // The highest level that processor and operating system support.
 Isa supported_isa();
 
-// The level in use: supported_isa() unless force_isa lowered it.
+// The level in use: supported_isa() unless the variable HYDRA_MAX_CPU_ISA or force_isa lowered it. Throws
+// std::invalid_argument where the variable is no level's name.
 Isa current_isa();
 
-// For tests: lowers the level of the whole process (or restores it). Throws std::invalid_argument for an unknown name
+// For tests: lowers the level of the whole process, or restores it. Throws std::invalid_argument for an unknown name
 // or a level above supported_isa().
 void force_isa(const std::string& name);
 

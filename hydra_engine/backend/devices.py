@@ -152,9 +152,14 @@ def takes_turns(device: str) -> bool:
 
 
 def load_extension() -> tuple[ModuleType | None, str | None]:
-    """The native extension, or a sentence that says why it cannot be used."""
+    """The native extension, or a sentence that says why it cannot be used. Raises ConfigError where HYDRA_MAX_CPU_ISA
+    is no level of instructions."""
     try:
-        return importlib.import_module("hydra_engine._C"), None
+        extension = importlib.import_module("hydra_engine._C")
+        extension.isa()
+        return extension, None
+    except ValueError as error:
+        raise ConfigError(str(error).partition(" [")[0], param="HYDRA_MAX_CPU_ISA") from None
     except ModuleNotFoundError:
         return None, "the native extension hydra_engine._C is not built"
     except ImportError as error:

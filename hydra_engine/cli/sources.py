@@ -36,10 +36,10 @@ from hydra_engine.errors import ConfigError
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNINGS = 8
 _MAX_KEY = 60  # characters of an unknown key that its message quotes
-# Variables of ours that are no options: of tests, of the build (setup.py), of the CUDA extension.
+# Variables of ours that are no options: of tests, of the extension, of its build (setup.py).
 _OTHER_VARIABLES = frozenset(
     (
-        *("HYDRA_CONFIG", "HYDRA_FAULTS", "HYDRA_CUDA_SYNC"),
+        *("HYDRA_CONFIG", "HYDRA_FAULTS", "HYDRA_MAX_CPU_ISA", "HYDRA_CUDA_SYNC"),
         *("HYDRA_CPU_ONLY", "HYDRA_REQUIRE_CUDA", "HYDRA_CUDA_ARCHS", "HYDRA_NVCC_FLAGS", "HYDRA_BUILD_JOBS"),
     )
 )

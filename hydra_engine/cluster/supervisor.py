@@ -286,14 +286,15 @@ class Supervisor:
 
     def _finish_if_exited(self, member: Member, child: Child, now: float) -> bool:
         """True once the instance exits. The exit is reported when its last messages have been read and its exit code is
-        known, but not later than `last_words_s`."""
+        known, but not later than `last_words_s`, or `start_last_words_s` for one that has not been ready."""
         how = child.how_it_ended()
         if how is not None and member.exiting is None:
             member.exiting = Exiting(now)
         exiting = member.exiting
         if exiting is None:
             return False
-        if (how is not None and exiting.channel_ended) or now - exiting.since_s >= self._pace.last_words_s:
+        patience_s = self._pace.last_words_s if member.is_up else self._pace.start_last_words_s
+        if (how is not None and exiting.channel_ended) or now - exiting.since_s >= patience_s:
             self._finish_exit(member, child, exiting, how, now)
         return True
 

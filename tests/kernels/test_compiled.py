@@ -55,6 +55,8 @@ FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8", "quantized-few-float
 FURTHER |= {"round_rows-4096", "linear-few-512", "linear-gated-few-18944"}
 FURTHER |= {"linear-rope-vector-gqa", "linear-rope-few-mha", "linear-rope-few-80"}
 FURTHER |= {"decode-gqa-128-int8", "prefill-mha-128-int8", "write_int8-gqa-64"}
+FURTHER |= {"delta_rule-256", "round_rows-blocks", "linear-rope-few-mha", "packed-80-searched", "linear-tiled-patches"}
+FURTHER |= {"finish-quick_gelu", "decode-mha-128", "packed-64"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
 FURTHER |= {
     "delta_rule-64",
@@ -68,19 +70,21 @@ FURTHER |= {
 }
 
 
+# Whose code for sm_80 is quick: tensor cores in another way than Hopper's.
+_ALSO_80 = {"linear-tiled-4096", "quantized-tiled-4-128"}
+
+
 def targets(names: list[str]) -> list[Any]:
-    """Each for both. Further shapes are slow, and so is sm_80 where its code has no way of its own."""
-    same = CASES.keys() - set(WGMMA)
-    slow = {(name, capability) for name in FURTHER for capability in (80, 90)} | {(name, 80) for name in same}
-    slow |= {
-        (name, 80)
-        for name in ("quantized-few-4-128", "quantized-few-float8", "packed-80-searched", "linear-tiled-patches")
-    }
+    """Each for both. Further shapes are slow, and so is most code for sm_80."""
     return [
-        pytest.param(name, capability, marks=pytest.mark.slow if (name, capability) in slow else ())
+        pytest.param(name, capability, marks=() if _is_quick(name, capability) else pytest.mark.slow)
         for name in names
         for capability in (80, 90)
     ]
+
+
+def _is_quick(name: str, capability: int) -> bool:
+    return name not in FURTHER if capability == 90 else name in _ALSO_80
 
 
 def on_the_newest(names: list[str]) -> list[Any]:
@@ -112,10 +116,7 @@ def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None
     assert compiled("linear-vector-3584", capability)["_small_linear_kernel"].count("mma") == 0
 
 
-_FIRST_OF_LITTLE = ("linear-few-3584", "linear-few-22016", "linear-gated-few-11008", "linear-rope-few-mha")
-
-
-@pytest.mark.quick(*(f"[{name}-89]" for name in _FIRST_OF_LITTLE))
+@pytest.mark.quick("[linear-few-3584-89]")
 @pytest.mark.parametrize("capability", [89, 100, 120])
 @pytest.mark.parametrize("name", PIPELINED)
 def test_fits_devices_without_tables_of_their_own(name: str, capability: int) -> None:
@@ -123,7 +124,7 @@ def test_fits_devices_without_tables_of_their_own(name: str, capability: int) ->
     assert all(result.shared <= SHARED_LIMIT[capability] for result in compiled(name, capability).values())
 
 
-@pytest.mark.quick("-128")
+@pytest.mark.quick("decode-gqa-256")
 @pytest.mark.parametrize("name", LARGE_CASES)
 def test_the_largest_fit_devices_with_little_shared_memory(name: str) -> None:
     for launch in launches_of(name, 89, LARGE_CASES):

@@ -53,7 +53,7 @@ def compiled(name: str) -> Compiled:
     return compile_for(launch, 90)
 
 
-QUICK = pytest.mark.quick("packed-80", "prefill-gqa-128")
+QUICK = pytest.mark.quick("packed-80")
 
 
 @QUICK

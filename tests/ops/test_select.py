@@ -1,7 +1,9 @@
 """The choice of the backend: what "auto" takes, what is refused by name, and what it says when something is missing."""
 
 import logging
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -21,6 +23,7 @@ from hydra_engine.backend.select import (
     weights_dtype,
 )
 from hydra_engine.errors import BackendError, ConfigError
+from tests.ops.conftest import LEVELS
 
 
 @pytest.fixture
@@ -171,6 +174,27 @@ def test_doctor_learns_level_features_and_where_the_extension_is() -> None:
     found = describe_cpu()
     assert found["isa"] == _C.isa() and found["extension"] == _C.__file__ and found["extension_problem"] is None
     assert found["cores"] >= 1 and isinstance(found["features"], list)
+
+
+def test_a_variable_lowers_the_level_and_never_raises_it() -> None:
+    best = level_under("")
+    assert [level_under(level) for level in ("scalar", "amx")] == ["scalar", best]
+    assert level_under("avx2") == min("avx2", best, key=LEVELS.index)
+    wrong = "HYDRA_MAX_CPU_ISA: expected scalar, avx2, avx512, avx512bf16 or amx, got 'sse'"
+    assert level_under("sse") == wrong
+
+
+def level_under(variable: str) -> str:
+    """The level that an engine takes under HYDRA_MAX_CPU_ISA, or why it takes none."""
+    code = (
+        "from hydra_engine.backend.devices import load_extension\n"
+        "from hydra_engine.errors import ConfigError\n"
+        "try: print(load_extension()[0].isa())\n"
+        "except ConfigError as error: print(error)"
+    )
+    environment = {**os.environ, "HYDRA_MAX_CPU_ISA": variable}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def test_doctor_without_the_extension(without_extension: None) -> None:

@@ -53,7 +53,7 @@ def test_a_rounded_product_has_the_bits_of_one_that_was_stored(shape: tuple[int,
     assert not torch.equal(small_linear(x, weight, bias, residual), stored)
 
 
-@pytest.mark.quick("-gelu]", "silu")
+@pytest.mark.quick("small_linear-2-gelu]", "invariant_linear-2-silu")
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize(("linear", "num_rows"), [(small_linear, 1), (small_linear, 2), (invariant_linear, 2)])
 def test_epilogue(linear: Callable[..., Tensor], num_rows: int, act: Activation) -> None:
