@@ -57,11 +57,12 @@ def logits(directory: Path, backend: Backend) -> Tensor:
 
 
 class RoundingOps(ReferenceOps):
-    """Products with tensors, but for the head, of rows in whole steps of 1/127 of a group's largest magnitude."""
+    """Products with tensors, but for those with `unrounded` outputs, of rows in whole steps of 1/127 of a group's
+    largest magnitude."""
 
-    def __init__(self, group: int | None) -> None:
+    def __init__(self, group: int | None, *, unrounded: int = NUM_WORDS) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._unrounded = group, unrounded
 
     def linear(
         self,
@@ -73,7 +74,7 @@ class RoundingOps(ReferenceOps):
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         assert isinstance(weight, PlainLinear)
-        if self._group is not None and weight.num_out != NUM_WORDS:
+        if self._group is not None and weight.num_out != self._unrounded:
             groups = x.unflatten(1, (-1, self._group or x.shape[1]))
             largest = groups.abs().amax(-1, keepdim=True)
             x = ((groups * (127 / largest)).round() * (largest / 127)).flatten(1)
@@ -105,6 +106,44 @@ def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path
     float_logits = logits(tmp_path / "tensors", reference())
     distance = (actual - float_logits).abs().max() / float_logits.abs().max()
     assert distance < 0.05
+
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FURTHER: dict[str, tuple[bool, tuple[str, ...]]] = {  # tied or not, what is quantised besides the layers
+    "embeddings": (False, (EMBEDDINGS,)),
+    "head": (False, (HEAD,)),
+    "both": (False, (EMBEDDINGS, HEAD)),
+    "tied embeddings": (True, (EMBEDDINGS,)),
+    "tied under the head's name": (True, (HEAD,)),
+    "a head beside tied embeddings": (True, (HEAD, "plain embeddings")),
+}
+
+
+@pytest.mark.quick("gptq-8-tied embeddings", "fp8-both", "w4-32-tied under", "awq-a head beside")
+@pytest.mark.parametrize("case", FURTHER)
+@pytest.mark.parametrize("name", ["w4-32", "w8a8", "gptq-8", "awq", "fp8"])
+def test_embeddings_and_heads_may_be_quantised(
+    checkpoint: CheckpointFactory, tmp_path: Path, name: str, case: str
+) -> None:
+    method, (tied, besides) = METHODS[name], FURTHER[case]
+    # A number of rows that fills whole words in every layout.
+    made = checkpoint(f"words-{tied}", "llama", text={**SIZES, "tie_word_embeddings": tied, "vocab_size": 264})
+    plain = Path(shutil.copytree(made, tmp_path / "plain"))
+    if tied and HEAD in besides:
+        tensors = load_file(plain / "model.safetensors")
+        embeddings = tensors[EMBEDDINGS] if "plain embeddings" in besides else tensors.pop(EMBEDDINGS)
+        tensors[HEAD] = (embeddings * 1.5).contiguous()
+        save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    weights = write_checkpoint(plain, tmp_path / "quantized", method, besides=besides)
+    assert weights.keys() > {part for part in besides if part.endswith(".weight")}
+    write_dequantized(plain, tmp_path / "tensors", weights)
+    actual = logits(tmp_path / "quantized", reference())
+    ops = RoundingOps(method.group, unrounded=264 if case == "embeddings" else 0)
+    expected = logits(tmp_path / "tensors", replace(reference(), ops=ops))
+    by_row = (actual - expected).abs().amax(1)
+    assert by_row.median() < 1e-5
+    assert by_row.max() < (1e-2 * expected.abs().max() if method.group is not None else 1e-5)
+    assert not torch.allclose(actual, logits(plain, reference()), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["w4-32", "w8a8", "gptq-4-zeros", "fp8"])

@@ -22,9 +22,11 @@ from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver, Span
+from tests.models.reference_hf import TransformersModel
 
 NORM = "language_model.model.norm.weight"
 QUERY = "language_model.model.layers.1.self_attn.q_proj.weight"
+INDEX = "model.safetensors.index.json"
 PROJECTOR = "multi_modal_projector.linear_1.weight"
 
 
@@ -97,11 +99,11 @@ def test_all_generations_of_names_load(model_dir: Path, backend: Backend, pairs:
 
 
 def test_buffers_that_old_files_hold_are_ignored(model_dir: Path, backend: Backend) -> None:
-    def add(tensors: dict[str, Tensor]) -> None:
+    def with_buffers(tensors: dict[str, Tensor]) -> None:
         tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(17)
         tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
 
-    rewrite(model_dir, add)
+    rewrite(model_dir, with_buffers)
     load(model_dir, backend)
 
 
@@ -118,6 +120,37 @@ def test_a_head_that_is_stored_beside_tied_embeddings_counts(checkpoint: Checkpo
     with torch.inference_mode():
         theirs = model(input_ids=torch.tensor([ids])).logits[0]
     assert torch.allclose(driver.run(driver.request(ids), []), theirs, rtol=0, atol=1e-4)
+
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.quick("head")
+@pytest.mark.parametrize("kept", ["head", "embeddings", "both"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_of_tied_matrices_either_will_do(
+    checkpoint: CheckpointFactory, tmp_path: Path, kept: str, sharded: bool
+) -> None:
+    """Under the name of either, or of both; a second one that an index lists need not be there."""
+    options = {"max_shard_size": "60KB"} if sharded else {}
+    tied = checkpoint(f"tied-text-{sharded}", "llama", text={"tie_word_embeddings": True}, **options)
+    directory = Path(shutil.copytree(tied, tmp_path / "model"))
+    file = next(path for path in sorted(directory.glob("*.safetensors")) if EMBEDDINGS in load_file(path))
+    tensors = load_file(file)
+    tensors[HEAD] = tensors[EMBEDDINGS].clone()
+    if kept != "both":
+        del tensors[EMBEDDINGS if kept == "head" else HEAD]
+    save_file(tensors, file, metadata={"format": "pt"})
+    if sharded:
+        relist(directory, **{HEAD: file.name})
+    driver, ids = Driver(directory, create_backend("cpu", torch.float32, threads=1)), [1, 40, 41, 42]
+    found = driver.run(driver.request(ids), [])
+    assert torch.allclose(found, TransformersModel(directory).logits(ids), rtol=0, atol=1e-4)
+    untied = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(untied))
+    if kept != "both":
+        with pytest.raises(CheckpointError, match=f"missing: {EMBEDDINGS if kept == 'head' else HEAD}"):
+            Driver(directory, driver.backend)
 
 
 def test_shards_give_the_same_model(sharded_dir: Path, tmp_path: Path, backend: Backend) -> None:
@@ -213,20 +246,96 @@ def test_a_missing_shard_is_named(sharded_dir: Path, backend: Backend) -> None:
     assert refusal(sharded_dir, backend).endswith(f"missing: {shard.name}")
 
 
-def test_a_shard_that_the_index_does_not_know_is_refused(sharded_dir: Path, backend: Backend) -> None:
-    shutil.copy(sorted(sharded_dir.glob("model-*.safetensors"))[0], sharded_dir / "model-00099-of-00099.safetensors")
-    assert "model-00099-of-00099.safetensors" in refusal(sharded_dir, backend)
+def shards_of(directory: Path) -> list[Path]:
+    return sorted(directory.glob("model-*.safetensors"))
+
+
+def add(path: Path, **tensors: Tensor) -> None:
+    save_file(load_file(path) | tensors, path)
+
+
+def shard_with(directory: Path, name: str) -> Path:
+    return directory / json.loads((directory / INDEX).read_text())["weight_map"][name]
+
+
+def relist(directory: Path, **places: str) -> None:
+    index = json.loads((directory / INDEX).read_text())
+    index["weight_map"] |= places
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def rename_shards(directory: Path) -> None:
+    """As Qwen3.5's are called."""
+    index = json.loads((directory / INDEX).read_text())
+    names = {
+        path.name: f"model.safetensors-{path.stem.removeprefix('model-')}.safetensors" for path in shards_of(directory)
+    }
+    for old, new in names.items():
+        (directory / old).rename(directory / new)
+    index["weight_map"] = {name: names[file] for name, file in index["weight_map"].items()}
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+BUFFER = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
+HARMLESS: dict[str, Callable[[Path], object]] = {
+    "a buffer that the index does not list": lambda d: add(shards_of(d)[0], **{BUFFER: torch.ones(8)}),
+    "a buffer that no file holds": lambda d: relist(d, **{BUFFER: shards_of(d)[0].name}),
+    "a buffer in another shard": lambda d: (
+        add(shards_of(d)[0], **{BUFFER: torch.ones(8)}),
+        relist(d, **{BUFFER: shards_of(d)[1].name}),
+    ),
+    "a tensor that nobody knows and the index does not list": lambda d: add(shards_of(d)[1], stray=torch.ones(2)),
+    "a shard left over": lambda d: save_file({NORM: torch.ones(64)}, d / "model-00099-of-00099.safetensors"),
+    "a tensor twice": lambda d: add(
+        next(path for path in shards_of(d) if path != shard_with(d, NORM)), **{NORM: torch.ones(64)}
+    ),
+    "a tensor twice, under another generation of its name": lambda d: add(
+        shards_of(d)[0], **{NORM.replace("language_model.model.", "model.language_model."): torch.ones(64)}
+    ),
+    "no metadata": lambda d: (d / INDEX).write_text(
+        json.dumps({"weight_map": json.loads((d / INDEX).read_text())["weight_map"]})
+    ),
+    "a tensor that is not listed": lambda d: (d / INDEX).write_text(
+        json.dumps(
+            {"weight_map": {k: v for k, v in json.loads((d / INDEX).read_text())["weight_map"].items() if k != NORM}}
+        )
+    ),
+    "names of Qwen3.5": rename_shards,
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_an_index_is_a_list_of_what_counts(sharded_dir: Path, backend: Backend, case: str) -> None:
+    expected = logits(sharded_dir, backend)
+    HARMLESS[case](sharded_dir)
+    assert torch.equal(logits(sharded_dir, backend), expected)
 
 
 def test_an_index_that_lies_is_refused(sharded_dir: Path, backend: Backend) -> None:
-    path = sharded_dir / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"][NORM] = index["weight_map"][QUERY]
-    path.write_text(json.dumps(index))
-    assert NORM in refusal(sharded_dir, backend)
-    index["weight_map"][NORM] = "../model.safetensors"
-    path.write_text(json.dumps(index))
+    other = next(path for path in shards_of(sharded_dir) if path != shard_with(sharded_dir, NORM))
+    relist(sharded_dir, **{NORM: other.name})
+    assert f"in another file than the index says: {NORM}" in refusal(sharded_dir, backend)
+    relist(sharded_dir, **{NORM: "../model.safetensors"})
     assert "outside" in refusal(sharded_dir, backend)
+
+
+def test_what_is_needed_is_in_one_place(sharded_dir: Path, backend: Backend) -> None:
+    """Of several tensors that the index does not list nobody knows which one counts; one that it lists is wanted."""
+    index = json.loads((sharded_dir / INDEX).read_text())
+    held = index["weight_map"].pop(NORM)
+    (sharded_dir / INDEX).write_text(json.dumps(index))
+    other = next(path for path in shards_of(sharded_dir) if path.name != held)
+    add(other, **{NORM: torch.ones(64)})
+    assert f"in another file than the index says: {NORM}" in refusal(sharded_dir, backend)
+    for path in (other, sharded_dir / held):
+        tensors = load_file(path)
+        del tensors[NORM]
+        save_file(tensors, path)
+    relist(sharded_dir, **{NORM: held})
+    assert f"missing: {NORM}" in refusal(sharded_dir, backend)
+    relist(sharded_dir, stray=held)
+    add(sharded_dir / held, stray=torch.ones(2))
+    assert "not expected: stray" in refusal(sharded_dir, backend)
 
 
 def test_truncated_files_are_refused(model_dir: Path, backend: Backend) -> None:

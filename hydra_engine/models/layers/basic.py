@@ -271,13 +271,17 @@ class Head:
 
 class Embedding:
     """The token table, whose rows are given in the compute dtype; `tied_head` shares its tensor,
-    quantised if the checkpoint has it so."""
+    quantised if the checkpoint has it so. `substitute`: as of `Scope.want`."""
 
     table: Tensor
 
-    def __init__(self, scope: Scope, num_rows: int, num_channels: int, *, tied_head: Head | None) -> None:
+    def __init__(
+        self, scope: Scope, num_rows: int, num_channels: int, *, tied_head: Head | None, substitute: str | None = None
+    ) -> None:
         self._tied_head, self._dtype = tied_head, scope.dtype
-        scope.want("weight", (num_rows, num_channels), self._fill, fill_quantized=self._fill, matrix=True)
+        self.is_filled = False
+        shape, fill = (num_rows, num_channels), self.fill
+        scope.want("weight", shape, fill, fill_quantized=fill, matrix=True, substitute=substitute)
         scope.hold(self)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -295,7 +299,8 @@ class Embedding:
     def kept(self, kept: tuple[Any, ...]) -> None:
         (self.table,) = kept
 
-    def _fill(self, weight: Tensor | QuantizedWeight) -> None:
+    def fill(self, weight: Tensor | QuantizedWeight) -> None:
+        self.is_filled = True
         self.table = weight.dequantized(self._dtype) if isinstance(weight, QuantizedWeight) else weight
         if self._tied_head is not None:
             self._tied_head.fill(weight)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Normed, PagedCache, Places, Rotary, computed
+from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
@@ -30,12 +31,16 @@ class Decoder:
         self._max_token_id = spec.vocab_size - 1
         model = scope.at("model")
         self._head = Head(scope)
-        tied_head = self._head if spec.tie_embeddings else None
-        self._embed = Embedding(model.at("embed_tokens"), spec.vocab_size, spec.hidden_size, tied_head=tied_head)
+        shape, tied, head = (spec.vocab_size, spec.hidden_size), spec.tie_embeddings, "lm_head.weight"
+        self._embed = Embedding(
+            model.at("embed_tokens"),
+            *shape,
+            tied_head=self._head if tied else None,
+            substitute=scope.named(head) if tied else None,
+        )
         # Files that say "tied" and hold a head all the same mean that head, as transformers 5 reads them.
-        shape = spec.vocab_size, spec.hidden_size
-        fill, optional = self._head.fill, spec.tie_embeddings
-        scope.want("lm_head.weight", shape, fill, optional=optional, fill_quantized=fill, matrix=True)
+        fill = self._fill_tied_head if tied else self._head.fill
+        scope.want(head, shape, fill, optional=tied, fill_quantized=fill, matrix=True)
         self._layers = tuple(_layers(model, spec))
         # Each layer's sum is followed by a norm: the next layer's, and at the end the final one.
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
@@ -43,6 +48,13 @@ class Decoder:
         self._rotary = RotaryTable(spec, scope.device)
         self._decodes = scope.ops.recorded(self._decode)
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
+
+    def _fill_tied_head(self, weight: Tensor | QuantizedWeight) -> None:
+        """Of embeddings that are not in the files, where the two are one tensor under the head's name."""
+        if self._embed.is_filled:
+            self._head.fill(weight)
+        else:
+            self._embed.fill(weight)
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """[B', V] float32, until the next call"""

@@ -37,6 +37,7 @@ class Slot(NamedTuple):
     dtype: torch.dtype | None = None  # None: the compute dtype
     fill_quantized: Callable[[QuantizedWeight], None] | None = None  # None: dequantised for `fill`
     matrix: bool = False  # what reads it widens 16 bits itself, without loss, so they stay where rows are float32
+    substitute: str | None = None  # the slot that fills this one too where a checkpoint has that tensor alone
 
     def dtype_of(self, stored: torch.dtype, rows: torch.dtype) -> torch.dtype:
         """In which dtype a tensor of `stored` fills it where the compute dtype is `rows`."""
@@ -90,9 +91,16 @@ class Scope:
         dtype: torch.dtype | None = None,
         fill_quantized: Callable[[QuantizedWeight], None] | None = None,
         matrix: bool = False,
+        substitute: str | None = None,
     ) -> None:
-        """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it."""
-        self._demands.slots[self._prefix + name] = Slot(shape, fill, optional, dtype, fill_quantized, matrix)
+        """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it;
+        `substitute`: the whole name of a slot that fills this one too."""
+        slot = Slot(shape, fill, optional, dtype, fill_quantized, matrix, substitute)
+        self._demands.slots[self._prefix + name] = slot
+
+    def named(self, name: str) -> str:
+        """The whole name of a tensor here."""
+        return self._prefix + name
 
     def skip(self, *prefixes: str) -> None:
         """Tensors whose names begin so may be in the checkpoint; they are not read."""

@@ -79,14 +79,18 @@ class QuantizedCheckpoint:
             own = {leaf: entry for leaf, entry in entries.items() if leaf in self._format.leaves}
             self._parts[matrix] = {leaf: f"{module}.{leaf}" for leaf in own}
             parts = Parts(module, own)
-            self.entries[matrix] = self._format.describe(
-                parts, lambda leaf: self._files.read_stored(f"{module}.{leaf}")
+            described = self._format.describe(parts, lambda leaf: self._files.read_stored(f"{module}.{leaf}"))
+            found = [self._files.described(f"{module}.{leaf}") for leaf in own]
+            self.entries[matrix] = described._replace(
+                spare=all(part.spare for part in found),
+                misplaced=tuple(name for part in found for name in part.misplaced),
             )
         is_attention = module.endswith(_ATTENTION)
-        for leaf, entry in entries.items():
+        for leaf in entries:
             if leaf in own or (quantized and leaf in self._format.unread) or (is_attention and leaf in _CACHE_SCALES):
                 continue
             name = f"{module}.{leaf}" if module else leaf
             # Some writers of GPTQ give every matrix a bias.
             spare = quantized and leaf == "bias" and not self._files.read_stored(name).any().item()
-            self.entries[name] = StoredTensor(entry.shape, entry.nbytes, spare=spare)
+            plain = self._files.described(name)
+            self.entries[name] = plain._replace(spare=plain.spare or spare)

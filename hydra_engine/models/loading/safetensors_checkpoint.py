@@ -1,12 +1,14 @@
 """The safetensors files of a model directory: one file, or shards with an index, and the generations of tensor names.
 
-Compares index and files before anything is read. Never unpickles. Does not know models.
+An index is a list of what counts: other files are not opened, of a tensor in several files the one counts that it
+names, and what it does not list is read only if a model needs it and one file has it. Never unpickles. Does not know
+models.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -21,7 +23,8 @@ from hydra_engine.models.specs.fields import read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_SHARD = re.compile(r"^model-\d+-of-\d+\.safetensors$")
+
+logger = logging.getLogger(__name__)
 
 
 class SafetensorsCheckpoint:
@@ -31,14 +34,16 @@ class SafetensorsCheckpoint:
         self._files: dict[str, SafetensorsFile] = {}
         self._stored_names: dict[str, str] = {}  # canonical name -> name in its file
         self.stored: dict[str, TensorEntry] = {}  # by canonical name
+        self._unlisted: set[str] = set()  # canonical names that the index does not have
+        self._misplaced: set[str] = set()  # canonical names that are not where the index says
         try:
             if (model_dir / SINGLE).exists():
                 self._open(model_dir, [SINGLE])
+                self._collect(dict.fromkeys(self._files[SINGLE].entries, SINGLE), renames)
             elif (model_dir / INDEX).exists():
-                self._open_shards(model_dir)
+                self._collect(self._open_shards(model_dir), renames)
             else:
                 raise _no_weights(model_dir)
-            self._collect(renames)
         except BaseException:
             self.close()
             raise
@@ -55,7 +60,17 @@ class SafetensorsCheckpoint:
 
     @property
     def entries(self) -> dict[str, StoredTensor]:
-        return {name: StoredTensor(entry.shape, entry.nbytes) for name, entry in self.stored.items()}
+        return {name: self.described(name) for name in self.stored}
+
+    def described(self, name: str) -> StoredTensor:
+        entry, misplaced = self.stored[name], name in self._misplaced
+        spare = misplaced or name in self._unlisted
+        return StoredTensor(entry.shape, entry.nbytes, spare=spare, misplaced=(name,) if misplaced else ())
+
+    def check_places(self) -> None:
+        """For who reads everything: CheckpointError where a tensor is in another file than the index says."""
+        if self._misplaced:
+            raise CheckpointError(f"{INDEX} and the files disagree about where to find {listed(self._misplaced)}")
 
     def read(self, name: str) -> Tensor:
         entry = self.stored[name]
@@ -78,32 +93,41 @@ class SafetensorsCheckpoint:
         for name in names:
             self._files[name] = SafetensorsFile(model_dir / name)
 
-    def _open_shards(self, model_dir: Path) -> None:
-        index = read_json(model_dir, INDEX)
-        files = {name: str(file) for name, file in index.section("weight_map").values.items()}
-        names = sorted(set(files.values()))
+    def _open_shards(self, model_dir: Path) -> dict[str, str]:
+        """The file of each tensor that the index lists."""
+        listed_files = {
+            name: str(file) for name, file in read_json(model_dir, INDEX).section("weight_map").values.items()
+        }
+        names = sorted(set(listed_files.values()))
         if any(Path(name).name != name for name in names):
             raise CheckpointError(f"{INDEX} names files outside the model directory")
         missing = [name for name in names if not (model_dir / name).exists()]
         if missing:
             raise CheckpointError(f"{INDEX} names files that are missing: {listed(missing)}")
-        extra = [p.name for p in model_dir.iterdir() if _SHARD.match(p.name) and p.name not in names]
-        if extra:
-            raise CheckpointError(f"{INDEX} does not name these files of the directory: {listed(extra)}")
+        if others := {path.name for path in model_dir.glob("model*.safetensors")} - set(names):
+            logger.warning("%s does not name these files, which are not read: %s", INDEX, listed(others))
         self._open(model_dir, names)
-        held = {(name, file.name) for file in self._files.values() for name in file.entries}
-        disagreeing = {name for name, _ in held ^ set(files.items())}
-        if disagreeing:
-            raise CheckpointError(f"{INDEX} and the files disagree about where to find {listed(disagreeing)}")
+        return listed_files
 
-    def _collect(self, renames: Renames) -> None:
+    def _collect(self, listed_files: Mapping[str, str], renames: Renames) -> None:
+        held: dict[str, list[str]] = {}  # tensor -> files
         for file in self._files.values():
-            for stored, entry in file.entries.items():
-                name = canonical_name(stored, renames)
-                if name in self.stored:
-                    raise CheckpointError(f"tensor {name[:120]} is in the checkpoint twice")
-                self.stored[name] = entry
-                self._stored_names[name] = stored
+            for stored in file.entries:
+                held.setdefault(stored, []).append(file.name)
+        # Those first that the index lists: of two generations of a name its one counts.
+        for stored in sorted(held, key=lambda name: name not in listed_files):
+            files, expected = held[stored], listed_files.get(stored)
+            name = canonical_name(stored, renames)
+            if name in self.stored:
+                if expected is None:
+                    continue
+                raise CheckpointError(f"tensor {name[:120]} is in the checkpoint twice")
+            self.stored[name] = self._files[expected if expected in files else files[0]].entries[stored]
+            self._stored_names[name] = stored
+            if expected is None:
+                self._unlisted.add(name)
+            if expected not in files and (expected is not None or len(files) > 1):
+                self._misplaced.add(name)
 
 
 def canonical_name(name: str, renames: Renames) -> str:

@@ -95,11 +95,16 @@ def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor])
     """One error for everything that is missing, surplus or of another shape than config.json says."""
     slots, unneeded = model.slots, model.unneeded
     needed = {name: entries[name] for name in slots if name in entries}
-    missing = [name for name, slot in slots.items() if name not in entries and not slot.optional]
+    missing = [
+        name
+        for name, slot in slots.items()
+        if name not in entries and not slot.optional and slot.substitute not in entries
+    ]
     missing += [part for entry in needed.values() for part in entry.missing]
     surplus = [
         name for name in entries if name not in slots and not name.startswith(unneeded) and not entries[name].spare
     ]
+    misplaced = [part for entry in needed.values() for part in entry.misplaced]
     misshaped = [
         f"{name} is {list(entry.shape)} instead of {list(slots[name].shape)}"
         for name, entry in needed.items()
@@ -107,6 +112,7 @@ def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor])
     ]
     misshaped += [part for entry in needed.values() for part in entry.misshaped]
     problems = {"missing": missing, "not expected": surplus, "of the wrong shape": misshaped}
+    problems["in another file than the index says"] = misplaced
     complaints = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
     if complaints:
         for what, names in problems.items():

@@ -84,6 +84,7 @@ def write_quantized(
         raise CheckpointError(f"the weights are quantised by {spec.quantization.method} already")
     renames = () if spec.vision is None else vision_class(spec).renames
     with SafetensorsCheckpoint(model_dir, renames) as files, torch.inference_mode():
+        files.check_places()
         source, stays = _Source(files, spec), _Ignored(ignore)
         pieces = _pieces(source, spec, AT_LOAD[wanted], stays)
         stays.check(source.stored_name(name).removesuffix(".weight") for name in source.entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ class Method:
     spare: dict[str, Any] = field(default_factory=dict)  # shapes of tensors that come with a matrix and are not read
 
 
-def write_checkpoint(plain: Path, directory: Path, method: Method, *, nested: str = "") -> dict[str, Array]:
-    """Copies `plain` with the decoder's matrices quantised; gives these dequantised, by name. `nested`: the part of
-    config.json that says so."""
+def write_checkpoint(
+    plain: Path, directory: Path, method: Method, *, nested: str = "", besides: Sequence[str] = ()
+) -> dict[str, Array]:
+    """Copies `plain` with the decoder's matrices, and those `besides`, quantised; gives these dequantised, by name.
+    `nested`: the part of config.json that says so."""
     shutil.copytree(plain, directory)
     tensors, dequantized = load_file(directory / "model.safetensors"), {}
-    for name in [name for name in tensors if is_linear(name)]:
+    for name in [name for name in tensors if is_linear(name) or name in besides]:
         matrix = method.write(tensors.pop(name).float().numpy())
         dequantized[name] = matrix.weight
         module = name.removesuffix(".weight")
@@ -199,7 +201,17 @@ def float8(kind: str, *, transformers: bool, block: tuple[int, int] = (32, 48)) 
     return Method({"quantization_config": config}, write, None, {"input_scale": []})
 
 
-def gptq(bits: int, group: int, *, symmetric: bool = True, version: str = "gptq", order: bool = False) -> Method:
+def gptq(
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool = True,
+    version: str = "gptq",
+    order: bool = False,
+    said: bool = True,
+) -> Method:
+    """`said`: whether the config tells that groups are in another order."""
+
     def write(weight: Array) -> Matrix:
         mixed = np.random.default_rng(3).permutation(weight.shape[1]) if order else None
         r = rounded(weight, bits, group, symmetric=symmetric, order=mixed)
@@ -212,7 +224,13 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, version: str = "gptq"
         }
         return Matrix(parts, r.weight)
 
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": order, "sym": symmetric}
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group or -1,
+        "desc_act": order and said,
+        "sym": symmetric,
+    }
     config |= {"checkpoint_format": version} if version != "gptq" else {}
     return Method({"quantization_config": config}, write, None if order else group)
 
@@ -258,5 +276,6 @@ METHODS = {
     "gptq-8-zeros": gptq(8, 32, symmetric=False),
     "gptq-act-order": gptq(4, 32, symmetric=False, order=True),
     "gptq-act-order-symmetric": gptq(4, 32, order=True),
+    "gptq-act-order-unsaid": gptq(4, 32, order=True, said=False),
     "awq": awq(64),
 }
