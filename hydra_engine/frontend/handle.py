@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra_engine.core.outputs import Piece, Result, Usage, join_last
 from hydra_engine.errors import HydraError
+from hydra_engine.frontend.owner import Owner
 
 _JOIN_ABOVE = 64
 
@@ -35,6 +36,7 @@ class Handle:
         self._taker: Callable[[Piece], bool] | None = None
         self._taker_thread = 0
         self._pieces: deque[Piece] = deque()
+        self._owner = Owner()
         self._result: Result | None = None
         self._error: HydraError | None = None
 
@@ -109,6 +111,7 @@ class Handle:
 
     def result(self, timeout_s: float | None = None) -> Result:
         """Blocks until the request has finished. Raises its HydraError, or TimeoutError."""
+        self._check_owner()
         with self._lock:
             if not self._block(lambda: self.done, timeout_s):
                 raise TimeoutError(f"request {self.id} has not finished in {timeout_s} s")
@@ -116,6 +119,7 @@ class Handle:
 
     def __iter__(self) -> Iterator[Piece]:
         while True:
+            self._check_owner()
             with self._lock:
                 self._block(lambda: bool(self._pieces) or self.done)
                 piece = self._pieces.popleft() if self._pieces else None
@@ -123,6 +127,11 @@ class Handle:
                 self._finished()
                 return
             yield piece
+
+    def _check_owner(self) -> None:
+        """Before the lock is taken, which a thread that a fork left behind may have held."""
+        if not self.done:
+            self._owner.check()
 
     def _block(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Under the lock. False: it took too long."""
@@ -134,6 +143,7 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         while True:
+            self._check_owner()
             with self._lock:
                 piece = self._pieces.popleft() if self._pieces else None
                 changed = self._change() if piece is None and not self.done else None
@@ -150,6 +160,7 @@ class Handle:
 
     async def _wait(self) -> Result:
         while True:
+            self._check_owner()
             with self._lock:
                 if self.done:
                     break

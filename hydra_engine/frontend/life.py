@@ -17,6 +17,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.frontend import Frontend
+from hydra_engine.frontend.owner import Owner
 from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.frontend.recording import Recording
 from hydra_engine.models.specs.generation import default_sampling
@@ -93,6 +94,7 @@ class EngineLife:
     _thread: LoopThread | None = None  # that runs the loop, unless the caller does
 
     def _prepare(self, config: EngineConfig, *, processes: bool, ahead: Ahead | None = None) -> None:
+        self._owner = Owner()
         self.config = config = find_model_files(config)
         if config.chat_template is not None:
             read_given(config.chat_template)  # which raises before gigabytes are read
@@ -129,6 +131,8 @@ class EngineLife:
 
     @property
     def frontend(self) -> Frontend:
+        """Raises EngineClosed behind the engine's end and in a forked child."""
+        self._owner.check()
         if self._closed or self._frontend is None:
             raise EngineClosed("the engine is closed; make a new Engine")
         return self._frontend
@@ -151,8 +155,9 @@ class EngineLife:
 
     def close(self) -> None:
         """Ends running requests with EngineClosed and frees everything. Idempotent; from any thread, with or without
-        an event loop of its own, and whoever comes second waits for the same end."""
-        if self._thread is None:
+        an event loop of its own, and whoever comes second waits for the same end. In a forked child it does nothing:
+        the engine goes on in its own process."""
+        if self._thread is None or not self._owner.is_here:
             return
         if self._thread.is_current:
             raise RuntimeError("the engine cannot be closed from its own loop; close it from another thread")
@@ -164,6 +169,8 @@ class EngineLife:
 
     async def aclose(self) -> None:
         """The same, while other tasks of the caller's loop go on."""
+        if not self._owner.is_here:
+            return
         if self._thread is not None:
             await asyncio.to_thread(self.close)
         elif not self._closed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -131,3 +133,42 @@ def test_at_the_interpreters_exit(tiny_model: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "answered\n", "")
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_told_so_and_the_engine_goes_on(make_engine: EngineFactory) -> None:
+    """In every call that would wait for threads that a fork leaves behind; what has ended can be read."""
+    engine = make_engine()
+    before, running = engine.generate("Hello", **ASKED), engine.submit("Hello", **LONG)
+    ended = engine.submit("Hello", **ASKED)
+    ended.result()
+    calls: dict[str, Callable[[], object]] = {
+        "generate": lambda: engine.generate("Hello", **ASKED),
+        "stream": lambda: next(engine.stream("Hello", **ASKED)),
+        "result": running.result,
+        "iteration": lambda: list(running),
+        "await": lambda: asyncio.run(engine.agenerate("Hello", **ASKED)),
+        "ledger": engine.ledger,
+        "caches": engine.reset_caches,
+        "stats": engine.stats,
+    }
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        for name, call in calls.items():
+            try:
+                call()
+            except EngineClosed as error:
+                if f"runs in process {os.getppid()}" in error.message and "make an Engine here" in error.message:
+                    os.write(writing, f"{name} ".encode())
+        engine.close()
+        with engine:
+            os.write(writing, f"{ended.result().text == before.text}".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        assert told.read().split() == [*calls, "True"]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    running.cancel()
+    assert engine.generate("Hello", **ASKED).text == before.text
