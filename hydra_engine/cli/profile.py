@@ -21,6 +21,7 @@ from hydra_engine.cli.sources import read_settings
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
+from hydra_engine.profiler.other_load import busy_note
 
 if TYPE_CHECKING:  # `--help` needs neither
     from hydra_engine.profiler.fit import CorunTimes
@@ -36,7 +37,9 @@ _TIMES = {"measured": "ms", "predicted": "ms", "error": ""}
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the profile to this file, as JSON")
-    parser.add_argument("--cached", action="store_true", help="print the saved profile if it is valid; do not measure")
+    parser.add_argument(
+        "--cached", action="store_true", help="print the saved profile; measure only where there is no valid one"
+    )
     parser.add_argument(
         "--seconds", type=float, help="longest time to measure; it ends earlier once every step has enough repeats"
     )
@@ -102,7 +105,8 @@ def profile_lines(profile: Profile, limit_s: float | None = None) -> list[str]:
     if samples.corun:
         lines += ["", *_corun_lines(profile)]
     if limit_s is not None:
-        lines += ["", *_limit_lines(profile, limit_s)]
+        busy = busy_note(profile.other_load)
+        lines += ["", *(_limit_lines(profile, limit_s) if busy is None else [f"no limits from this: {busy}"])]
     return lines
 
 

@@ -23,6 +23,7 @@ from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.profiler.calibrate import DEADLINE_S, Lanes, Site, calibrate
 from hydra_engine.profiler.fit import fit
 from hydra_engine.profiler.grid import Sizes
+from hydra_engine.profiler.other_load import OtherLoad, busy_note
 from hydra_engine.profiler.store import Identity, Profile, Reach, file_name, load, model_identity, save
 
 logger = logging.getLogger(__name__)
@@ -124,9 +125,11 @@ def _measured(
         vision=None if generic else vision,
         stateful=spec.language.has_states,
     )
+    other = OtherLoad()
     done = calibrate(site, progress, deadline_s)
+    other_load = other.share()
     surface = fit(done.samples)
-    notes = []
+    notes = [note] if (note := busy_note(other_load)) else []
     if done.num_left:
         notes.append(f"{done.num_left} of {done.num_points} kinds of steps were not measured within {deadline_s:g} s")
     if vision is not None and not done.samples.vision:
@@ -153,6 +156,7 @@ def _measured(
         seconds=done.seconds,
         measured_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         notes=tuple(notes),
+        other_load=other_load,
     )
 
 

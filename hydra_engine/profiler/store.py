@@ -87,6 +87,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
     measured_at: str
     notes: tuple[str, ...] = ()
+    other_load: float = 0.0  # the share of the cores that other programs had meanwhile
 
 
 def model_identity(directory: Path) -> str:
@@ -140,6 +141,7 @@ def problem_of(profile: Profile) -> str | None:
         checks += [_out_of(name, [getattr(surface, name)], least, most) for name in names]
     checks.append(_out_of("splits", _numbers(msgspec.to_builtins(surface.splits)), 1.0, _MOST))
     checks.append(_out_of("times", (profile.submit_s, profile.collect_s, profile.seconds), 0.0, _LONGEST_S))
+    checks.append(_out_of("other_load", [profile.other_load], 0.0, 1.0))
     checks.append(_out_of("samples", _numbers(msgspec.to_builtins(profile.samples)), 0.0, 1e18))
     return next((check for check in checks if check is not None), None)
 

@@ -28,8 +28,9 @@ def test_the_demo_is_measured_saved_and_shown_again(
     options = ("demo", "--tpot-slo", "40ms", "--seconds", "4", "--threads", "1")
     done = profile(*options, "--output", str(output), cache=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("language steps alone", "vision steps alone", "both lanes at once", "a limit of 40.00 ms"):
+    for words in ("language steps alone", "vision steps alone", "both lanes at once"):
         assert words in done.stdout
+    assert ("a limit of 40.00 ms" in done.stdout) != ("no limits from this: busy, measure again" in done.stdout)
     (saved,) = (tmp_path / "hydra-engine" / "profiles").iterdir()
     assert saved.read_bytes() == output.read_bytes() and str(saved) in done.stdout
 

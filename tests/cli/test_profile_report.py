@@ -91,6 +91,13 @@ def test_what_a_limit_leaves_is_said_for_each_number_of_decodes(profile: Profile
     assert not any("cannot keep" in line for line in table)
 
 
+def test_nothing_is_recommended_from_what_was_measured_beside_other_programs(profile: Profile) -> None:
+    busy = "no limits from this: busy, measure again: other programs took 46% of the cores meanwhile"
+    assert profile_lines(msgspec.structs.replace(profile, other_load=0.46), 0.040)[-1] == busy
+    quiet = profile_lines(msgspec.structs.replace(profile, other_load=0.05), 0.040)
+    assert quiet == profile_lines(profile, 0.040)
+
+
 def test_a_limit_that_cannot_be_kept_is_said_with_the_best_there_is(profile: Profile) -> None:
     lines = profile_lines(profile, 0.001)
     best = profile.surface.language_s(decodes(1, 512)) * 1e3

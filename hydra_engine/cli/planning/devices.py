@@ -13,11 +13,13 @@ from hydra_engine import log
 from hydra_engine.backend import devices
 from hydra_engine.cli.profile import progress_line
 from hydra_engine.config import EngineConfig
-from hydra_engine.errors import ConfigError
+from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.profiler.other_load import busy_note
 
 if TYPE_CHECKING:
     from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
+    from hydra_engine.profiler.start import StepCosts
     from hydra_engine.profiler.store import Profile
 
 MOST_DEVICES = 64
@@ -77,9 +79,7 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
 
     if path is None:
         log.tell("step times: looking for a saved profile of this model here, else measuring one")
-        build: Any = import_module("hydra_engine.instance.build")  # loads torch
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as where instances run
-        measured = build.profile_instance(config, progress_line(), fresh=False)
+        measured = _measured_here(config)
         profile, source = measured.profile, measured.source
     else:
         profile = read_profile(path)
@@ -91,6 +91,22 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
                 param="profile",
             )
     return _kind(profile, costs_of(profile, source))
+
+
+def _measured_here(config: EngineConfig) -> StepCosts:
+    """Step times of this machine, saved ones or new ones, measured again where it was busy. Raises ResourceError where
+    it still is."""
+    build: Any = import_module("hydra_engine.instance.build")  # loads torch
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as where instances run
+    for fresh in (False, True):
+        measured: StepCosts = build.profile_instance(config, progress_line(), fresh=fresh)
+        if (busy := busy_note(measured.profile.other_load)) is None:
+            return measured
+        log.tell(f"step times: {busy}")
+    raise ResourceError(
+        f"no plan, for step times measured on this machine now would mislead: {busy}. End the other programs, or take "
+        "step times measured before with --profile FILE"
+    )
 
 
 def _kind(profile: Profile, costs: Costs) -> DeviceKind:
