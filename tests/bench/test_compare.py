@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +21,8 @@ from bench.peers.launch import PRECISIONS, SYSTEMS, Launch, Missing, Setup
 from bench.peers.table import features, processor, table
 from bench.serve.servers import ServerFailed
 from hydra_engine.planner.records import Record
-from tests.gguf_files import add_tensor, finish
+from tests.gguf_files import add_tensor, finish, write_gguf
+from tools.miniatures import make_tiny
 
 AVX2, AVX512 = frozenset({"avx2"}), frozenset({"avx2", "avx512f"})
 AMX = AVX512 | {"amx_bf16"}
@@ -159,6 +161,29 @@ def test_a_gguf_file_gets_what_it_lacks_and_keeps_the_rest(tmp_path: Path) -> No
     assert after.fields["general.architecture"].contents() == "clip"
     assert after.tensors[0].tensor_type == before.tensors[0].tensor_type
     assert (after.tensors[0].data == before.tensors[0].data).all()
+
+
+@pytest.mark.parametrize("form", ["pairs", "texts"])
+def test_a_vocabulary_of_another_maker_is_written_whole(tmp_path: Path, form: str) -> None:
+    """Merges as pairs or texts, special tokens as objects or none, more tokens than rows, no file of the template."""
+    make_tiny("llama", tmp_path / "m", seed=3)
+    file, settings = tmp_path / "m/tokenizer.json", tmp_path / "m/tokenizer_config.json"
+    values, about = json.loads(file.read_text()), json.loads(settings.read_text())
+    pairs = [["a", "b"], ["ab", "c"]]
+    values["model"]["merges"] = pairs if form == "pairs" else [" ".join(pair) for pair in pairs]
+    last = max(one["id"] for one in values["added_tokens"])
+    values["model"]["vocab"] |= {"ab": last + 1, "abc": last + 2}
+    file.write_text(json.dumps(values))
+    eos = about["eos_token"]
+    about |= {"eos_token": {"content": eos}, "pad_token": None, "chat_template": "{{ messages }}"}
+    settings.write_text(json.dumps(about))
+    (tmp_path / "m/chat_template.jinja").unlink()
+    path, _ = write_gguf(tmp_path / "m", tmp_path / "out")
+    fields = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert fields["tokenizer.ggml.merges"] == ["a b", "ab c"] and tokens[last + 1 : last + 3] == ["ab", "abc"]
+    assert tokens[fields["tokenizer.ggml.eos_token_id"]] == eos and "tokenizer.ggml.padding_token_id" not in fields
+    assert fields["tokenizer.chat_template"] == "{{ messages }}"
 
 
 # ---- what is measured

@@ -92,6 +92,7 @@ def test_a_sample_is_asked_with_one_click(served: Scripted, new_tab: OpenTab) ->
     tab.wait("[data-testid=sample] >> nth=3")
     tab.press("How many red objects are there?")
     assert tab.answered() == "How many red objects are there?"
+    assert tab.page.evaluate("document.activeElement.dataset.testid") == "prompt"
     picture = plain(served.engine.submissions[0].messages)[0]["content"][0]["image_url"]["url"]
     assert base64.b64decode(picture.split(",")[1]) == (PICTURES / "diamonds.png").read_bytes()
 

@@ -134,20 +134,26 @@ def write_random_text(path: Path, model_dir: Path, shapes: Mapping[str, tuple[in
 def _add_tokenizer(writer: Any, model_dir: Path, vocab_size: int) -> None:
     """Byte-level BPE as the converter reads it from tokenizer.json; unknown ids become unused tokens."""
     tokenizer = json.loads((model_dir / "tokenizer.json").read_text())
-    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
-    kinds = [5] * vocab_size
-    for token, index in tokenizer["model"]["vocab"].items():
-        tokens[index], kinds[index] = token, 1
-    for added in tokenizer["added_tokens"]:
-        tokens[added["id"]], kinds[added["id"]] = added["content"], 3 if added["special"] else 4
+    if tokenizer["model"]["type"] != "BPE":
+        raise SystemExit(f"{model_dir}: only vocabularies of type BPE can be written, not {tokenizer['model']['type']}")
+    named = {index: (token, 1) for token, index in tokenizer["model"]["vocab"].items()}
+    named |= {one["id"]: (one["content"], 3 if one["special"] else 4) for one in tokenizer["added_tokens"]}
+    rows = [named.get(index, (f"[PAD{index}]", 5)) for index in range(max(vocab_size, 1 + max(named)))]
+    tokens, kinds = [token for token, _ in rows], [kind for _, kind in rows]
     writer.add_tokenizer_model("gpt2")
     rule = "qwen2" if writer.arch.startswith("qwen") else "gpt-2"
     writer.add_tokenizer_pre("qwen35" if writer.arch == "qwen35" else rule)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    if merges := tokenizer["model"]["merges"]:
-        writer.add_token_merges([" ".join(pair) for pair in merges])
+    if merges := tokenizer["model"]["merges"]:  # pairs, in older files as one text
+        writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     settings = json.loads((model_dir / "tokenizer_config.json").read_text())
     for name in ("bos", "eos", "pad"):
-        getattr(writer, f"add_{name}_token_id")(tokens.index(settings[f"{name}_token"]))
-    writer.add_chat_template((model_dir / "chat_template.jinja").read_text())
+        given = settings.get(f"{name}_token")
+        token = given["content"] if isinstance(given, dict) else given
+        if token is not None:
+            getattr(writer, f"add_{name}_token_id")(tokens.index(token))
+    file = model_dir / "chat_template.jinja"
+    template = file.read_text() if file.exists() else settings.get("chat_template")
+    if template is not None:
+        writer.add_chat_template(template)

@@ -10,7 +10,11 @@ export async function showSamples(chat) {
   if (!response.ok) return;
   const samples = await response.json();
   byId("samples").replaceChildren(...samples.map(({ picture, question }) => el("button", {
-    type: "button", "data-testid": "sample", onclick: async () => chat.ask({ text: question, pictures: picture ? [await load(picture)] : [] }),
+    type: "button", "data-testid": "sample", onclick: async () => {
+      const pictures = picture ? [await load(picture)] : [];
+      byId("prompt").focus(); // this button goes with the first message
+      await chat.ask({ text: question, pictures });
+    },
   }, picture ? el("img", { src: FOLDER + picture, alt: "", width: "56", height: "56" }) : null, el("span", {}, question))));
 }
 
