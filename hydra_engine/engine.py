@@ -242,6 +242,10 @@ class Engine(EngineLife):
         """The model's own, or the one given instead."""
         return self.frontend.preprocessor.chat_template
 
+    def generation_prompt(self, options: TemplateOptions) -> str:
+        """What the chat template writes behind a user's message for the answer to begin; empty without a template."""
+        return self.frontend.preprocessor.generation_prompt(options)
+
     @property
     def model_name(self) -> str:
         return self.config.model_name

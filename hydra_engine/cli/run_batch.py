@@ -23,7 +23,7 @@ from hydra_engine.core.outputs import Result
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.preprocess.model_files import find_model_files
 
-_SERVER_OPTIONS = frozenset({"served_model_name", "tool_parser", "max_body_bytes"})
+_SERVER_OPTIONS = frozenset({"served_model_name", "tool_parser", "reasoning_parser", "max_body_bytes"})
 _STANDARD = "-"
 
 

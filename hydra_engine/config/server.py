@@ -87,9 +87,17 @@ class ServerConfig:
     )
     tool_parser: str = opt(
         "auto",
-        "format of the model's tool calls: hermes (<tool_call>), json (a bare object), none; auto: hermes if the chat "
-        "template has <tool_call>, else none",
-        choices=("auto", "hermes", "json", "none"),
+        "format of the model's tool calls: hermes (<tool_call> and JSON), qwen3_coder or qwen3_xml (<tool_call> and "
+        "<function=NAME>), json (a bare object), none; auto: by the chat template",
+        choices=("auto", "hermes", "qwen3_coder", "qwen3_xml", "json", "none"),
+        aliases=("tool-call-parser",),
+    )
+    reasoning_parser: str = opt(
+        "auto",
+        "how the model marks its reasoning, which is given apart from the answer: qwen3 or deepseek_v3 (<think> and "
+        "</think>), deepseek_r1 (the same; a text without marks is reasoning), none (it stays in the text); auto: by "
+        "the chat template",
+        choices=("auto", "qwen3", "deepseek_r1", "deepseek_v3", "none"),
     )
     ui: bool = opt(True, "the web page at /: chat, timelines and a live view of the instances")
 

@@ -102,6 +102,9 @@ class Preprocessor:
         """The text of the template that is in use."""
         return self._template.text
 
+    def generation_prompt(self, options: TemplateOptions) -> str:
+        return (self._tool_template if options.tools else self._template).generation_prompt(options)
+
     async def close(self) -> None:
         self._loader.close()
         self._texts.close()

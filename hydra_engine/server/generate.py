@@ -18,8 +18,9 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core import outputs
-from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.call import ChatMessage, GenerationCall
 from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest, NotFound
 from hydra_engine.server.http.access import ACCESS
@@ -31,7 +32,7 @@ from hydra_engine.server.http.sse import EventStream, send_parts
 from hydra_engine.server.openai.several import Several
 from hydra_engine.server.port import EnginePort, Handle
 from hydra_engine.server.protocol.common import FINGERPRINT, Metrics, Usage, metrics_of, usage_of
-from hydra_engine.server.protocol.fields import GenerationFields, SamplingFields
+from hydra_engine.server.protocol.fields import GenerationFields, SamplingFields, log_once
 from hydra_engine.server.state import (
     ANSWER_ID,
     CONFIG,
@@ -43,7 +44,8 @@ from hydra_engine.server.state import (
     admitted,
     loaded_engine,
 )
-from hydra_engine.server.tools.tool_calls import ToolUse
+from hydra_engine.server.tools.reasoning import Thinking, Wish, always_thinks, marks_of, place_of, with_wish
+from hydra_engine.server.tools.tool_calls import NO_THINKING, ToolUse
 from hydra_engine.telemetry import timeline
 
 R = TypeVar("R", bound=GenerationFields)
@@ -137,6 +139,33 @@ def check_model(request: web.Request, model: str | None) -> str:
 def offered(request: web.Request, use: ToolUse) -> ToolUse:
     """`use` with the dialect of the model that is served. Raises InvalidRequest where it knows no tools."""
     return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].chat_template)
+
+
+def thinking_of(
+    request: web.Request, template: TemplateOptions, messages: Sequence[ChatMessage], wish: Wish
+) -> tuple[TemplateOptions, Thinking]:
+    """The template's options with what is wished, and how the model thinks with them. Raises InvalidRequest for a wish
+    that cannot be met."""
+    engine, parser = request.app[ENGINE], request.app[CONFIG].reasoning_parser
+    text = engine.chat_template or ""
+    variables, ignored = with_wish(template.variables, wish, text)
+    for name in ignored:
+        log_once(name)
+    template = replace(template, variables=variables)
+    marks = marks_of(parser, text)
+    if marks is None:
+        return template, NO_THINKING
+    if template.continue_final_message:
+        last = "".join(text for _, text in messages[-1].texts())
+        place = "opened" if place_of(last, marks, "") == "opened" else "closed"
+    elif template.add_generation_prompt:
+        place = place_of(engine.generation_prompt(template), marks, parser)
+    else:
+        place = "free"
+    if (problem := always_thinks(wish, place, text)) is not None:
+        raise problem
+    known = parser != "none"
+    return template, Thinking(marks, place, known, known and wish.read, wish.shown, wish.streamed)
 
 
 def call_of(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> GenerationCall:

@@ -11,7 +11,7 @@ from typing import Any
 from hydra_engine.server import admin, generate, info
 from hydra_engine.server.openai import tokenize
 from hydra_engine.server.protocol import anthropic as messages
-from hydra_engine.server.protocol import chat, completions, response_events, responses
+from hydra_engine.server.protocol import chat, completions, message_events, response_events, responses
 
 TEXT = "text/plain"
 
@@ -114,9 +114,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages"): Operation(
         "generation",
         "Anthropic's Messages",
-        messages.AnthropicMessage,
+        message_events.AnthropicMessage,
         messages.MessagesRequest,
-        messages.AnyMessageEvent,
+        message_events.AnyMessageEvent,
         errors=_MODEL,
         examples=(
             {"max_tokens": 32, "messages": [_HELLO], "system": "Answer in one word."},
@@ -137,7 +137,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(
         "tokens",
         "How many tokens the prompt of Anthropic's Messages has, pictures included",
-        messages.TokensCount,
+        message_events.TokensCount,
         messages.CountTokensRequest,
         errors=_MODEL,
         examples=({"messages": [_HELLO]},),

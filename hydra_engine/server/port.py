@@ -13,6 +13,7 @@ from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.telemetry.trace import Activity
 
@@ -67,6 +68,10 @@ class EnginePort(Protocol):
     @property
     def chat_template(self) -> str | None:
         """Its text; how a model writes tool calls can be read there."""
+        ...
+
+    def generation_prompt(self, options: TemplateOptions) -> str:
+        """What its chat template writes behind a user's message for the answer to begin; empty without a template."""
         ...
 
     async def add_request(self, call: GenerationCall) -> Handle:

@@ -224,7 +224,6 @@ def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here
         (("serve", "--async-scheduling"), "--async-scheduling is not an option here: give --look-ahead"),
         (("serve", "--mm-processor-cache-gb", "1"), "is not an option here: give --pixel-cache-mib"),
         (("serve", "--kv-transfer-config", "{}"), "decode with --topology"),
-        (("serve", "--reasoning-parser", "x"), "reasoning stays in the text"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

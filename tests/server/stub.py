@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jinja2 import Template
+
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.logprobs import TextLogprob, TopLogprob
@@ -26,6 +28,7 @@ from hydra_engine.core.outputs import (
     StageSpan,
     Usage,
 )
+from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
@@ -248,6 +251,13 @@ class StubEngine:
     recorders: list[Callable[[bytes], None]] = field(default_factory=list)
     ring: TraceRing = field(default_factory=TraceRing)
     running: list[LiveRequest] = field(default_factory=list)
+
+    def generation_prompt(self, options: TemplateOptions) -> str:
+        """What the template, rendered with plain Jinja, writes behind a user's message."""
+        messages = [{"role": "user", "content": "hydra9probe"}]
+        more = {"tools": options.tools or None, "add_generation_prompt": options.add_generation_prompt}
+        rendered = Template(self.chat_template or "").render(messages=messages, **more, **options.variables)
+        return rendered.rpartition("hydra9probe")[2]
 
     async def add_request(self, call: GenerationCall) -> StubHandle:
         try:

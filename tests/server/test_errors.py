@@ -155,7 +155,7 @@ async def test_bodies_that_are_not_plain_json(served: Served, name: str) -> None
             "response_format.json_schema.schema",
         ),
         ("logit_bias", {"five": 1}, None),
-        ("reasoning_effort", "high", "reasoning_effort"),
+        ("reasoning_effort", "huge", "reasoning_effort"),
         ("chat_template", "{{ x }}", "chat_template"),
         ("structured_outputs", {"structural_tag": {}}, "structured_outputs.structural_tag"),
         ("structured_outputs", {"whatever": 1}, "structured_outputs"),
@@ -176,7 +176,7 @@ async def test_wrong_fields_are_named(served: Served, name: str, value: Any, par
     [
         (
             "/v1/chat/completions",
-            {"enable_thinking": "chat_template_kwargs.enable_thinking", "n_predict": "max_tokens"},
+            {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"},
         ),
         ("/v1/completions", {"enable_thinking": None, "max_new_tokens": "max_tokens", "input_ids": "prompt"}),
         ("/v1/responses", {"max_new_tokens": "max_output_tokens", "max_tokens": "max_output_tokens"}),

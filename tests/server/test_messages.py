@@ -227,7 +227,7 @@ async def test_tokens_are_counted(served: Served) -> None:
             {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
             "not among the tools",
         ),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"stop": ["a"]}, "stop is not supported"),
         ({"n": 2}, "n is not supported"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),

@@ -193,7 +193,6 @@ async def test_text_formats(served: Served) -> None:
         ("conversation", "c", "conversation"),
         ("background", True, "background"),
         ("prompt", {"id": "p"}, "prompt"),
-        ("reasoning", {"effort": "high"}, "reasoning"),
         ("truncation", "auto", "truncation"),
         ("tools", [{"type": "function", "name": "f"}, {"type": "web_search"}], "tools[1].type"),
         ("n", 2, "n"),

@@ -33,7 +33,7 @@ def read(parser: Any, pieces: Sequence[str]) -> list[Event]:
 
 
 def shown(events: Sequence[Event]) -> tuple[str, list[tuple[str, str]]]:
-    text, calls = collect(events)
+    text, calls, _ = collect(events)
     return text, [(call.name, call.arguments) for call in calls]
 
 
@@ -214,9 +214,9 @@ def test_at_most_one_call_where_several_are_not_wanted() -> None:
 
 def test_other_parsers() -> None:
     assert shown(read(ForcedCall("f"), ['{"a"', ": 1}"])) == ("", [("f", '{"a": 1}')])
-    assert shown(read(ForcedCall("f"), [])) == ("", [("f", "")])
+    assert shown(read(ForcedCall("f"), [])) == ("", [])
     assert shown(read(PlainText(), [PARIS])) == (PARIS, [])
-    assert collect([CallStart(0, "call_1", "f")]) == ("", (ParsedCall("call_1", "f", ""),))
+    assert collect([CallStart(0, "call_1", "f")]) == ("", (ParsedCall("call_1", "f", ""),), "")
 
 
 def test_the_dialect_is_the_template_s_unless_told() -> None:

@@ -43,9 +43,8 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "give --mmproj": ("mm",),
     f"the tokenizer needs no name of its own: {_IN_THE_FOLDER}": ("tokenizer", "tokenizer-path", "tokenizer-mode"),
     "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
-        *("enable-auto-tool-choice", "tool-call-parser"),
+        "enable-auto-tool-choice",
     ),
-    "reasoning stays in the text of the answer": ("reasoning-parser",),
     "the server listens on --host and --port": ("uds",),
     "let a proxy in front of the server take the prefix off": ("root-path",),
     "put a proxy with TLS in front of the server": ("ssl-keyfile", "ssl-certfile", "ssl-key-file", "ssl-cert-file"),

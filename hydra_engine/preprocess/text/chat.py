@@ -29,6 +29,8 @@ _PROBE_ID = "hydra9pro"  # nine letters and digits, as some templates demand
 # What operations inside a template raise when a conversation is not what it expects.
 _RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _DEFAULTS = TemplateOptions()
+_MAX_ENDS = 256  # of prompts, by their options
+_MAX_KEY_CHARS = 1024
 _PROBING = TemplateOptions(add_generation_prompt=False)
 
 
@@ -51,6 +53,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tokens = {"image": image_token, "video": video_token}
         self._reads: dict[tuple[str, type], bool] = {}
+        self._ends: dict[tuple[str, bool, bool], str] = {}
         self._words = frozenset(_WORD.findall(template or ""))
         self._ignored: set[str] = set()
 
@@ -77,6 +80,29 @@ class ChatTemplate:
         if options.continue_final_message:
             _check_last(messages[-1])
         return self._apply([self._fitting(message) for message in messages], options)
+
+    def generation_prompt(self, options: TemplateOptions = _DEFAULTS) -> str:
+        """What these options put behind a user's message for the answer to begin. Empty where there is no template, or
+        one that cannot be rendered so."""
+        key = json.dumps(options.variables, sort_keys=True), bool(options.tools), options.add_generation_prompt
+        if self.text is None:
+            return ""
+        known = self._ends.get(key)
+        if known is None:
+            known = self._render_end(options)
+            if len(self._ends) < _MAX_ENDS and len(key[0]) < _MAX_KEY_CHARS:
+                self._ends[key] = known
+        return known
+
+    def _render_end(self, options: TemplateOptions) -> str:
+        turn = {"role": "user", "content": self._fitting_text("user", _PROBE)}
+        try:
+            text = self._tokenizer.apply_template(
+                [turn], self.text or "", replace(options, continue_final_message=False)
+            )
+        except (TemplateError, *_RENDER_ERRORS):
+            return ""
+        return text.rpartition(_PROBE)[2]
 
     def adds_special_tokens(self, rendered: str, options: TemplateOptions = _DEFAULTS) -> bool:
         """Whether a rendered conversation is tokenised with what the tokenizer puts around every text (BOS as a rule).

@@ -23,38 +23,46 @@ from hydra_engine.server.generate import (
     offered,
     read_generation,
     respond,
+    thinking_of,
 )
 from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
 from hydra_engine.server.http.encoding import json_event
 from hydra_engine.server.protocol.anthropic import (
+    CountTokensRequest,
+    MessagesRequest,
+    conversation,
+    template_of,
+    tool_use_of,
+    wish_of,
+)
+from hydra_engine.server.protocol.message_events import (
     AnthropicMessage,
     AnyMessageEvent,
     AnyOutputBlock,
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
-    CountTokensRequest,
     InputJsonDelta,
     MessageDelta,
-    MessagesRequest,
     MessageStart,
     MessageStop,
     OutputBlock,
     Ping,
+    SignatureDelta,
     StopDelta,
     TextDelta,
+    ThinkingDelta,
+    ThinkingOutput,
     TokensCount,
     ToolUseOutput,
-    conversation,
     message_usage,
     stop_of,
-    template_of,
-    tool_use_of,
 )
 from hydra_engine.server.state import STATE, loaded_engine
-from hydra_engine.server.tools.tool_calls import ToolUse, parsed
-from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
+from hydra_engine.server.tools.reasoning import Thinking
+from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, parsed
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning
 from hydra_engine.server.tools.tool_parsers import PlainText
 
 
@@ -62,12 +70,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, MessagesRequest, "msg_")
     use = offered(request, tool_use_of(body))
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    call = replace(
-        call_of(request, body, sampling),
-        messages=conversation(body.messages, body.system),
-        template=template_of(body.messages, use),
-    )
-    return await respond(request, [call], MessageAnswer(body, identity, use), body)
+    turns = conversation(body.messages, body.system)
+    template, thinking = thinking_of(request, template_of(body.messages, use), turns, body.wish)
+    call = replace(call_of(request, body, thinking.sampling(sampling)), messages=turns, template=template)
+    return await respond(request, [call], MessageAnswer(body, identity, use, thinking), body)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -76,30 +82,32 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await read_request(request, CountTokensRequest)
     check_model(request, body.model)
     use = offered(request, tool_use_of(body))
-    call = GenerationCall(
-        messages=conversation(body.messages, body.system),
-        template=template_of(body.messages, use),
-        cache_salt=cache_salt(request, None),
-    )
+    turns = conversation(body.messages, body.system)
+    template, _ = thinking_of(request, template_of(body.messages, use), turns, wish_of(body.thinking))
+    call = GenerationCall(messages=turns, template=template, cache_salt=cache_salt(request, None))
     return json_response(TokensCount(await engine.count_tokens(call)))
 
 
 class MessageAnswer(Answer):
-    """Text and uses of tools, block by block, as the text of the model grows."""
+    """Reasoning, text and uses of tools, block by block, as the text of the model grows. A use comes when it is whole,
+    for only then it is known to be one: a client must not run what the model has not written."""
 
     last = json_event(MessageStop())
 
-    def __init__(self, body: MessagesRequest, identity: Identity, use: ToolUse) -> None:
+    def __init__(self, body: MessagesRequest, identity: Identity, use: ToolUse, thinking: Thinking) -> None:
         super().__init__(body, identity)
-        self._parser = use.parser() or PlainText()
-        self._reads_calls = bool(use.shown)
+        self._parser = use.parser(thinking) or PlainText()
+        self._is_text = not use.shown and not thinking.reads
+        self._omits_thoughts = body.thinking is not None and body.thinking.display == "omitted"
         self._begun = False
         self._has_calls = False
         self._num_closed = 0
         self._open: AnyOutputBlock | None = None
+        self._call: list[Event] = []  # the start and the arguments of one that is not whole yet
 
     def whole(self, result: Result) -> AnthropicMessage:
-        content = _whole_blocks([*self._parser.feed(result.text), *self._parser.finish()])
+        items = parsed([*self._parser.feed(result.text), *self._parser.finish()])
+        content = [self._block(item) for item in (items[:-1] if self._parser.is_cut else items)] or [OutputBlock("")]
         has_calls = any(isinstance(block, ToolUseOutput) for block in content)
         reason, sequence = stop_of(result, has_calls=has_calls)
         return AnthropicMessage(
@@ -118,7 +126,8 @@ class MessageAnswer(Answer):
             events += self._of_text(self._parser.feed(piece.text))
         if (result := piece.result) is not None:
             events += self._of_text(self._parser.finish())
-            if self._open is None:  # of nothing at all becomes an empty text
+            events += [] if self._parser.is_cut else self._end_call()
+            if self._open is None and not self._num_closed:  # of nothing at all becomes an empty text
                 events += self._begin_text()
             events += self._close_block()
             stop = StopDelta(*stop_of(result, has_calls=self._has_calls))
@@ -130,20 +139,53 @@ class MessageAnswer(Answer):
         usage = message_usage(self.prompt or outputs.Usage(0, 0))
         start = AnthropicMessage(id=self._identity.id, model=self._identity.model, usage=usage)
         # Where nothing but text can come, its block is there from the beginning.
-        return [MessageStart(start), *([] if self._reads_calls else self._begin_text()), Ping()]
+        return [MessageStart(start), *(self._begin_text() if self._is_text else []), Ping()]
 
     def _of_text(self, parsed_events: Iterable[Event]) -> list[AnyMessageEvent]:
         events: list[AnyMessageEvent] = []
         for event in parsed_events:
             match event:
                 case Content(text):
-                    events += [*self._begin_text(), ContentBlockDelta(TextDelta(text), self._num_closed)]
-                case CallStart(_, id, name):
-                    self._has_calls = True
-                    events += self._begin_block(ToolUseOutput(_use_id(id), name))
-                case CallArguments(_, text):
-                    events.append(ContentBlockDelta(InputJsonDelta(text), self._num_closed))
+                    events += [*self._end_call(), *self._begin_text()]
+                    events.append(ContentBlockDelta(TextDelta(text), self._num_closed))
+                case Reasoning(text):
+                    if not isinstance(self._open, ThinkingOutput):
+                        events += self._begin_block(ThinkingOutput(""))
+                    if not self._omits_thoughts:
+                        events.append(ContentBlockDelta(ThinkingDelta(text), self._num_closed))
+                case CallStart():
+                    events += self._end_call()
+                    self._call = [event]
+                case CallArguments():
+                    self._call.append(event)
         return events
+
+    def _end_call(self) -> list[AnyMessageEvent]:
+        """The block of a call that is whole, from its start to its end."""
+        events: list[AnyMessageEvent] = []
+        for item in parsed(self._call):
+            block = self._block(item)
+            if isinstance(block, ToolUseOutput) and isinstance(item, ParsedCall):
+                self._has_calls = True
+                events += self._begin_block(ToolUseOutput(block.id, block.name))
+                events.append(ContentBlockDelta(InputJsonDelta(item.arguments), self._num_closed))
+            elif isinstance(block, OutputBlock):
+                events += self._begin_block(OutputBlock(""))
+                events.append(ContentBlockDelta(TextDelta(block.text), self._num_closed))
+            events += self._close_block()
+        self._call = []
+        return events
+
+    def _block(self, item: str | Reasoning | ParsedCall) -> AnyOutputBlock:
+        """Of a whole answer. A call whose input is no JSON object, for it was not constrained, stays text."""
+        if isinstance(item, str):
+            return OutputBlock(item)
+        if isinstance(item, Reasoning):
+            return ThinkingOutput("" if self._omits_thoughts else item.text)
+        arguments = _object(item.arguments)
+        if arguments is None:
+            return OutputBlock(item.arguments)
+        return ToolUseOutput(_use_id(item.id), item.name, arguments)
 
     def _begin_text(self) -> list[AnyMessageEvent]:
         """Opens a block of text, unless one is open already."""
@@ -157,23 +199,12 @@ class MessageAnswer(Answer):
     def _close_block(self) -> list[AnyMessageEvent]:
         if self._open is None:
             return []
-        self._open = None
+        index, block, self._open = self._num_closed, self._open, None
         self._num_closed += 1
-        return [ContentBlockStop(self._num_closed - 1)]
-
-
-def _whole_blocks(events: Iterable[Event]) -> list[AnyOutputBlock]:
-    """The blocks of a whole answer. A call whose input is no JSON object, for it was cut off or not constrained,
-    stays text: a client must not run what the model has not written."""
-    blocks: list[AnyOutputBlock] = []
-    for item in parsed(events):
-        if isinstance(item, str):
-            blocks.append(OutputBlock(item))
-        elif (arguments := _object(item.arguments)) is not None:
-            blocks.append(ToolUseOutput(_use_id(item.id), item.name, arguments))
-        else:
-            blocks.append(OutputBlock(item.arguments))
-    return blocks or [OutputBlock("")]
+        signed = (
+            [ContentBlockDelta(SignatureDelta(block.signature), index)] if isinstance(block, ThinkingOutput) else []
+        )
+        return [*signed, ContentBlockStop(index)]
 
 
 def _use_id(call_id: str) -> str:

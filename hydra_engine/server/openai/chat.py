@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core.outputs import FinishReason, Piece, Result
-from hydra_engine.server.generate import ChunkAnswer, Identity, call_of, offered, read_generation, respond
+from hydra_engine.server.generate import ChunkAnswer, Identity, call_of, offered, read_generation, respond, thinking_of
 from hydra_engine.server.protocol.chat import (
     AssistantMessage,
     CallDelta,
@@ -26,28 +26,27 @@ from hydra_engine.server.protocol.chat import (
     chat_messages,
 )
 from hydra_engine.server.protocol.common import Metrics, Usage, prompt_logprobs, usage_of
+from hydra_engine.server.tools.reasoning import ReasoningParser, Thinking
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
-from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ChatCompletionRequest, "chatcmpl-")
     use = offered(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    call = replace(
-        call_of(request, body, sampling),
-        template=body.template(use),
-        pixels=body.pixels,
-        messages=chat_messages(body.messages),
-    )
-    return await respond(request, [call], ChatAnswer(body, identity, use), body)
+    messages = chat_messages(body.messages)
+    template, thinking = thinking_of(request, body.template(use), messages, body.wish)
+    call = call_of(request, body, thinking.sampling(sampling))
+    call = replace(call, template=template, pixels=body.pixels, messages=messages)
+    return await respond(request, [call], ChatAnswer(body, identity, use, thinking), body)
 
 
 class _Choice:
     """One answer of a stream: the deltas that its pieces become."""
 
-    def __init__(self, use: ToolUse) -> None:
-        self._parser = use.parser()
+    def __init__(self, use: ToolUse, thinking: Thinking) -> None:
+        self._parser = use.parser(thinking)
         self.begun = False
         self.calls = False
 
@@ -56,6 +55,11 @@ class _Choice:
         """Whether text is sent as it comes from here on."""
         return self.begun and self._parser is None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it has ended inside the arguments of a call."""
+        return self._parser is not None and self._parser.is_cut
+
     def deltas(self, piece: Piece) -> list[ChatDelta]:
         """An empty one where there are log probabilities and the text is held back."""
         if self._parser is None:
@@ -63,17 +67,20 @@ class _Choice:
         events = self._parser.feed(piece.text) if piece.text else []
         if piece.result is not None:
             events += self._parser.finish()
+        elif isinstance(self._parser, ReasoningParser) and self._parser.is_answering and self._parser.is_plain:
+            self._parser = None
         self.calls = self.calls or any(isinstance(event, CallStart) for event in events)
         deltas = [_delta(event) for event in events]
         return deltas if deltas or not piece.logprobs else [ChatDelta(content="")]
 
 
 class ChatAnswer(ChunkAnswer):
-    def __init__(self, body: ChatCompletionRequest, identity: Identity, use: ToolUse) -> None:
+    def __init__(self, body: ChatCompletionRequest, identity: Identity, use: ToolUse, thinking: Thinking) -> None:
         super().__init__(body, identity, self._text_chunk)
         self._body = body
         self._use = use
-        self._choices = [_Choice(use) for _ in range(body.n or 1)]
+        self._thinking = thinking
+        self._choices = [_Choice(use, thinking) for _ in range(body.n or 1)]
         self._num_open = len(self._choices)
 
     def whole(self, result: Result) -> ChatCompletion:
@@ -88,17 +95,25 @@ class ChatAnswer(ChunkAnswer):
 
     def _whole_choice(self, index: int, result: Result) -> ChatChoice:
         logprobs = chat_logprobs(result.logprobs, self.slices) if result.logprobs is not None else None
-        message, has_calls = AssistantMessage(result.text), False
-        parser = self._use.parser()
+        message, has_calls, is_cut = AssistantMessage(result.text), False, False
+        parser = self._use.parser(self._thinking)
         if parser is not None:
-            text, calls = collect([*parser.feed(result.text), *parser.finish()])
-            tool_calls = [MessageCall(call.id, Function(call.name, call.arguments)) for call in calls]
-            has_calls = bool(tool_calls)
-            message = AssistantMessage(text or (None if has_calls else ""), tool_calls=tool_calls or UNSET)
-        return ChatChoice(index, message, logprobs, self._reason(result, has_calls), result.stop_reason)
+            read = collect([*parser.feed(result.text), *parser.finish()])
+            is_cut = parser.is_cut
+            # A piece of a call that something else than the limit of tokens has ended is nothing to run.
+            calls = read.calls[:-1] if is_cut and result.finish_reason is FinishReason.STOP else read.calls
+            has_calls = bool(calls)
+            message = AssistantMessage(
+                read.text or (None if has_calls or read.reasoning else ""),
+                reasoning_content=read.reasoning or UNSET,
+                reasoning=read.reasoning or UNSET,
+                tool_calls=[MessageCall(call.id, Function(call.name, call.arguments)) for call in calls] or UNSET,
+            )
+        reason = self._reason(result, has_calls and not is_cut)
+        return ChatChoice(index, message, logprobs, reason, result.stop_reason)
 
     def _reason(self, result: Result, has_calls: bool) -> str:
-        """OpenAI's: a call that the request named ends an answer like text does."""
+        """OpenAI's: a call that the request named ends an answer like text does, and so does one that is not whole."""
         if has_calls and self._use.mode != "named" and result.finish_reason is FinishReason.STOP:
             return "tool_calls"
         return result.finish_reason.value
@@ -121,7 +136,7 @@ class ChatAnswer(ChunkAnswer):
             yield self._chunk(ChatChunkChoice(index, delta, logprobs))
             logprobs = None  # with the first of them
         if piece.result is not None:
-            yield from self._closing(index, piece.result, choice.calls)
+            yield from self._closing(index, piece.result, choice.calls and not choice.is_cut)
 
     def _text_chunk(self, index: int, text: str, usage: Usage | None) -> ChatChunk:
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text)), usage=usage)
@@ -156,6 +171,8 @@ def _delta(event: Event) -> ChatDelta:
     match event:
         case Content(text):
             return ChatDelta(content=text)
+        case Reasoning(text):
+            return ChatDelta(reasoning_content=text, reasoning=text)
         case CallStart(index, id, name):
             call = CallDelta(index, FunctionDelta("", name), id, "function")
         case CallArguments(index, text):

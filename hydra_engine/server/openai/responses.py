@@ -16,18 +16,20 @@ from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import HydraError
-from hydra_engine.server.generate import Answer, Identity, call_of, offered, read_generation, respond
+from hydra_engine.server.generate import Answer, Identity, call_of, offered, read_generation, respond, thinking_of
 from hydra_engine.server.http.encoding import Slices, json_event
 from hydra_engine.server.http.errors import FAILURE, error_body
 from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol import responses as protocol
 from hydra_engine.server.protocol.chat import token_logprobs
 from hydra_engine.server.protocol.response_events import AnyResponseEvent
+from hydra_engine.server.protocol.response_input import ReasoningText
 from hydra_engine.server.protocol.responses import (
     FunctionCall,
     OutputItem,
     OutputMessage,
     OutputText,
+    ReasoningItem,
     Response,
     ResponseFailure,
     ResponsesRequest,
@@ -36,8 +38,9 @@ from hydra_engine.server.protocol.responses import (
     response_usage,
     status_of,
 )
+from hydra_engine.server.tools.reasoning import Thinking
 from hydra_engine.server.tools.tool_calls import ToolUse
-from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning
 from hydra_engine.server.tools.tool_parsers import PlainText
 
 
@@ -45,9 +48,10 @@ async def responses(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ResponsesRequest, "resp_")
     use = offered(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    call = call_of(request, body, sampling)
-    call = replace(call, messages=body.chat_messages(), template=TemplateOptions(use.shown))
-    answer = ResponseAnswer(body, sampling, identity, use)
+    messages = body.chat_messages()
+    template, thinking = thinking_of(request, TemplateOptions(use.shown), messages, body.wish)
+    call = replace(call_of(request, body, thinking.sampling(sampling)), messages=messages, template=template)
+    answer = ResponseAnswer(body, sampling, identity, use, thinking)
     request[FAILURE] = answer.failure
     return await respond(request, [call], answer, body)
 
@@ -63,6 +67,15 @@ class _Message:
 
 
 @dataclass(slots=True)
+class _Thoughts:
+    id: str
+    texts: list[str] = field(default_factory=list)
+
+    def as_item(self, status: Status) -> ReasoningItem:
+        return ReasoningItem(self.id, status, [ReasoningText("".join(self.texts))])
+
+
+@dataclass(slots=True)
 class _Call:
     id: str
     call_id: str
@@ -74,26 +87,28 @@ class _Call:
 
 
 class ResponseAnswer(Answer):
-    """Messages and function calls, item by item, as the text of the model grows. Log probabilities come with the text
-    behind them."""
+    """Reasoning, messages and function calls, item by item, as the text of the model grows. Log probabilities come with
+    the text behind them."""
 
     last = b""  # the event that closes the response is the last one
 
-    def __init__(self, body: ResponsesRequest, sampling: SamplingParams, identity: Identity, use: ToolUse) -> None:
+    def __init__(
+        self, body: ResponsesRequest, sampling: SamplingParams, identity: Identity, use: ToolUse, thinking: Thinking
+    ) -> None:
         super().__init__(body, identity)
         self._body = body
         self._sampling = sampling
-        self._parser = use.parser() or PlainText()
+        self._parser = use.parser(thinking) or PlainText()
         self._numbers = itertools.count()
         self._begun = False
         self._closed: list[OutputItem] = []
-        self._open: _Message | _Call | None = None
+        self._open: _Message | _Thoughts | _Call | None = None
         self._logprobs: Sequence[TextLogprob] = ()
         self._num_messages = 0
 
     def whole(self, result: Result) -> Response:
         self._feed(result.text, result.logprobs)
-        self._finish(status_of(result.finish_reason))
+        self._finish(result)
         return self._ended(result, streamed=False)
 
     def _chunks(self, piece: Piece) -> list[AnyResponseEvent]:
@@ -105,10 +120,9 @@ class ResponseAnswer(Answer):
             emitted.append(events.ResponseInProgress(sequence_number=self._next(), response=response))
         emitted += self._feed(piece.text, piece.logprobs)
         if (result := piece.result) is not None:
-            emitted += self._finish(status_of(result.finish_reason))
+            emitted += self._finish(result)
             response = self._ended(result, streamed=True)
-            is_cut = result.finish_reason is FinishReason.LENGTH
-            last = events.ResponseIncomplete if is_cut else events.ResponseCompleted
+            last = events.ResponseIncomplete if response.status == "incomplete" else events.ResponseCompleted
             emitted.append(last(sequence_number=self._next(), response=response))
         return emitted
 
@@ -125,12 +139,16 @@ class ResponseAnswer(Answer):
         self._logprobs = gathered(self._logprobs, logprobs or ())
         return self._of_text(self._parser.feed(text)) if text else []
 
-    def _finish(self, status: Status) -> list[AnyResponseEvent]:
+    def _finish(self, result: Result) -> list[AnyResponseEvent]:
         """Closes the last item; of nothing at all becomes an empty message."""
         emitted = self._of_text(self._parser.finish())
         if self._open is None or (self._logprobs and isinstance(self._open, _Message)):
             emitted += self._text("")
-        return emitted + self._close(status)
+        return emitted + self._close(self._status(result))
+
+    def _status(self, result: Result) -> Status:
+        """A call that something else than the limit of tokens has ended is not complete either."""
+        return "incomplete" if self._parser.is_cut else status_of(result.finish_reason)
 
     def _of_text(self, parsed: Iterable[Event]) -> list[AnyResponseEvent]:
         emitted: list[AnyResponseEvent] = []
@@ -138,6 +156,8 @@ class ResponseAnswer(Answer):
             match event:
                 case Content(text):
                     emitted += self._text(text)
+                case Reasoning(text):
+                    emitted += self._thought(text)
                 case CallStart(_, id, name):
                     emitted += self._close("completed") + self._begin(_Call(id.replace("call_", "fc_", 1), id, name))
                 case CallArguments(_, text):
@@ -163,14 +183,28 @@ class ResponseAnswer(Answer):
             emitted.append(self._event(events.OutputTextDelta, item_id=message.id, delta=text, logprobs=shown))
         return emitted
 
+    def _thought(self, text: str) -> list[AnyResponseEvent]:
+        emitted: list[AnyResponseEvent] = []
+        if not isinstance(self._open, _Thoughts):
+            emitted += self._close("completed")
+            emitted += self._begin(_Thoughts("rs_" + self._identity.id.removeprefix("resp_")))
+        assert isinstance(self._open, _Thoughts)
+        self._open.texts.append(text)
+        return [*emitted, self._event(events.ReasoningDelta, item_id=self._open.id, delta=text)]
+
     def _event(self, kind: Callable[..., AnyResponseEvent], **fields: Any) -> AnyResponseEvent:
         """The next event, of the item that is open."""
         return kind(sequence_number=self._next(), output_index=len(self._closed), **fields)
 
-    def _begin(self, item: _Message | _Call) -> list[AnyResponseEvent]:
+    def _begin(self, item: _Message | _Thoughts | _Call) -> list[AnyResponseEvent]:
         self._open = item
         if isinstance(item, _Call):
             return [self._event(events.OutputItemAdded, item=item.as_item("in_progress"))]
+        if isinstance(item, _Thoughts):
+            return [
+                self._event(events.OutputItemAdded, item=ReasoningItem(item.id, "in_progress")),
+                self._event(events.ContentPartAdded, item_id=item.id, part=ReasoningText("")),
+            ]
         return [
             self._event(events.OutputItemAdded, item=OutputMessage(item.id, "in_progress", [])),
             self._event(events.ContentPartAdded, item_id=item.id, part=OutputText("")),
@@ -184,6 +218,12 @@ class ResponseAnswer(Answer):
         if isinstance(item, _Call):
             done = item.as_item(status)
             emitted = [self._event(events.ArgumentsDone, item_id=item.id, name=item.name, arguments=done.arguments)]
+        elif isinstance(item, _Thoughts):
+            done = item.as_item(status)
+            emitted = [
+                self._event(events.ReasoningDone, item_id=item.id, text=done.content[0].text),
+                self._event(events.ContentPartDone, item_id=item.id, part=done.content[0]),
+            ]
         else:
             part = item.part(self.slices)
             done = OutputMessage(item.id, status, [part])
@@ -210,6 +250,7 @@ class ResponseAnswer(Answer):
             max_output_tokens=body.max_output_tokens,
             model=self._identity.model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning=body.reasoning,
             temperature=self._sampling.temperature,
             text=protocol.echoed(body.text),
             tool_choice=body.tool_choice or "auto",
@@ -220,12 +261,12 @@ class ResponseAnswer(Answer):
         )
 
     def _ended(self, result: Result, *, streamed: bool) -> Response:
-        status = status_of(result.finish_reason)
+        status, is_cut = self._status(result), result.finish_reason is FinishReason.LENGTH
         return msgspec.structs.replace(
             self._begun_response(),
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
-            incomplete_details=None if status == "completed" else protocol.IncompleteDetails("max_output_tokens"),
+            incomplete_details=protocol.IncompleteDetails("max_output_tokens") if is_cut else None,
             output=self._closed,
             usage=response_usage(result.usage),
             metrics=self._metrics(result, streamed=streamed),

@@ -1,6 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens: requests, answers and the events of a stream, as Anthropic has them.
+"""POST /v1/messages and /v1/messages/count_tokens: their requests, as Anthropic has them.
 
-Tools that the server would run itself are refused by name. Does not know how a request is run or when an event is sent.
+Tools that the server would run itself are refused by name. Does not know how a request is run.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from hydra_engine.core import outputs
 from hydra_engine.core.call import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, MediaPart, Role, TextPart, ToolCall
-from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.prompting import MAX_TOOLS, TemplateOptions
 from hydra_engine.core.request import MAX_STOPS, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import (
     CalledName,
     CallId,
@@ -38,6 +35,8 @@ from hydra_engine.server.protocol.fields import (
     schema_grammar,
     unsupported_tool,
 )
+from hydra_engine.server.protocol.reasoning import ThinkingConfig
+from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse
 
 # ---- the requests
@@ -130,7 +129,6 @@ InputTools = Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)]
 _MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
 }
@@ -151,11 +149,14 @@ class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     output_config: OutputConfig | None = None
+    thinking: ThinkingConfig | None = None
+
+    @property
+    def wish(self) -> Wish:
+        return wish_of(self.thinking, self.output_config.effort if self.output_config else None)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         config = self.output_config or OutputConfig()
-        if config.effort is not None:
-            log_once("output_config.effort")
         grammar = None if config.format is None else schema_grammar(config.format.schema, "output_config.format.schema")
         stop = tuple(self.stop_sequences or ())
         return sampling_of(self, defaults, max_tokens=self.max_tokens, stop=stop, grammar=grammar)
@@ -169,6 +170,14 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     system: System | None = None
     tools: InputTools | None = None
     tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+
+
+def wish_of(thinking: ThinkingConfig | None, effort: str | None = None) -> Wish:
+    """`disabled` is how Anthropic's models are by default, so a model that thinks in any case may be asked for it."""
+    if thinking is None:
+        return Wish(effort=effort, param="output_config.effort", required=False)
+    return Wish(thinking.on, effort, "thinking", required=False)
 
 
 def tool_use_of(body: MessagesRequest | CountTokensRequest) -> ToolUse:
@@ -274,112 +283,3 @@ def _part(block: TextBlock | ImageBlock, where: str) -> TextPart | ImagePart:
             return ImagePart(url, f"{where}.source.url")
         case Base64Source(media_type=media_type, data=data):
             return ImagePart(f"data:{media_type};base64,{data}", f"{where}.source.data")
-
-
-# ---- the answers
-
-
-class OutputBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    text: str
-    citations: None = None
-
-
-class MessageUsage(msgspec.Struct, frozen=True):
-    """`input_tokens` are those of the prompt that were not read from the cache."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int = 0
-
-
-class ToolUseOutput(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any] = {}
-
-
-AnyOutputBlock = OutputBlock | ToolUseOutput
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-
-
-class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[AnyOutputBlock] = []
-    stop_reason: StopReason | None = None
-    stop_sequence: str | None = None
-    usage: MessageUsage
-    metrics: Metrics | UnsetType = UNSET
-
-
-class TokensCount(msgspec.Struct, frozen=True):
-    input_tokens: int
-
-
-def message_usage(usage: outputs.Usage) -> MessageUsage:
-    return MessageUsage(usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens, usage.cached_tokens)
-
-
-def stop_of(result: Result, *, has_calls: bool = False) -> tuple[StopReason, str | None]:
-    """(reason, which of the stop sequences it was)."""
-    if result.finish_reason is FinishReason.LENGTH:
-        return "max_tokens", None
-    if isinstance(result.stop_reason, str):
-        return "stop_sequence", result.stop_reason
-    return "tool_use" if has_calls else "end_turn", None
-
-
-# ---- the events of a stream, in their order
-
-
-class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_start"):
-    message: AnthropicMessage
-
-
-class ContentBlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
-    content_block: AnyOutputBlock
-    index: int
-
-
-class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
-    pass
-
-
-class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
-    text: str
-
-
-class InputJsonDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
-    partial_json: str
-
-
-class ContentBlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
-    delta: TextDelta | InputJsonDelta
-    index: int
-
-
-class ContentBlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
-    index: int
-
-
-class StopDelta(msgspec.Struct, frozen=True):
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
-class MessageDelta(msgspec.Struct, frozen=True, tag_field="type", tag="message_delta"):
-    delta: StopDelta
-    usage: MessageUsage
-    metrics: Metrics | UnsetType = UNSET
-
-
-class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_stop"):
-    pass
-
-
-AnyMessageEvent = (
-    MessageStart | ContentBlockStart | Ping | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop
-)

@@ -35,6 +35,8 @@ from hydra_engine.server.protocol.fields import (
     plain_function,
     sampling_of,
 )
+from hydra_engine.server.protocol.reasoning import Effort, ThinkingConfig
+from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse
 
 Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
@@ -143,6 +145,26 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     continue_final_message: bool | None = None
     mm_processor_kwargs: ProcessorSettings | None = None
+    # How the model thinks: the fields of OpenAI, vLLM, SGLang, DeepSeek and others.
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: ThinkingConfig | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+
+    @property
+    def wish(self) -> Wish:
+        asked = {"thinking": self.thinking.on if self.thinking else None, "enable_thinking": self.enable_thinking}
+        param = next((name for name, on in asked.items() if on is not None), "reasoning_effort")
+        return Wish(
+            asked.get(param),
+            self.reasoning_effort,
+            param,
+            read=self.separate_reasoning is not False,
+            shown=self.include_reasoning is not False,
+            streamed=self.stream_reasoning is not False,
+        )
 
     def tool_use(self) -> ToolUse:
         """Without tools, `auto` and `none` ask for nothing."""
@@ -312,11 +334,14 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """`content` is null where all that came are calls."""
+    """`content` is null where all that came are calls or reasoning. `reasoning` is vLLM's name for what others call
+    `reasoning_content`."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
@@ -338,6 +363,8 @@ class ChatCompletion(CompletionHead, frozen=True):
 class ChatDelta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hydra_engine.server.protocol.chat import TokenLogprob
+from hydra_engine.server.protocol.response_input import ReasoningText
 from hydra_engine.server.protocol.responses import OutputItem, OutputText, Response
 
 
@@ -32,7 +33,7 @@ class OutputItemAdded(ResponseEvent, frozen=True, tag="response.output_item.adde
 
 
 class ContentPartAdded(ContentEvent, frozen=True, tag="response.content_part.added", kw_only=True):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class OutputTextDelta(ContentEvent, frozen=True, tag="response.output_text.delta", kw_only=True):
@@ -46,7 +47,15 @@ class OutputTextDone(ContentEvent, frozen=True, tag="response.output_text.done",
 
 
 class ContentPartDone(ContentEvent, frozen=True, tag="response.content_part.done", kw_only=True):
-    part: OutputText
+    part: OutputText | ReasoningText
+
+
+class ReasoningDelta(ContentEvent, frozen=True, tag="response.reasoning_text.delta", kw_only=True):
+    delta: str
+
+
+class ReasoningDone(ContentEvent, frozen=True, tag="response.reasoning_text.done", kw_only=True):
+    text: str
 
 
 class OutputItemDone(ResponseEvent, frozen=True, tag="response.output_item.done", kw_only=True):
@@ -87,6 +96,8 @@ AnyResponseEvent = (
     | OutputTextDelta
     | OutputTextDone
     | ContentPartDone
+    | ReasoningDelta
+    | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
     | OutputItemDone

@@ -33,7 +33,9 @@ from hydra_engine.server.protocol.fields import (
     schema_grammar,
     unsupported_tool,
 )
-from hydra_engine.server.protocol.response_input import InputItem, ShortText, required, turns_of
+from hydra_engine.server.protocol.reasoning import ReasoningConfig
+from hydra_engine.server.protocol.response_input import InputItem, ReasoningText, ShortText, required, turns_of
+from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse
 
 MAX_METADATA = 16
@@ -98,7 +100,6 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         "conversation": (),
         "previous_response_id": (),
         "prompt": (),
-        "reasoning": ({},),
         "truncation": ("disabled",),
         "n": (1,),
         "max_tokens": (),  # as others name max_output_tokens
@@ -118,6 +119,11 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+
+    @property
+    def wish(self) -> Wish:
+        return Wish() if self.reasoning is None else self.reasoning.wish
 
     @property
     def logprob_fields(self) -> tuple[str, ...]:
@@ -218,7 +224,17 @@ class FunctionCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_
     status: Status
 
 
-OutputItem = OutputMessage | FunctionCall
+class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
+    """`content` is the reasoning as the model wrote it; there is no summary of it."""
+
+    id: str
+    status: Status
+    content: list[ReasoningText] = []
+    summary: tuple[()] = ()
+    encrypted_content: None = None
+
+
+OutputItem = OutputMessage | FunctionCall | ReasoningItem
 
 
 FailureCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
@@ -252,7 +268,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: None = None
-    reasoning: None = None
+    reasoning: ReasoningConfig | None = None
     store: Literal[False] = False
     temperature: float
     text: TextConfig

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
-from hydra_engine.server.tools.tool_parsers import ForcedCall, HermesParser, JsonParser, PlainText
+from hydra_engine.server.tools.function_blocks import FUNCTION
+from hydra_engine.server.tools.reasoning import Thinking
+from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning, ToolParser
+from hydra_engine.server.tools.tool_parsers import OPENING, ForcedCall, HermesParser, JsonParser, PlainText
 
 # What a function takes that says nothing about it.
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -23,6 +25,10 @@ _SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 # By these a schema may mean properties that it does not list itself.
 _ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
 _LITERALS = frozenset({"enum", "const", "default", "examples"})  # values, in which nothing is a reference
+
+TAGGED = frozenset({"hermes", "qwen3_coder"})  # dialects with calls between marks
+_SAME = {"qwen3_xml": "qwen3_coder"}  # vLLM has two parsers for one format
+NO_THINKING = Thinking()
 
 
 class ParsedCall(NamedTuple):
@@ -33,22 +39,11 @@ class ParsedCall(NamedTuple):
     arguments: str
 
 
-class ToolParser(Protocol):
-    """Turns a growing text into events. All text comes out again in some event, but for marks of calls, white space
-    around calls, and calls beyond those that are allowed. Events do not depend on where the text is cut."""
-
-    def feed(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]:
-        """What was held back; nothing may be fed afterwards."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """What a request allows. `tools` in OpenAI's form, `mode` none, auto, required or named (then `name`); at most one
-    call unless `parallel`. `dialect` is how the model writes calls of its own: hermes, json or none. Raises
-    InvalidRequest, naming the fields of OpenAI's API."""
+    call unless `parallel`. `dialect` is how the model writes calls of its own: hermes, qwen3_coder, json or none.
+    Raises InvalidRequest, naming the fields of OpenAI's API."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     mode: str = "none"
@@ -82,24 +77,37 @@ class ToolUse:
             return None
         return Grammar("json_schema", json.dumps(schema, ensure_ascii=False), param="tools")
 
-    def parser(self) -> ToolParser | None:
+    def parser(self, thinking: Thinking = NO_THINKING) -> ToolParser | None:
         """A new one, for one answer; None where the text is the answer."""
+        if thinking.reads:
+            return thinking.parser(self._parser(thinking) or PlainText())
+        return self._parser(thinking)
+
+    def _parser(self, thinking: Thinking) -> ToolParser | None:
         if not self.shown:
             return None
         most = None if self.parallel else 1
+        opened = thinking.opened and not thinking.reads  # so the text begins inside the reasoning
         if self.mode == "named":
             return ForcedCall(self.name)
         if self.mode == "required":
             return JsonParser(self._names, most)
-        if self.dialect == "hermes":
-            return HermesParser(self._names, most)
-        return JsonParser(self._names, most) if self.dialect == "json" else PlainText()
+        if self.dialect in TAGGED:
+            return HermesParser(
+                self._names,
+                most,
+                parameters={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools},
+                bare=self.dialect == "qwen3_coder",
+                thinking=thinking.marks,
+                opened=opened,
+            )
+        return JsonParser(self._names, most) if self.dialect == "json" and not opened else PlainText()
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """`params`, made to give calls. Raises InvalidRequest."""
         grammar = self.grammar()
         if grammar is None:  # the marks of calls are special tokens of some models
-            reads_marks = self.mode == "auto" and self.tools and self.dialect == "hermes"
+            reads_marks = self.mode == "auto" and self.tools and self.dialect in TAGGED
             return replace(params, skip_special_tokens=False) if reads_marks else params
         if params.grammar is not None:
             raise InvalidRequest(
@@ -123,32 +131,49 @@ class ToolUse:
 
 
 def dialect_of(configured: str, chat_template: str | None) -> str:
-    """hermes, json or none: the configured one, or the one that the chat template asks for."""
+    """hermes, qwen3_coder, json or none: the configured one, or the one that the chat template asks for."""
     if configured != "auto":
-        return configured
-    return "hermes" if "<tool_call>" in (chat_template or "") else "none"
+        return _SAME.get(configured, configured)
+    template = chat_template or ""
+    if OPENING not in template:
+        return "none"
+    return "qwen3_coder" if FUNCTION in template else "hermes"
 
 
-def parsed(events: Iterable[Event]) -> list[str | ParsedCall]:
-    """The texts and calls of a whole answer."""
-    items: list[tuple[CallStart | None, list[str]]] = []
+def parsed(events: Iterable[Event]) -> list[str | Reasoning | ParsedCall]:
+    """The texts, calls and reasoning of a whole answer."""
+    items: list[tuple[Event, list[str]]] = []
     for event in events:
         match event:
             case CallStart():
                 items.append((event, []))
-            case Content(text) if not items or items[-1][0] is not None:
-                items.append((None, [text]))
-            case Content(text=text) | CallArguments(text=text):
+            case CallArguments(text=text):
                 items[-1][1].append(text)
-    joined = ((start, "".join(texts)) for start, texts in items)
-    return [text if start is None else ParsedCall(start.id, start.name, text) for start, text in joined]
+            case Content(text) | Reasoning(text) if items and type(items[-1][0]) is type(event):
+                items[-1][1].append(text)
+            case Content(text) | Reasoning(text):
+                items.append((event, [text]))
+    return [_whole(first, "".join(texts)) for first, texts in items]
 
 
-def collect(events: Iterable[Event]) -> tuple[str, tuple[ParsedCall, ...]]:
-    """A whole answer's text and calls."""
+def _whole(first: Event, text: str) -> str | Reasoning | ParsedCall:
+    if isinstance(first, CallStart):
+        return ParsedCall(first.id, first.name, text)
+    return Reasoning(text) if isinstance(first, Reasoning) else text
+
+
+class ReadAnswer(NamedTuple):
+    text: str
+    calls: tuple[ParsedCall, ...]
+    reasoning: str
+
+
+def collect(events: Iterable[Event]) -> ReadAnswer:
+    """A whole answer's text, calls and reasoning."""
     items = parsed(events)
-    calls = tuple(item for item in items if not isinstance(item, str))
-    return "".join(item for item in items if isinstance(item, str)), calls
+    calls = tuple(item for item in items if isinstance(item, ParsedCall))
+    reasoning = "".join(item.text for item in items if isinstance(item, Reasoning))
+    return ReadAnswer("".join(item for item in items if isinstance(item, str)), calls, reasoning)
 
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:

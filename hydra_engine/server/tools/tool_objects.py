@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _KNOWN = _ARGUMENTS | {"name", "type", "id"}
@@ -17,6 +19,13 @@ SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before it answers."""
+
     text: str
 
 
@@ -35,7 +44,23 @@ class CallArguments:
     text: str
 
 
-Event = Content | CallStart | CallArguments
+Event = Content | Reasoning | CallStart | CallArguments
+
+
+class ToolParser(Protocol):
+    """Turns a growing text into events. All text comes out again in some event, but for marks of calls, white space
+    around calls, and calls beyond those that are allowed. Events do not depend on where the text is cut."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Behind `finish`: whether the text ended inside the arguments of a call."""
+        ...
+
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """What was held back; nothing may be fed afterwards."""
+        ...
 
 
 def call_id() -> str:
@@ -67,11 +92,11 @@ class Output:
         self._close()
         self._num_calls += 1
         self._space, self._has_words = "", False
-        if self._is_wanted:
+        if self.is_wanted:
             self._events.append(CallStart(self._num_calls - 1, call_id(), name))
 
     def arguments(self, text: str) -> None:
-        if self._is_wanted:
+        if self.is_wanted:
             self._grow(text, call=True)
 
     def take(self) -> list[Event]:
@@ -85,7 +110,8 @@ class Output:
         return self.take()
 
     @property
-    def _is_wanted(self) -> bool:
+    def is_wanted(self) -> bool:
+        """Whether the latest call is one of those that are kept."""
         return self._most is None or self._num_calls <= self._most
 
     def _grow(self, text: str, *, call: bool) -> None:
@@ -106,7 +132,7 @@ class CallObject:
     was the closing bracket) or failed (the character fits no call). Once `begun`, arguments go to the output at once.
     """
 
-    def __init__(self, names: frozenset[str], output: Output) -> None:
+    def __init__(self, names: Collection[str], output: Output) -> None:
         self._names = names
         self._output = output
         self.state = "reading"
@@ -125,6 +151,15 @@ class CallObject:
     @property
     def raw(self) -> str:
         return "".join(self._raw)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._expects == "object"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a text that ends here ends inside the arguments."""
+        return self._streams
 
     @property
     def last(self) -> str:
@@ -210,7 +245,7 @@ class CallObject:
             elif self._held is not None:
                 self._begin(self._held)
         elif self._key in _ARGUMENTS:
-            self._held = _object_text(value)
+            self._held = object_text(value)
             if self._held is None:
                 self.state = "failed"
             elif self._name is not None:
@@ -240,7 +275,7 @@ def _text(value: str) -> str | None:
     return parsed if isinstance(parsed, str) else None
 
 
-def _object_text(value: str) -> str | None:
+def object_text(value: str) -> str | None:
     """The JSON object that a value is, or that it holds as text."""
     try:
         parsed = json.loads(value, strict=False)

@@ -8,13 +8,21 @@ time in proportion to the text. Does not know schemas or requests.
 
 from __future__ import annotations
 
-from hydra_engine.server.tools.tool_objects import SPACE, CallObject, Content, Event, Output
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hydra_engine.server.tools.function_blocks import FUNCTION, FunctionBlock
+from hydra_engine.server.tools.tool_objects import SPACE, CallObject, Content, Event, Output, object_text
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+THINKING = "<think>", "</think>"
 
 
 class PlainText:
     """The parser of a model that is shown tools and whose calls are not read."""
+
+    is_cut = False
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -29,35 +37,58 @@ class ForcedCall:
     def __init__(self, name: str) -> None:
         self._name = name
         self._output = Output()
-        self._begun = False
+        self._texts: list[str] = []
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self._texts) and object_text("".join(self._texts)) is None
 
     def feed(self, text: str) -> list[Event]:
-        if not self._begun:
-            self._begun = True
+        if text and not self._texts:
             self._output.start(self._name)
+        self._texts += [text] if text else []
         self._output.arguments(text)
         return self._output.take()
 
     def finish(self) -> list[Event]:
-        return self.feed("")
+        return []
 
 
 class HermesParser:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` among text, as Hermes and Qwen models write."""
+    """Calls among text, between `<tool_call>` and `</tool_call>`: `{"name": ..., "arguments": {...}}` as Hermes and
+    Qwen models write them, or `<function=NAME>` as Qwen3-Coder and Qwen3.5 do (`FunctionBlock`); with `bare` the latter
+    also without the marks around it. What stands between the `thinking` marks, of which the first one may be `opened`
+    already, calls nothing."""
 
-    def __init__(self, names: frozenset[str], most: int | None = None) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        most: int | None = None,
+        *,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        bare: bool = False,
+        thinking: tuple[str, str] = THINKING,
+        opened: bool = False,
+    ) -> None:
         self._names = names
+        self._parameters = parameters or {}
         self._output = Output(most)
-        self._call: CallObject | None = None
+        self._thinking = thinking
+        self._openings = (OPENING, thinking[0], *((FUNCTION,) if bare else ()))
+        self._first = re.compile("[" + re.escape("".join({mark[0] for mark in (*self._openings, thinking[1])})) + "]")
+        self._thinks = opened
+        self._call: CallObject | FunctionBlock | None = None
         self._is_over = False  # the call has been read; its closing mark may follow
         self._held = ""  # may become the mark that is waited for
+        self._is_ended = False  # nothing follows that could make a mark
+        self.is_cut = False
 
     def feed(self, text: str) -> list[Event]:
         index = 0
         while index < len(text):
             if self._call is None and not self._held:  # up to what may be a mark all is content
-                place = text.find("<", index)
-                end = place if place >= 0 else len(text)
+                found = self._first.search(text, index)
+                end = found.start() if found else len(text)
                 self._output.text(text[index:end])
                 index = end
             if index < len(text):
@@ -66,29 +97,40 @@ class HermesParser:
         return self._output.take()
 
     def finish(self) -> list[Event]:
-        held, self._held = self._held, ""
+        held, self._held, self._is_ended = self._held, "", True
         if self._is_over:  # a part of its closing mark says nothing
             held = "" if CLOSING.startswith(held) else held
         for char in held:
             self._plain(char)
-        if self._call is not None and not self._call.begun:
-            self._output.text(OPENING + self._call.raw)
+        call = self._call
+        if isinstance(call, FunctionBlock):
+            call.finish()
+        if call is not None and not call.begun:
+            self._output.text(_raw(call))
+        self.is_cut = call is not None and call.is_cut and self._output.is_wanted
         return self._output.finish()
 
     def _next(self, char: str) -> None:
-        if self._held or (char == "<" and self._may_be_mark()):
+        if self._held or self._may_be_mark(char):
             self._mark(char)
         else:
             self._plain(char)
 
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        """Those that are waited for."""
+        if self._call is None:
+            return (self._thinking[1],) if self._thinks else self._openings
+        is_empty = isinstance(self._call, CallObject) and self._call.is_empty
+        return (CLOSING, FUNCTION) if is_empty else (CLOSING,)
+
     def _mark(self, char: str) -> None:
-        """A `<` and what follows it, as long as it may be a mark."""
-        held = self._held + char
-        mark = OPENING if self._call is None else CLOSING
-        if held == mark:
+        """The beginning of a mark and what follows it, as long as it may be one."""
+        held, marks = self._held + char, self._marks
+        if held in marks:
             self._held = ""
-            self._on_mark()
-        elif mark.startswith(held):
+            self._on_mark(held)
+        elif any(mark.startswith(held) for mark in marks):
             self._held = held
         else:
             self._held = ""
@@ -100,20 +142,39 @@ class HermesParser:
             for char in held:
                 self._next(char)
 
-    def _may_be_mark(self) -> bool:
+    def _may_be_mark(self, char: str) -> bool:
         """Text in a JSON string is no mark, unless a line break before it, which no JSON string has, shows that the
         string was never closed."""
         call = self._call
-        return call is None or self._is_over or not call.in_string or call.last == "\n"
-
-    def _on_mark(self) -> None:
-        call = self._call
         if call is None:
+            return self._first.match(char) is not None and not self._is_ended
+        if char != "<":
+            return False
+        if isinstance(call, FunctionBlock):  # it reads marks by itself
+            return self._is_over
+        return self._is_over or not call.in_string or call.last == "\n"
+
+    def _on_mark(self, mark: str) -> None:
+        call = self._call
+        if call is not None:
+            if mark == FUNCTION:
+                self._begin_block(_raw(call))
+                return
+            if not call.begun:
+                self._output.text(_raw(call) + CLOSING)
+            self._leave()
+        elif mark == OPENING:
             self._call = CallObject(self._names, self._output)
-            return
-        if not call.begun:
-            self._output.text(OPENING + call.raw + CLOSING)
-        self._leave()
+        elif mark == FUNCTION:
+            self._begin_block("")
+        else:
+            self._thinks = not self._thinks
+            self._output.text(mark)
+
+    def _begin_block(self, before: str) -> None:
+        self._call = FunctionBlock(self._names, self._parameters, self._output, before)
+        for char in FUNCTION:
+            self._call.feed(char)
 
     def _leave(self) -> None:
         self._call, self._is_over = None, False
@@ -125,28 +186,39 @@ class HermesParser:
         elif self._is_over:
             if char not in SPACE:
                 self._leave()
-                self._output.text(char)
+                self._next(char)
         elif (state := call.feed(char)) == "done":
             self._is_over = True
         elif state == "failed":
             self._on_failure(call, char)
 
-    def _on_failure(self, call: CallObject, char: str) -> None:
-        """Before a call has begun all of it is content; behind its arguments, what is not expected there."""
+    def _on_failure(self, call: CallObject | FunctionBlock, char: str) -> None:
+        """Before a call has begun all of it is content; behind its arguments, what is not expected there. A mark may
+        begin with the last character."""
         self._leave()
-        self._output.text(char if call.begun else OPENING + call.raw)
+        if not call.begun:
+            self._output.text(_raw(call)[:-1])
+        self._next(char)
+
+
+def _raw(call: CallObject | FunctionBlock) -> str:
+    return call.raw if isinstance(call, FunctionBlock) else OPENING + call.raw
 
 
 class JsonParser:
     """A bare object `{"name": ..., "parameters": {...}}`, several of them, or a list of them, and nothing before."""
 
-    def __init__(self, names: frozenset[str], most: int | None = None) -> None:
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
         self._names = names
         self._output = Output(most)
         self._call: CallObject | None = None
         self._before = ""  # what has been read before the first call
         self._is_text = False
         self._num_read = 0
+
+    @property
+    def is_cut(self) -> bool:
+        return self._call is not None and self._call.is_cut and self._output.is_wanted
 
     def feed(self, text: str) -> list[Event]:
         for index, char in enumerate(text):
