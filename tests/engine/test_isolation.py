@@ -39,7 +39,7 @@ POISON: dict[str, Callable[[Engine], Any]] = {
     "unknown role": lambda e: e.submit([{"role": "nobody", "content": "x"}]),
     "no messages": lambda e: e.submit([]),
     "local address": lambda e: e.submit("x", "http://127.0.0.1:9/x.png"),
-    "array of the wrong shape": lambda e: e.submit("x", np.zeros((3, 3), dtype=np.int64)),
+    "array of the wrong shape": lambda e: e.submit("x", np.zeros((5, 5, 2), dtype=np.uint8)),
 }
 
 

@@ -3,10 +3,13 @@ import base64
 import gzip
 import ipaddress
 import os
+import random
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -499,26 +502,69 @@ def open_data(text: str, config: MediaConfig | None = None) -> bytes:
     return read_local(source, config or MediaConfig())
 
 
-def test_data_urls_are_strict_base64() -> None:
-    good = base64.b64encode(BODY).decode()
-    for head in ("data:image/png;base64", "DATA:image/jpg;charset=x;BASE64", "data:;base64", "data:image/x ;base64"):
-        assert open_data(data_url(good, head)) == BODY
-    wrong_bodies = [
-        "!!!!",
-        good + "=",
-        good[:-1],
-        good + "\n",
-        " " + good,
-        "Zm9v-_",
-        "Zm%39v",
-        "Zm9vé",
-        good + "\0",
-        "=====",
-    ]
-    for body in wrong_bodies:
+def wrapped(text: str, width: int, end: str) -> str:
+    return end.join(text[begin : begin + width] for begin in range(0, len(text), width))
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 1001, 1002])  # padded by two, one and no =
+def test_data_urls_are_read_as_browsers_do(num_bytes: int) -> None:
+    body = random.Random(num_bytes).randbytes(num_bytes)
+    good = base64.b64encode(body).decode()
+    for head in (
+        *("data:image/png;base64", "DATA:image/jpg;charset=x;BASE64", "data:;base64", "data:image/x ;base64"),
+        *("data:image/jpeg;charset=utf-8;base64", "Data:IMAGE/JPEG;name=a.jpg;Base64", "data: image/png ; base64"),
+    ):
+        assert open_data(data_url(good, head)) == body, head
+    forms = {
+        "lines": wrapped(good, 76, "\n"),
+        "lines of mail, and one at the end": wrapped(good, 76, "\r\n") + "\r\n",
+        "white space": " \t" + wrapped(good, 5, " \f") + "\n",
+        "no padding": good.rstrip("="),
+        "no padding in lines": wrapped(good.rstrip("="), 64, "\n") + "\n",
+        "alphabet for URLs": base64.urlsafe_b64encode(body).decode(),
+        "alphabet for URLs, no padding": base64.urlsafe_b64encode(body).decode().rstrip("="),
+        "percent": quote(good, safe=""),
+        "percent in small letters": re.sub("%..", lambda found: found[0].lower(), quote(good, safe="")),
+        "percent and lines": quote(wrapped(good, 76, "\r\n"), safe="/"),
+    }
+    for name, text in forms.items():
+        assert open_data(data_url(text)) == body, name
+    assert open_data(" \n" + data_url(good) + "\n") == body
+
+
+def test_data_urls_that_are_not_base64_are_refused_with_a_reason() -> None:
+    good = base64.b64encode(BODY).decode().rstrip("=")
+    good = good[: len(good) // 4 * 4]
+    odd, padding, length = "character {} of its data", "one or two = at its end only", "its end is missing"
+    reasons = {
+        "!!!!": odd.format(1),
+        good + "!": odd.format(len(good) + 1),
+        " " + good[:7] + "\\n": odd.format(9),
+        "Zm%39v": odd.format(3),
+        "Zm%": odd.format(3),
+        "Zm9vé": odd.format(5),
+        good + "\0": odd.format(len(good) + 1),
+        good + "=": padding,
+        "=====": padding,
+        "QQ=": padding,
+        "QQ==QQ": padding,
+        "QQ==QQ==": padding,
+        "QQ==\n\nQ": padding,
+        "Q=Q=": padding,
+        good + "Q": length,
+        "Q": length,
+    }
+    for body, reason in reasons.items():
         with pytest.raises(InvalidImage) as caught:
             open_data(data_url(body))
-        assert caught.value.code == "image_decode_failed"
+        assert caught.value.code == "image_decode_failed" and reason in caught.value.message, body
+        assert "base64" in caught.value.message and good[:6] not in caught.value.message
+    with pytest.raises(InvalidImage, match="holds no data"):
+        open_data(data_url(""))
+
+
+def test_other_data_urls_are_refused() -> None:
+    good = base64.b64encode(BODY).decode()
     for text in ("data:", "data:image/png;base64", "data:image/png,abc", "data:,", "data:image/png;base64;x,Zm9v"):
         with pytest.raises(InvalidImage):
             open_data(text)
@@ -532,8 +578,15 @@ def test_data_urls_are_measured_before_they_are_decoded() -> None:
     config = MediaConfig(max_image_bytes=1000)
     assert len(open_data(data_url(base64.b64encode(b"x" * 1000).decode()), config)) == 1000
     assert open_data(data_url(base64.b64encode(b"x" * 3_000_001).decode())) == b"x" * 3_000_001
-    with pytest.raises(InvalidImage):  # padding where the text is cut into slices
-        open_data(data_url("A" * ((1 << 20) - 1) + "=AAAA"))
+    for more in ("AAAA", " " * (1 << 20) + "A", "\n" * (2 << 20) + "AAAA"):
+        with pytest.raises(InvalidImage):  # padding where the text is cut into slices
+            open_data(data_url("A" * ((1 << 20) - 1) + "=" + more))
+    large = random.Random(1).randbytes(3 << 20)
+    assert open_data(data_url(wrapped(base64.b64encode(large).decode(), 76, "\r\n"))) == large
+    assert len(open_data(data_url(wrapped(base64.b64encode(b"x" * 1000).decode(), 4, "\n")), config)) == 1000
+    with pytest.raises(InvalidImage) as caught:
+        open_data(data_url(wrapped(base64.b64encode(b"x" * 1010).decode(), 4, "\n")), config)
+    assert caught.value.code == "image_too_large"
     with pytest.raises(InvalidImage) as caught:
         open_data(data_url("!" * 2000), config)
     assert caught.value.code == "image_too_large"

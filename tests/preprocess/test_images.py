@@ -15,7 +15,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage
 from hydra_engine.preprocess.media import pixels
 from hydra_engine.preprocess.media.containers import inspect
-from hydra_engine.preprocess.media.images import from_array, from_pil, inspected, upright_size
+from hydra_engine.preprocess.media.images import from_pil, inspected, upright_size
 
 LIMITS = MediaConfig()
 Encode = Callable[..., bytes]
@@ -101,14 +101,6 @@ def test_formats_that_pillow_knows_and_we_do_not_list_are_refused(encoded: Encod
 
 
 FILES = [("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("GIF", {}), ("WEBP", {}), ("BMP", {})]
-
-
-@pytest.mark.parametrize(("format", "options"), [*FILES, ("WEBP", {"lossless": True})])
-def test_every_prefix_of_a_file_is_refused(encoded: Encode, picture: Picture, format: str, options: dict) -> None:
-    whole = encoded(picture(24, 18), format, **options)
-    assert decode(whole, LIMITS).size == (24, 18)
-    for end in {*range(0, len(whole), 10), *range(len(whole) - 40, len(whole))}:
-        assert refused(whole[:end]).code in ("image_decode_failed", "unsupported_image_format"), end
 
 
 @pytest.mark.parametrize(("format", "options"), FILES)
@@ -329,65 +321,6 @@ def test_animations_show_their_first_frame(encoded: Encode) -> None:
     for format in ("GIF", "WEBP", "PNG"):
         data = encoded(frames[0], format, save_all=True, append_images=frames[1:] * 100)
         assert np.abs(rgb(data) - [255, 0, 0]).max() <= 3, format
-
-
-def test_trailing_bytes_change_nothing(encoded: Encode, picture: Picture) -> None:
-    for format in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
-        data = encoded(picture(24, 18), format)
-        assert np.array_equal(rgb(data), rgb(data + b"trailing bytes \xff\x00")), format
-
-
-# ---- pictures that are in memory already
-
-
-def test_a_callers_picture_is_left_alone(picture: Picture, encoded: Encode) -> None:
-    image = Image.open(io.BytesIO(encoded(picture(32, 16), "JPEG", exif=exif(6))))
-    assert from_pil(image, LIMITS).size == (16, 32)
-    assert image.size == (32, 16)
-    assert from_pil(Image.new("F", (3, 2), 127.0), LIMITS).getpixel((0, 0)) == (127, 127, 127)
-    with pytest.raises(InvalidImage, match="Pillow"):
-        from_pil(Image.open(io.BytesIO(encoded(picture(64, 64), "JPEG", quality=100)[:-300])), LIMITS)
-
-
-def test_arrays_in_every_layout_are_the_same_picture(picture: Picture) -> None:
-    values = np.asarray(picture(20, 10))
-
-    class Tensor:
-        def __init__(self, values: np.ndarray) -> None:
-            self.values = values
-
-        def detach(self) -> "Tensor":
-            return self
-
-        cpu = detach
-
-        def numpy(self) -> np.ndarray:
-            return self.values
-
-    forms = [values, values.transpose(2, 0, 1), values / 255, (values / 255).astype(np.float16).astype(np.float32)]
-    for form in (*forms, *(Tensor(form) for form in forms), np.asfortranarray(values)):
-        assert np.abs(np.asarray(from_array(form, LIMITS)).astype(int) - values).max() <= 1
-    assert np.array_equal(np.asarray(from_array(values[..., 0], LIMITS))[..., 2], values[..., 0])
-    assert np.array_equal(np.asarray(from_array(values[..., :1], LIMITS))[..., 2], values[..., 0])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        np.zeros((2, 2, 2), np.uint8),
-        np.zeros((5,), np.uint8),
-        np.zeros((2, 2, 3), np.int64),
-        np.full((2, 2, 3), 1.5),
-        np.full((2, 2, 3), -0.1),
-        np.full((2, 2, 3), np.nan),
-        np.zeros((0, 3, 3), np.uint8),
-        np.array([["a"]]),
-        np.zeros((1, 300, 3), np.uint8),
-    ],
-)
-def test_wrong_arrays_are_refused(wrong: np.ndarray) -> None:
-    with pytest.raises(InvalidImage):
-        from_array(wrong, LIMITS)
 
 
 def test_all_small_sizes_keep_their_geometry(encoded: Encode) -> None:

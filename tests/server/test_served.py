@@ -144,7 +144,8 @@ def test_right_answers_of_the_other_endpoints(served: Served, client: openai.Ope
     if question["picture"]:
         data = base64.b64encode((DEMO / question["picture"]).read_bytes()).decode()
         parts.insert(0, {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"})
-        source = {"type": "base64", "media_type": "image/png", "data": data}
+        lines = base64.encodebytes((DEMO / question["picture"]).read_bytes()).decode()  # of 76 characters
+        source = {"type": "base64", "media_type": "image/png", "data": lines}
         blocks.insert(0, {"type": "image", "source": source})
     asked: Any = {"model": "demo", "input": [{"role": "user", "content": parts}], "temperature": 0}
     answer = client.responses.create(**asked)

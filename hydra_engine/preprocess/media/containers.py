@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 import struct
-from itertools import islice
 from typing import NamedTuple
 
 from hydra_engine.errors import InvalidImage
+from hydra_engine.preprocess.media.orientation import from_raw_profile, orientation_of, text_of
 
-_MAX_SEGMENTS = 4096  # of a JPEG before its pixels, of a RIFF file
+_MAX_SEGMENTS = 4096  # of a JPEG, of a RIFF file
 _MAX_SCANS = 50  # of a progressive JPEG; every scan walks over the whole picture again
 _MAX_CHUNKS = 1 << 16  # of a PNG
-_MAX_BLOCKS = 1 << 18  # of a GIF, 255 bytes each
+_MAX_BLOCKS = 1 << 17  # of a GIF, 255 bytes each
 
-_SCAN = re.compile(b"\xff\xda")  # a third of the time of bytes.count
-_ORIENTATION_TAG = 0x0112
+_SEGMENT = re.compile(b"\xff[\xc0-\xcf\xd9-\xfe]")  # of a JPEG: not FF 00, which is data, nor markers without content
+_XMP_SEGMENT = b"http://ns.adobe.com/xap/1.0/\0"
+_GIF_BLOCK = re.compile(b"[!,;]")
+_IEND = b"\0\0\0\0IEND\xae\x42\x60\x82"
 
 
 class Container(NamedTuple):
@@ -53,78 +55,101 @@ def _png(data: bytes) -> Container:
     width, height = struct.unpack_from(">II", data, 16)
     if data[12:16] != b"IHDR":
         raise broken("its header is missing")
-    kept, orientation, offset = [data[:8]], 1, 8
+    kept, exif, xmp, profile = [data[:8]], None, b"", b""
+    offset, has_pixels = 8, False
     for _ in range(_MAX_CHUNKS):
-        length, kind = struct.unpack_from(">I4s", data, offset)
-        end = offset + 12 + length
-        if end > len(data):
+        kind, end = data[offset + 4 : offset + 8], offset + 12 + int.from_bytes(data[offset : offset + 4], "big")
+        has_pixels = has_pixels or kind == b"IDAT"
+        if end > len(data) and not has_pixels:
             raise broken("it ends too early")
-        if kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
+        if kind == b"IEND" or end > len(data):  # if the end is missing, the decoder knows whether pixels are
+            kept.append(data[offset:] if kind == b"IDAT" else _IEND)
+            break
+        if kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT"):
             kept.append(data[offset:end])
         elif kind == b"eXIf":
-            orientation = _orientation(data[offset + 8 : end - 4])
-        if kind == b"IEND":
-            return Container("PNG", width, height, orientation, b"".join(kept))
+            exif = b"Exif\0\0" + data[offset + 8 : end - 4]
+        elif kind in (b"tEXt", b"zTXt", b"iTXt"):
+            if data.startswith(b"XML:com.adobe.xmp\0", offset + 8):
+                xmp = data[offset + 4 : end - 4]
+            elif data.startswith(b"Raw profile type exif\0", offset + 8):
+                profile = data[offset + 4 : end - 4]
+            elif kind == b"tEXt" and data.startswith(b"exif\0", offset + 8):
+                exif = data[offset + 13 : end - 4]
         offset = end
-    raise broken("it has too many parts")
+    else:
+        raise broken("it has too many parts")
+    if exif is None:
+        exif = from_raw_profile(text_of(profile))
+    return Container("PNG", width, height, orientation_of(exif, text_of(xmp)), b"".join(kept))
 
 
 def _jpeg(data: bytes) -> Container:
-    kept, size, orientation, offset = [data[:2]], None, 1, 2
+    """Up to the first end marker behind pixels: phones append clips, and cameras further pictures."""
+    exif: list[bytes] = []
+    kept, size, xmp, first_scan, num_scans, offset = [data[:2]], None, b"", 0, 0, 2
     for _ in range(_MAX_SEGMENTS):
-        while data[offset] == 0xFF and data[offset + 1] == 0xFF:  # padding
-            offset += 1
-        if data[offset] != 0xFF:
-            raise broken("a marker is missing")
-        marker = data[offset + 1]
-        if marker == 0xDA:
+        found = _SEGMENT.search(data, offset)  # behind padding, pixels and what Pillow skips as well
+        if found is None:
+            raise broken("it ends too early")
+        offset, marker = found.start(), data[found.start() + 1]
+        if marker == 0xD9:
             break
         (length,) = struct.unpack_from(">H", data, offset + 2)
         segment = data[offset : offset + 2 + length]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+        if marker == 0xDA:
+            num_scans += 1
+            first_scan = first_scan or offset
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = struct.unpack_from(">HH", segment, 5)
             size = (width, height)
-        if marker == 0xE1 and segment[4:10] == b"Exif\0\0":
-            orientation = _orientation(segment[10:])
-        if not (0xE1 <= marker <= 0xED or marker in (0xEF, 0xFE)):  # other application data and comments
+        elif marker == 0xE1 and not first_scan and segment.startswith(b"Exif\0\0", 4):
+            exif.append(segment[10 if exif else 4 :])  # one block of EXIF may need several segments
+        elif marker == 0xE1 and not first_scan and segment.startswith(_XMP_SEGMENT, 4):
+            xmp = segment[4 + len(_XMP_SEGMENT) :]
+        # Other application data and comments are left out.
+        if not (first_scan or 0xE1 <= marker <= 0xED or marker in (0xEF, 0xFE)):
             kept.append(segment)
         offset += 2 + length
     else:
         raise broken("it has too many parts")
-    end = data.rfind(b"\xff\xd9", offset)
-    if size is None or end < 0:
-        raise broken("it ends too early")
-    if sum(1 for _ in islice(_SCAN.finditer(data, offset, end), _MAX_SCANS + 1)) > _MAX_SCANS:
+    if size is None or not first_scan:
+        raise broken("it holds no picture")
+    if num_scans > _MAX_SCANS:
         raise broken("it has too many scans")
-    kept.append(data[offset : end + 2])
-    return Container("JPEG", *size, orientation, b"".join(kept))
+    kept.append(data[first_scan : offset + 2])
+    return Container("JPEG", *size, orientation_of(b"".join(exif), xmp), b"".join(kept))
 
 
 def _gif(data: bytes) -> Container:
+    """Its first picture, and what makes a colour of that transparent."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     offset = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
-    seen_image = False
-    blocks_left = _MAX_BLOCKS
-    while data[offset] != 0x3B:
-        if data[offset] == 0x2C:
-            left, top, frame_width, frame_height, flags = struct.unpack_from("<HHHHB", data, offset + 1)
-            if not seen_image:
-                width, height = max(width, left + frame_width), max(height, top + frame_height)
-            seen_image = True
+    kept, blocks_left = [data[:offset]], _MAX_BLOCKS
+    while True:
+        found = _GIF_BLOCK.search(data, offset)  # behind what Pillow skips as well, often zero bytes
+        if found is None:
+            raise broken("it ends too early")
+        if found[0] == b";":
+            raise broken("it holds no picture")
+        begin = offset = found.start()
+        is_picture = found[0] == b","
+        if is_picture:
+            left, top, frame_width, frame_height, flags = struct.unpack_from("<HHHHB", data, begin + 1)
+            width, height = max(width, left + frame_width), max(height, top + frame_height)
             offset += 11 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
-        elif data[offset] == 0x21:
-            offset += 2
         else:
-            raise broken("a block is missing")
-        while data[offset]:
+            offset += 2
+        while offset < len(data) and data[offset] and blocks_left > 0:
             offset += 1 + data[offset]
             blocks_left -= 1
-            if blocks_left == 0:
-                raise broken("it has too many parts")
-        offset += 1
-    if not seen_image:
-        raise broken("it holds no picture")
-    return Container("GIF", width, height, 1, data)
+        offset, blocks_left = offset + 1, blocks_left - 1
+        if blocks_left < 0:
+            raise broken("it has too many parts")
+        if is_picture or (data.startswith(b"!\xf9", begin) and data[begin + 2] >= 4):
+            kept.append(data[begin:offset])
+        if is_picture:  # if it is cut off, the decoder knows whether pixels are missing
+            return Container("GIF", width, height, 1, b"".join(kept))
 
 
 def _webp(data: bytes) -> Container:
@@ -134,7 +159,8 @@ def _webp(data: bytes) -> Container:
     if length + 8 > len(data):
         raise broken("it ends too early")
     kept: list[bytes] = []
-    size, orientation, offset = None, 1, 12
+    told: dict[bytes, bytes] = {}
+    size, offset = None, 12
     for _ in range(_MAX_SEGMENTS):
         if offset + 8 > length + 8:
             break
@@ -142,19 +168,23 @@ def _webp(data: bytes) -> Container:
         end = offset + 8 + size_bytes + (size_bytes & 1)
         if size is None:
             size = _webp_size(kind, data[offset + 8 : offset + 18])
-        if kind == b"EXIF":
-            orientation = _orientation(data[offset + 8 : end].removeprefix(b"Exif\0\0"))
-        elif kind not in (b"ICCP", b"XMP "):
+        if kind in (b"EXIF", b"XMP "):
+            told.setdefault(kind, data[offset + 8 : offset + 8 + size_bytes])
+        elif kind != b"ICCP":
             kept.append(data[offset:end])
         offset = end
     else:
         raise broken("it has too many parts")
     if size is None:
         raise broken("it holds no picture")
-    body = b"".join(kept)
+    body, flags = b"".join(kept), 0
     if body.startswith(b"VP8X"):  # forget the parts that were left out
-        body = body[:8] + bytes([body[8] & ~0x2C]) + body[9:]
-    return Container("WEBP", *size, orientation, b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body)
+        flags = body[8]
+        body = body[:8] + bytes([flags & ~0x2C]) + body[9:]
+    # What the header does not announce is not there for libwebp.
+    exif, xmp = (told.get(kind, b"") if flags & flag else b"" for kind, flag in ((b"EXIF", 8), (b"XMP ", 4)))
+    packed = b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
+    return Container("WEBP", *size, orientation_of(exif, xmp), packed)
 
 
 def _webp_size(kind: bytes, head: bytes) -> tuple[int, int]:
@@ -181,26 +211,10 @@ def _bmp(data: bytes) -> Container:
         raise broken("its header is unknown")
     if compression not in (0, 3):
         raise InvalidImage("compressed BMP images are not supported", code="unsupported_image_format")
-    if width <= 0 or (width * depth + 31) // 32 * 4 * height > len(data) - pixels_at:
+    row, stride = (width * depth + 7) // 8, (width * depth + 31) // 32 * 4  # the last row needs no padding
+    if width <= 0 or stride * (height - 1) + row > len(data) - pixels_at:
         raise broken("it ends too early")
     return Container("BMP", width, height, 1, data)
-
-
-def _orientation(tiff: bytes) -> int:
-    """The orientation in a block of EXIF data; 1 where it says nothing readable."""
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None:
-        return 1
-    try:
-        (directory,) = struct.unpack_from(order + "I", tiff, 4)
-        (num_entries,) = struct.unpack_from(order + "H", tiff, directory)
-        for entry in range(directory + 2, directory + 2 + 12 * num_entries, 12):
-            tag, kind, count, value = struct.unpack_from(order + "HHIH", tiff, entry)
-            if tag == _ORIENTATION_TAG:
-                return value if kind == 3 and count == 1 and 1 <= value <= 8 else 1
-    except struct.error:
-        return 1
-    return 1
 
 
 _PARSERS = (

@@ -77,22 +77,35 @@ def from_pil(image: Image.Image, limits: MediaConfig) -> Image.Image:
     try:
         with _loading:
             own = image.copy()
-            orientation = image.getexif().get(_ORIENTATION_TAG, 1)
-        return to_rgb(upright(own, orientation if isinstance(orientation, int) else 1))
+            orientation = _orientation(image)
+        return to_rgb(upright(own, orientation))
     except PIL_ERRORS as error:
         raise broken("the Pillow image cannot be loaded") from error
 
 
+def _orientation(image: Image.Image) -> Any:
+    """What Pillow's `exif_transpose` goes by; 1 where it would fail, as it is for such files."""
+    try:
+        return image.getexif().get(_ORIENTATION_TAG, 1)
+    except PIL_ERRORS:
+        return 1
+
+
 def from_array(value: Any, limits: MediaConfig) -> Image.Image:
-    """A numpy array or a tensor: rows x columns (x channels; channels first is understood), uint8 or floats 0 to 1."""
+    """A numpy array or a tensor: rows x columns (x channels; channels first is understood), integers from 0 to 255 or
+    floats from 0 to 1."""
     pixels = _channels_last(_as_numpy(value))
     check_size(pixels.shape[1], pixels.shape[0], limits)
-    if pixels.dtype != np.uint8:
-        if not np.issubdtype(pixels.dtype, np.floating):
-            raise broken("arrays must hold uint8 values or floats from 0 to 1")
+    if np.issubdtype(pixels.dtype, np.integer):
+        if not (pixels.min() >= 0 and pixels.max() <= 255):
+            raise broken("arrays of integers must hold values from 0 to 255; give 16-bit values divided by 65535")
+        pixels = pixels.astype(np.uint8, copy=False)
+    elif np.issubdtype(pixels.dtype, np.floating):
         if not (pixels.min() >= 0.0 and pixels.max() <= 1.0):  # also false for NaN
-            raise broken("arrays of floats must hold values from 0 to 1")
+            raise broken("arrays of floats must hold values from 0 to 1; divide values up to 255 by 255")
         pixels = np.rint(pixels.astype(np.float32) * 255.0).astype(np.uint8)
+    else:
+        raise broken("arrays must hold integers from 0 to 255 or floats from 0 to 1")
     return to_rgb(Image.fromarray(np.ascontiguousarray(pixels)))
 
 

@@ -225,8 +225,8 @@ def upright_pixels(pixels: Pixels, orientation: int) -> Pixels:
     return result
 
 
-def upright(image: Image.Image, orientation: int) -> Image.Image:
-    """EXIF's orientation 1 to 8 undone."""
+def upright(image: Image.Image, orientation: Any) -> Image.Image:
+    """EXIF's orientation 1 to 8 undone; other values mean nothing."""
     transposition = _TRANSPOSITIONS.get(orientation)
     return image if transposition is None else image.transpose(transposition)
 
@@ -235,7 +235,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """A new image, or the same one where it is RGB without transparency."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
-    if image.mode == "I" or image.mode.startswith("I;16"):
+    if image.mode == "La":  # Pillow knows no direct way
+        image = image.convert("LA")
+    if image.mode.startswith("I;16"):
         convert = _scaled
     elif image.has_transparency_data:
         convert = _over_white

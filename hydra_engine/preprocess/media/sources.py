@@ -29,7 +29,12 @@ from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, 
 
 MAX_URL_CHARS = 8192
 
-_BASE64_SLICE = 1 << 20  # a multiple of 4
+_BASE64_SLICE = 1 << 20  # characters
+_WHITE_SPACE = "\t\n\f\r "
+_NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/_=\-\t\n\f\r ]")
+_STANDARD = bytes.maketrans(b"-_", b"+/")  # of the alphabet for URLs
+# What encoders of URLs make of base64. Replaced one after another, each in one pass, whatever is in there.
+_ESCAPES = {form % ord(character): character for character in "+/=" + _WHITE_SPACE for form in ("%%%02X", "%%%02x")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +93,13 @@ def read_local(source: DataUrl | LocalFile | InMemory, config: MediaConfig) -> A
 
 
 def _classify_text(text: str, config: MediaConfig, kind: str) -> Source:
-    scheme, colon, _ = text[:8].lower().partition(":")
+    url = text.strip(_WHITE_SPACE)
+    scheme, colon, _ = url[:8].lower().partition(":")
     scheme = scheme if colon else ""
     if scheme == "data":
-        return DataUrl(text, kind)
+        return DataUrl(url, kind)
     if scheme in ("http", "https"):
-        return RemoteFile(checked_url(text, config, kind), kind)
+        return RemoteFile(checked_url(url, config, kind), kind)
     if scheme == "file":
         return _classify_file_url(text, config, kind)
     if config.local_files and "://" not in text[:64]:
@@ -164,23 +170,52 @@ def _read_data_url(source: DataUrl, config: MediaConfig) -> bytes:
     media_type, *parameters = head[5:].split(";")
     if not comma or not parameters or parameters[-1].strip().lower() != "base64":
         raise InvalidImage(f"a data URL must have the form data:{kind}/...;base64,...")
-    if media_type and not media_type.lower().startswith((f"{kind}/", "application/octet-stream")):
+    media_type = media_type.strip().lower()
+    if media_type and not media_type.startswith((f"{kind}/", "application/octet-stream")):
         raise InvalidImage(f"the data URL does not hold the data of the {kind}", code=f"unsupported_{kind}_format")
-    if len(body) // 4 * 3 > most + 2:
+    if "%" in body:
+        for escape, character in _ESCAPES.items():
+            body = body.replace(escape, character)
+    num_characters = len(body)
+    if num_characters // 4 * 3 > most + 2:
+        num_characters -= sum(map(body.count, _WHITE_SPACE))
+    if num_characters // 4 * 3 > most + 2:
         raise _too_large(kind, most)
+    if not body:
+        raise InvalidImage("the data URL holds no data")
     try:
-        return _strict_base64(body)
+        return _from_base64(body)
     except ValueError as error:
-        raise InvalidImage("the data URL is not valid base64") from error
+        raise InvalidImage(f"the data URL is not valid base64: {_why_not_base64(body)}") from error
 
 
-def _strict_base64(text: str) -> bytes:
-    """In slices, because decoding holds the interpreter lock. Only the last slice may end in padding."""
-    slices = [text[begin : begin + _BASE64_SLICE] for begin in range(0, len(text), _BASE64_SLICE)]
-    decoded = [binascii.a2b_base64(part, strict_mode=True) for part in slices]
-    if len(text) % 4 or any(part.endswith("=") for part in slices[:-1]):
-        raise ValueError("wrong padding")
+def _from_base64(text: str) -> bytes:
+    """As browsers read it: white space counts for nothing and padding may be missing. In slices, because decoding holds
+    the interpreter lock."""
+    decoded, rest, has_ended = [], b"", False
+    for begin in range(0, len(text), _BASE64_SLICE):
+        piece = text[begin : begin + _BASE64_SLICE].encode("ascii", "replace")
+        piece = rest + piece.translate(_STANDARD, _WHITE_SPACE.encode())
+        if has_ended and piece:
+            raise ValueError("data behind padding")
+        end = len(piece) // 4 * 4
+        decoded.append(binascii.a2b_base64(piece[:end], strict_mode=True))
+        has_ended, rest = has_ended or piece.endswith(b"=", 0, end), piece[end:]
+    if rest:
+        if has_ended or b"=" in rest:
+            raise ValueError("wrong padding")
+        decoded.append(binascii.a2b_base64(rest + b"=" * (4 - len(rest)), strict_mode=True))
     return b"".join(decoded)
+
+
+def _why_not_base64(text: str) -> str:
+    odd = _NOT_BASE64.search(text)
+    if odd is not None:
+        return f"character {odd.start() + 1} of its data is not one of base64's"
+    data = text.translate(dict.fromkeys(map(ord, _WHITE_SPACE)))
+    if "=" in data:
+        return "there may be one or two = at its end only, to make its length a multiple of 4"
+    return "it is one character too long, or its end is missing"
 
 
 def _read_file(source: LocalFile, config: MediaConfig) -> bytes:
