@@ -22,6 +22,7 @@ from hydra_engine.core.call import ChatMessage, GenerationCall
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.schemas.numbers import encode_long
 from hydra_engine.errors import InvalidRequest, NotFound
 from hydra_engine.server.http.access import ACCESS
 from hydra_engine.server.http.auth import cache_salt
@@ -260,7 +261,9 @@ def _write_text(text_event: Callable[[Piece], bytes | None], events: EventStream
 
 
 def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(answer), content_type="application/json")
+    return web.Response(
+        status=status, body=msgspec.json.encode(answer, enc_hook=encode_long), content_type="application/json"
+    )
 
 
 # ---- the end of a generation by its id

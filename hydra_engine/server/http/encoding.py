@@ -14,10 +14,12 @@ from typing import Any
 
 import msgspec
 
+from hydra_engine.core.schemas.numbers import encode_long
+
 ENTRIES = 64  # of a slice; with twenty candidates each, they take about a millisecond
 # JSON has no such byte, not even in a string: it escapes it.
 _MARK = re.compile(rb"\x00([0-9]+)\x00")
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder(enc_hook=encode_long).encode
 
 
 class Slices:
@@ -74,7 +76,7 @@ def event(data: bytes, name: str = "") -> bytes:
 def json_event(data: msgspec.Struct) -> bytes:
     """Named by the type of its data where that has one."""
     tag = data.__struct_config__.tag
-    return event(msgspec.json.encode(data), tag if isinstance(tag, str) else "")
+    return event(_encode(data), tag if isinstance(tag, str) else "")
 
 
 DONE = event(b"[DONE]")

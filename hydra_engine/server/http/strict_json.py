@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hydra_engine.core.schemas.numbers import read_float
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.allowed_values import allowed_values
 
@@ -66,7 +67,7 @@ def _decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
     time."""
     with _making:
         if (decoder := _decoders.get(kind)) is None:
-            decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+            decoder = _decoders[kind] = msgspec.json.Decoder(kind, float_hook=read_float)
         return decoder
 
 

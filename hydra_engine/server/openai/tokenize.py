@@ -17,7 +17,7 @@ from hydra_engine.server.protocol.chat import (
     Variables,
     chat_messages,
     pixel_budget,
-    plain_tool,
+    plain_tools,
     template_options,
 )
 from hydra_engine.server.protocol.fields import Name, TokenIds
@@ -69,7 +69,7 @@ async def tokenize(request: web.Request) -> web.Response:
         cache_salt=cache_salt(request, None),
         pixels=pixel_budget(body.mm_processor_kwargs),
         template=template_options(
-            [plain_tool(tool) for tool in body.tools or ()],
+            plain_tools(body.tools or ()),
             body.chat_template_kwargs,
             body.add_generation_prompt,
             body.continue_final_message,

@@ -194,7 +194,7 @@ def _plain_tool(tool: InputTool, where: str) -> dict[str, Any]:
         raise unsupported_tool(where, tool.type or "")
     if tool.input_schema is None:
         raise InvalidRequest(f"{where}.input_schema is required", param=f"{where}.input_schema")
-    return plain_function(tool.name, tool.description, tool.input_schema)
+    return plain_function(tool.name, tool.description, tool.input_schema, f"{where}.input_schema")
 
 
 # ---- turns as typed chat messages: system prompt first, calls with their turn, results as messages of their own

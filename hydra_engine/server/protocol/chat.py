@@ -168,7 +168,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     def tool_use(self) -> ToolUse:
         """Without tools, `auto` and `none` ask for nothing."""
-        tools, choice = tuple(plain_tool(tool) for tool in self.tools or ()), self.tool_choice or "auto"
+        tools, choice = plain_tools(self.tools or ()), self.tool_choice or "auto"
         name = choice.function.name if isinstance(choice, NamedTool) else ""
         mode = "named" if isinstance(choice, NamedTool) else choice
         return ToolUse(tools, mode, name, parallel=self.parallel_tool_calls is not False)
@@ -199,10 +199,14 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
         )
 
 
-def plain_tool(tool: Tool) -> dict[str, Any]:
-    """A tool in the one form and order that chat templates were trained with, whatever order a client sends."""
-    function = tool.function
-    return plain_function(function.name, function.description, function.parameters)
+def plain_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+    """Tools in the one form and order that chat templates were trained with, whatever order a client sends. Raises
+    InvalidRequest."""
+    functions = [tool.function for tool in tools]
+    return tuple(
+        plain_function(one.name, one.description, one.parameters, f"tools[{index}].function.parameters")
+        for index, one in enumerate(functions)
+    )
 
 
 def template_options(

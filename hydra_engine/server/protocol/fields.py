@@ -31,6 +31,7 @@ from hydra_engine.core.request import (
 )
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.strict_json import NO_NUL
+from hydra_engine.server.tools.tool_schemas import check_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +329,9 @@ def _of_rules(source: str | None, param: str) -> Grammar | None:
 # ---- tools as the engine takes them
 
 
-def plain_function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+def plain_function(name: str, description: str | None, parameters: dict[str, Any] | None, param: str) -> dict[str, Any]:
+    """`param` is the field of the parameters. Raises InvalidRequest."""
+    check_parameters(parameters, name, param)
     described = {"description": description, "parameters": parameters}
     given = {key: value for key, value in described.items() if value is not None}
     return {"type": "function", "function": {"name": name, **given}}

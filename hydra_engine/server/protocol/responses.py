@@ -174,7 +174,8 @@ def _grammar_of(text: TextConfig) -> Grammar | None:
 def _plain_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise unsupported_tool(where, tool.type)
-    return plain_function(required(tool.name, f"{where}.name"), tool.description, tool.parameters)
+    name = required(tool.name, f"{where}.name")
+    return plain_function(name, tool.description, tool.parameters, f"{where}.parameters")
 
 
 # ---- the answer

@@ -6,25 +6,19 @@ model's text is `tool_parsers.py`. Does not know HTTP or the requests of any end
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.schemas.numbers import text_of
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.function_blocks import FUNCTION
 from hydra_engine.server.tools.reasoning import Thinking
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning, ToolParser
 from hydra_engine.server.tools.tool_parsers import OPENING, ForcedCall, HermesParser, JsonParser, PlainText
-
-# What a function takes that says nothing about it.
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
-# By these a schema may mean properties that it does not list itself.
-_ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
-_LITERALS = frozenset({"enum", "const", "default", "examples"})  # values, in which nothing is a reference
+from hydra_engine.server.tools.tool_schemas import calls_schema, parameters_schema
 
 TAGGED = frozenset({"hermes", "qwen3_coder"})  # dialects with calls between marks
 _SAME = {"qwen3_xml": "qwen3_coder"}  # vLLM has two parsers for one format
@@ -70,12 +64,12 @@ class ToolUse:
         """What the output has to be for a call to come in any case."""
         if self.mode == "named":
             tool = next(tool for tool in self.tools if tool["function"]["name"] == self.name)
-            schema = _parameters(tool)
+            schema = parameters_schema(tool)
         elif self.mode == "required":
-            schema = _calls_schema(self.tools, self.parallel)
+            schema = calls_schema(self.tools, self.parallel)
         else:
             return None
-        return Grammar("json_schema", json.dumps(schema, ensure_ascii=False), param="tools")
+        return Grammar("json_schema", text_of(schema), param="tools")
 
     def parser(self, thinking: Thinking = NO_THINKING) -> ToolParser | None:
         """A new one, for one answer; None where the text is the answer."""
@@ -174,44 +168,3 @@ def collect(events: Iterable[Event]) -> ReadAnswer:
     calls = tuple(item for item in items if isinstance(item, ParsedCall))
     reasoning = "".join(item.text for item in items if isinstance(item, Reasoning))
     return ReadAnswer("".join(item for item in items if isinstance(item, str)), calls, reasoning)
-
-
-def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of objects. One that lists its parameters and does not say whether there may be others has no others:
-    a function would not know them, and clients send such schemas of plain functions."""
-    schema = tool["function"].get("parameters")
-    if schema is None:
-        return _NO_PARAMETERS
-    listed = "properties" in schema and not _ELSEWHERE & schema.keys()
-    closed = {"additionalProperties": False} if listed else {}
-    return closed | (dict(schema) if _SHAPES & schema.keys() else {"type": "object", **schema})
-
-
-def _calls_schema(tools: Iterable[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
-    """A list of calls. Each tool's schema lies among the definitions, and its references by path are led there."""
-    calls, definitions = [], {}
-    for index, tool in enumerate(tools):
-        place = f"#/$defs/tool{index}"
-        own = {name: value for name, value in _parameters(tool).items() if name not in ("$schema", "$id")}
-        definitions[f"tool{index}"] = _moved(own, place)
-        properties = {"name": {"enum": [tool["function"]["name"]]}, "parameters": {"$ref": place}}
-        calls.append(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        )
-    limits = {"minItems": 1} if parallel else {"minItems": 1, "maxItems": 1}
-    return {"type": "array", **limits, "items": {"anyOf": calls}, "$defs": definitions}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose root is now at `place` of a larger one."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {}
-    for name, value in schema.items():
-        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[name] = place + value[1:]
-        else:
-            moved[name] = value if name in _LITERALS else _moved(value, place)
-    return moved

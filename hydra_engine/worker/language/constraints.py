@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import Request
 from hydra_engine.errors import InvalidRequest, RequestFailed
-from hydra_engine.guidance import GrammarError, Guide, Matcher, TokenMask
+from hydra_engine.guidance.guide import GrammarError, Guide, Matcher, TokenMask
 
 MAX_COMPILED = 16  # grammars that are kept for the next request; a large one takes tens of megabytes
 WAIT_SECONDS = 60.0  # for a compilation; the frontend's limit is a second of CPU time each

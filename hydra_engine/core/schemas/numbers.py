@@ -1,0 +1,48 @@
+"""Numbers of JSON Schemas with all the digits that were written, also those that a float does not keep."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+
+class LongFloat(float):
+    """A number with more digits than a float keeps, and its text."""
+
+    text: str
+
+
+def read_float(text: str) -> float:
+    """Raises ValueError for numbers beyond all floats."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError("Number out of range")
+    if len(text) < 16 or Decimal(text) == Decimal(repr(number)):
+        return number
+    long = LongFloat(number)
+    long.text = text
+    return long
+
+
+def encode_long(value: object) -> msgspec.Raw:
+    """The hook of msgspec's encoders."""
+    if not isinstance(value, LongFloat):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return msgspec.Raw(value.text.encode())
+
+
+def text_of(schema: dict[str, Any]) -> str:
+    """Its JSON, with all digits of its numbers."""
+    return msgspec.json.encode(_with_digits(schema), enc_hook=encode_long).decode()
+
+
+def _with_digits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_digits(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_digits(inner) for inner in value]
+    is_long = isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
+    return msgspec.Raw(str(value).encode()) if is_long else value

@@ -1,0 +1,126 @@
+"""JSON Schemas as values: where in one schemas lie, and what its references mean.
+
+Does not know which schemas can be enforced, nor how.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote, urldefrag, urljoin
+
+# Keywords whose value is a schema, a list of schemas, or an object of schemas by name. `items` may be a list too, and
+# the values of `dependencies` lists of names.
+_ONE = frozenset(
+    {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"}
+    | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
+)
+_LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
+_MAX_STEPS = 64
+_SAFE_IN_POINTER = "$~!'()*,;=:@"
+
+
+class Subschema(NamedTuple):
+    """A schema within another one: the JSON pointer to it, and the identifier of, and pointer to, the schema that its
+    references are relative to."""
+
+    schema: dict[str, Any]
+    pointer: str
+    base: str
+    base_pointer: str
+
+
+def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
+    """The schema itself and all within it, wherever keywords or its references lead; never what lies in values, such as
+    those of `enum`, and never what is only the name of a property."""
+    stack = [Subschema(root, "", "", "")]
+    seen: set[int] = set()
+    while stack:
+        schema, pointer, base, base_pointer = stack.pop()
+        if id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        if isinstance(own := schema.get("$id"), str) and not own.startswith("#"):
+            base, base_pointer = urldefrag(urljoin(base, own)).url, pointer
+        yield Subschema(schema, pointer, base, base_pointer)
+        inner = [(f"{pointer}/{path}", value) for path, value in _children(schema)]
+        if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+            inner.append((base_pointer + reference[1:], at(root, base_pointer + reference[1:])))
+        stack += [Subschema(value, place, base, base_pointer) for place, value in inner if isinstance(value, dict)]
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            yield from ((f"{name}/{_step(key)}", inner) for key, inner in value.items())
+        elif name in _LISTS and isinstance(value, list):
+            yield from ((f"{name}/{index}", inner) for index, inner in enumerate(value))
+        elif name in _ONE:
+            yield name, value
+
+
+def _step(key: str) -> str:
+    """A key as a part of a pointer in a reference."""
+    return quote(key.replace("~", "~0").replace("/", "~1"), safe=_SAFE_IN_POINTER)
+
+
+def at(root: Any, pointer: str) -> Any:
+    """What a pointer of a reference leads to; None for nothing."""
+    value = root
+    for step in pointer.split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
+    """A copy in which every reference is a pointer, and whose root is at the pointer `place` of a larger schema. Raises
+    ValueError for a reference that leads out of it, or nowhere."""
+    root = copy.deepcopy(root)
+    subschemas = list(schemas_of(root))
+    named = {found.base: found.base_pointer for found in reversed(subschemas)}
+    anchors = {(found.base, found.schema.get("$anchor")): found.pointer for found in subschemas}
+    for found in subschemas:
+        if isinstance(reference := found.schema.get("$ref"), str):
+            found.schema["$ref"] = f"#{place}{_pointer_of(reference, found.base, named, anchors)}"
+    for found in subschemas:
+        found.schema.pop("$id", None)
+        found.schema.pop("$anchor", None)
+    return root
+
+
+def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[tuple[str, Any], str]) -> str:
+    target, fragment = urldefrag(reference)
+    target = urljoin(base, target) if target else base
+    if target not in named:
+        raise ValueError(
+            f"the reference {reference[:80]!r} leads out of the schema; put what it means into $defs and refer to that "
+            'as "#/$defs/NAME"'
+        )
+    if not fragment or fragment.startswith("/"):
+        return named[target] + quote(unquote(fragment), safe=f"/{_SAFE_IN_POINTER}")
+    if (target, fragment) not in anchors:
+        raise ValueError(f"the schema has no $anchor for the reference {reference[:80]!r}")
+    return anchors[target, fragment]
+
+
+def is_of_objects(schema: Any, root: dict[str, Any], depth: int = 0) -> bool:
+    """Whether all its values are objects, as far as it says so: without a type they may be."""
+    if not isinstance(schema, dict) or depth > _MAX_STEPS:
+        return schema is not False
+    if "type" in schema:
+        return schema["type"] in ("object", ["object"])
+    values = schema.get("enum", [schema.get("const", {})])
+    if isinstance(values, list) and not all(isinstance(value, dict) for value in values):
+        return False
+    inner = [one for name in ("anyOf", "oneOf", "allOf") for one in schema.get(name) or ()]
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        inner.append(at(root, reference[1:]))
+    return all(is_of_objects(one, root, depth + 1) for one in inner)

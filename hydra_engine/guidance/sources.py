@@ -1,0 +1,120 @@
+"""A grammar in the form in which llguidance takes it.
+
+Says no, with a sentence, to what llguidance would take as something else. Does not compile anything.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from hydra_engine.core.grammar import Grammar, Reasoning
+from hydra_engine.core.schemas.subschemas import schemas_of, with_pointers
+from hydra_engine.guidance import numbers
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+# White space between two JSON tokens. With more a model that was not trained on JSON writes nothing else; a schema may
+# ask for more ("x-guidance").
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ?"}
+_ANNOTATIONS = ("default", "examples")  # of a schema; their values mean nothing here, whatever numbers they are
+
+
+def source_of(grammar: Grammar, tokenizer: LLTokenizer) -> str:
+    """In llguidance's form. Raises ValueError."""
+    grammars = [_form(grammar)]
+    if grammar.reasoning is not None:
+        grammars = [{"lark_grammar": _behind(grammar.reasoning, tokenizer)}, grammars[0] | {"name": "form"}]
+    return json.dumps({"grammars": grammars})
+
+
+def _form(grammar: Grammar) -> dict[str, object]:
+    """Without what may come before it. Raises ValueError."""
+    match grammar.kind:
+        case "json_object":
+            return _of_schema('{"type": "object"}')
+        case "json_schema":
+            return _of_schema(grammar.source)
+        case "regex":
+            _check_end(grammar.source)
+            return _of_regex(grammar.source)
+        case "choice":
+            return _of_regex("(?:" + "|".join(map(_literal, json.loads(grammar.source))) + ")")
+        case "ebnf":
+            return {"lark_grammar": _from_ebnf(grammar.source)}
+        case _:
+            return {"lark_grammar": grammar.source}
+
+
+def _of_schema(text: str) -> dict[str, object]:
+    """Of a schema whose references, numbers and expressions mean the same to llguidance as to JSON Schema. Raises
+    ValueError."""
+    from llguidance import LLMatcher
+
+    schema = with_pointers(numbers.parse(text))
+    schemas = [found.schema for found in schemas_of(schema)]
+    for one in schemas:
+        if isinstance(pattern := one.get("pattern"), str):
+            _check_end(pattern)
+        if isinstance(by_pattern := one.get("patternProperties"), dict):
+            for pattern in by_pattern:
+                _check_end(pattern)
+        for name in _ANNOTATIONS:
+            one.pop(name, None)
+    numbers.settle_numbers(schemas)
+    (form,) = json.loads(LLMatcher.grammar_from_json_schema(numbers.text_of(schema), defaults=_JSON_OPTIONS))[
+        "grammars"
+    ]
+    return form
+
+
+def _of_regex(expression: str) -> dict[str, object]:
+    from llguidance import LLMatcher
+
+    (form,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
+    return form
+
+
+def _behind(reasoning: Reasoning, tokenizer: LLTokenizer) -> str:
+    """Lark's form of reasoning and `@form` behind it."""
+    end = _special_token(reasoning.end, tokenizer)
+    if end is None:  # the first occurrence of the text
+        thought = ["thought: free", f"free[lazy]: /(?s:.)*{_literal(reasoning.end)}/"]
+    else:  # the token; tokens of text that spell it would be read as the end, so they may not come
+        thought = [f"thought: FREE {end}", f"FREE: /(?s:.)*/ & ~/(?s:.)*{_literal(reasoning.end)}(?s:.)*/"]
+    opening = _special_token(reasoning.start, tokenizer) or f"/{_literal(reasoning.start)}/"
+    rules = [
+        "start: thought space @form" if reasoning.opened else f"start: ({opening} thought space)? @form",
+        *thought,
+        r"space: /[ \t\r\n]{0,16}/",
+    ]
+    return "\n".join(rules)
+
+
+def _special_token(text: str, tokenizer: LLTokenizer) -> str | None:
+    """Lark's form of the special token of this text. None: it is text."""
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
+
+
+def _check_end(expression: str) -> None:
+    """llguidance lets a backslash at the end escape what it writes behind the expression itself. Raises ValueError."""
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise ValueError("the regular expression ends in a single backslash, which escapes nothing; write two of them")
+
+
+def _literal(text: str) -> str:
+    """A regular expression for this text alone."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _from_ebnf(source: str) -> str:
+    """llama.cpp's and SGLang's form as Lark's. Raises ValueError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(source)
+    except Exception as error:  # noqa: BLE001 - the converter raises Exception itself, and others where text ends early
+        raise ValueError(str(error) or "it ends too early") from None

@@ -1,0 +1,64 @@
+"""Schemas of functions' parameters and of calls, as a model's output has to fit them when a call must come.
+
+Does not know requests, nor how schemas are enforced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hydra_engine.core.schemas.subschemas import is_of_objects, with_pointers
+from hydra_engine.errors import InvalidRequest
+
+# What a function takes that says nothing about it.
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# By these a schema may mean properties that it does not list itself.
+_ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
+
+
+def check_parameters(parameters: Mapping[str, Any] | None, function: str, param: str) -> None:
+    """Raises InvalidRequest for a schema of values that are not all objects."""
+    if parameters is not None and not is_of_objects(_only_objects(parameters), dict(parameters)):
+        raise InvalidRequest(
+            f'the parameters of the function {function} must be an object: give a schema with "type": "object"',
+            param=param,
+        )
+
+
+def parameters_schema(tool: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """A schema of objects, at the pointer `place` of a larger one. One that lists its parameters and does not say
+    whether there may be others has no others: a function would not know them, and clients send such schemas of plain
+    functions. Raises InvalidRequest."""
+    function = tool["function"]
+    if function.get("parameters") is None:
+        return _NO_PARAMETERS
+    try:
+        schema = with_pointers(function["parameters"], place)
+    except ValueError as error:
+        raise InvalidRequest(f"the parameters of the function {function['name']}: {error}", param="tools") from None
+    schema.pop("$schema", None)
+    listed = "properties" in schema and not _ELSEWHERE & schema.keys()
+    closed = {"additionalProperties": False} if listed else {}
+    kind = {} if "$ref" in schema else {"type": "object"}
+    return closed | kind | _only_objects(schema)
+
+
+def _only_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Of several types a call has an object."""
+    kind = schema.get("type")
+    return {**schema, "type": "object"} if isinstance(kind, list) and "object" in kind else {**schema}
+
+
+def calls_schema(tools: Iterable[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
+    """A list of calls. Each tool's schema lies among the definitions. Raises InvalidRequest."""
+    calls, definitions = [], {}
+    for index, tool in enumerate(tools):
+        place = f"/$defs/tool{index}"
+        definitions[f"tool{index}"] = parameters_schema(tool, place)
+        properties = {"name": {"enum": [tool["function"]["name"]]}, "parameters": {"$ref": f"#{place}"}}
+        calls.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    limits = {"minItems": 1} if parallel else {"minItems": 1, "maxItems": 1}
+    return {"type": "array", **limits, "items": {"anyOf": calls}, "$defs": definitions}

@@ -1,0 +1,151 @@
+"""Schemas of functions on all three APIs: their numbers keep their digits, their references mean the same within the
+schema of all calls, and what does not describe an object is refused by its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from hydra_engine.errors import InvalidRequest
+from hydra_engine.guidance.guide import GrammarError
+from hydra_engine.server.http.body import parse_request
+from hydra_engine.server.protocol.anthropic import MessagesRequest, tool_use_of
+from hydra_engine.server.protocol.chat import ChatCompletionRequest
+from hydra_engine.server.protocol.responses import ResponsesRequest
+from hydra_engine.server.tools.tool_calls import ToolUse
+from tests.server.conftest import Serve
+from tests.unit.grammar_texts import DEMO, Texts
+
+APIS = ("chat", "responses", "messages")
+FIELDS = {
+    "chat": "tools[0].function.parameters",
+    "responses": "tools[0].parameters",
+    "messages": "tools[0].input_schema",
+}
+X = {"enum": ["a", "b"]}
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return Texts(DEMO, {})
+
+
+def use_of(api: str, parameters: Any, mode: str) -> ToolUse:
+    """Of a body with one function; `parameters` may be JSON text."""
+    schema = msgspec.Raw((parameters if isinstance(parameters, str) else json.dumps(parameters)).encode())
+    body: dict[str, Any]
+    if api == "chat":
+        choice: Any = {"type": "function", "function": {"name": "f"}} if mode == "named" else mode
+        tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": choice}
+        return parse_request(msgspec.json.encode(body), ChatCompletionRequest).tool_use()
+    if api == "responses":
+        choice = {"type": "function", "name": "f"} if mode == "named" else mode
+        tool = {"type": "function", "name": "f", "parameters": schema}
+        body = {"input": "x", "tools": [tool], "tool_choice": choice}
+        return parse_request(msgspec.json.encode(body), ResponsesRequest).tool_use()
+    kind = {"named": {"type": "tool", "name": "f"}, "required": {"type": "any"}}.get(mode, {"type": mode})
+    tool = {"name": "f", "input_schema": schema}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "tools": [tool], "tool_choice": kind}
+    return tool_use_of(parse_request(msgspec.json.encode(body), MessagesRequest))
+
+
+def accepts(texts: Texts, use: ToolUse, arguments: str) -> bool:
+    grammar = use.grammar()
+    assert grammar is not None
+    whole = arguments if use.mode == "named" else f'[{{"name":"f","parameters":{arguments}}}]'
+    return texts.accepts(grammar, whole)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("mode", ["named", "required"])
+def test_numbers_keep_their_digits(texts: Texts, api: str, mode: str) -> None:
+    exact = '{"type": "object", "properties": {"id": {"enum": [9007199254740992, 1e3, 0.5]}}, "required": ["id"]}'
+    use = use_of(api, exact, mode)
+    assert all(accepts(texts, use, f'{{"id":{n}}}') for n in ("9007199254740992", "1000", "0.5"))
+    assert not accepts(texts, use, '{"id":9007199254740993}')
+    for number in ("1790000000000000001", "123456789.123456789", "18446744073709551617"):
+        use = use_of(api, f'{{"type": "object", "properties": {{"id": {{"const": {number}}}}}}}', mode)
+        grammar = use.grammar()
+        assert grammar is not None and grammar.param == "tools"
+        with pytest.raises(GrammarError, match=f"const {number} would not be kept exactly"):
+            texts.guide.compile(grammar)
+
+
+@pytest.mark.parametrize("name", ["value", "default", "enum", "const", "examples", "properties", "$ref", "$defs"])
+@pytest.mark.parametrize("mode", ["named", "required"])
+def test_references_lead_where_they_did(texts: Texts, name: str, mode: str) -> None:
+    for definition, reference in (({"X": X}, "#/$defs/X"), ({"X": X | {"$anchor": "x"}}, "#x")):
+        parameters = {
+            "$id": "https://a.example/s",
+            "type": "object",
+            "properties": {name: {"$ref": reference}, "more": {"$ref": "https://a.example/s#/properties/list/items"},
+                           "list": {"type": "array", "items": X}},
+            "required": [name],
+            "$defs": definition,
+        }  # fmt: skip
+        use = use_of("chat", parameters, mode)
+        for text, fits in (('"b"', True), ('"c"', False)):
+            arguments = json.dumps({name: json.loads(text)}, separators=(",", ":"))
+            assert accepts(texts, use, arguments) is fits
+            assert accepts(texts, use, f'{{"{name}":"a","more":{text}}}') is fits
+    use = use_of("chat", {"type": "object", "properties": {"a": {"$ref": "https://b.example/x"}}}, mode)
+    with pytest.raises(
+        InvalidRequest, match=r"parameters of the function f: the reference 'https://b\.example/x'"
+    ) as caught:
+        use.grammar()
+    assert caught.value.param == "tools"
+
+
+NO_OBJECTS = [
+    {"type": "string", "enum": ["x"]},
+    {"type": "array", "items": {"type": "object"}},
+    {"type": ["string", "null"]},
+    {"enum": ["x", {}]},
+    {"const": 1},
+    {"$ref": "#/$defs/X", "$defs": {"X": {"type": "string"}}},
+    {"anyOf": [{"type": "object"}, {"type": "string"}]},
+]
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("mode", ["auto", "none", "required", "named"])
+def test_parameters_are_objects(api: str, mode: str) -> None:
+    for parameters in NO_OBJECTS:
+        with pytest.raises(InvalidRequest, match="parameters of the function f must be an object") as caught:
+            use_of(api, parameters, mode)
+        assert caught.value.param == FIELDS[api]
+
+
+OBJECTS = [
+    {},
+    {"properties": {"a": {}}},
+    {"type": ["object", "null"]},
+    {"enum": [{"a": 1}]},
+    {"$ref": "#/$defs/X", "$defs": {"X": {"type": "object", "properties": {"a": {"$ref": "#/$defs/X"}}}}},
+    {"anyOf": [{"required": ["a"]}, {"properties": {"a": {"type": "integer"}}}]},
+    {"allOf": [{"type": "object"}, {"properties": {"a": True}}]},
+]
+
+
+@pytest.mark.parametrize("parameters", OBJECTS, ids=json.dumps)
+@pytest.mark.parametrize("mode", ["required", "named"])
+def test_arguments_are_objects(texts: Texts, parameters: Any, mode: str) -> None:
+    use = use_of("chat", parameters, mode)
+    assert accepts(texts, use, '{"a":1}' if parameters != OBJECTS[4] else '{"a":{"a":{}}}')
+    assert not accepts(texts, use, "null") and not accepts(texts, use, '"x"')
+
+
+async def test_an_echo_of_tools_has_their_digits(serve: Serve) -> None:
+    served = await serve()
+    body = (
+        b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": '
+        b'{"a": {"const": 123456789.123456789}}}}]'
+    )
+    for more in (b"}", b', "stream": true}'):
+        headers = {"Content-Type": "application/json"}
+        async with served.http.post(f"{served.url}/v1/responses", data=body + more, headers=headers) as response:
+            assert response.status == 200 and b'"const":123456789.123456789' in await response.read()
