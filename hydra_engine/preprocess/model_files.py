@@ -24,7 +24,7 @@ from hydra_engine.models.specs.gguf_config import describe
 from hydra_engine.models.specs.gguf_file import GgufHeader, read_gguf
 from hydra_engine.preprocess.text.gguf_tokenizer import tokenizer_files
 
-_FORM = 2  # of the directories; another one is made where this has changed
+_FORM = 3  # of the directories; another one is made where this has changed
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE = "rope_freqs.weight"
 _MODEL, _MMPROJ = "model-{:05}.gguf", "mmproj.gguf"  # in the directories

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from hydra_engine import _C
@@ -25,8 +29,8 @@ from hydra_engine.models.loading.gguf_checkpoint import ordered
 from hydra_engine.models.loading.gguf_names import Order
 from hydra_engine.models.loading.gguf_tensors import by_formula, decoded
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
-from hydra_engine.models.specs.gguf_config import llama3_factors
 from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
+from hydra_engine.models.specs.gguf_rope import llama3_factors
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.model_files import find_model_files
 from tests.gguf_files import add_tensor, finish, gguf, write_gguf
@@ -165,6 +169,45 @@ def test_scaled_rotary_frequencies_are_llama_3s(tmp_path: Path, checkpoint: Chec
     add_rope_factors(text, tmp_path / "odd.gguf", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 32.0])
     with pytest.raises(CheckpointError, match=r"odd.gguf scales rotary frequencies .* not Llama 3's"):
         folder_of(tmp_path / "odd.gguf")
+
+
+SCALINGS: dict[str, tuple[dict[str, float | str], dict[str, Any]]] = {  # of GGUF, of transformers
+    "linear by the older name": ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "linear without a type": ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "yarn": (
+        {
+            **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+            **{"rope.scaling.attn_factor": 0.8, "rope.scaling.yarn_beta_fast": 16.0},
+        },
+        {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+            "attention_factor": 0.8 * (1 + 0.1 * math.log(4)),
+        },
+    ),
+}
+
+
+@pytest.mark.quick("llama", "qwen3-yarn")
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen3_vl"])
+def test_scaled_positions_give_the_logits_of_transformers(
+    family: str, scaling: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    directory = checkpoint(f"gguf-scaled-{family}", family)
+    settings, rope = SCALINGS[scaling]
+    text, _ = write_gguf(directory, tmp_path)
+    copied(text, tmp_path / "scaled.gguf", settings=settings)
+    scaled = Path(shutil.copytree(directory, tmp_path / "scaled"))
+    config = json.loads((scaled / "config.json").read_text())
+    config.get("text_config", config)["rope_parameters"] |= rope
+    (scaled / "config.json").write_text(json.dumps(config))
+    found = logits(folder_of(tmp_path / "scaled.gguf"), create_backend("cpu", torch.float32, threads=1))
+    auto = transformers.AutoModelForImageTextToText if family in WITH_PICTURES else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(scaled, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([words(3, 40)])).logits[0]
+    assert_near(found, expected, scaling, 1e-4)
+    assert (found - logits(directory, create_backend("cpu", torch.float32, threads=1))).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -341,10 +384,11 @@ def copied(
     replaced: Any = (),
     leave_out: frozenset[str] | set[str] = frozenset(),
     changed: Mapping[str, int] = MappingProxyType({}),
+    settings: Mapping[str, float | str] = MappingProxyType({}),
     recurrent: Sequence[bool] = (),
 ) -> None:
     """A file with the settings and other tensors of another one. `changed`: settings. `recurrent`: which layers
-    are delta nets, of which the last one guesses further tokens."""
+    are delta nets, of which the last one guesses further tokens. `settings`: further ones of the architecture."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -352,6 +396,9 @@ def copied(
             continue
         kind, inner = field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, changed.get(name, field.contents()), kind, inner)
+    for name, value in settings.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(f"{writer.arch}.{name}", value, kind)
     if recurrent:
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", list(recurrent))
         writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)

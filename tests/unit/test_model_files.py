@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.model_files import check_tower, find_model_files
-from tests.unit.test_gguf_file import ARRAY, F32, FLOAT32, INT32, STRING, UINT32, Setting, Tensor, gguf_bytes
+from tests.unit.test_gguf_file import ARRAY, BOOL, F32, FLOAT32, INT32, STRING, UINT32, Setting, Tensor, gguf_bytes
 
 TOKENS = ["<unk>", "<s>", "</s>", "<image>", "a", "b", "ab", "<|im_end|>"]
 TEXT: dict[str, tuple[int, Any]] = {
@@ -159,6 +161,104 @@ def test_a_folder_with_a_config_is_a_hugging_face_directory(folder: Path) -> Non
     assert found(folder) == folder
 
 
+YARN = {
+    "llama.rope.scaling.type": (STRING, "yarn"),
+    "llama.rope.scaling.factor": (FLOAT32, 4.0),
+    "llama.rope.scaling.original_context_length": (UINT32, 16),
+}
+MAGNITUDE = 1 + 0.1 * math.log(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"rope_type": "default"}),
+        ({"llama.rope.scale_linear": (FLOAT32, 4.0)}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scaling.factor": (FLOAT32, 4.0)}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"llama.rope.scaling.factor": (FLOAT32, 4.0), "llama.rope.scale_linear": (FLOAT32, 2.0)},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        ({"llama.rope.scaling.factor": (FLOAT32, 0.0)}, {"rope_type": "default"}),
+        (
+            {"llama.rope.scaling.type": (STRING, "none"), "llama.rope.scaling.factor": (FLOAT32, 4.0)},
+            {"rope_type": "default"},
+        ),
+        (YARN, {"attention_factor": MAGNITUDE, "original_max_position_embeddings": 16}),
+        ({name: YARN[name] for name in list(YARN)[:2]}, {"original_max_position_embeddings": 64}),
+        (YARN | {"llama.rope.scaling.finetuned": (BOOL, True)}, {"attention_factor": MAGNITUDE}),
+        (YARN | {"llama.rope.scaling.attn_factor": (FLOAT32, 0.5)}, {"attention_factor": 0.5 * MAGNITUDE}),
+        (YARN | {"llama.rope.scaling.yarn_attn_factor": (FLOAT32, 0.5)}, {"attention_factor": 0.5 * MAGNITUDE}),
+        (YARN | {"llama.rope.scaling.yarn_log_multiplier": (FLOAT32, 1.0)}, {"attention_factor": 1.0}),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": (FLOAT32, 1.0)}, {"rope_type": "yarn", "factor": 4.0}),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": (FLOAT32, -1.0)}, {"rope_type": "yarn", "factor": 4.0}),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": (FLOAT32, 0.0)}, {"rope_type": "linear", "factor": 4.0}),
+        (YARN | {"llama.rope.scaling.yarn_beta_fast": (FLOAT32, 16.0)}, {"beta_fast": 16.0, "beta_slow": 1.0}),
+    ],
+)
+def test_rotary_settings_are_read_as_llama_cpp_reads_them(
+    folder: Path, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    base = {"llama.rope.freq_base": (FLOAT32, 50000.0)}
+    found_parameters = load_spec(found(text(folder / "model.gguf", **base, **changes))).language.rope_parameters
+    chosen = {name: found_parameters[name] for name in expected}
+    assert chosen == pytest.approx(expected) and found_parameters["rope_theta"] == 50000.0
+
+
+def test_frequencies_are_not_scaled_twice(folder: Path) -> None:
+    """By a factor, and by the numbers of rope_freqs.weight, of which this file has two."""
+    settings = TEXT | {"llama.rope.scaling.factor": (FLOAT32, 4.0)}
+    factors = ("rope_freqs.weight", (2,), F32, 1024)
+    write(folder / "model.gguf", settings, (EMBEDDING, LAYER, factors))
+    with pytest.raises(CheckpointError, match=r"twice, by llama.rope.scaling.factor and by rope_freqs.weight"):
+        found(folder / "model.gguf")
+
+
+def test_a_window_bounds_the_context(folder: Path) -> None:
+    window = {"llama.attention.sliding_window": (UINT32, 24)}
+    assert load_spec(found(text(folder / "model.gguf", **window))).max_model_len == 24
+
+
+def test_settings_that_change_nothing_are_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that nobody knows are named when the weights are opened."""
+    neutral = {
+        **{
+            "llama.attention.scale": (FLOAT32, 0.5),
+            "llama.logit_scale": (FLOAT32, 1.0),
+            "llama.vocab_size": (UINT32, 8),
+        },
+        **{"llama.final_logit_softcapping": (FLOAT32, 0.0), "llama.attention.causal": (BOOL, True)},
+        **{"llama.expert_count": (UINT32, 0), "llama.attention.sliding_window": (UINT32, 0)},
+    }
+    made = found(text(folder / "model.gguf", **neutral))
+    assert load_spec(made).max_model_len == 64
+    with open_checkpoint(made):
+        assert not caplog.records
+    odd = {"llama.pooling_type": (UINT32, 1), "llama.swin_norm": (BOOL, True), "other.thing": (UINT32, 1)}
+    with open_checkpoint(found(text(folder / "odd.gguf", **odd))):
+        (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "these settings are not known and not read: llama.pooling_type, llama.swin_norm"
+    )
+
+
+def test_special_tokens_beyond_the_vocabulary_are_none(folder: Path) -> None:
+    """Converters write -1 as an unsigned number."""
+    none = {f"tokenizer.ggml.{name}_token_id": (UINT32, 2**32 - 1) for name in ("bos", "eos", "padding", "unknown")}
+    made = found(text(folder / "model.gguf", **none))
+    spec = load_spec(made)
+    assert (spec.bos_token_id, spec.pad_token_id, spec.eos_token_ids) == (None, None, (7,))
+    assert "bos_token" not in json.loads((made / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("name", [None, "clip.vision.projector_type"])
+def test_the_first_towers_of_llava_do_not_name_their_projector(folder: Path, name: str | None) -> None:
+    settings = {key: value for key, value in TOWER.items() if key != "clip.projector_type"}
+    settings |= {} if name is None else {name: (STRING, "mlp")}
+    write(folder / "mmproj.gguf", settings, (UP, TOWER_LAYER))
+    assert load_spec(found(text(folder / "model.gguf"), mmproj=str(folder / "mmproj.gguf"))).family == "llava"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -175,6 +275,20 @@ def test_a_folder_with_a_config_is_a_hugging_face_directory(folder: Path) -> Non
             "tokenizer.ggml.tokens in model.gguf must be a list of texts",
         ),
         ({"tokenizer.ggml.eos_token_id": (STRING, "x")}, "tokenizer.ggml.eos_token_id in model.gguf must be"),
+        ({"llama.rope.scaling.alpha": (FLOAT32, 2.0)}, r"by llama.rope.scaling.alpha, which is not supported"),
+        (
+            YARN | {"llama.rope.scaling.yarn_ext_factor": (FLOAT32, 0.5)},
+            r"yarn_ext_factor in model.gguf must be 0 or 1",
+        ),
+        (YARN | {"llama.rope.scaling.yarn_log_multiplier": (FLOAT32, -1.0)}, "yarn_log_multiplier in model.gguf must"),
+        (
+            {"llama.rope.scaling.attn_factor": (FLOAT32, 2.0)},
+            r"attn_factor or yarn_attn_factor other than 1 beside rot",
+        ),
+        ({"llama.attention.scale": (FLOAT32, 0.1)}, r"llama.attention.scale in model.gguf must be 1 / sqrt\(4\)"),
+        ({"llama.logit_scale": (FLOAT32, 0.1)}, "llama.logit_scale in model.gguf must be 0 or 1, not '0.1'"),
+        ({"llama.final_logit_softcapping": (FLOAT32, 30.0)}, "final_logit_softcapping in model.gguf must be 0, not"),
+        ({"llama.attention.causal": (BOOL, False)}, "llama.attention.causal in model.gguf must be 1, not 'False'"),
     ],
 )
 def test_text_models_that_cannot_run_are_refused(

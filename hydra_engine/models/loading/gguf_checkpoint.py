@@ -6,6 +6,7 @@ models.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -19,7 +20,10 @@ from hydra_engine.models.loading.checkpoint import StoredTensor, listed
 from hydra_engine.models.loading.gguf_names import Decoder, Order, Source, sources
 from hydra_engine.models.loading.gguf_tensors import decoded
 from hydra_engine.models.specs.fields import Fields, read_json
+from hydra_engine.models.specs.gguf_config import UNREAD
 from hydra_engine.models.specs.gguf_file import GgufHeader, GgufTensor, read_gguf
+
+logger = logging.getLogger(__name__)
 
 _MODEL_FILES = "model*.gguf"
 _MMPROJ = "mmproj.gguf"
@@ -44,6 +48,8 @@ class GgufCheckpoint:
             self.close()
             raise
         config = read_json(model_dir, "config.json")
+        if unread := config.get(UNREAD):
+            logger.warning("%s: these settings are not known and not read: %s", headers[0].path.name, listed(unread))
         shapes = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
         self._sources = sources(shapes, config.text("model_type"), _decoder(config, headers[0]))
         self.entries = {name: self._entry(source) for name, source in self._sources.items()}

@@ -142,5 +142,21 @@ class Fields:
         return default
 
 
+class Asked(Fields):
+    """Remembers of which fields it was asked."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        super().__init__(values, where)
+        self._asked: set[str] = set()
+
+    def get(self, *names: str) -> Any:
+        self._asked.update(names)
+        return super().get(*names)
+
+    def unread(self, prefix: str) -> list[str]:
+        """The others whose names begin so."""
+        return [name for name in self.values if name.startswith(prefix) and name not in self._asked]
+
+
 def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= LARGEST_NUMBER

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import Asked, Fields
 from hydra_engine.models.specs.gguf_file import GgufHeader, GgufTensor
+from hydra_engine.models.specs.gguf_rope import rope_parameters
 from hydra_engine.models.specs.gguf_tower import check_width, describe_tower, num_layers
 
 JsonFiles = dict[str, dict[str, Any]]
@@ -52,7 +53,19 @@ _VIDEO_TOKENS = ("<|video_pad|>",)
 # Control tokens that end an answer, whichever of them a file calls its own, as llama.cpp has it.
 _ENDS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"}
 CONTROL = 3  # of tokenizer.ggml.token_type
-_PROJECTOR = "clip.projector_type"
+_PROJECTORS = ("clip.projector_type", "clip.vision.projector_type")  # the second in files of several modalities
+UNREAD = "gguf_unread"  # of config.json: names of settings that nobody knows
+# Settings of an architecture that change nothing in what it computes.
+_LABELS = {"vocab_size", "tensor_data_layout", "n_deepstack_layers", "attention.layer_norm_epsilon"}
+# Settings that change what a layer computes, and the values with which they do not.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.kv_lora_rank"), (0,)),
+    **dict.fromkeys(("attention.temperature_scale", "attention.temperature_length", "use_parallel_residual"), (0,)),
+    **dict.fromkeys(("attention.output_scale", "attention.shared_kv_layers", "expert_count"), (0,)),
+    "attention.causal": (1,),
+}
 # Types of tensors that stay quantised: bits, inputs of a group, bytes of its scale and offset as they are kept, with
 # its share of the scales of its block.
 _QUANTIZED = {
@@ -76,8 +89,11 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
             f"{text.path.name} is of architecture {architecture[:40]!r}; "
             f"supported are {', '.join(_TEXT_ALONE)}" + _advice(architecture)
         )
-    language = _language(text, architecture, rope_factors)
+    settings = Asked(text.settings.values, text.settings.where)
+    language = _language(text._replace(settings=settings), architecture, rope_factors)
+    unread = [name for name in settings.unread(f"{architecture}.") if name.partition(".")[2] not in _LABELS]
     kept = _quantization(text.tensors.values())
+    kept |= {UNREAD: unread} if unread else {}
     files = {"generation_config.json": _generation(text.settings)}
     if mmproj is None:
         model_type, name = _TEXT_ALONE[architecture]
@@ -126,7 +142,9 @@ def _placeholders(settings: Fields, model_type: str) -> dict[str, int]:
     unknown token, which no text becomes where every byte has a token; the tokenizer calls it <image>."""
     if model_type == "internvl":
         return {"image_token_id": _token(settings, _TILE_TOKENS)}
-    found = {"image_token_id": _token(settings, PICTURE_TOKENS, settings.get("tokenizer.ggml.unknown_token_id"))}
+    tokens = settings.get("tokenizer.ggml.tokens")
+    unknown = special_token(settings, "unknown", len(tokens) if isinstance(tokens, list) else 0)
+    found = {"image_token_id": _token(settings, PICTURE_TOKENS, next(iter(unknown), None))}
     return found if model_type == "llava" else found | {"video_token_id": _token(settings, _VIDEO_TOKENS)}
 
 
@@ -150,7 +168,8 @@ def _advice(architecture: str) -> str:
 def _family(architecture: str, mmproj: GgufHeader) -> str:
     if mmproj.settings.text("general.architecture") != "clip":
         raise CheckpointError(f"{mmproj.path.name} is not an mmproj file: it has no vision tower")
-    projector = mmproj.settings.text(_PROJECTOR)
+    # The first files of LLaVA do not say it.
+    projector = next((mmproj.settings.text(name) for name in _PROJECTORS if name in mmproj.settings), "mlp")
     model_type = _WITH_PICTURES.get((architecture, projector))
     if model_type is None:
         pairs = ", ".join(f"{kind} with {text}" for text, kind in _WITH_PICTURES)
@@ -174,6 +193,9 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
 
     if settings.get(named("expert_count")):
         raise CheckpointError(f"{header.path.name} is a mixture of experts, which is not supported")
+    for name, neutral in _NEUTRAL.items():
+        if settings.get(named(name)) not in (None, *neutral):
+            raise settings.wrong(named(name), " or ".join(f"{value:g}" for value in neutral))
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{header.path.name} has no matrix token_embd.weight")
@@ -184,9 +206,15 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         raise settings.wrong(named("attention.value_length"), f"{head_dim}, the size of a key")
     if turning != head_dim and not hybrid:
         raise settings.wrong(named("rope.dimension_count"), f"{head_dim}, the size of a key")
+    scale = settings.get(named("attention.scale")) or head_dim**-0.5
+    if not isinstance(scale, float) or abs(scale * head_dim**0.5 - 1) > 1e-3:
+        raise settings.wrong(named("attention.scale"), f"1 / sqrt({head_dim}), the size of a key")
+    # Within a window every token sees all those before it.
+    length, window = settings.integer(named("context_length")), settings.get(named("attention.sliding_window"))
+    longest = min(length, settings.integer(named("attention.sliding_window"))) if window else length
     guessing = settings.integer(named("nextn_predict_layers"), 0, at_least=0)
     num_hidden = num_layers(header, named("block_count"), "blk.{}.attn_norm.weight", besides=guessing)
-    rope = _rope(settings, architecture, head_dim, rope_factors)
+    rope = rope_parameters(settings, architecture, head_dim, rope_factors)
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -195,7 +223,7 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer(named("attention.head_count_kv"), heads),
         "head_dim": head_dim,
-        "max_position_embeddings": settings.integer(named("context_length")),
+        "max_position_embeddings": longest,
         "rms_norm_eps": settings.number(named("attention.layer_norm_rms_epsilon")),
         "rope_parameters": rope | ({"partial_rotary_factor": turning / head_dim} if hybrid else {}),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
@@ -232,55 +260,6 @@ def _dtype(header: GgufHeader) -> str:
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
 
 
-def _rope(settings: Fields, architecture: str, head_dim: int, factors: tuple[float, ...]) -> dict[str, Any]:
-    def named(name: str) -> str:
-        return f"{architecture}.rope.{name}"
-
-    theta = settings.number(named("freq_base"), 10000.0)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = settings.text(named("scaling.type"), "none")
-    if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": settings.number(named("scaling.factor"))}
-    elif kind != "none":
-        raise settings.wrong(named("scaling.type"), "none, linear or yarn")
-    if kind == "yarn":
-        rope["original_max_position_embeddings"] = settings.integer(named("scaling.original_context_length"))
-        for name in ("beta_fast", "beta_slow"):
-            if named(f"scaling.yarn_{name}") in settings:
-                rope[name] = settings.number(named(f"scaling.yarn_{name}"))
-    if factors:
-        rope |= _llama3(settings, theta, head_dim, factors)
-    sections = settings.get(named("dimension_sections"))
-    if isinstance(sections, list):
-        rope["mrope_section"] = sections[:3]
-    return rope
-
-
-def _llama3(settings: Fields, theta: float, head_dim: int, factors: tuple[float, ...]) -> dict[str, Any]:
-    """The file has only what each frequency is divided by: the parameters are those of the published models, if they
-    give these numbers."""
-    rope = {"rope_type": "llama3", "factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = 8192
-    expected = llama3_factors(theta, head_dim, max(factors), 8192)
-    if len(factors) != len(expected) or any(abs(a - b) > 1e-5 * b for a, b in zip(factors, expected, strict=True)):
-        raise CheckpointError(
-            f"{settings.where} scales rotary frequencies (rope_freqs.weight) in a way that is not Llama 3's"
-        )
-    return rope
-
-
-def llama3_factors(theta: float, head_dim: int, factor: float, original: int) -> list[float]:
-    """What Llama 3.1 divides each of the head_dim / 2 frequencies by, with low and high factors of 1 and 4."""
-    found = []
-    for pair in range(0, head_dim, 2):
-        length = 2 * math.pi * theta ** (pair / head_dim)
-        smooth = (original / length - 1.0) / 3.0
-        found.append(
-            1.0 if length < original / 4 else factor if length > original else 1 / ((1 - smooth) / factor + smooth)
-        )
-    return found
-
-
 def _generation(settings: Fields) -> dict[str, Any]:
     """Special tokens. Every control token that ends an answer is an end."""
     tokens, kinds = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.token_type")
@@ -290,9 +269,10 @@ def _generation(settings: Fields) -> dict[str, Any]:
     if isinstance(kinds, list):
         named = zip(tokens, kinds, strict=False)
         ends += [index for index, (token, kind) in enumerate(named) if kind == CONTROL and token in _ENDS]
-    special = {name: special_token(settings, key, len(tokens)) for name, key in (("bos", "bos"), ("pad", "padding"))}
+    special = {"bos_token_id": "bos", "pad_token_id": "padding"}
+    said = {name: key for name, key in special.items() if f"tokenizer.ggml.{key}_token_id" in settings}
     return {
-        **{f"{name}_token_id": found[0] for name, found in special.items() if found},
+        **{name: next(iter(special_token(settings, key, len(tokens))), -1) for name, key in said.items()},
         "eos_token_id": list(dict.fromkeys(ends)),
     }
 
