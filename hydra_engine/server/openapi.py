@@ -18,9 +18,10 @@ from hydra_engine import __version__
 from hydra_engine.errors import CODES
 from hydra_engine.server.http.access import has_anthropic_style
 from hydra_engine.server.http.auth import ADMIN_PATHS, KEYS, OPEN_PATHS, PAGE_FILES
-from hydra_engine.server.http.body import refused_fields
 from hydra_engine.server.http.errors import AnthropicErrorAnswer, ErrorAnswer
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
+from hydra_engine.server.protocol.other_fields import other_names_of
+from hydra_engine.server.protocol.top_level import EMPTY, Harmless
 
 Json = dict[str, Any]
 
@@ -212,10 +213,15 @@ def _schemas(operations: Iterable[Operation]) -> tuple[dict[Any, Json], Json]:
         bodies += [operation.body] if operation.body is not None else []
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     for body in bodies:
-        refused = {name: {"enum": [None, *values]} for name, values in refused_fields(body).items()}
-        components[body.__name__]["properties"] |= refused
+        refused = other_names_of(body).refused
+        components[body.__name__]["properties"] |= {name: _harmless(values) for name, values in refused.items()}
     components["ErrorBody"]["properties"]["code"] = {"enum": [None, *sorted(CODES)]}
     return dict(zip(kinds, map(_plain, schemas), strict=True)), _plain(components)
+
+
+def _harmless(values: Harmless) -> Json:
+    """Of a refused field: what asks for nothing, as far as it can be listed."""
+    return {"enum": [*EMPTY, *(values if isinstance(values, tuple) else ())]}
 
 
 def _plain(schema: Any) -> Any:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_engine.server import admin, generate, info
-from hydra_engine.server.openai import tokenize
 from hydra_engine.server.protocol import anthropic as messages
 from hydra_engine.server.protocol import chat, completions, message_events, response_events, responses
+from hydra_engine.server.protocol import tokenize as tokens
 
 TEXT = "text/plain"
 
@@ -160,16 +160,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/tokenize"): Operation(
         "tokens",
         "Token ids of a prompt or of messages, pictures included",
-        tokenize.Tokens,
-        tokenize.TokenizeRequest,
+        tokens.Tokens,
+        tokens.TokenizeRequest,
         errors=_MODEL,
         examples=({"prompt": "Hello"}, {"messages": [_HELLO]}),
     ),
     ("POST", "/detokenize"): Operation(
         "tokens",
         "Text of token ids",
-        tokenize.Text,
-        tokenize.DetokenizeRequest,
+        tokens.Text,
+        tokens.DetokenizeRequest,
         errors=_MODEL,
         examples=({"tokens": [72, 105]},),
     ),

@@ -230,7 +230,7 @@ async def test_tokens_are_counted(served: Served) -> None:
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"stop": ["a"]}, "stop is not supported"),
         ({"n": 2}, "n is not supported"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"stop_sequences": ["x" * 5000]}, "stop_sequences[0]"),
         ({"temperature": 3}, "temperature"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
     ],

@@ -32,7 +32,8 @@ def start(served: Served, name: str, path: str = CHAT, **fields: Any) -> asyncio
     headers = {"X-Request-Id": name, **fields.pop("headers", {})}
 
     async def run() -> tuple[int, str]:
-        async with served.post(path, {**chat_body(), **fields}, headers=headers) as response:
+        asked = chat_body() if not fields.keys() & {"prompt", "input"} else {}
+        async with served.post(path, {**asked, **fields}, headers=headers) as response:
             return response.status, (await response.read()).decode()
 
     return asyncio.create_task(run())

@@ -84,7 +84,7 @@ async def test_the_client_gets_an_answer(served: Served) -> None:
             "role": "user",
             "content": [
                 {"type": "text", "text": "one two three"},
-                {"type": "image_url", "image_url": {"url": PICTURE}},
+                {"type": "image_url", "image_url": {"url": PICTURE, "detail": "high"}},
             ],
         },
     ]

@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import CODES, InvalidRequest
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import body, strict_json
+from hydra_engine.server.http import strict_json
 from hydra_engine.server.http.listening import listen
-from hydra_engine.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
+from hydra_engine.server.protocol.other_fields import other_names_of
 from hydra_engine.server.protocol.responses import ResponsesRequest
+from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from hydra_engine.server.protocol.top_level import IGNORED, REFUSED
 from tests.examples import examples
 from tests.server.conftest import Serve
 from tests.server.stub import StubEngine
@@ -63,7 +65,7 @@ def _has_length(pattern: str | None) -> bool:
 
 # JSON that goes to a compiler or a template as it is. The code that takes it bounds its characters and its depth.
 JSON_FIELDS = re.compile(
-    r"\.(schema|input_schema|content\[\]\.input|response_format\.value|guided_json|structured_outputs\.json|parameters|arguments|chat_template_kwargs|mm_processor_kwargs)"
+    r"\.(schema|input_schema|content\[\]\.input|response_format\.value|json_schema|guided_json|structured_outputs\.json|parameters|arguments|chat_template_kwargs|mm_processor_kwargs)"
     r"(\{key\}|\{\})?"
 )
 
@@ -115,12 +117,11 @@ def test_the_check_finds_an_unbounded_field() -> None:
 
 def test_no_field_is_both_known_and_refused() -> None:
     """What one endpoint knows another may refuse."""
-    chat, completions = (set(kind.__struct_fields__) for kind in (ChatCompletionRequest, CompletionRequest))
-    assert not chat & completions & body.UNSUPPORTED.keys()
-    assert not (chat | completions) & body.IGNORED
-    for kind in (ResponsesRequest, MessagesRequest, CountTokensRequest):
-        assert not set(kind.__struct_fields__) & kind.UNSUPPORTED.keys()
-    assert not body.UNSUPPORTED.keys() & body.IGNORED
+    for kind in REQUESTS:
+        place, own = other_names_of(kind), frozenset(kind.__struct_fields__)
+        assert not own & (place.refused.keys() | place.ignored)
+        assert not place.refused.keys() & place.ignored
+    assert not REFUSED.keys() & IGNORED
 
 
 @pytest.mark.parametrize("depth", [strict_json.MAX_DEPTH, strict_json.MAX_DEPTH + 1])
@@ -255,10 +256,8 @@ _names = sorted(
         *CompletionRequest.__struct_fields__,
         *ResponsesRequest.__struct_fields__,
         *MessagesRequest.__struct_fields__,
-        *body.UNSUPPORTED,
-        *ResponsesRequest.UNSUPPORTED,
-        *MessagesRequest.UNSUPPORTED,
-        *body.IGNORED,
+        *REFUSED,
+        *IGNORED,
     }
     - {"messages", "prompt", "model", "input"}
 )

@@ -38,6 +38,9 @@ def grammar_of(kind: type = ChatCompletionRequest, **fields: Any) -> Grammar | N
     return grammar
 
 
+NAMED = {"name": "it", "schema": SCHEMA}
+
+
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
 @pytest.mark.parametrize(
     ("fields", "expected"),
@@ -51,10 +54,17 @@ def grammar_of(kind: type = ChatCompletionRequest, **fields: Any) -> Grammar | N
             {"response_format": {"type": "json_object", "value": SCHEMA}},
             ("json_schema", TEXT, "response_format.value"),
         ),
+        *(
+            ({"response_format": {"type": kind, **form}}, ("json_schema", TEXT, f"response_format.{param}"))
+            for kind in ("json_object", "json_schema")
+            for form, param in (({"schema": SCHEMA}, "schema"), ({"json_schema": NAMED}, "json_schema.schema"))
+        ),
+        ({"response_format": {"type": "json_object", "schema": {}}}, ("json_object", "", "response_format")),
         ({"structured_outputs": {"json_object": True}}, ("json_object", "", "structured_outputs.json_object")),
         ({"guided_json": SCHEMA}, ("json_schema", TEXT, "guided_json")),
         ({"guided_json": TEXT}, ("json_schema", TEXT, "guided_json")),
         ({"json_schema": TEXT}, ("json_schema", TEXT, "json_schema")),
+        ({"json_schema": SCHEMA}, ("json_schema", TEXT, "json_schema")),
         ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", TEXT, "structured_outputs.json")),
         ({"guided_regex": "a+"}, ("regex", "a+", "guided_regex")),
         ({"regex": "a+"}, ("regex", "a+", "regex")),
@@ -116,7 +126,10 @@ def test_white_space_is_asked_for_as_in_vllm(schema: Any) -> None:
         ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
         ({"guided_regex": ""}, "guided_regex"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex"),
-        ({"json_schema": SCHEMA}, "json_schema"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema", "schema": [SCHEMA]}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}}, "response_format.value"),
+        ({"response_format": {"type": "json_schema", "schema": None}}, "response_format.json_schema"),
         ({"structured_outputs": {"whitespace_pattern": ""}}, "structured_outputs.whitespace_pattern"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ],

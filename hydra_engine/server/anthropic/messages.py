@@ -59,6 +59,7 @@ from hydra_engine.server.protocol.message_events import (
     message_usage,
     stop_of,
 )
+from hydra_engine.server.protocol.pixels import pixel_budget
 from hydra_engine.server.state import STATE, loaded_engine
 from hydra_engine.server.tools.reasoning import Thinking
 from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, parsed
@@ -71,8 +72,13 @@ async def messages(request: web.Request) -> web.StreamResponse:
     use = offered(request, tool_use_of(body))
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
     turns = conversation(body.messages, body.system)
-    template, thinking = thinking_of(request, template_of(body.messages, use), turns, body.wish)
-    call = replace(call_of(request, body, thinking.sampling(sampling)), messages=turns, template=template)
+    template, thinking = thinking_of(request, template_of(body, use), turns, body.wish)
+    call = replace(
+        call_of(request, body, thinking.sampling(sampling)),
+        messages=turns,
+        template=template,
+        pixels=pixel_budget(body.mm_processor_kwargs),
+    )
     return await respond(request, [call], MessageAnswer(body, identity, use, thinking), body)
 
 
@@ -83,8 +89,13 @@ async def count_tokens(request: web.Request) -> web.Response:
     check_model(request, body.model)
     use = offered(request, tool_use_of(body))
     turns = conversation(body.messages, body.system)
-    template, _ = thinking_of(request, template_of(body.messages, use), turns, wish_of(body.thinking))
-    call = GenerationCall(messages=turns, template=template, cache_salt=cache_salt(request, None))
+    template, _ = thinking_of(request, template_of(body, use), turns, wish_of(body.thinking))
+    call = GenerationCall(
+        messages=turns,
+        template=template,
+        pixels=pixel_budget(body.mm_processor_kwargs),
+        cache_salt=cache_salt(request, None),
+    )
     return json_response(TokensCount(await engine.count_tokens(call)))
 
 

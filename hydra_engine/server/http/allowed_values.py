@@ -13,7 +13,7 @@ _WORD = re.compile(r"[^.\[\]]+")
 
 def allowed_values(kind: type, path: str) -> list[str]:
     """Of literals at a path such as `messages[0].role`, or the tags of a union of structs; empty for other types."""
-    types = list(_plain(_type_of(kind)))
+    types = plain_types(kind)
     *words, last = _WORD.findall(path)
     for word in words:
         types = [found for one in types for inner in _inside(one, word) for found in _plain(inner)]
@@ -22,13 +22,17 @@ def allowed_values(kind: type, path: str) -> list[str]:
     return tags or [str(value) for one in fields if isinstance(one, inspect.LiteralType) for value in one.values]
 
 
+def plain_types(kind: type | inspect.Type) -> list[inspect.Type]:
+    """Each that a value may be, without what is said about it."""
+    return list(_plain(kind if isinstance(kind, inspect.Type) else _type_of(kind)))
+
+
 @cache
 def _type_of(kind: type) -> inspect.Type:
     return inspect.type_info(kind)
 
 
 def _plain(one: inspect.Type) -> Iterator[inspect.Type]:
-    """Without what is said about a type, and each of a union."""
     if isinstance(one, inspect.Metadata):
         yield from _plain(one.type)
     elif isinstance(one, inspect.UnionType):

@@ -1,14 +1,12 @@
 """Reads a request body within the limits of its client, of type, size, time and speed, and of what all bodies may hold
-together, as a typed struct: fields that change nothing here are ignored, fields that would change the answer and are
-not built are refused by name unless they hold their default. Does not know what the others mean.
+together, as a typed struct. Does not know its fields.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -16,10 +14,10 @@ from aiohttp.typedefs import Handler
 
 from hydra_engine.core.byte_budget import Lease
 from hydra_engine.core.units import size
-from hydra_engine.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
+from hydra_engine.errors import PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
 from hydra_engine.server.http.access import ACCESS
 from hydra_engine.server.http.strict_json import parse
-from hydra_engine.server.protocol.fields import log_once
+from hydra_engine.server.http.unknown_names import judge_unknown_names
 from hydra_engine.server.state import CONFIG, STATE, client_of
 
 LEAST_RATE = 1024  # bytes a second of a body that is not there yet
@@ -29,76 +27,6 @@ _LARGE_BYTES = 1 << 18  # from here on parsing takes a good part of a millisecon
 _parser = ThreadPoolExecutor(1, "large-bodies")
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier"} | {"prompt_cache_key", "prompt_cache_retention"}
-)
-
-# name -> the values that ask for nothing. Anything else would change the answer and is refused.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "chat_template": (),
-    "documents": ([],),
-    "bad_words": ([],),
-    "truncate_prompt_tokens": (),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "prompt_embeds": (),
-    "kv_transfer_params": (),
-    "lora_path": (),
-    # of vLLM alone
-    "logits_processors": ([],),
-    "truncation_side": (),
-    "thinking_token_budget": (),
-    "vllm_xargs": ({},),
-    "media_io_kwargs": ({},),
-    "repetition_detection": (),
-    # of SGLang
-    "input_ids": (),
-    "stop_regex": ("", []),
-    "custom_logit_processor": (),
-    "return_hidden_states": (False,),
-    # of llama.cpp, Ollama and transformers
-    "repeat_penalty": (1, 1.0),
-    "no_repeat_ngram_size": (0,),
-    "typical_p": (1, 1.0),
-    "mirostat": (0,),
-    "samplers": (),
-    "dynatemp_range": (0, 0.0),
-    "xtc_probability": (0, 0.0),
-    "dry_multiplier": (0, 0.0),
-    "top_n_sigma": (-1, -1.0),
-    "grammar": ("",),
-    "n_predict": (),
-    "max_new_tokens": (),
-    "enable_thinking": (),
-    "images": ([],),
-}
-# name -> what asks for the same, the first one that the kind of request has
-_INSTEAD = {
-    "repeat_penalty": ("repetition_penalty",),
-    "grammar": ("structured_outputs.grammar",),
-    "n_predict": ("max_tokens", "max_output_tokens"),
-    "max_new_tokens": ("max_tokens", "max_output_tokens"),
-    "max_tokens": ("max_output_tokens",),
-    "max_completion_tokens": ("max_output_tokens",),
-    "enable_thinking": ("chat_template_kwargs.enable_thinking",),
-    "images": ("messages[].content", "input[].content"),
-    "input_ids": ("prompt",),
-}
 
 _LEASE = web.RequestKey("body_lease", Lease)
 
@@ -173,43 +101,7 @@ def _overloaded() -> Unavailable:
 
 
 def parse_request(body: bytes | bytearray, kind: type[R]) -> R:
-    """The body as `kind`, after the fields that it does not have were ignored or refused. A kind with other fields to
-    refuse than chat and completions has a class variable of its own named UNSUPPORTED."""
-    request, names = parse(body, kind)
-    others = names.difference(kind.__struct_fields__)
-    refused = refused_fields(kind)
-    if others & refused.keys():
-        values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for name in sorted(others & refused.keys()):
-            _refuse_unless_default(name, bytes(values[name]), refused[name], kind)
-    for name in others.difference(IGNORED, refused):
-        log_once(name)
+    """The body as `kind`, after the names that it does not have were ignored or refused."""
+    request, _ = parse(body, kind)
+    judge_unknown_names(body, kind)
     return request
-
-
-def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
-    """The refused fields of a kind of request: name -> the values, beside null, that ask for nothing."""
-    refused: dict[str, tuple[Any, ...]] = UNSUPPORTED | getattr(kind, "UNSUPPORTED", {})
-    return {name: values for name, values in refused.items() if name not in kind.__struct_fields__}
-
-
-def _refuse_unless_default(name: str, raw: bytes, defaults: tuple[Any, ...], kind: type[msgspec.Struct]) -> None:
-    accepted = (None, *defaults)
-    if not _is_one_of(raw, accepted):
-        hint = f"leave it out or send {msgspec.json.encode(accepted[1]).decode()}" if accepted[1:] else "leave it out"
-        fields = kind.__struct_fields__
-        others = [other for other in _INSTEAD.get(name, ()) if re.split(r"\W", other, maxsplit=1)[0] in fields]
-        hint = f"use {others[0]}" if others else hint
-        raise InvalidRequest(
-            f"{name} is not supported by this server; {hint}", param=name, code="unsupported_parameter"
-        )
-
-
-def _is_one_of(raw: bytes, accepted: tuple[Any, ...]) -> bool:
-    if len(raw) > 64:
-        return False
-    try:
-        value = msgspec.json.decode(raw)
-    except msgspec.DecodeError:  # a number that does not fit
-        return False
-    return any(type(value) is type(other) and value == other for other in accepted)

@@ -55,14 +55,14 @@ def parse(body: bytes | bytearray, kind: type[T]) -> tuple[T, set[str]]:
     """The body as `kind`, and the names of its top-level fields."""
     names = _check_structure(body)
     try:
-        return _decoder_of(kind).decode(body), names
+        return decoder_of(kind).decode(body), names
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise _malformed() from None
 
 
-def _decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
+def decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
     """Made once, by one thread at a time: msgspec crashes where two threads look at a struct's fields for the first
     time."""
     with _making:

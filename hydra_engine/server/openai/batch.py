@@ -23,8 +23,9 @@ from msgspec import Meta
 
 from hydra_engine.core.units import size
 from hydra_engine.errors import HydraError, InvalidRequest
+from hydra_engine.server.http.body import parse_request
 from hydra_engine.server.http.errors import ErrorBody, error_json
-from hydra_engine.server.http.strict_json import NO_NUL, parse
+from hydra_engine.server.http.strict_json import NO_NUL
 
 MAX_ID_CHARS = 512
 MOST_OVERHEAD = 1 << 16  # bytes of a line beside its body
@@ -121,7 +122,7 @@ class Batch:
         if len(line) > self.most_line_bytes:
             raise InvalidRequest(f"line {number} is longer than {size(self.most_line_bytes)}")
         try:
-            item, _ = parse(line, BatchLine)
+            item = parse_request(line, BatchLine)
         except InvalidRequest as error:
             raise InvalidRequest(f"line {number}: {error.message}", param=error.param) from None
         if item.url not in ENDPOINTS:

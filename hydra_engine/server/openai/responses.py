@@ -22,6 +22,7 @@ from hydra_engine.server.http.errors import FAILURE, error_body
 from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol import responses as protocol
 from hydra_engine.server.protocol.chat import token_logprobs
+from hydra_engine.server.protocol.pixels import pixel_budget
 from hydra_engine.server.protocol.response_events import AnyResponseEvent
 from hydra_engine.server.protocol.response_input import ReasoningText
 from hydra_engine.server.protocol.responses import (
@@ -49,8 +50,14 @@ async def responses(request: web.Request) -> web.StreamResponse:
     use = offered(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
     messages = body.chat_messages()
-    template, thinking = thinking_of(request, TemplateOptions(use.shown), messages, body.wish)
-    call = replace(call_of(request, body, thinking.sampling(sampling)), messages=messages, template=template)
+    options = TemplateOptions(use.shown, body.chat_template_kwargs or {})
+    template, thinking = thinking_of(request, options, messages, body.wish)
+    call = replace(
+        call_of(request, body, thinking.sampling(sampling)),
+        messages=messages,
+        template=template,
+        pixels=pixel_budget(body.mm_processor_kwargs),
+    )
     answer = ResponseAnswer(body, sampling, identity, use, thinking)
     request[FAILURE] = answer.failure
     return await respond(request, [call], answer, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from hydra_engine.core.call import GenerationCall
@@ -10,50 +9,10 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.protocol.chat import (
-    Messages,
-    ProcessorSettings,
-    Tools,
-    Variables,
-    chat_messages,
-    pixel_budget,
-    plain_tools,
-    template_options,
-)
-from hydra_engine.server.protocol.fields import Name, TokenIds
-from hydra_engine.server.protocol.fields import Text as PromptText
+from hydra_engine.server.protocol.chat import chat_messages, goes_on, plain_tools, template_options
+from hydra_engine.server.protocol.pixels import pixel_budget
+from hydra_engine.server.protocol.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from hydra_engine.server.state import loaded_engine
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    model: Name | None = None
-    prompt: PromptText | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: Tools | None = None
-    chat_template_kwargs: Variables | None = None
-    mm_processor_kwargs: ProcessorSettings | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    model: Name | None = None
-    tokens: TokenIds
-
-
-class Tokens(msgspec.Struct, frozen=True):
-    """`token_strs`: as the vocabulary spells them, where that was asked for."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Text(msgspec.Struct, frozen=True):
-    prompt: str
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -72,7 +31,7 @@ async def tokenize(request: web.Request) -> web.Response:
             plain_tools(body.tools or ()),
             body.chat_template_kwargs,
             body.add_generation_prompt,
-            body.continue_final_message,
+            goes_on(body.messages or (), body.continue_final_message),
             body.add_special_tokens,
         ),
     )

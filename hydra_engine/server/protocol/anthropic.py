@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from hydra_engine.core.call import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePa
 from hydra_engine.core.prompting import MAX_TOOLS, TemplateOptions
 from hydra_engine.core.request import MAX_STOPS, SamplingParams
 from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.protocol.chat import Variables
 from hydra_engine.server.protocol.fields import (
     CalledName,
     CallId,
@@ -35,6 +36,7 @@ from hydra_engine.server.protocol.fields import (
     schema_grammar,
     unsupported_tool,
 )
+from hydra_engine.server.protocol.pixels import ProcessorSettings
 from hydra_engine.server.protocol.reasoning import ThinkingConfig
 from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse
@@ -128,19 +130,9 @@ class ToolChoice(msgspec.Struct, frozen=True):
 InputTools = Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)]
 _MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "mcp_servers": ([],),
-    "container": (),
-}
-
 
 class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **_UNSUPPORTED,
-        "n": (1,),
-        "stop": (),  # as others name stop_sequences
-        "max_completion_tokens": (),
-    }
+    """`output_format` is what `output_config.format` was called first."""
 
     messages: InputMessages
     max_tokens: TokenCount
@@ -149,7 +141,10 @@ class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonSchemaOutput | None = None
     thinking: ThinkingConfig | None = None
+    chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
 
     @property
     def wish(self) -> Wish:
@@ -157,20 +152,24 @@ class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         config = self.output_config or OutputConfig()
-        grammar = None if config.format is None else schema_grammar(config.format.schema, "output_config.format.schema")
+        if config.format is not None and self.output_format is not None:
+            message = "output_format and output_config.format are two names of one field; leave out one of them"
+            raise InvalidRequest(message, param="output_format")
+        form, param = config.format or self.output_format, "output_config.format" if config.format else "output_format"
+        grammar = None if form is None else schema_grammar(form.schema, f"{param}.schema")
         stop = tuple(self.stop_sequences or ())
         return sampling_of(self, defaults, max_tokens=self.max_tokens, stop=stop, grammar=grammar)
 
 
 class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED
-
     model: Name | None = None
     messages: InputMessages
     system: System | None = None
     tools: InputTools | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
+    chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
 
 
 def wish_of(thinking: ThinkingConfig | None, effort: str | None = None) -> Wish:
@@ -214,15 +213,15 @@ def conversation(messages: Sequence[InputMessage], system: System | None) -> tup
     return tuple(turns)
 
 
-def template_of(messages: list[InputMessage], use: ToolUse) -> TemplateOptions:
+def template_of(body: MessagesRequest | CountTokensRequest, use: ToolUse) -> TemplateOptions:
     """An assistant's turn at the end is gone on with."""
-    last = messages[-1]
+    last = body.messages[-1]
     goes_on = last.role == "assistant"
     if goes_on and any(isinstance(block, ToolUseBlock) for block in last.content):
         raise InvalidRequest(
             "the last turn calls tools; a turn of the user with their tool_result must follow", param="messages"
         )
-    return TemplateOptions(use.shown, add_generation_prompt=not goes_on, continue_final_message=goes_on)
+    return TemplateOptions(use.shown, body.chat_template_kwargs or {}, not goes_on, goes_on)
 
 
 def _turns(message: InputMessage, where: str) -> Iterator[ChatMessage]:

@@ -6,7 +6,7 @@ Does not know how a request is run or when an answer is sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -14,18 +14,18 @@ from msgspec import UNSET, Meta, UnsetType
 from hydra_engine.core import call
 from hydra_engine.core.call import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS
 from hydra_engine.core.logprobs import TextLogprob
-from hydra_engine.core.prompting import MAX_PIXELS, MAX_TOOLS, MAX_VARIABLES, PixelBudget, TemplateOptions
+from hydra_engine.core.prompting import MAX_TOOLS, MAX_VARIABLES, PixelBudget, TemplateOptions
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.encoding import Slices
 from hydra_engine.server.http.strict_json import NO_NUL
+from hydra_engine.server.protocol.chat_parts import AnyPart, chat_part
 from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
 from hydra_engine.server.protocol.fields import (
     ArgumentsText,
     CalledName,
     CallId,
     Description,
-    MediaUrl,
     SamplingFields,
     Schema,
     Text,
@@ -35,42 +35,15 @@ from hydra_engine.server.protocol.fields import (
     plain_function,
     sampling_of,
 )
+from hydra_engine.server.protocol.pixels import ProcessorSettings, pixel_budget
 from hydra_engine.server.protocol.reasoning import Effort, ThinkingConfig
 from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse
 
 Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
-ProcessorSettings = Annotated[dict[str, Any], Meta(max_length=16)]
-PixelCount = Annotated[int, Meta(ge=1, le=MAX_PIXELS)]
 
 
 # ---- the request
-
-
-class TextContent(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    text: Text
-
-
-class ImageUrl(msgspec.Struct, frozen=True):
-    url: MediaUrl
-    detail: Literal["auto", "low", "high"] | None = None
-
-
-class ImageContent(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
-    image_url: ImageUrl | MediaUrl
-
-
-class VideoUrl(msgspec.Struct, frozen=True):
-    url: MediaUrl
-
-
-class VideoContent(msgspec.Struct, frozen=True, tag_field="type", tag="video_url"):
-    """As vLLM's server takes it; OpenAI's API has no videos."""
-
-    video_url: VideoUrl | MediaUrl
-
-
-AnyPart = TextContent | ImageContent | VideoContent
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):
@@ -116,7 +89,10 @@ class PastCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`function_call` and the role `function` are OpenAI's older form of tool calls and their results; `prefix`
+    (DeepSeek) and `partial` (Moonshot) mark a last message with which the answer goes on."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[list[AnyPart], Meta(max_length=MAX_PARTS)] | Text | None = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
@@ -126,6 +102,10 @@ class Message(msgspec.Struct, frozen=True):
     reasoning: Text | None = None
     thinking: Text | None = None
     tool_plan: Text | None = None
+    refusal: Text | None = None
+    function_call: PastFunction | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
 
 
 _FOR_TEMPLATES = ("reasoning_content", "reasoning", "thinking", "tool_plan")
@@ -178,7 +158,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
             use.shown,
             self.chat_template_kwargs,
             self.add_generation_prompt,
-            self.continue_final_message,
+            goes_on(self.messages, self.continue_final_message),
             self.add_special_tokens,
         )
 
@@ -213,39 +193,23 @@ def template_options(
     tools: Sequence[Mapping[str, Any]],
     variables: dict[str, Any] | None,
     add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
+    continues: bool,
     add_special_tokens: bool | None = None,
 ) -> TemplateOptions:
-    """Unless it is said, an answer that goes on with the last message gets no generation prompt."""
-    goes_on = bool(continue_final_message)
-    begins = not goes_on if add_generation_prompt is None else add_generation_prompt
-    return TemplateOptions(tuple(tools), variables or {}, begins, goes_on, add_special_tokens)
+    """Unless it is said, an answer that continues the last message gets no generation prompt."""
+    begins = not continues if add_generation_prompt is None else add_generation_prompt
+    return TemplateOptions(tuple(tools), variables or {}, begins, continues, add_special_tokens)
 
 
-class _PixelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    min_pixels: PixelCount | None = None
-    max_pixels: PixelCount | None = None
-
-
-def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
-    """The pixel limits of `mm_processor_kwargs`, which may change nothing else."""
-    param = "mm_processor_kwargs"
-    names = _PixelSettings.__struct_fields__
-    if other := next((name for name in settings or {} if name not in names), None):
-        raise InvalidRequest(
-            f"{param} may have {' and '.join(names)} only; leave out {other[:64]!r}",
-            param=f"{param}.{other[:64]}",
-            code="unsupported_parameter",
-        )
-    try:
-        chosen = msgspec.convert(settings or {}, _PixelSettings)
-    except msgspec.ValidationError:
-        raise InvalidRequest(
-            f"{' and '.join(names)} of {param} must be integers from 1 to {MAX_PIXELS}", param=param
-        ) from None
-    if chosen.min_pixels is not None and chosen.max_pixels is not None and chosen.min_pixels > chosen.max_pixels:
-        raise InvalidRequest(f"{param}: min_pixels must not exceed max_pixels", param=f"{param}.min_pixels")
-    return PixelBudget(chosen.min_pixels, chosen.max_pixels)
+def goes_on(messages: Sequence[Message], continue_final_message: bool | None) -> bool:
+    """Whether the answer goes on with the last message. Raises InvalidRequest for a mark on another one."""
+    for index, message in enumerate(messages):
+        for name, is_marked in (("prefix", message.prefix), ("partial", message.partial)):
+            if is_marked and (index < len(messages) - 1 or message.role != "assistant"):
+                param = f"messages[{index}].{name}"
+                raise InvalidRequest(f"{param} may be true of the last message only, the assistant's", param=param)
+    last = messages[-1] if messages else None
+    return bool(continue_final_message or (last and (last.prefix or last.partial)))
 
 
 def chat_messages(messages: Sequence[Message]) -> tuple[call.ChatMessage, ...]:
@@ -253,23 +217,36 @@ def chat_messages(messages: Sequence[Message]) -> tuple[call.ChatMessage, ...]:
 
 
 def _chat_message(message: Message, where: str) -> call.ChatMessage:
-    role = message.role
+    role = _ROLES[message.role]
     if message.content is None and role != "assistant":
         raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
+    if message.content and message.refusal:
+        raise InvalidRequest(f"{where} has content and a refusal; send one of them", param=f"{where}.refusal")
+    content = message.refusal if message.refusal else "" if message.content is None else message.content
+    calls = [
+        call.ToolCall(
+            past.function.name, past.function.arguments, past.id, f"{where}.tool_calls[{index}].function.arguments"
+        )
+        for index, past in enumerate(message.tool_calls or ())
+    ]
+    if (older := message.function_call) is not None:
+        calls.append(call.ToolCall(older.name, older.arguments, None, f"{where}.function_call.arguments"))
     return call.ChatMessage(
-        "system" if role == "developer" else role,
-        content_of("" if message.content is None else message.content, f"{where}.content", _chat_part),
+        role,
+        content_of(content, f"{where}.content", chat_part),
         where,
-        tool_calls=tuple(
-            call.ToolCall(
-                past.function.name, past.function.arguments, past.id, f"{where}.tool_calls[{index}].function.arguments"
-            )
-            for index, past in enumerate(message.tool_calls or ())
-        ),
+        tool_calls=tuple(calls),
         tool_call_id=message.tool_call_id if role == "tool" else None,
         name=(message.name or None) if role == "tool" else None,
         others=_others(message),
     )
+
+
+_ROLES: dict[str, call.Role] = {
+    **{role: role for role in get_args(call.Role)},
+    "developer": "system",
+    "function": "tool",
+}
 
 
 def _others(message: Message) -> dict[str, Any]:
@@ -277,18 +254,6 @@ def _others(message: Message) -> dict[str, Any]:
     if message.role != "tool":
         given["name"] = message.name or None
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _chat_part(part: AnyPart, where: str) -> call.TextPart | call.MediaPart:
-    if isinstance(part, TextContent):
-        return call.TextPart(part.text)
-    if isinstance(part, VideoContent):
-        video, param = part.video_url, f"{where}.video_url"
-        return call.VideoPart(*((video.url, f"{param}.url") if isinstance(video, VideoUrl) else (video, param)))
-    picture, param = part.image_url, f"{where}.image_url"
-    if isinstance(picture, str):
-        return call.ImagePart(picture, param)
-    return call.ImagePart(picture.url, f"{param}.url", picture.detail or "auto")
 
 
 # ---- the answer

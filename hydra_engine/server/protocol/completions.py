@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -30,15 +30,6 @@ _MAX_FIRST_BYTES = 1024  # of a prompt, which its first token is compared with
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """`prompt` is a text or a list of token ids, or a list of these. With `echo` an answer begins with its prompt;
     `max_tokens` 0 then asks for nothing else."""
-
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "chat_template_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
-        "add_generation_prompt": (),
-        "continue_final_message": (False,),
-    }
 
     prompt: Text | Annotated[list[TokenId | Text | TokenIds], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None

@@ -49,7 +49,7 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]  # an empty one asks for nothing
 StopStrings = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 Milliseconds = Annotated[float, Meta(ge=0.001, le=MAX_LIMIT_S * 1e3)]
 # `$` would let a newline through at the end.
@@ -99,11 +99,13 @@ class NamedSchema(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`value` is the schema of a `json_object` in TGI's form, into which huggingface_hub turns a `json_schema`."""
+    """`value` is the schema in TGI's form, into which huggingface_hub turns a `json_schema`, and `schema` in that of
+    llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
     value: msgspec.Raw = msgspec.field(default_factory=no_schema)
+    schema: msgspec.Raw = msgspec.field(default_factory=no_schema)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +131,7 @@ class StructuredFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
     regex: GrammarText | None = None
-    json_schema: GrammarText | None = None
+    json_schema: msgspec.Raw = msgspec.field(default_factory=no_schema)
     ebnf: GrammarText | None = None
 
 
@@ -230,6 +232,8 @@ def sampling_of(fields: GenerationFields, defaults: SamplingParams, **chosen: An
     for name in SamplingParams.__dataclass_fields__.keys() & fields.__struct_fields__:
         if name not in chosen and name != "logit_bias" and (value := getattr(fields, name)) is not None:
             chosen[name] = value
+    if (stop := chosen.get("stop")) is not None:
+        chosen["stop"] = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
     return defaults.asked(**{name: value for name, value in chosen.items() if value is not None})
 
 
@@ -258,7 +262,7 @@ def grammar_of(fields: StructuredFields) -> Grammar | None:
         _of_choices(fields.guided_choice, "guided_choice"),
         _of_rules(fields.guided_grammar, "guided_grammar"),
         _of_text("regex", fields.regex, "regex"),
-        _of_text("json_schema", fields.json_schema, "json_schema"),
+        _of_schema(fields.json_schema, "json_schema"),
         _of_text("ebnf", fields.ebnf, "ebnf"),
     )
     grammars = [grammar for grammar in candidates if grammar is not None]
@@ -269,13 +273,22 @@ def grammar_of(fields: StructuredFields) -> Grammar | None:
 
 
 def _of_response_format(field: ResponseFormat | None) -> Grammar | None:
-    if field is None or field.type == "text":
+    if field is None:
         return None
-    if field.type == "json_object":
-        return _of_schema(field.value, "response_format.value") or Grammar("json_object", param="response_format")
-    if field.json_schema is None:
-        raise InvalidRequest("response_format.json_schema is required", param="response_format.json_schema")
-    return schema_grammar(field.json_schema.schema, "response_format.json_schema.schema")
+    schemas = {"response_format.value": field.value, "response_format.schema": field.schema}
+    if field.json_schema is not None:
+        schemas["response_format.json_schema.schema"] = field.json_schema.schema
+    nothing = (b"null", b"{}") if field.type == "json_object" else (b"null",)
+    given = [(schema, param) for param, schema in schemas.items() if bytes(schema) not in nothing]
+    if len(given) > 1 or (given and field.type == "text"):
+        param, rest = given[0][1], "the other schema" if len(given) > 1 else "the type text"
+        raise InvalidRequest(f"{param} and {rest} contradict each other; leave out one of them", param=param)
+    if given:
+        return schema_grammar(*given[0])
+    if field.type == "json_schema":
+        param = f"response_format.json_schema{'.schema' if field.json_schema else ''}"
+        raise InvalidRequest(f"{param} is required", param=param)
+    return Grammar("json_object", param="response_format") if field.type == "json_object" else None
 
 
 def _with_white_space(grammar: Grammar | None, field: StructuredOutputs) -> Grammar | None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from hydra_engine.core.call import MAX_PARTS, ChatMessage, ImagePart, TextPart, ToolCall
 from hydra_engine.errors import InvalidRequest
+from hydra_engine.server.protocol.chat_parts import ImageDetail, detail_of
 from hydra_engine.server.protocol.fields import (
     MAX_TEXT_CHARS,
     ArgumentsText,
@@ -37,13 +38,19 @@ class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text")
 
 class InputImage(msgspec.Struct, frozen=True, tag_field="type", tag="input_image"):
     image_url: MediaUrl
-    detail: Literal["auto", "low", "high", "original"] | None = None
+    detail: ImageDetail | None = None
 
 
 class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     """The text of an earlier answer, which the client sends back."""
 
     text: Text
+
+
+class RefusalText(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    """What an earlier answer has refused with is its text."""
+
+    refusal: Text
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -56,7 +63,7 @@ class SummaryText(msgspec.Struct, frozen=True, tag_field="type", tag="summary_te
     text: Text
 
 
-Part = InputText | InputImage | EarlierText | ReasoningText
+Part = InputText | InputImage | EarlierText | RefusalText | ReasoningText
 Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
@@ -154,10 +161,10 @@ def _content(content: list[Part] | str | None, param: str) -> str | tuple[TextPa
 
 
 def _part(part: Part, param: str) -> TextPart | ImagePart:
-    if isinstance(part, ReasoningText):
-        raise InvalidRequest(f"{param}: reasoning_text belongs to items of type reasoning", param=param)
-    if not isinstance(part, InputImage):
-        return TextPart(part.text)
-    if part.detail not in (None, "auto"):  # every picture gets the model's own resolution
-        log_once("input_image.detail")
-    return ImagePart(part.image_url, f"{param}.image_url")
+    match part:
+        case ReasoningText():
+            raise InvalidRequest(f"{param}: reasoning_text belongs to items of type reasoning", param=param)
+        case InputImage(image_url=url, detail=detail):
+            return ImagePart(url, f"{param}.image_url", detail_of(detail))
+        case RefusalText(refusal=text) | InputText(text=text) | EarlierText(text=text):
+            return TextPart(text)

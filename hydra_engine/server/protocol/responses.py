@@ -6,7 +6,7 @@ Nothing is stored, so what refers to an earlier response is refused by name, and
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -17,7 +17,7 @@ from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.prompting import MAX_TOOLS
 from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
-from hydra_engine.server.protocol.chat import TokenLogprob
+from hydra_engine.server.protocol.chat import TokenLogprob, Variables
 from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import (
     Description,
@@ -33,6 +33,7 @@ from hydra_engine.server.protocol.fields import (
     schema_grammar,
     unsupported_tool,
 )
+from hydra_engine.server.protocol.pixels import ProcessorSettings
 from hydra_engine.server.protocol.reasoning import ReasoningConfig
 from hydra_engine.server.protocol.response_input import InputItem, ReasoningText, ShortText, required, turns_of
 from hydra_engine.server.tools.reasoning import Wish
@@ -95,17 +96,6 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     """`store` may be true, as it is by default at OpenAI: nothing is stored, and the answer says `store: false`."""
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "background": (False,),
-        "conversation": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "truncation": ("disabled",),
-        "n": (1,),
-        "max_tokens": (),  # as others name max_output_tokens
-        "max_completion_tokens": (),
-    }
-
     input: Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)] | Text
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
@@ -120,6 +110,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
 
     @property
     def wish(self) -> Wish:
