@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from hydra_engine.cli.talk.client import Answer, Piece, pieces_of
 from hydra_engine.cli.talk.screen import Screen, clean, coloured
 
 
@@ -37,6 +38,17 @@ def test_a_timeline_has_colours_and_fits_the_terminal(terminal: Terminal) -> Non
     line = f"{'encode':12} |  ███  |      1.0 ms  {'x' * 40}"
     Screen(terminal, plain=False).timeline([line])
     assert terminal.getvalue() == coloured(line[:40]) + "\n" and "\x1b[35m|" in coloured(line)
+
+
+def test_reasoning_is_dim_on_a_terminal_and_nothing_on_a_pipe(terminal: Terminal) -> None:
+    event = {"choices": [{"delta": {"reasoning": "Hm\x1b.", "reasoning_content": "Hm\x1b.", "content": "So."}}]}
+    answer = Answer()
+    assert pieces_of(event, answer) == [Piece("Hm\x1b.", is_thought=True), Piece("So.")] and answer.text == "So."
+    Screen(terminal, plain=False).think("Hm\x1b.")
+    assert terminal.getvalue() == "\x1b[2mHm.\x1b[0m"
+    pipe = io.StringIO()
+    Screen(pipe, plain=False).think("Hm.")
+    assert pipe.getvalue() == ""
 
 
 @pytest.mark.parametrize("variable", [None, "NO_COLOR"])

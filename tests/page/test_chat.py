@@ -424,6 +424,17 @@ def test_no_text_of_a_model_becomes_markup(served: Scripted, new_tab: OpenTab) -
     tab.press("Copy code")
     tab.page.get_by_role("button", name="Copied").wait_for()
     assert tab.page.evaluate("navigator.clipboard.readText()") == "ls -l <dir>"
+    # The same of a model whose thoughts the server takes out of the text.
+    served.engine.chat_template, before = (
+        "{% if add_generation_prompt %}<think>{% endif %}",
+        served.engine.chat_template,
+    )
+    served.engine.pieces = ["second", " thought", "</think>", "So", "."]
+    tab.ask("z")
+    tab.wait(".message.assistant >> nth=2")
+    tab.answered()
+    served.engine.chat_template = before
+    assert "second thought" in (thought.last.text_content() or "") and tab.get("answer").last.inner_text() == "So."
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from hydra_engine.errors import ResourceError
@@ -39,6 +39,13 @@ class Answer:
     usage: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     first_s: float | None = None
+
+
+class Piece(NamedTuple):
+    """`is_thought`: of the reasoning, which is no part of the answer."""
+
+    text: str
+    is_thought: bool = False
 
 
 class Client:
@@ -75,7 +82,7 @@ class Client:
         except (ValueError, LookupError, TypeError) as error:
             raise ResourceError(f"{self.url} is not a server with OpenAI's API") from error
 
-    def stream(self, body: dict[str, Any], answer: Answer) -> Generator[str]:
+    def stream(self, body: dict[str, Any], answer: Answer) -> Generator[Piece]:
         """Pieces of text; usage, metrics and the finish reason are stored in `answer`. Raises ServerError."""
         sent_s = time.monotonic()
         try:
@@ -84,7 +91,7 @@ class Client:
                     data = line.removeprefix(b"data:").strip()
                     if not line.startswith(b"data:") or data == b"[DONE]":
                         continue
-                    for piece in _pieces(json.loads(data), answer):
+                    for piece in pieces_of(json.loads(data), answer):
                         if answer.first_s is None:
                             answer.first_s = time.monotonic() - sent_s
                         yield piece
@@ -126,7 +133,7 @@ class Client:
         return ServerError(message, code)
 
 
-def _pieces(event: dict[str, Any], answer: Answer) -> list[str]:
+def pieces_of(event: dict[str, Any], answer: Answer) -> list[Piece]:
     if "error" in event:
         raise ServerError(str(event["error"]["message"]))
     if event.get("usage"):
@@ -135,9 +142,11 @@ def _pieces(event: dict[str, Any], answer: Answer) -> list[str]:
         answer.metrics = event["metrics"]
     pieces = []
     for choice in event.get("choices") or ():
-        piece = (choice.get("delta") or {}).get("content") or ""
-        if piece:
-            answer.text += piece
-            pieces.append(piece)
+        delta = choice.get("delta") or {}
+        if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+            pieces.append(Piece(thought, is_thought=True))
+        if text := delta.get("content"):
+            answer.text += text
+            pieces.append(Piece(text))
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
     return pieces

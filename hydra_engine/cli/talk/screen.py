@@ -60,6 +60,12 @@ class Screen:
         self._out.write(clean(text) if self._terminal else text)
         self._out.flush()
 
+    def think(self, text: str) -> None:
+        """A piece of the reasoning, which is nothing for a pipe."""
+        if self._terminal:
+            self._out.write(_painted(clean(text), _DIM) if self._colours else clean(text))
+            self._out.flush()
+
     def say(self, text: str) -> None:
         self.write(text + "\n")
 

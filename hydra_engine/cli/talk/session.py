@@ -108,13 +108,22 @@ class Session:
             "stream_options": {"include_usage": True},
             "return_metrics": True,
         }
+        thinks = False
         try:
             with closing(self._client.stream(body, answer)) as pieces:
                 for piece in pieces:
-                    self._screen.write(piece)
+                    if thinks and not piece.is_thought:
+                        self._screen.note("")
+                    thinks = piece.is_thought
+                    if thinks:
+                        self._screen.think(piece.text)
+                    else:
+                        self._screen.write(piece.text)
         finally:
             if answer.text:
                 self._screen.say("")
+            elif thinks:
+                self._screen.note("")
 
     def _timeline(self, metrics: dict[str, Any]) -> list[str]:
         try:

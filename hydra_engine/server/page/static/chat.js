@@ -133,11 +133,13 @@ export class Chat {
   }
 
   async #stream(body, turn, running) {
-    let saved = running.began;
+    let saved = running.began, thinks = false;
     const response = await request("v1/chat/completions", { body, signal: running.abort.signal, id: running.id });
     for await (const chunk of eventsOf(response)) {
       const choice = chunk.choices[0];
-      const added = choice?.delta?.content ?? "";
+      const { content = "", reasoning = "" } = choice?.delta ?? {};
+      const added = (reasoning && !thinks ? "<think>\n" : "") + reasoning + (content && thinks ? "\n</think>\n\n" : "") + content;
+      thinks = content ? false : thinks || Boolean(reasoning);
       const facts = { ...turn.facts, id: chunk.id };
       if (chunk.usage) facts.tokens = tokensOf(chunk.usage);
       if (added && !turn.text) facts.firstMs = performance.now() - running.began;
@@ -148,7 +150,7 @@ export class Chat {
       running.waits = false;
       turn.text += added;
       running.view.grow(() => this.#follower.follow());
-      this.#speaker.add(added);
+      this.#speaker.add(content);
       if (performance.now() - saved > SAVE_MS) {
         saved = performance.now();
         this.#conversation.save();
