@@ -14,6 +14,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role, Topology
 from hydra_engine.frontend.routing.instances import InstanceLoad, missing_for_good, missing_now
 from hydra_engine.frontend.routing.router import REMEMBERED, Route, Router
+from tests.examples import examples
 from tests.frontend.rig import make_request
 
 TEXT = make_request(1)
@@ -256,7 +257,7 @@ def tables(draw: st.DrawFn) -> dict[str, InstanceLoad]:
     return instances
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tables(), st.lists(st.integers(1, 50), max_size=4), st.sampled_from(["least-loaded", "affinity", "round-robin"]))
 def test_only_what_can_be_used_is_chosen(instances: dict[str, InstanceLoad], images: list[int], policy: str) -> None:
     router = Router(instances, policy)
@@ -288,7 +289,7 @@ def test_only_what_can_be_used_is_chosen(instances: dict[str, InstanceLoad], ima
                 assert instances[name].usable and Role.E in instances[name].role and name in prefill.pairs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_encoder_gets_more_than_its_share_and_one_image(patches: list[int], encoders: int) -> None:
     instances = table(f"{encoders}E+P+D")

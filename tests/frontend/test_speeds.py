@@ -14,6 +14,7 @@ from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceL
 from hydra_engine.frontend.routing.router import Route, Router
 from hydra_engine.frontend.routing.slowness import ALIKE, slowness
 from hydra_engine.scheduler.step_speeds import SpeedMeter
+from tests.examples import examples
 from tests.frontend.rig import make_request
 from tests.frontend.test_router import status, table
 
@@ -151,7 +152,7 @@ def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:
 loads = st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 20), st.integers(0, 99))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(loads, min_size=2, max_size=6), st.floats(1.0, 1.2))
 def test_on_equal_devices_work_is_counted_as_it_is(counts: list[tuple[int, int, int, int]], noise: float) -> None:
     """The fewest tokens decide, whatever equal devices report."""

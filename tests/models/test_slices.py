@@ -22,6 +22,7 @@ from hydra_engine.core.roles import Role
 from hydra_engine.models.layers.vision_slices import Slices, attention_pieces
 from hydra_engine.models.transformers_adapter.surgery import before_listed
 from hydra_engine.worker.vision.gate import LaneGate
+from tests.examples import examples
 from tests.models.conftest import BACKENDS
 from tests.models.driver import Driver, Span
 from tests.models.families.base import Checkpoints, FamilyCase, Pair, clip, picture
@@ -247,7 +248,7 @@ def test_a_model_without_a_tower_has_no_slices(checkpoints: Checkpoints) -> None
 LENGTHS = st.lists(st.integers(0, 40), max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(lengths=LENGTHS, num_heads=st.integers(1, 7), most=st.integers(1, 4000))
 def test_attention_pieces_cover_every_head_of_every_segment_once(lengths: list[int], num_heads: int, most: int) -> None:
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -260,7 +261,7 @@ def test_attention_pieces_cover_every_head_of_every_segment_once(lengths: list[i
     assert sorted(covered) == [(s, h) for s in range(len(lengths)) for h in range(num_heads)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(num_groups=st.integers(0, 50), group=st.sampled_from([1, 4, 16]), piece_rows=st.integers(0, 70))
 def test_rows_are_computed_in_order_in_equal_pieces(num_groups: int, group: int, piece_rows: int) -> None:
     x = torch.arange(num_groups * group)

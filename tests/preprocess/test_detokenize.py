@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer, StopMatcher
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from tests.examples import examples
 
 TEXTS = [
     "the cat sat on the mat.",
@@ -37,7 +38,7 @@ def test_pieces_of_real_texts_make_the_full_decode(tokenizers: dict[str, Tokeniz
         assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 80), skip=st.booleans())
 def test_pieces_of_random_bytes_make_the_full_decode(
     tokenizers: dict[str, Tokenizer], seed: int, length: int, skip: bool
@@ -49,7 +50,7 @@ def test_pieces_of_random_bytes_make_the_full_decode(
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(0, 40))
 @pytest.mark.parametrize("name", ["sentencepiece_like", "wordpiece"])
 def test_pieces_of_random_tokens_make_the_full_decode(
@@ -157,7 +158,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     pieces=st.lists(st.text("ab", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),

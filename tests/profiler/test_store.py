@@ -25,6 +25,7 @@ from hydra_engine.profiler.store import (
     problem_of,
     save,
 )
+from tests.examples import examples
 from tests.profiler.fakes import SURFACE, decodes
 
 IDENTITY = Identity("abc", "cpu", "a processor", 2, 2, "throughput", "bfloat16", "native", True, False, 16, "0.1.0")
@@ -50,7 +51,7 @@ def test_a_file_that_is_not_there_is_no_error(tmp_path: Path) -> None:
     assert load(tmp_path / "none.json", IDENTITY, REACH) is None
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(place=st.integers(0, 1 << 20), value=st.integers(0, 255), cut=st.booleans())
 def test_no_damage_goes_unnoticed(file: Path, place: int, value: int, cut: bool) -> None:
     whole = file.read_bytes()

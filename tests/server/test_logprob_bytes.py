@@ -28,6 +28,7 @@ from hydra_engine.server.openai.chat import ChatAnswer
 from hydra_engine.server.openai.completions import CompletionAnswer, Echo
 from hydra_engine.server.protocol.chat import ChatCompletionRequest, Message
 from hydra_engine.server.protocol.completions import CompletionRequest, TextOffset
+from tests.examples import examples
 from tests.frontend.rig import make_request
 from tests.preprocess.conftest import BUILDERS, wrap
 
@@ -114,7 +115,7 @@ def test_bytes_of_all_tokens_are_the_text(tokenizers: dict[str, Tokenizer], **ca
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 @given(**CASES)
 def test_bytes_of_all_tokens_are_the_text_in_thousands_of_answers(
     tokenizers: dict[str, Tokenizer], **case: Any

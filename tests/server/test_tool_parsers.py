@@ -16,6 +16,7 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, collect, dialect_of
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event
 from hydra_engine.server.tools.tool_parsers import ForcedCall, HermesParser, JsonParser, PlainText
+from tests.examples import examples
 
 NAMES = frozenset({"weather", "clock"})
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -159,7 +160,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(150), deadline=None, derandomize=True, database=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=14), st.integers(0, 1 << 30))
 def test_no_text_is_lost_and_no_cut_matters(parts: list[str], seed: int) -> None:
     text, rng = "".join(parts), random.Random(seed)

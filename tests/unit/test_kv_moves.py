@@ -15,6 +15,7 @@ from hydra_engine.core.outputs import Departure
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.scheduler.handover.events import KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.policy import part_end
+from tests.examples import examples
 from tests.unit.handover import (
     CONSUMED,
     A,
@@ -65,7 +66,7 @@ def test_a_prompt_that_moves_on_is_computed_in_parts_of_which_each_can_be_copied
     assert [len(event.block_ids) for event in offered] == [13, 6, 3, 3] and offered[-1].end is not None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 300), st.sampled_from([1, 4, 16]))
 def test_parts_end_behind_blocks_and_are_not_too_small(num_tokens: int, least: int, block_size: int) -> None:
     ends = [0]

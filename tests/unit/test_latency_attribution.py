@@ -14,6 +14,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import DelayCause
 from hydra_engine.scheduler.latency.attribution import MAX_PARTS, StepHistory
 from hydra_engine.scheduler.timeline import sentence
+from tests.examples import examples
 from tests.unit.stepper import Stepper
 
 # A step of up to 16 rows takes 10 ms, a row more 0.1 ms; beside vision decodes take twice as long, chunks as well.
@@ -285,7 +286,7 @@ def stories(draw: st.DrawFn) -> tuple[StepHistory, float, float]:
     return log, random_.choice(ends[:-1]), clock
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(stories(), st.integers(1, 6))
 def test_parts_are_positive_ordered_and_sum_to_the_gap_without_its_decodes(
     story: tuple[StepHistory, float, float], number: int

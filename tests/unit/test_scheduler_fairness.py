@@ -226,6 +226,7 @@ def test_an_image_that_has_waited_longer_than_the_patience_is_overtaken_no_more(
     s.finish_all()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_an_image_of_low_priority_waits_no_longer_than_the_patience_and_those_before_it(look_ahead: bool) -> None:
     cost_s, patience_s = 0.05, 0.4

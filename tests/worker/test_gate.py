@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.worker.vision.gate import LaneGate
+from tests.examples import examples
 from tests.virtual_clock import VirtualClock
 
 PATIENCE_S = 60.0  # until a thread counts as stuck
@@ -92,7 +93,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=40))
 def test_the_gate_does_what_the_oracle_says(actions: list[tuple[str, float]]) -> None:
     """language: begins a step, or ends the one that runs. step: begins or ends a vision step. piece: computes, then

@@ -25,6 +25,7 @@ from hydra_engine.worker.language.sampler import (
     token_logprobs,
     uniform,
 )
+from tests.examples import examples
 from tests.worker.fakes import make_request
 
 
@@ -99,7 +100,7 @@ def test_filters_keep_the_tokens_and_the_mass_that_the_words_say(params: dict[st
         np.testing.assert_allclose(actual_probabilities(logits, sampling), expected, rtol=1e-9, atol=1e-15)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     logits=st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=12),
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
