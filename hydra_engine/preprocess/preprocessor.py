@@ -24,9 +24,12 @@ from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec, V
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.preprocess.media.fetch import Resolve
 from hydra_engine.preprocess.media.media import Media, MediaLoader
+from hydra_engine.preprocess.placing import place_in_ids, place_in_text
 from hydra_engine.preprocess.pool import WorkerPool
+from hydra_engine.preprocess.prompt_tokens import PromptTokens
 from hydra_engine.preprocess.sandbox.grammars import Grammars
 from hydra_engine.preprocess.text.chat import ChatTemplate
+from hydra_engine.preprocess.text.quoting import Quoting
 from hydra_engine.preprocess.text.template_files import read_given
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
@@ -81,19 +84,28 @@ class Preprocessor:
         self._default_max_tokens = default_max_tokens
         self._num_drawn = 0
         self._clock = clock or MonotonicClock()
-        image_token, video_token = (
-            None if id is None else tokenizer.token(id) for id in (spec.placeholder_id, spec.video_token_id)
+        image_token, video_token, feature_token = (
+            None if id is None else tokenizer.token(id)
+            for id in (spec.placeholder_id, spec.video_token_id, spec.image_token_id)
         )
         templates = (tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template)
         if chat_template_path is not None:
             templates = (read_given(chat_template_path),) * 2
         self._template, self._tool_template = (
-            ChatTemplate(tokenizer, text, image_token, video_token, has_processor=spec.vision is not None)
+            ChatTemplate(
+                tokenizer,
+                text,
+                image_token,
+                video_token,
+                other_placeholders=() if feature_token is None else (feature_token,),
+                has_processor=spec.vision is not None,
+            )
             for text in templates
         )
         self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
         self._texts = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
         self._parts: dict[str, list[int]] = {}
+        self._known = PromptTokens(spec, tokenizer)
         self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
         self._grammars = Grammars(tokenizer.file, self._eos_token_ids)
 
@@ -128,7 +140,9 @@ class Preprocessor:
         spans = [StageSpan("tokenize", started_s, self._clock.now(), tokens=len(token_ids))]
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param=prompt.param)
-        self._check_placeholders(token_ids, prompt.media)
+        self._known.check_rows(token_ids, prompt.param)
+        is_raw = not prompt.messages and prompt.token_ids is None
+        self._known.check_placeholders(token_ids, prompt.media, is_raw=is_raw)
         self._check_length(len(token_ids), sampling, prompt.param)  # before any picture is opened
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar)
@@ -138,6 +152,8 @@ class Preprocessor:
         if media and (processor := self._spec.processor) is not None:
             token_ids, media = await self._texts.run(self._place_pictures, prompt, token_ids, media, processor)
         token_ids, items, rope_delta = self._expand(token_ids, media)
+        if media:
+            self._known.check_rows(token_ids, prompt.param)
         request = Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -226,10 +242,13 @@ class Preprocessor:
 
     def _encode(self, prompt: _Prompt) -> list[int]:
         if prompt.messages:
-            template = self._template_for(prompt.template)
-            prompt.text = template.render(prompt.messages, prompt.template)
-            prompt.add_special_tokens = template.adds_special_tokens(prompt.text, prompt.template)
-        return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+            template, options = self._template_for(prompt.template), prompt.template
+            messages = template.arranged(prompt.messages)
+            prompt.quoting = quoting = template.quoting_of(messages, options)
+            prompt.text = template.render(messages, options, quoting)
+            prompt.add_special_tokens = template.adds_special_tokens(prompt.text, options, quoting)
+        encode = self.tokenizer.encode if prompt.quoting is None else prompt.quoting.encode
+        return encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
 
     def _template_for(self, options: TemplateOptions) -> ChatTemplate:
         return self._tool_template if options.tools else self._template
@@ -239,36 +258,16 @@ class Preprocessor:
     ) -> tuple[list[int], list[Media]]:
         if prompt.token_ids is not None:
             return place_in_ids(token_ids, processor), media
-        special = prompt.add_special_tokens
-        return place_in_text(prompt.text, media, processor, self.tokenizer, add_special_tokens=special)
+        return place_in_text(
+            prompt.text,
+            media,
+            processor,
+            self.tokenizer,
+            quoting=prompt.quoting,
+            add_special_tokens=prompt.add_special_tokens,
+        )
 
     # ---- the prompt
-
-    def _check_placeholders(self, token_ids: Sequence[int], media: Sequence[MediaPart]) -> None:
-        """Also that they come in the order of what they stand for, and that what stands for one feature, where that is
-        another token than a picture's, comes from pictures alone."""
-        needed = [self._placeholder(part.kind) for part in media]
-        placeholders = (self._placeholder("image"), self._placeholder("video"))
-        present = [id for id in token_ids if id in placeholders]
-        for token, kind in zip(placeholders, ("image", "video"), strict=True):
-            if token is not None and present.count(token) != needed.count(token):
-                raise InvalidRequest(
-                    f"the prompt has {present.count(token)} {kind} placeholders but {needed.count(token)} {kind}s were "
-                    "given",
-                    param="prompt",
-                )
-        feature = self._spec.image_token_id
-        if feature is not None and feature not in placeholders and feature in token_ids:
-            raise InvalidRequest(
-                f"the prompt holds the model's image token {self.tokenizer.token(feature)}; leave it out",
-                param="prompt",
-            )
-        if present != needed:
-            raise InvalidRequest("pictures and videos come in another order than their placeholders", param="prompt")
-
-    def _placeholder(self, kind: str) -> int | None:
-        """Of one picture or video in a prompt."""
-        return self._spec.video_token_id if kind == "video" else self._spec.placeholder_id
 
     def _expand(self, token_ids: list[int], media: Sequence[Media]) -> tuple[list[int], tuple[ImageItem, ...], int]:
         """Every placeholder becomes what its picture's plan says. Also returns the request's `rope_delta`."""
@@ -356,6 +355,7 @@ class _Prompt:
     media: list[MediaPart]
     messages: tuple[ChatMessage, ...] = ()
     text: str = ""
+    quoting: Quoting | None = None  # what the text is spelled for
     token_ids: list[int] | None = None
     num_chars: int = 0
     add_special_tokens: bool = False
@@ -376,24 +376,3 @@ def _check_limits(slo: Slo, priority: int) -> None:
             f"priority must be an integer from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}; the smaller one goes first",
             param="priority",
         )
-
-
-def place_in_text(
-    text: str, media: Sequence[Media], processor: ProcessorSpec, tokenizer: Tokenizer, *, add_special_tokens: bool
-) -> tuple[list[int], list[Media]]:
-    """`text` holds the placeholder once per picture, and no image tokens besides. Returns the token ids, and the
-    pictures without the text that is among these now."""
-    image_token = tokenizer.token(processor.image_token_id)
-    pieces = text.split(processor.placeholder)
-    assert image_token is not None and len(pieces) == len(media) + 1, "placeholders were counted"
-    written = [pieces[0]]
-    for picture, piece in zip(media, pieces[1:], strict=True):
-        texts = [part if isinstance(part, str) else image_token for part in picture.plan.parts]
-        written += [*texts, piece]
-    token_ids = tokenizer.encode("".join(written), add_special_tokens=add_special_tokens)
-    return token_ids, [replace(picture, plan=picture.plan._replace(parts=picture.plan.items)) for picture in media]
-
-
-def place_in_ids(token_ids: Sequence[int], processor: ProcessorSpec) -> list[int]:
-    """The same for a prompt that came as token ids; what is around the pictures is tokenised by itself."""
-    return [processor.image_token_id if id == processor.placeholder_id else id for id in token_ids]

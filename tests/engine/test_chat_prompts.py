@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from hydra_engine import Engine
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.loading.random_weights import randomise
 from tests.preprocess.prompt_parity import draw, kinds_of
 from tests.preprocess.published import CHECKPOINTS, write_checkpoint
+from tools.miniatures import make_tiny
 
 NUM_ANSWERS = 20
 NUM_TOKENS = 16
@@ -92,3 +95,21 @@ def test_what_is_no_prompt_is_refused_with_a_sentence(make_engine: Callable[...,
                 call(wrong)
     with pytest.raises(InvalidRequest, match=r"^prompt 2: a prompt must be text, .*, not int\n"):
         engine.generate(["Hello", 5], max_tokens=1)
+
+
+@pytest.mark.parametrize("impl", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_a_token_without_an_embedding_is_refused_and_others_go_on(
+    impl: str, tmp_path: Path, make_engine: Callable[..., Engine]
+) -> None:
+    """It was a failed step for a text, and the last row's embedding beside a picture."""
+    make_tiny("llava", tmp_path / "m", seed=3)
+    file, config = tmp_path / "m" / "tokenizer.json", json.loads((tmp_path / "m" / "config.json").read_text())
+    values, rows = json.loads(file.read_text()), config["text_config"]["vocab_size"]
+    values["added_tokens"].append({**values["added_tokens"][-1], "id": rows, "content": "[PAD]", "special": True})
+    file.write_text(json.dumps(values))
+    engine = make_engine(model=tmp_path / "m", model_impl=impl)
+    for images in (None, Image.new("RGB", (40, 30))):
+        for options in ({}, {"prompt_logprobs": 1}):
+            with pytest.raises(InvalidRequest, match=rf"token '\[PAD\]' \(id {rows}\)"):
+                engine.generate("a [PAD] b", images=images, max_tokens=2, **options)
+        assert engine.generate("a b", images=images, max_tokens=2, ignore_eos=True).usage.completion_tokens == 2

@@ -17,6 +17,7 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ from tests.models.families import qwen3_vl
 from tests.models.families.base import Clip
 from tests.models.families.minicpmv import sampled
 from tests.models.families.qwen2_vl import inputs as qwen2_inputs
-from tests.preprocess.published import CHECKPOINTS, Published, write_checkpoint
+from tests.preprocess.published import CHECKPOINTS, Published, tokenizer_files, write_checkpoint
 
 KINDS = ("text", "system", "turns", "a picture", "pictures", "videos", "tools", "continued", "typed marks")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -74,7 +75,7 @@ _WORDS = (
         "Ġ",
         "def f(x):",
     ),
-    *(" ", "  ", "\n", "\n\n", "\t", "!", "?!", "(", "...", "<", "a<b", "|", "[", "{}", "[INST]", "\u00a0", "\u200d"),
+    *(" ", "  ", "\n", "\n\n", "\t", "!", "?!", "(", "...", "<", "a<b", "|", "[", "{}", "[inst]", "\u00a0", "\u200d"),
 )
 _TYPED = ("<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>")
 _TYPED += ("<|vision_start|>", "<|eot_id|>", "<start_of_turn>", "<bos>", "<0x0A>", "<end_of_utterance>", "<tool_call>")
@@ -107,7 +108,7 @@ def kinds_of(published: Published) -> list[str]:
 def draw(published: Published, kind: str, rng: random.Random) -> Chat:
     """A random conversation of that kind."""
     chat = Chat()
-    typed = kind == "typed marks"
+    typed = typed_marks(published) if kind == "typed marks" else ()
     if kind == "system" or (kind in ("tools", "typed marks") and rng.random() < 0.5):
         chat.messages.append(_message(published, "system", [_text(rng, typed)]))
     turns = rng.randint(2, 4) if kind in ("turns", "pictures", "videos") else 1
@@ -122,7 +123,7 @@ def draw(published: Published, kind: str, rng: random.Random) -> Chat:
     if kind == "tools":
         chat.tools = [WEATHER] * rng.randint(1, 2)
         if rng.random() < 0.6:
-            arguments = {"city": _text(rng, typed=False), "days": rng.randint(0, 9)}
+            arguments = {"city": _text(rng), "days": rng.randint(0, 9)}
             call = {"type": "function", "id": "call_0001", "function": {"name": "weather", "arguments": arguments}}
             chat.messages.append(_message(published, "assistant", [rng.choice(["", _text(rng, typed)])]))
             chat.messages[-1]["tool_calls"] = [call] * rng.randint(1, 2)
@@ -146,10 +147,17 @@ def _part(media: Image.Image | Clip) -> dict[str, Any]:
     return {"type": "image", "image": media}
 
 
-def _text(rng: random.Random, typed: bool) -> str:
+def typed_marks(published: Published) -> tuple[str, ...]:
+    """Those that users can type: what the template writes, and what begins and ends a sequence, is text from them."""
+    settings = tokenizer_files(published.tokenizer, published.extra, **dict(published.settings)).settings
+    own = (settings.get("bos_token"), settings.get("eos_token"))
+    return tuple(mark for mark in _TYPED if mark not in own and mark not in published.template_text)
+
+
+def _text(rng: random.Random, typed: Sequence[str] = ()) -> str:
     words = [rng.choice(_WORDS) for _ in range(rng.randint(1, 6))]
     if typed:
-        words.insert(rng.randint(0, len(words)), rng.choice(_TYPED))
+        words.insert(rng.randint(0, len(words)), rng.choice(typed))
     text = "".join(word + rng.choice(("", " ")) for word in words)
     return text if text.strip() else text + "x"
 

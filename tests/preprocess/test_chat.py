@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.call import ChatMessage, TextPart
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.frontend.call import chat_messages
@@ -129,25 +128,6 @@ def test_wrong_messages_are_refused_by_field(messages: Any, param: str) -> None:
         chat_messages(messages)
     assert caught.value.param == param
     assert len(caught.value.message) < 200 and "king" not in caught.value.message
-
-
-def test_a_prompts_texts_are_the_prompt(tokenizer: Tokenizer) -> None:
-    for content in ("<image>", (TextPart("x"), TextPart("<image>"))):
-        with pytest.raises(InvalidRequest, match="placeholder") as caught:
-            ChatTemplate(tokenizer, LLAVA, IMAGE).render([ChatMessage("user", content, "prompt")])
-        assert caught.value.param == "prompt"
-
-
-def test_the_image_token_in_a_text_is_refused_by_field(tokenizer: Tokenizer) -> None:
-    for messages, param in (
-        ([{"role": "user", "content": "x <image> y"}], "messages[0].content"),
-        ([user(text("ok"), text("<image>"))], "messages[0].content[1].text"),
-    ):
-        with pytest.raises(InvalidRequest, match="placeholder") as caught:
-            render(tokenizer, LLAVA, messages)
-        assert caught.value.param == param
-    blind = ChatTemplate(tokenizer, VICUNA, None)  # a model without pictures has no placeholder
-    assert "<image>" in blind.render([ChatMessage("user", "hi <image>", "prompt")])
 
 
 def test_templates_that_read_parts_get_parts(tokenizer: Tokenizer) -> None:

@@ -117,21 +117,6 @@ async def test_raw_prompts_and_token_ids_bring_their_own_placeholders(kitchen: A
             await kitchen.prepare(prompt, given, **options)
 
 
-async def test_the_placeholder_cannot_be_smuggled_in(kitchen: Any, picture: Picture) -> None:
-    part = {"type": "image", "image": picture(9, 9)}
-    pieces = [{"type": "text", "text": "<im"}, {"type": "text", "text": "age>"}]
-    for messages in (
-        [{"role": "user", "content": "<image>"}],
-        [{"role": "user", "content": pieces}],
-        [{"role": "user", "content": [part, *pieces]}],
-        [{"role": "assistant", "content": "<image>"}, {"role": "user", "content": [part]}],
-    ):
-        with pytest.raises(InvalidRequest, match="placeholder"):
-            await kitchen.prepare(messages=messages)
-    with pytest.raises(InvalidRequest, match="placeholder"):
-        await kitchen.prepare("an <image>!", picture(9, 9))
-
-
 async def test_lengths_are_checked_with_the_words_that_clients_look_for(
     make_preprocessor: Any, picture: Picture
 ) -> None:

@@ -98,20 +98,6 @@ def test_variables_reach_the_template(tokenizer: Tokenizer) -> None:
     assert render(tokenizer, shown, hello(), variables={"a": {"b": [1, "x"]}, "c": None}) == "x None <s>hello"
 
 
-def test_the_image_token_is_refused_wherever_it_comes_from(tokenizer: Tokenizer) -> None:
-    bad = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"<image>": {}}}}}
-    for param, messages, options in (
-        ("tools", hello(), {"tools": (bad,)}),
-        ("chat_template_kwargs", hello(), {"variables": {"a": ["x <image>"]}}),
-        ("messages[1].tool_calls", hello(asks(call(arguments='{"a": "\\u003cimage>"}'))), {}),
-        ("messages[1].tool_calls", hello(asks(call(arguments='{"a": <image>'))), {}),
-        ("messages[1].content", hello(answer("<image>")), {}),
-    ):
-        with pytest.raises(InvalidRequest, match="placeholder") as caught:
-            render(tokenizer, QWEN_LIKE, messages, **options)
-        assert caught.value.param == param
-
-
 GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from hydra_engine.core.call import MAX_FIELD_CHARS, REASONING, ChatMessage, TextPart, ToolCall
+from hydra_engine.core.call import MAX_FIELD_CHARS, REASONING, ChatMessage, Role, TextPart, ToolCall
 from hydra_engine.core.prompting import TemplateOptions, check_json, texts_of
 from hydra_engine.errors import InvalidRequest
+from hydra_engine.preprocess.text.quoting import Quoting
 from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.preprocess.text.turns import arranged
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +50,16 @@ class ChatTemplate:
         image_token: str | None,
         video_token: str | None = None,
         *,
+        other_placeholders: Sequence[str] = (),
         has_processor: bool = True,
     ) -> None:
         self.text = template
         self._has_processor = has_processor
         self._tokenizer = tokenizer
         self._tokens = {"image": image_token, "video": video_token}
+        self._placeholders = (image_token, video_token, *other_placeholders)
         self._reads: dict[tuple[str, type], bool] = {}
+        self._taken: dict[tuple[Role, ...], bool | None] = {}
         self._ends: dict[tuple[str, bool, bool], str] = {}
         self._words = frozenset(_WORD.findall(template or ""))
         self._ignored: set[str] = set()
@@ -72,14 +79,25 @@ class ChatTemplate:
             check_json(value, message.place_of(name if name in message.others else given or name), MAX_FIELD_CHARS)
         return replace(message, others=read)
 
-    def render(self, messages: Sequence[ChatMessage], options: TemplateOptions = _DEFAULTS) -> str:
-        """The prompt's text. Raises InvalidRequest; also where a user's text holds the image token."""
+    def arranged(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+        """The conversation in turns that the template takes where they stand."""
+        return tuple(messages) if self.text is None else arranged(messages, self._takes)
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions = _DEFAULTS,
+        quoting: Quoting | None = None,
+    ) -> str:
+        """The prompt's text, spelled for `quoting` where there is one. Raises InvalidRequest."""
         if self.text is None:
             raise InvalidRequest(f"{NO_TEMPLATE}, or use completions (raw prompts)")
-        self._check_texts(messages, options)
         if options.continue_final_message:
             _check_last(messages[-1])
-        return self._apply([self._fitting(message) for message in messages], options)
+        if quoting is None:
+            return self._apply([self._fitting(message) for message in messages], options)
+        hidden = [self._fitting(hide_marks(message, quoting)) for message in messages]
+        return quoting.rendered(self._apply(hidden, options, quoting.hide))
 
     def generation_prompt(self, options: TemplateOptions = _DEFAULTS) -> str:
         """What these options put behind a user's message for the answer to begin. Empty where there is no template, or
@@ -104,31 +122,50 @@ class ChatTemplate:
             return ""
         return text.rpartition(_PROBE)[2]
 
-    def adds_special_tokens(self, rendered: str, options: TemplateOptions = _DEFAULTS) -> bool:
+    def quoting_of(self, messages: Sequence[ChatMessage], options: TemplateOptions = _DEFAULTS) -> Quoting | None:
+        """What a conversation is rendered and encoded with where it quotes control tokens of this template."""
+        if self.text is None:
+            return None
+        texts = [[text] for text in texts_of((options.tools, options.variables))]
+        texts += [each for message in messages for each in texts_together(message)]
+        return self._quoting if any(map(self._quoting.quotes, texts)) else None
+
+    def adds_special_tokens(
+        self, rendered: str, options: TemplateOptions = _DEFAULTS, quoting: Quoting | None = None
+    ) -> bool:
         """Whether a rendered conversation is tokenised with what the tokenizer puts around every text (BOS as a rule).
         By the rule of transformers: its processors do so unless BOS is there, its tokenizers by themselves never."""
         if options.add_special_tokens is not None:
             return options.add_special_tokens
         bos = self._tokenizer.bos_token
+        if bos is not None and quoting is not None:
+            bos = quoting.own(bos)
         return self._has_processor and (bos is None or not rendered.startswith(bos))
+
+    @cached_property
+    def _quoting(self) -> Quoting:
+        """Marks are the placeholders, what begins and ends a sequence, and the special tokens that the template writes;
+        others, as those of boxes and regions, are for users too."""
+        written = "".join([self.text or "", *self._samples()])
+        around = (self._tokenizer.bos_token, self._tokenizer.eos_token)
+        special = [token for token in self._tokenizer.special_tokens if token in around or token in written]
+        marks = {token for token in special if not token.isspace()}
+        return Quoting(self._tokenizer, marks.union(token for token in self._placeholders if token))
+
+    def _samples(self) -> Iterator[str]:
+        """What the template makes of a turn of each role, where it takes that."""
+        for role in ("system", "user", "assistant", "tool"):
+            with suppress(TemplateError, *_RENDER_ERRORS):
+                turns = self._probe(role, str if self._reads_form(role, str) else list)
+                yield self._tokenizer.apply_template(turns, self.text or "", _DEFAULTS)
+        with suppress(TemplateError, *_RENDER_ERRORS):
+            yield self._tokenizer.apply_template(self._call_probe(dict), self.text or "", _DEFAULTS)
 
     def _log_ignored(self, names: Iterable[str]) -> None:
         for name in sorted(names):
             if name not in self._ignored and len(self._ignored) < _MAX_LOGGED_NAMES:
                 self._ignored.add(name)
                 logger.info("the chat template does not read %r of messages; it is ignored", name[:64])
-
-    def _check_texts(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> None:
-        texts = [place for message in messages for place in message.texts()]
-        texts += [("tools", text) for text in texts_of(options.tools)]
-        texts += [("chat_template_kwargs", text) for text in texts_of(options.variables)]
-        for param, text in texts:
-            for kind, token in self._tokens.items():
-                if token is not None and token in text:
-                    raise InvalidRequest(
-                        f"the text holds the model's {kind} placeholder; give {kind}s as {kind} parts instead",
-                        param=param,
-                    )
 
     def _fitting(self, message: ChatMessage) -> dict[str, Any]:
         """The message as the template reads it: its content and the arguments of its calls in a form that it has a
@@ -168,6 +205,22 @@ class ChatTemplate:
             known = self._reads[role, form] = self._shows(probe)
         return known
 
+    def _takes(self, roles: tuple[Role, ...]) -> bool | None:
+        if roles not in self._taken:
+            words = [f"{_PROBE}{number}x" for number in range(len(roles))]
+            turns = [
+                {"role": role, "content": self._fitting_text(role, word)}
+                for role, word in zip(roles, words, strict=True)
+            ]
+            try:
+                text = self._tokenizer.apply_template(turns, self.text or "", _PROBING)
+                self._taken[roles] = all(word in text for word in words)
+            except (TemplateError, *_RENDER_ERRORS):
+                self._taken[roles] = None
+            if not self._taken[roles]:
+                logger.info("the chat template does not take turns in the order %s", ", ".join(roles))
+        return self._taken[roles]
+
     def _probe(self, role: str, form: type) -> list[dict[str, Any]]:
         content = _PROBE if form is str else [_part(_PROBE)]
         messages: list[dict[str, Any]] = [{"role": role, "content": content}]
@@ -195,9 +248,11 @@ class ChatTemplate:
             return False
         return _PROBE in text and "{'type'" not in text and f"{{'{_PROBE}" not in text
 
-    def _apply(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
+    def _apply(
+        self, messages: list[dict[str, Any]], options: TemplateOptions, hide: Callable[[Any], Any] | None = None
+    ) -> str:
         try:
-            return self._tokenizer.apply_template(messages, self.text or "", options)
+            return self._tokenizer.apply_template(messages, self.text or "", options, hide)
         except TemplateError as error:
             # Exactly this class is what a template raises by itself, in words meant for the user.
             words = " ".join((error.message or "").split())[:200] if type(error) is TemplateError else ""
@@ -207,6 +262,36 @@ class ChatTemplate:
         except _RENDER_ERRORS as error:
             hint = ", or not so that the last one goes on" if options.continue_final_message else ""
             raise InvalidRequest(f"the chat template cannot render these messages{hint}") from error
+
+
+def texts_together(message: ChatMessage) -> Iterator[list[str]]:
+    """All texts of a message; those of one list may come right behind each other in a prompt."""
+    content = message.content
+    yield [content] if isinstance(content, str) else [part.text for part in content if isinstance(part, TextPart)]
+    named = (message.name, message.tool_call_id, message.others)
+    yield from ([text] for call in message.tool_calls for text in call.texts())
+    yield from ([text] for text in texts_of(named))
+
+
+def hide_marks(message: ChatMessage, quoting: Quoting) -> ChatMessage:
+    content = message.content
+    if isinstance(content, str):
+        content = quoting.hide(content)
+    else:
+        hidden = iter(quoting.hide_each([part.text for part in content if isinstance(part, TextPart)]))
+        content = tuple(TextPart(next(hidden)) if isinstance(part, TextPart) else part for part in content)
+    calls = (
+        ToolCall(quoting.hide(call.name), quoting.hide(call.arguments), quoting.hide(call.id), "tool_calls")
+        for call in message.tool_calls
+    )
+    return replace(
+        message,
+        content=content,
+        tool_calls=tuple(calls),
+        tool_call_id=quoting.hide(message.tool_call_id),
+        name=quoting.hide(message.name),
+        others=quoting.hide(message.others),
+    )
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -7,12 +7,12 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import AddedToken, Encoding, decoders
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders
 
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError, InvalidRequest
@@ -86,10 +86,12 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.special_tokens = tuple(token.content for token in added.values() if token.special)
         named = self._backend.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(named, *(id + 1 for id in added)) if added else named
         self._unnamed = str(tokenizer.init_kwargs.get("unnamed_text", "")).encode()
         self.bos_token: str | None = tokenizer.bos_token
+        self.eos_token: str | None = tokenizer.eos_token
         self.eos_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.chat_template = chat_template
         self.tool_template = tool_template  # of conversations with tools, where the files have another one for them
@@ -101,14 +103,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text are parsed. Raises InvalidRequest for text that is not Unicode."""
-        try:
-            if len(text) < LONG_TEXT_CHARS:
-                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            else:  # the batch form lets other threads run meanwhile
-                encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except (UnicodeError, TypeError) as error:
-            raise InvalidRequest("the text is not valid Unicode (lone surrogates)") from error
-        return list(encoding.ids)
+        return list(_encode(self._backend, text, add_special_tokens=add_special_tokens).ids)
+
+    def respelled(self, spellings: Mapping[str, str]) -> Respelled:
+        """The same tokenizer with other spellings of some tokens, whose own become plain text."""
+        return Respelled(self._backend, spellings)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         try:
@@ -119,6 +118,9 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, None outside it."""
         return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
 
     def tokens(self, token_ids: Iterable[int]) -> list[str]:
         return [self.token(id) or "" for id in token_ids]
@@ -142,18 +144,26 @@ class Tokenizer:
         return name_of(self.token_bytes(token_id))
 
     def apply_template(
-        self, conversation: list[dict[str, Any]], template: str, options: TemplateOptions | None = None
+        self,
+        conversation: list[dict[str, Any]],
+        template: str,
+        options: TemplateOptions | None = None,
+        hide: Callable[[Any], Any] | None = None,
     ) -> str:
-        """Renders in transformers' sandbox; raises what the template raises."""
+        """Renders in transformers' sandbox; raises what the template raises. `hide` is done to tools and variables."""
         options = options or TemplateOptions()
+        tools: list[Any] = [dict(tool) for tool in options.tools]
+        variables: dict[str, Any] = dict(options.variables)
+        if hide is not None:
+            tools, variables = hide(tools), hide(variables)
         rendered = self._tokenizer.apply_chat_template(
             conversation,
-            tools=[dict(tool) for tool in options.tools] or None,
+            tools=tools or None,
             chat_template=template,
             tokenize=False,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
-            **options.variables,
+            **variables,
         )
         assert isinstance(rendered, str)
         return rendered
@@ -175,6 +185,67 @@ class Tokenizer:
         alone = self._backend.decode([token_id], skip_special_tokens=False)
         twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
+
+class Respelled:
+    """Shares the model of a tokenizer, has its added tokens with other spellings, and gives the same ids."""
+
+    def __init__(self, backend: Backend, spellings: Mapping[str, str]) -> None:
+        self._original = backend
+        self._backend = Backend(backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (chosen := getattr(backend, part)) is not None:
+                setattr(self._backend, part, chosen)
+        known = {token.content: token for _, token in sorted(backend.get_added_tokens_decoder().items())}
+        tokens = known | {name: AddedToken(name, special=True) for name in spellings if name not in known}
+        self._backend.add_tokens([_spelled(token, spellings.get(name, name)) for name, token in tokens.items()])
+        self._ids = {_id_of(self._backend, spellings.get(name, name)): _id_of(backend, name) for name in tokens}
+        self._respelled = {_id_of(backend, name): name for name in spellings}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises InvalidRequest also where plain text is one of the tokens that have another spelling."""
+        encoding = _encode(self._backend, text, add_special_tokens=False)
+        if add_special_tokens:
+            encoding = self._original.post_process(encoding, None, True)
+        return [
+            id if is_added else self._id(id)
+            for id, is_added in zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        ]
+
+    def _id(self, id: int) -> int:
+        if id in self._ids:
+            return self._ids[id]
+        if id in self._respelled:
+            name = self._respelled[id]
+            raise InvalidRequest(f"the text {name} would be the model's token of that name; write it in another way")
+        return id
+
+
+def _id_of(backend: Backend, token: str) -> int:
+    id = backend.token_to_id(token)
+    assert id is not None, f"{token} is in the vocabulary"
+    return id
+
+
+def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> Encoding:
+    try:
+        if len(text) < LONG_TEXT_CHARS:
+            return backend.encode(text, add_special_tokens=add_special_tokens)
+        # The batch form lets other threads run meanwhile.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except (UnicodeError, TypeError) as error:
+        raise InvalidRequest("the text is not valid Unicode (lone surrogates)") from error
+
+
+def _spelled(token: AddedToken, content: str) -> AddedToken:
+    return AddedToken(
+        content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
 
 
 class _WholeTexts(dict[int, str | None]):

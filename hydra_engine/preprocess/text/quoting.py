@@ -1,0 +1,73 @@
+"""Control tokens that a text only quotes, told from those that a chat template writes.
+
+Marks are what a template writes around texts, and what stands for a picture or a video. Where a text of a conversation
+spells one, it is hidden while the template is rendered; then the template's own marks get spellings that nobody can
+guess, and a tokenizer that knows only these encodes everything in one piece. So what was quoted becomes the tokens of
+plain text, and what is around it keeps its own. Does not know templates or messages.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from hydra_engine.preprocess.text.tokenizer import Tokenizer
+
+_NONCE_DIGITS = 20
+
+
+class Quoting:
+    """Of one template; `marks` are tokens of the vocabulary. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
+        # Digits go through a template as they are, whatever it does with texts.
+        nonce = str(10**_NONCE_DIGITS + secrets.randbelow(10**_NONCE_DIGITS))
+        numbers = {mark: f"{nonce}{number:06}" for number, mark in enumerate(sorted(marks), 1)}
+        self._hidden = {mark: f"{number}0" for mark, number in numbers.items()}
+        self._own = {mark: f"{number}1" for mark, number in numbers.items()}
+        self._border = f"{nonce}{0:06}0"
+        self._shown = {hidden: mark for mark, hidden in self._hidden.items()} | {self._border: ""}
+        self._marks, self._stand_ins = _any_of(marks), _any_of(self._shown)
+        self._respelled = tokenizer.respelled(self._own)
+
+    def quotes(self, texts: Sequence[str]) -> bool:
+        """Whether these, which a template may write one right behind the other, trimmed or not, hold a mark."""
+        joined = {"".join(texts), "".join(text.strip() for text in texts)}
+        return any(self._marks.search(text) for text in joined)
+
+    def hide(self, value: Any) -> Any:
+        """Plain JSON without marks in its strings and names."""
+        if isinstance(value, str):
+            return self._marks.sub(lambda found: self._hidden[found[0]], value)
+        if isinstance(value, Mapping):
+            return {self.hide(name): self.hide(inner) for name, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def hide_each(self, texts: Sequence[str]) -> list[str]:
+        """The same for texts that a template may write one right behind the other, which could be a mark together."""
+        hidden: list[str] = [self.hide(text) for text in texts]
+        return [self._with_border(text) for text in hidden] if self.quotes(hidden) else hidden
+
+    def rendered(self, text: str) -> str:
+        """A rendered conversation with its own marks spelled for `encode`, and what was hidden shown."""
+        return self._stand_ins.sub(lambda found: self._shown[found[0]], self.own(text))
+
+    def own(self, text: str) -> str:
+        """What a template or a processor writes, spelled for `encode`."""
+        return self._marks.sub(lambda found: self._own[found[0]], text)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises InvalidRequest where a quoted mark would be that token all the same."""
+        return self._respelled.encode(text, add_special_tokens=add_special_tokens)
+
+    def _with_border(self, text: str) -> str:
+        """Behind its last character, so that trimming leaves the border where it is and the same as without it."""
+        end = len(text.rstrip())
+        return f"{text[:end]}{self._border}{text[end:]}" if end else text
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """The longest one wins; without any, nothing matches."""
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or r"(?!)")

@@ -1,0 +1,81 @@
+"""Turns that a chat template refuses, or leaves out, because of where they stand.
+
+A system turn behind others becomes a user's turn in its place, so that the prompt before it stays the same, which may
+be cached. Turns of one role in a row become one. Whatever a template takes stays as it is. Does not know templates: it
+is told what one takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from hydra_engine.core.call import ChatMessage, MediaPart, Role, TextPart
+
+# Whether a conversation of such turns is written with all their texts; None: it is refused.
+Takes = Callable[[tuple[Role, ...]], bool | None]
+
+
+def arranged(messages: Sequence[ChatMessage], takes: Takes) -> tuple[ChatMessage, ...]:
+    turns = list(messages)
+    first = next((index for index, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    if first and takes(("system", "user")) is None and takes(("user",)):
+        first = 0
+    if first > 1 and not takes(("system", "system", "user")):
+        turns[:first] = _joined(turns[:first], "system")
+        first = 1
+    late = [turn for turn in turns[first:] if turn.role == "system"]
+    if late and not (first == len(turns) or takes(("user", "system", "assistant", "system", "user"))):
+        turns[first:] = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns[first:]]
+    if _repeats(turns, "user") and not takes(("user", "user")):
+        turns = _joined(turns, "user")
+    if _repeats(turns, "assistant") and not takes(("user", "assistant", "assistant")):
+        turns = _joined(turns, "assistant")
+    return tuple(turns)
+
+
+def _repeats(turns: Sequence[ChatMessage], role: str) -> bool:
+    return any(one.role == role == other.role for one, other in pairwise(turns))
+
+
+def _joined(turns: Sequence[ChatMessage], role: str) -> list[ChatMessage]:
+    """With one turn for each run of this role."""
+    found: list[ChatMessage] = []
+    for turn in turns:
+        if found and found[-1].role == turn.role == role:
+            found[-1] = _one_turn(found[-1], turn)
+        else:
+            found.append(turn)
+    return found
+
+
+def _one_turn(turn: ChatMessage, more: ChatMessage) -> ChatMessage:
+    return replace(
+        turn,
+        content=_content(turn.content, more.content),
+        tool_calls=turn.tool_calls + more.tool_calls,
+        others={**turn.others, **more.others, **_texts_of_both(turn.others, more.others)},
+    )
+
+
+Content = str | tuple[TextPart | MediaPart, ...]
+
+
+def _content(content: Content, more: Content) -> Content:
+    if not content or not more:
+        return content or more
+    if isinstance(content, str) and isinstance(more, str):
+        return f"{content}\n\n{more}"
+    *before, last = (TextPart(content),) if isinstance(content, str) else content
+    first, *behind = (TextPart(more),) if isinstance(more, str) else more
+    if isinstance(last, TextPart) and isinstance(first, TextPart):
+        return (*before, TextPart(f"{last.text}\n\n{first.text}"), *behind)
+    return (*before, last, first, *behind)
+
+
+def _texts_of_both(others: Any, more: Any) -> dict[str, str]:
+    """Of fields that both turns have, such as reasoning."""
+    names = [name for name in others if isinstance(others[name], str) and isinstance(more.get(name), str)]
+    return {name: f"{others[name]}\n\n{more[name]}" for name in names if name != "name"}
