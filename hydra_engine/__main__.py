@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = command_of(arguments.command)
     assert name is not None  # argparse knows the others
     try:
-        if extra:
+        if extra := _without_switches(extra):
             _refuse(commands[name], extra)
         return runner(name)(arguments)
     except HydraError as error:
@@ -55,6 +55,24 @@ def _leave_to_the_system() -> None:
     """What was loaded ends with the process anyway. Triton prints what of it was not collected, so there it is."""
     if "triton" not in sys.modules:
         gc.freeze()
+
+
+def _without_switches(extra: Sequence[str]) -> list[str]:
+    """Without those of other engines that ask for what is so anyway, which are told."""
+    if not extra:
+        return []
+    from hydra_engine.cli.settings.other_engines import taken_anyway
+
+    rest = []
+    for argument in extra:
+        name, equals, value = argument.partition("=")
+        plain = name.lstrip("-").replace("_", "-")
+        reason = taken_anyway(plain, value if equals else True) if argument.startswith("-") else None
+        if reason is None:
+            rest.append(argument)
+        else:
+            sys.stderr.write(f"hydra-engine: note: {name} changes nothing here: {reason}\n")
+    return rest
 
 
 def _refuse(parser: Parser, extra: Sequence[str]) -> NoReturn:

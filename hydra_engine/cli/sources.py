@@ -23,7 +23,7 @@ from hydra_engine.cli.options import (
     variable_of,
 )
 from hydra_engine.cli.settings import values
-from hydra_engine.cli.settings.other_engines import instead_of
+from hydra_engine.cli.settings.other_engines import instead_of, taken_anyway
 from hydra_engine.config import (
     DEMO_MODEL,
     EngineConfig,
@@ -204,6 +204,8 @@ def _from_file(path: Path) -> Layer:
             option = options.get(name)
             if name == MEDIA_LIMITS and section in ("", "media"):
                 limits = value, where, _source(path, key)
+            elif option is None and (reason := taken_anyway(name, value)) is not None:
+                sys.stderr.write(f"hydra-engine: note: {where} changes nothing here: {reason}\n")
             elif option is None:
                 sentence = unknown_name(name, [*options, MEDIA_LIMITS], f"{key.value[:_MAX_KEY]!r}")
                 raise ConfigError(f"line {key.start_mark.line + 1} of the configuration file: {sentence}", param=name)

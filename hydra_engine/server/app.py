@@ -81,6 +81,7 @@ def _routes(*, with_admin: bool, debug_endpoints: bool) -> list[web.RouteDef]:
         web.post("/v1/messages/count_tokens", messages.count_tokens),
         web.delete("/v1/requests/{id}", generate.end_requests),
         web.get("/v1/models", info.list_models),
+        web.get("/v1/models/", info.list_models),
         web.get("/v1/models/{model:.+}", info.one_model),
         web.post("/tokenize", tokenize.tokenize),
         web.post("/detokenize", tokenize.detokenize),

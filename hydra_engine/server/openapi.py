@@ -58,13 +58,15 @@ def _encoded(routes: tuple[tuple[str, str], ...], has_api_keys: bool, has_admin_
 
 
 def routes_of(app: web.Application) -> list[tuple[str, str]]:
-    """(method, path) of the API. Without HEAD, which every GET has, and without the page."""
+    """(method, path) of the API. Without HEAD, which every GET has, without the page, and without a
+    second spelling that ends in a slash."""
     routes = []
     for route in app.router.routes():
-        if route.resource is None or route.resource.canonical in PAGE_PATHS:
+        path = "/" if route.resource is None else route.resource.canonical
+        if path in PAGE_PATHS or path.endswith("/"):
             continue
         if route.method != "HEAD":
-            routes.append((route.method, route.resource.canonical))
+            routes.append((route.method, path))
     return routes
 
 

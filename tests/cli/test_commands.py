@@ -232,6 +232,26 @@ def test_names_of_other_engines_are_explained(typed: tuple[str, ...], instead: s
     assert done.returncode == 2 and instead in done.stderr.splitlines()[0]
 
 
+def test_switches_of_what_is_so_anyway_are_taken_with_a_note(here: Here, tmp_path: Path) -> None:
+    done = here("config", "--enable-auto-tool-choice", "--jinja", "--cont_batching=true", "--max-num-seqs", "3")
+    assert done.returncode == 0 and "max-num-seqs: 3" in done.stdout
+    notes = done.stderr.splitlines()
+    assert [note.split()[:3] for note in notes] == [
+        ["hydra-engine:", "note:", name] for name in ("--enable-auto-tool-choice", "--jinja", "--cont-batching")
+    ]
+    assert notes[0].endswith("--tool-parser sets the format of calls")
+    file = tmp_path / "options.yaml"
+    file.write_text("enable-auto-tool-choice: true\nmax-num-seqs: 4\n")
+    done = here("config", "--config", str(file))
+    assert done.returncode == 0 and "max-num-seqs: 4" in done.stdout
+    assert done.stderr.startswith("hydra-engine: note: enable-auto-tool-choice (line 1 of the configuration file)")
+    file.write_text("enable-auto-tool-choice: false\n")
+    done = here("config", "--config", str(file))
+    assert done.returncode == 2 and "tools are on if the chat template supports them" in done.stderr
+    done = here("serve", "--enable-auto-tool-choice=false")
+    assert done.returncode == 2 and "--enable-auto-tool-choice is not an option here: tools are on" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["code-revision", "tokenizer-pool", "max-log-len", "additional-config", "headless"])
 def test_a_name_that_only_looks_a_little_like_another_is_not_taken_for_it(name: str, here: Here) -> None:
     assert here("serve", f"--{name}").stderr.splitlines()[0].endswith(f"--{name} is not an option")
@@ -240,9 +260,10 @@ def test_a_name_that_only_looks_a_little_like_another_is_not_taken_for_it(name: 
 def test_what_is_told_to_give_instead_is_an_option() -> None:
     _, commands = build_parser()
     flags = {flag.removeprefix("--") for parser in commands.values() for flag in parser.flags()}
-    told = {flag for reason in other_engines._INSTEAD for flag in FLAG.findall(reason)}
+    tables = (other_engines._INSTEAD, other_engines._ANYWAY)
+    told = {flag for table in tables for reason in table for flag in FLAG.findall(reason)}
     assert told and told <= flags
-    names = [name for several in other_engines._INSTEAD.values() for name in several]
+    names = [name for table in tables for several in table.values() for name in several]
     assert len(set(names)) == len(names)
     serve = {flag.removeprefix("--") for flag in commands["serve"].flags()}
     assert not set(names) - {"model"} & serve

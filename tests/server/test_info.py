@@ -95,3 +95,8 @@ async def test_ping_is_health(served: Served) -> None:
     served.engine.state = "hung"
     async with served.get("/ping") as response:
         assert response.status == 503 and response.headers["Retry-After"] == "2"
+
+
+async def test_the_list_of_models_with_a_slash_behind_it(served: Served) -> None:
+    async with served.get("/v1/models") as plain, served.get("/v1/models/") as response:
+        assert response.status == 200 and await response.json() == await plain.json()

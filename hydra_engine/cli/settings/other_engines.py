@@ -19,7 +19,6 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "give --token-budget, how many tokens one step takes": (
         *("b", "ub", "batch-size", "ubatch-size", "chunked-prefill-size", "max-prefill-tokens"),
     ),
-    "prefill is always chunked, by --token-budget": ("enable-chunked-prefill",),
     "give --look-ahead": ("async-scheduling",),
     "give --no-prefix-caching": ("disable-radix-cache",),
     "give --pixel-cache-mib": ("mm-processor-cache-gb",),
@@ -35,20 +34,15 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "give --attention-backend": ("fa", "flash-attn"),
     "one process serves HTTP": ("api-server-count",),
     "give --log-level": ("uvicorn-log-level", "log-level-http"),
-    "--access-log is off unless it is given": ("disable-uvicorn-access-log", "disable-access-log-for-endpoints"),
-    "requests are logged only with --enable-log-requests": ("disable-log-requests",),
+    "--access-log is off unless it is given": ("disable-access-log-for-endpoints",),
     "pictures are scaled between --min-pixels and --max-pixels": (
         *("mm-processor-kwargs", "image-min-tokens", "image-max-tokens"),
     ),
     "give --mmproj": ("mm",),
     f"the tokenizer needs no name of its own: {_IN_THE_FOLDER}": ("tokenizer", "tokenizer-path", "tokenizer-mode"),
-    "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
-        "enable-auto-tool-choice",
-    ),
     "the server listens on --host and --port": ("uds",),
     "let a proxy in front of the server take the prefix off": ("root-path",),
     "put a proxy with TLS in front of the server": ("ssl-keyfile", "ssl-certfile", "ssl-key-file", "ssl-cert-file"),
-    "usage always counts cached tokens and those of images; leave it out": ("enable-prompt-tokens-details",),
     "a stream ends with its usage if the request has stream_options.include_usage": ("enable-force-include-usage",),
     _ONE_DEVICE: (
         *("tensor-parallel-size", "pipeline-parallel-size", "tp", "pp", "tp-size", "pp-size", "ngl", "gpu-layers"),
@@ -75,9 +69,34 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     ),
     "speculative decoding is not supported": ("speculative-config", "speculative-algorithm", "md", "model-draft"),
 }
+# Switches that ask for what is so in any case.
+_ANYWAY: dict[str, tuple[str, ...]] = {
+    "prefill is always chunked, by --token-budget": ("enable-chunked-prefill", "enable-mixed-chunk"),
+    "requests join and leave the batch at every step": ("cont-batching", "cb"),
+    "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
+        "enable-auto-tool-choice",
+    ),
+    "the model's chat template is always used": ("jinja",),
+    "pictures are always taken": ("enable-multimodal",),
+    "usage always counts cached tokens and those of images": ("enable-prompt-tokens-details", "enable-cache-report"),
+    "requests are logged only with --enable-log-requests": ("disable-log-requests",),
+    "--access-log is off unless it is given": ("disable-uvicorn-access-log",),
+    "GET /metrics always answers": ("enable-metrics", "metrics"),
+    "GET /load always answers": ("enable-server-load-tracking",),
+    "every answer has its X-Request-Id": ("enable-request-id-headers",),
+}
 _BY_NAME = {name: reason for reason, names in _INSTEAD.items() for name in names}
 
 
 def instead_of(name: str) -> str | None:
     """The replacement of another engine's option; `name` has no leading dashes. None: not a known option."""
-    return _BY_NAME.get(name)
+    return _BY_NAME.get(name) or _anyway(name)
+
+
+def taken_anyway(name: str, value: object = True) -> str | None:
+    """Why another engine's switch changes nothing here when it is on. None: it is off, or no such switch."""
+    return _anyway(name) if value is True or value is None or str(value).lower() == "true" else None
+
+
+def _anyway(name: str) -> str | None:
+    return next((reason for reason, names in _ANYWAY.items() if name in names), None)
