@@ -11,7 +11,7 @@ import pytest
 from hydra_engine.errors import InvalidRequest, RequestFailed, Unavailable
 from hydra_engine.telemetry.trace import LiveRequest
 from tests.calls import plain
-from tests.page.conftest import PICTURES, OpenTab, Scripted, Tab
+from tests.page.conftest import PICTURES, ROOT, OpenTab, Scripted, Tab
 
 pytestmark = pytest.mark.usefixtures("browser")
 Serve = Callable[..., Scripted]
@@ -424,17 +424,19 @@ def test_no_text_of_a_model_becomes_markup(served: Scripted, new_tab: OpenTab) -
     tab.press("Copy code")
     tab.page.get_by_role("button", name="Copied").wait_for()
     assert tab.page.evaluate("navigator.clipboard.readText()") == "ls -l <dir>"
-    # The same of a model whose thoughts the server takes out of the text.
-    served.engine.chat_template, before = (
-        "{% if add_generation_prompt %}<think>{% endif %}",
-        served.engine.chat_template,
-    )
-    served.engine.pieces = ["second", " thought", "</think>", "So", "."]
+    # So are those that the server gives apart from the text, and they go along with later questions.
+    served.engine.chat_template = (ROOT / "tests" / "templates" / "qwen35.jinja").read_text()
+    served.engine.pieces = ["second <b>", " thought", "\n</think>\n\n", "Five", "."]
     tab.ask("z")
     tab.wait(".message.assistant >> nth=2")
+    assert tab.answered() == "Five."
+    thought = tab.page.locator(".message.assistant").last.locator(".thought")
+    assert thought.locator(".text").text_content() == "second <b> thought" and thought.locator("b").count() == 0
+    tab.ask("w")
+    tab.wait(".message.assistant >> nth=3")
     tab.answered()
-    served.engine.chat_template = before
-    assert "second thought" in (thought.last.text_content() or "") and tab.get("answer").last.inner_text() == "So."
+    turn = plain(served.engine.submissions[-1].messages)[-2]
+    assert (turn["reasoning_content"], turn["content"]) == ("second <b> thought", "Five.")
 
 
 @pytest.mark.slow

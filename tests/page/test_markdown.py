@@ -100,6 +100,99 @@ def test_every_beginning_looks_as_if_it_had_come_at_once(page: Any) -> None:
     assert wrong == [] and kept
 
 
+# What an answer looks like must not depend on where the pieces of its stream end.
+ANSWERS = [
+    "<think>\nfirst *this*\n\nthen `that`\n</think>\n\n```sh\nls -l <dir>\n```\n\nend",
+    "a thought whose mark the prompt has\n\n- a\n</think>\n\n# T\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n1. x\n2. y\n",
+    "[a] and [b][c]\n\nx\n\ny\n\n[a]: https://h.org/x\n[c]: https://k.org\n",
+    "a\r\rb\r\n\r\nc\r\rd\r```\re\r```\rf",
+    "$x$\n\n$$\ny\n$$\n\n<b>x</b> <script>1</script>\n\n> q\n> r\n\n- [ ] a\n- [x] b\n\n  c\n\ntext\n===\n\n![i](https://h.org/p)",
+    "1. a\n\n   b\n\n2. c\n\n- d\n\n      e\n***\nf\n",
+    "  \n<think></think>\n\nx\n\ny",
+    "<think>only thoughts\n\n```py\nx=1\n",
+    "```\n<think>\n```\n</think>\n\nx <think>y</think>",
+    "\n\n\n[a]: https://h.org\n",
+    "<thin king",
+    " \n ",
+    "",
+]
+_SPLITS = """async (texts) => {
+  const { AnswerView } = await import("/ui/answer.js");
+  const frame = globalThis.requestAnimationFrame;
+  globalThis.requestAnimationFrame = (draw) => { draw(); return 0; };
+  const drawn = (pieces) => {
+    const turn = { text: "", facts: null, error: null, settings: {} };
+    const view = new AnswerView(turn, { bodyOf: () => [{ messages: [] }, []], again() {} });
+    view.wait("");
+    for (const piece of pieces) {
+      turn.text += piece;
+      view.grow(() => {});
+    }
+    view.finish();
+    return view.element;
+  };
+  const cases = [];
+  for (const text of texts) {
+    const whole = drawn([text]), ways = [[...text]];
+    for (let end = 0; end <= text.length; end += 1) {
+      ways.push([text.slice(0, end), text.slice(end)]);
+      for (let next = end + 1; next < text.length; next += 23) {
+        ways.push([text.slice(0, end), text.slice(end, next), text.slice(next)]);
+      }
+    }
+    for (const pieces of ways) cases.push([whole, drawn(pieces), pieces]);
+  }
+  globalThis.requestAnimationFrame = frame;
+  // Code and formulas are finished by libraries, which take their time to come.
+  const differs = ([whole, element]) => whole.outerHTML !== element.outerHTML;
+  const settled = () => !cases.some(differs) && cases.some(([whole]) => whole.querySelector(".hljs-built_in, .katex"));
+  for (let i = 0; i < 100 && !settled(); i += 1) await new Promise((resolve) => setTimeout(resolve, 20));
+  return [cases.length, cases.filter(differs).map(([, , pieces]) => pieces)];
+}"""
+
+
+def test_an_answer_looks_the_same_wherever_its_pieces_end(page: Any) -> None:
+    num_cases, wrong = page.evaluate(_SPLITS, ANSWERS)
+    assert wrong == [] and num_cases > 1000
+
+
+def test_an_answer_that_cannot_be_drawn_ends_with_its_text_and_an_error(page: Any) -> None:
+    while_growing, at_the_end = page.evaluate(
+        """async () => {
+          const { AnswerView } = await import("/ui/answer.js");
+          const { parser } = await import("/ui/markdown.js");
+          const parse = parser.parse, reported = [];
+          const report = globalThis.reportError, frame = globalThis.requestAnimationFrame;
+          globalThis.reportError = (error) => reported.push(error.message);
+          globalThis.requestAnimationFrame = (draw) => { draw(); return 0; };
+          const looks = (growing) => {
+            parser.parse = () => { throw new Error("no such rule"); };
+            const turn = { text: "**a** <b>\\nc", facts: null, error: null, settings: {} };
+            const view = new AnswerView(turn, { bodyOf: () => [{ messages: [] }, []], again() {} });
+            view.wait("Waiting");
+            let drawn = 0;
+            if (growing) for (let i = 0; i < 3; i += 1) view.grow(() => { drawn += 1; });
+            parser.parse = growing ? parse : parser.parse;
+            view.finish();
+            parser.parse = parse;
+            const find = (mark) => view.element.querySelector(`[data-testid=${mark}]`)?.textContent;
+            return [view.element.className, find("answer"), find("error"), find("status"),
+              view.element.querySelectorAll(".tools button").length, drawn, reported.splice(0)];
+          };
+          try {
+            return [looks(true), looks(false)];
+          } finally {
+            parser.parse = parse;
+            Object.assign(globalThis, { reportError: report, requestAnimationFrame: frame });
+          }
+        }"""
+    )
+    error = "The page cannot draw this answer: no such rule."
+    expected = ["message assistant", "**a** <b>\nc", error, "", 2]
+    assert while_growing == [*expected, 3, ["no such rule"]]
+    assert at_the_end == [*expected, 0, ["no such rule"]]
+
+
 def test_a_long_answer_costs_what_is_added(page: Any) -> None:
     """The parser sees the last blocks only, however long the text has become."""
     seen = page.evaluate(

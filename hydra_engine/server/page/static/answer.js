@@ -17,6 +17,7 @@ export class AnswerView {
   #status = el("p", { class: "status", "data-testid": "status" });
   #below = el("div", { class: "below" });
   #frame = 0;
+  #failure = null; // to draw the text
   #actions;
 
   /** `actions`: bodyOf(turn), the request that this answers, and its pictures; again(turn) asks for another answer. */
@@ -36,31 +37,44 @@ export class AnswerView {
   grow(drawn) {
     this.#frame ||= requestAnimationFrame(() => {
       this.#frame = 0;
-      this.#drawText(true);
+      this.#draw(true);
       const { tokens, firstMs } = this.#turn.facts ?? {};
       if (tokens) setText(this.#status, `${plural(tokens.out, "token")} · first after ${duration(firstMs / 1e3)}`);
       drawn();
     });
   }
 
+  /** A text that cannot be drawn stands as it came. */
+  #draw(growing) {
+    try {
+      if (!this.#failure) this.#drawText(growing);
+    } catch (error) {
+      this.#failure = error;
+      reportError(error);
+    }
+    if (this.#failure) this.#text.replaceChildren(el("pre", {}, this.#turn.text));
+  }
+
   #drawText(growing) {
-    const [found, closed, open] = THOUGHT.exec(this.#turn.text) ?? ["", "", ""];
-    const thought = (closed ?? open ?? "").trim();
-    const thinking = growing && open !== undefined && found;
+    const { thought: told = "", text } = this.#turn;
+    const [found, closed, open] = THOUGHT.exec(text) ?? [""];
+    const thought = [told, closed ?? open ?? ""].map((part) => part.trim()).filter(Boolean).join("\n\n");
+    const thinking = growing && (open !== undefined || (told && !text));
     this.#thought.hidden = !thought;
     setText(this.#thought.firstChild, thinking ? "Thinking" : "Thoughts");
-    if (thought) renderMarkdown(this.#thought.lastChild, thought, { growing: Boolean(thinking) });
-    renderMarkdown(this.#text, this.#turn.text.slice(found.length), { growing });
+    renderMarkdown(this.#thought.lastChild, thought, { growing: Boolean(thinking) });
+    renderMarkdown(this.#text, text.slice(found.length), { growing });
   }
 
   finish() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
     this.element.classList.remove("busy");
-    this.#drawText(false);
-    const { error } = this.#turn;
+    this.#draw(false);
+    const errors = this.#turn.error ? [this.#turn.error] : [];
+    if (this.#failure) errors.push({ message: `The page cannot draw this answer: ${this.#failure.message}` });
     setText(this.#status, "");
-    this.#below.replaceChildren(...(error ? [errorOf(error)] : []), this.#tools(), this.#details());
+    this.#below.replaceChildren(...errors.map(errorOf), this.#tools(), this.#details());
   }
 
   #tools() {

@@ -89,7 +89,7 @@ export class Chat {
   async #answer() {
     const settings = { model: this.model || undefined, ...this.#settings.values };
     const body = this.#conversation.requestBody(settings);
-    const turn = { role: "assistant", text: "", facts: null, error: null, settings };
+    const turn = { role: "assistant", thought: "", text: "", facts: null, error: null, settings };
     this.#conversation.turns.push(turn);
     const view = this.#show(turn);
     const running = { abort: new AbortController(), id: newRequestId(), view, began: performance.now(), waits: true };
@@ -117,7 +117,7 @@ export class Chat {
 
   #finish(turn, problem) {
     if (this.#conversation.turns.at(-1) !== turn) return; // cleared meanwhile
-    if (turn.text) {
+    if (turn.text || turn.thought) {
       if (problem) turn.error = { message: problem.message, code: problem.code, retryAfter: problem.retryAfter };
       this.#views.get(turn).finish();
     } else if (problem || turn.facts?.reason === "stopped") {
@@ -133,24 +133,23 @@ export class Chat {
   }
 
   async #stream(body, turn, running) {
-    let saved = running.began, thinks = false;
+    let saved = running.began;
     const response = await request("v1/chat/completions", { body, signal: running.abort.signal, id: running.id });
     for await (const chunk of eventsOf(response)) {
       const choice = chunk.choices[0];
-      const { content = "", reasoning = "" } = choice?.delta ?? {};
-      const added = (reasoning && !thinks ? "<think>\n" : "") + reasoning + (content && thinks ? "\n</think>\n\n" : "") + content;
-      thinks = content ? false : thinks || Boolean(reasoning);
+      const added = choice?.delta?.content ?? "", thought = choice?.delta?.reasoning_content ?? "";
       const facts = { ...turn.facts, id: chunk.id };
       if (chunk.usage) facts.tokens = tokensOf(chunk.usage);
-      if (added && !turn.text) facts.firstMs = performance.now() - running.began;
+      if ((added || thought) && running.waits) facts.firstMs = performance.now() - running.began;
       if (choice?.finish_reason) facts.reason = choice.finish_reason;
       if (chunk.metrics) Object.assign(facts, measured(chunk.metrics));
       turn.facts = facts;
-      if (!added) continue;
+      if (!added && !thought) continue;
       running.waits = false;
       turn.text += added;
+      turn.thought += thought;
       running.view.grow(() => this.#follower.follow());
-      this.#speaker.add(content);
+      this.#speaker.add(added);
       if (performance.now() - saved > SAVE_MS) {
         saved = performance.now();
         this.#conversation.save();

@@ -6,7 +6,7 @@ const DRAFT = "hydra.draft";
 const MAX_STORED = 4_000_000; // characters
 
 export class Conversation {
-  turns = []; // {role, text, pictures?, facts?, error?, settings?}
+  turns = []; // {role, text, thought?, pictures?, facts?, error?, settings?}
 
   load() {
     const turns = read(STORE);
@@ -28,7 +28,7 @@ export class Conversation {
   /** Takes a last question out that has no word of an answer, and gives it back: no request is to have it. */
   takeUnanswered() {
     const last = this.turns.at(-1);
-    if (last?.role !== "assistant" || last.text) return null;
+    if (last?.role !== "assistant" || last.text || last.thought) return null;
     return this.turns.splice(this.turns.lastIndexOf(last) - 1)[0];
   }
 
@@ -36,7 +36,10 @@ export class Conversation {
   requestBody(settings) {
     const messages = [];
     if (settings.system) messages.push({ role: "system", content: settings.system });
-    for (const turn of this.turns) messages.push({ role: turn.role, content: contentOf(turn, settings.detail) });
+    for (const turn of this.turns) {
+      const reasoning = turn.thought ? { reasoning_content: turn.thought } : {};
+      messages.push({ role: turn.role, ...reasoning, content: contentOf(turn, settings.detail) });
+    }
     const { system: _system, detail: _detail, ...sampling } = settings;
     return {
       ...sampling, messages,

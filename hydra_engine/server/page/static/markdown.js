@@ -71,7 +71,7 @@ function taskLists(md) {
   };
 }
 
-// ---- what a container shows: the sources of its blocks, and where the last two of them begin
+// ---- what a container shows: the HTML of its blocks before they were finished, and where the last two of them begin
 
 const drawn = new WeakMap();
 
@@ -83,34 +83,32 @@ export function renderMarkdown(container, text, { growing = false } = {}) {
   const env = resumed?.env ?? {};
   const blocks = blocksOf(text.slice(from), env);
   const kept = resumed ? resumed.keptBlocks : 0;
-  const known = before?.sources ?? [];
-  const sources = [...known.slice(0, kept), ...blocks.map((block) => block.source)];
+  const known = before?.shown ?? [];
+  const shown = [...known.slice(0, kept), ...blocks.map((block) => block.html)];
   let same = kept;
-  while (same < sources.length && sources[same] === known[same]) same += 1;
+  while (same < shown.length && shown[same] === known[same]) same += 1;
   while (container.childNodes.length > same) container.lastChild.remove();
-  for (const block of blocks.slice(same - kept)) container.append(block.draw());
-  const settled = growing ? container.childNodes.length - 1 : container.childNodes.length;
+  for (const html of shown.slice(same)) container.append(nodeOf(html));
+  const settled = growing ? Math.max(shown.length - 1, 0) : shown.length;
   for (let at = Math.min(before?.settled ?? 0, same); at < settled; at += 1) finish(container.childNodes[at]);
   drawn.set(container, {
-    text, growing, sources, env, settled,
-    keptBlocks: Math.max(sources.length - 2, 0),
+    text, growing, shown, env, settled,
+    keptBlocks: Math.max(shown.length - 2, 0),
     resume: blocks.length >= 2 ? from + blocks.at(-2).start : from,
   });
 }
 
-/** Top-level blocks: where each starts, its source, and a function that makes its one node. */
+/** Top-level blocks: where each starts, and the HTML of its one node. */
 function blocksOf(text, env) {
-  const starts = [0];
-  for (let at = text.indexOf("\n"); at >= 0; at = text.indexOf("\n", at + 1)) starts.push(at + 1);
+  const starts = [0]; // of lines, as the parser counts them
+  for (const end of text.matchAll(/\r\n?|\n/g)) starts.push(end.index + end[0].length);
   const tokens = parser.parse(text, env);
   const blocks = [];
   for (let at = 0; at < tokens.length;) {
     let end = at + 1;
     for (let depth = tokens[at].nesting; depth > 0; end += 1) depth += tokens[end].nesting;
     const own = tokens.slice(at, end);
-    const [first, last] = own[0].map;
-    const source = text.slice(starts[first], starts[last] ?? text.length).replace(/\n$/, "");
-    blocks.push({ start: starts[first], source, draw: () => nodeOf(parser.renderer.render(own, parser.options, env)) });
+    blocks.push({ start: starts[own[0].map[0]], html: parser.renderer.render(own, parser.options, env) });
     at = end;
   }
   return blocks;
