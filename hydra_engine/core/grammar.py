@@ -29,16 +29,29 @@ class Reasoning:
     opened: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of functions as a model writes them: a grammar in Lark's form, in which the rules `opening` and `closing`
+    are these marks, each of which is one special token, or text, and `@call` is JSON that fits `schema`."""
+
+    source: str
+    schema: str = ""
+    opening: str = ""
+    closing: str = ""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Grammar:
     """`source`: for json_object nothing, for json_schema the schema (a dict, its JSON text, or a pydantic model), for
     regex the expression, for choice a list of texts or its JSON, for lark the grammar, for ebnf rules with `::=`, one
-    of them `root`. `reasoning` may come before that. Raises `InvalidRequest` naming the field `param`."""
+    of them `root`. `calls` may come instead of that, and `reasoning` before either. Raises `InvalidRequest` naming the
+    field `param`."""
 
     kind: str
     source: str  # always text
     param: str
     reasoning: Reasoning | None = None
+    calls: Calls | None = None
 
     def __init__(
         self,
@@ -46,19 +59,22 @@ class Grammar:
         source: str | Mapping[str, Any] | Sequence[str] | type = "",
         param: str = "structured_outputs",
         reasoning: Reasoning | None = None,
+        calls: Calls | None = None,
     ) -> None:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "source", source if isinstance(source, str) else _as_json(kind, source, param))
         object.__setattr__(self, "param", param)
         object.__setattr__(self, "reasoning", reasoning)
+        object.__setattr__(self, "calls", calls)
         self.__post_init__()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidRequest(f"a grammar must be one of {', '.join(KINDS)}", param=self.param)
-        if len(self.source) > MAX_GRAMMAR_CHARS:
+        size = len(self.source) + (0 if self.calls is None else len(self.calls.source) + len(self.calls.schema))
+        if size > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
-                f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR_CHARS} are allowed",
+                f"the grammar has {size} characters, at most {MAX_GRAMMAR_CHARS} are allowed",
                 param=self.param,
             )
         marks = () if self.reasoning is None else (self.reasoning.start, self.reasoning.end)
@@ -66,9 +82,18 @@ class Grammar:
             raise InvalidRequest(f"marks of reasoning have 1 to {MAX_MARK_CHARS} characters", param=self.param)
 
     @property
-    def language(self) -> tuple[str, str, Reasoning | None]:
+    def language(self) -> tuple[str, str, Reasoning | None, Calls | None]:
         """All but who asked for it."""
-        return self.kind, self.source, self.reasoning
+        return self.kind, self.source, self.reasoning, self.calls
+
+    @property
+    def alone(self) -> Grammar:
+        """Without calls and reasoning."""
+        return replace(self, reasoning=None, calls=None)
+
+    def or_calls(self, calls: Calls) -> Grammar:
+        """Either calls, or this."""
+        return replace(self, calls=calls)
 
     def after_reasoning(self, start: str, end: str, *, opened: bool) -> Grammar:
         """Reasoning first (see `Reasoning`), then optional white space, then this. White space around marks does not

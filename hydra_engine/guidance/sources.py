@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from hydra_engine.core.grammar import Grammar, Reasoning
+from hydra_engine.core.grammar import Calls, Grammar, Reasoning
 from hydra_engine.core.schemas.subschemas import schemas_of, with_pointers
 from hydra_engine.guidance import numbers
 
@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 # White space between two JSON tokens. With more a model that was not trained on JSON writes nothing else; a schema may
 # ask for more ("x-guidance").
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ?"}
+_OPTIONS = "x-guidance"  # the keyword of a schema with such options
 _ANNOTATIONS = ("default", "examples")  # of a schema; their values mean nothing here, whatever numbers they are
 
 
 def source_of(grammar: Grammar, tokenizer: LLTokenizer) -> str:
     """In llguidance's form. Raises ValueError."""
-    grammars = [_form(grammar)]
-    if grammar.reasoning is not None:
-        grammars = [{"lark_grammar": _behind(grammar.reasoning, tokenizer)}, grammars[0] | {"name": "form"}]
-    return json.dumps({"grammars": grammars})
+    form = _form(grammar)
+    if grammar.calls is None and grammar.reasoning is None:
+        return json.dumps({"grammars": [form]})
+    calls = [] if grammar.calls is None else _calls(grammar, grammar.calls, tokenizer)
+    rules = ["answer: @calls | @form" if calls else "answer: @form"]
+    rules += ["start: answer"] if grammar.reasoning is None else _reasoning(grammar.reasoning, tokenizer)
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, form | {"name": "form"}, *calls]})
 
 
 def _form(grammar: Grammar) -> dict[str, object]:
@@ -77,20 +81,33 @@ def _of_regex(expression: str) -> dict[str, object]:
     return form
 
 
-def _behind(reasoning: Reasoning, tokenizer: LLTokenizer) -> str:
-    """Lark's form of reasoning and `@form` behind it."""
+def _calls(grammar: Grammar, calls: Calls, tokenizer: LLTokenizer) -> list[dict[str, object]]:
+    """The grammars `calls` and `call`. Raises ValueError."""
+    marks = {"opening": calls.opening, "closing": calls.closing}
+    rules = [f"{rule}: {_mark(mark, tokenizer)}" for rule, mark in marks.items() if mark]
+    grammars: list[dict[str, object]] = [{"lark_grammar": "\n".join([calls.source, *rules]), "name": "calls"}]
+    if calls.schema:
+        options = json.loads(grammar.source).get(_OPTIONS) if grammar.kind == "json_schema" else None
+        # Two JSON texts can be told from each other where white space is the same in both.
+        schema = calls.schema if options is None else json.dumps({**json.loads(calls.schema), _OPTIONS: options})
+        grammars.append(_of_schema(schema) | {"name": "call"})
+    return grammars
+
+
+def _reasoning(reasoning: Reasoning, tokenizer: LLTokenizer) -> list[str]:
+    """Rules of Lark's form: reasoning, and `answer` behind it."""
     end = _special_token(reasoning.end, tokenizer)
     if end is None:  # the first occurrence of the text
         thought = ["thought: free", f"free[lazy]: /(?s:.)*{_literal(reasoning.end)}/"]
     else:  # the token; tokens of text that spell it would be read as the end, so they may not come
         thought = [f"thought: FREE {end}", f"FREE: /(?s:.)*/ & ~/(?s:.)*{_literal(reasoning.end)}(?s:.)*/"]
-    opening = _special_token(reasoning.start, tokenizer) or f"/{_literal(reasoning.start)}/"
-    rules = [
-        "start: thought space @form" if reasoning.opened else f"start: ({opening} thought space)? @form",
-        *thought,
-        r"space: /[ \t\r\n]{0,16}/",
-    ]
-    return "\n".join(rules)
+    before = "thought space" if reasoning.opened else f"({_mark(reasoning.start, tokenizer)} thought space)?"
+    return [f"start: {before} answer", *thought, r"space: /[ \t\r\n]{0,16}/"]
+
+
+def _mark(text: str, tokenizer: LLTokenizer) -> str:
+    """Lark's form of a special token or a text."""
+    return _special_token(text, tokenizer) or f"/{_literal(text)}/"
 
 
 def _special_token(text: str, tokenizer: LLTokenizer) -> str | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import openai
 import pytest
@@ -22,6 +24,7 @@ from hydra_engine.server.http.listening import listen
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 
+TEMPLATE = Path(__file__).parents[2] / "bench" / "clients" / "tools_template.jinja"
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -152,16 +155,21 @@ def test_biases_and_allowed_tokens_arrive() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine("demo", threads=1) as engine:
+    with Engine("demo", threads=1, chat_template=TEMPLATE) as engine:
         yield engine
 
 
 @pytest.fixture
-async def client(engine: Engine) -> AsyncIterator[openai.AsyncOpenAI]:
+async def url(engine: Engine) -> AsyncIterator[str]:
     listening = await listen(build_app(engine, ServerConfig()), "127.0.0.1", 0)
-    async with openai.AsyncOpenAI(base_url=f"{listening.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
+    yield listening.url
     await listening.close()
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        yield client
 
 
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
@@ -212,3 +220,75 @@ async def test_what_cannot_be_used_is_a_400(client: openai.AsyncOpenAI) -> None:
                     extra_body=fields,
                 )
             assert caught.value.param == param and words in caught.value.message
+
+
+# ---- beside tools
+
+ANSWER = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["yes", "no"]}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+CLOCK = {"type": "object", "properties": {}}
+FORCED: dict[str, tuple[dict[str, Any], Any]] = {
+    "/v1/chat/completions": (
+        {
+            "messages": [{"role": "user", "content": "What time is it?"}],
+            "tools": [{"type": "function", "function": {"name": "clock", "parameters": CLOCK}}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}},
+        },
+        "required",
+    ),
+    "/v1/responses": (
+        {
+            "input": "What time is it?",
+            "tools": [{"type": "function", "name": "clock", "parameters": CLOCK}],
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}},
+        },
+        "required",
+    ),
+    "/v1/messages": (
+        {
+            "messages": [{"role": "user", "content": "What time is it?"}],
+            "tools": [{"name": "clock", "input_schema": CLOCK}],
+            "output_config": {"format": {"type": "json_schema", "schema": ANSWER}},
+        },
+        {"type": "any", "disable_parallel_tool_use": True},
+    ),
+}
+
+
+def shown(path: str, answer: Any) -> tuple[str, list[str]]:
+    """The text of an answer and the names of its calls."""
+    if path == "/v1/chat/completions":
+        message = answer["choices"][0]["message"]
+        return message["content"] or "", [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    if path == "/v1/responses":
+        texts = [part["text"] for item in answer["output"] for part in item.get("content") or ()]
+        return "".join(texts), [item["name"] for item in answer["output"] if item["type"] == "function_call"]
+    texts = [block["text"] for block in answer["content"] if block["type"] == "text"]
+    return "".join(texts), [block["name"] for block in answer["content"] if block["type"] == "tool_use"]
+
+
+@pytest.mark.parametrize("path", FORCED)
+async def test_a_model_calls_a_tool_or_answers_in_the_form(url: str, path: str) -> None:
+    body, forced = FORCED[path]
+    body = body | {("max_output_tokens" if path == "/v1/responses" else "max_tokens"): 60, "seed": 1, "temperature": 0}
+    async with aiohttp.ClientSession() as http:
+
+        async def ask(**more: Any) -> tuple[str, list[str]]:
+            async with http.post(url + path, json=body | more) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+            return shown(path, answer)
+
+        async with http.post(f"{url}/tokenize", json={"prompt": "<", "add_special_tokens": False}) as response:
+            (begins_call,) = (await response.json())["tokens"]
+        async with http.post(f"{url}/tokenize", json={"prompt": "}", "add_special_tokens": False}) as response:
+            (ends_object,) = (await response.json())["tokens"]
+        text, calls = await ask(logit_bias={str(begins_call): -100})
+        assert json.loads(text)["answer"] in ("yes", "no") and calls == []
+        text, calls = await ask(logit_bias={str(begins_call): 50, str(ends_object): 100})
+        assert (text, calls) == ("", ["clock"])
+        assert await ask(tool_choice=forced, parallel_tool_calls=False) == ("", ["clock"])

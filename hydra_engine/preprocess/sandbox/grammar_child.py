@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -66,10 +65,10 @@ def start() -> Callable[[Grammar, Memory], Verdict]:
 
 
 def problem_of(guide: Guide, grammar: Grammar) -> str | None:
-    """What is wrong with it: it does not compile, has no text, or cannot be followed for its first tokens. Of a grammar
-    behind reasoning both are tried, that alone and the whole."""
-    if grammar.reasoning is not None:
-        problem = problem_of(guide, replace(grammar, reasoning=None))
+    """What is wrong with it: it does not compile, has no text, or cannot be followed for its first tokens. Of one with
+    calls or reasoning the form is tried alone first."""
+    if grammar != grammar.alone:
+        problem = problem_of(guide, grammar.alone)
         if problem is not None:
             return problem
     try:

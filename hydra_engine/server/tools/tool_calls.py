@@ -16,6 +16,7 @@ from hydra_engine.core.schemas.numbers import text_of
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.function_blocks import FUNCTION
 from hydra_engine.server.tools.reasoning import Thinking
+from hydra_engine.server.tools.tool_grammars import calls_of, describes_calls
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning, ToolParser
 from hydra_engine.server.tools.tool_parsers import OPENING, ForcedCall, HermesParser, JsonParser, PlainText
 from hydra_engine.server.tools.tool_schemas import calls_schema, parameters_schema
@@ -98,17 +99,28 @@ class ToolUse:
         return JsonParser(self._names, most) if self.dialect == "json" and not opened else PlainText()
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params`, made to give calls. Raises InvalidRequest."""
-        grammar = self.grammar()
-        if grammar is None:  # the marks of calls are special tokens of some models
-            reads_marks = self.mode == "auto" and self.tools and self.dialect in TAGGED
-            return replace(params, skip_special_tokens=False) if reads_marks else params
-        if params.grammar is not None:
+        """`params`, made to give calls: another form of the output holds where no call comes. Raises
+        InvalidRequest."""
+        forced = self.grammar()
+        if forced is not None:
+            return replace(params, grammar=forced)
+        if self.mode != "auto" or not self.tools:
+            return params
+        if self.dialect in TAGGED:  # the marks of calls are special tokens of some models
+            params = replace(params, skip_special_tokens=False)
+        form = params.grammar
+        if form is None or describes_calls(form, self.dialect):
+            return params
+        calls = calls_of(self.dialect, sorted(self._names), self.parallel)
+        if calls is None:
             raise InvalidRequest(
-                "a call that has to come and another form of the output contradict each other; leave out one of them",
-                param="tool_choice",
+                "this server does not read calls of this model, so a model that may choose a tool cannot be kept to a "
+                "form of the output; leave out tools, set tool_choice to none or so that a call has to come, or start "
+                "the server with --tool-parser hermes, qwen3_coder or json",
+                param=form.param,
+                code="unsupported_parameter",
             )
-        return replace(params, grammar=grammar)
+        return replace(params, grammar=form.or_calls(calls))
 
     def offered(self, configured: str, chat_template: str | None) -> ToolUse:
         """With the dialect of the model. Raises InvalidRequest where its chat template has no place for
