@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,3 +199,36 @@ def test_broken_templates_are_an_answer(tokenizer: Tokenizer, template: str) -> 
 def test_a_model_without_template_says_what_to_do(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"--chat-template.*completions"):
         render(tokenizer, None, [{"role": "user", "content": "a"}])
+
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "end"),
+    [
+        ("qwen3", {}, "<|end|><|assistant|>"),
+        ("qwen3", {"enable_thinking": False}, "<|end|><|assistant|><think>\n\n</think>\n\n"),
+        ("qwen35", {}, "<|end|><|assistant|><think>\n"),
+        ("deepseek_r1", {"enable_thinking": False}, "<|end|><|assistant|><think>\n"),
+        ("deepseek_v3", {}, "<|end|><|assistant|></think>"),
+        ("deepseek_v3", {"thinking": True}, "<|end|><|assistant|><think>"),
+    ],
+)
+def test_what_stands_before_an_answer(tokenizer: Tokenizer, name: str, variables: dict[str, Any], end: str) -> None:
+    template = ChatTemplate(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), IMAGE)
+    options = TemplateOptions(variables=variables)
+    assert template.generation_prompt(options) == template.generation_prompt(options) == end
+    nothing = TemplateOptions(variables=variables, add_generation_prompt=False)
+    assert template.generation_prompt(nothing) == "<|end|>"
+
+
+def test_what_stands_before_an_answer_of_odd_templates(tokenizer: Tokenizer) -> None:
+    """Of one that reads parts, one that depends on the tools, one that refuses the conversation, and of none."""
+    parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}!"
+    assert ChatTemplate(tokenizer, parts, IMAGE).generation_prompt() == "!"
+    tools = ChatTemplate(tokenizer, "{{ messages[0].content }}{{ 'T' if tools else 'N' }}", IMAGE)
+    offered = TemplateOptions(({"type": "function", "function": {"name": "f"}},))
+    assert (tools.generation_prompt(), tools.generation_prompt(offered)) == ("N", "T")
+    assert ChatTemplate(tokenizer, "{{ raise_exception('no') }}", IMAGE).generation_prompt() == ""
+    assert ChatTemplate(tokenizer, None, IMAGE).generation_prompt() == ""
