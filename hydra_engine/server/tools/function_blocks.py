@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _MARKS = (FUNCTION, PARAMETER, _END, _PARAMETER_END)
 # What has to follow an end, for which a value may hold the same text.
 _BEHIND = {_PARAMETER_END: (PARAMETER, _END, _CALL_END), _END: (_CALL_END, _CALL, FUNCTION)}
+_PLAIN = re.compile(r"[^<\r\n]+")
 _MAX_NAME = 256
 _MAX_SPACE = 64  # between an end and what follows it
 _MAX_LITERAL = 1 << 16
@@ -63,6 +65,7 @@ class FunctionBlock:
         self._types: frozenset[str] = _STRING
         self._value: list[str] = []  # of a value that is not sent as it grows
         self._at_start = False  # of a value
+        self._is_line = False  # what is held begins a line of the value
         self._nested_parameters = 0
         self._nested_functions = 0
 
@@ -82,6 +85,17 @@ class FunctionBlock:
         while self.state == "reading" and self._held and self._step():
             pass
         return self.state
+
+    def skip(self, text: str, begin: int) -> int:
+        """Takes what can only be more of a value from a text, and says where the rest begins."""
+        if self._held or self._at_start or self._step != self._in_value:
+            return begin
+        found = _PLAIN.match(text, begin)
+        if found is None:
+            return begin
+        self._held = found[0]
+        self._take(len(self._held))
+        return found.end()
 
     def finish(self) -> None:
         """An end that waited for what follows it is one."""

@@ -91,6 +91,8 @@ class HermesParser:
                 end = found.start() if found else len(text)
                 self._output.text(text[index:end])
                 index = end
+            elif isinstance(self._call, FunctionBlock) and not self._is_over:
+                index = self._call.skip(text, index)
             if index < len(text):
                 self._next(text[index])
                 index += 1
