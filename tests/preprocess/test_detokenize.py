@@ -113,6 +113,39 @@ def test_a_stop_string_across_tokens_cuts_the_text(tokenizer: Tokenizer) -> None
         assert "".join(pieces) == text[: text.index(stop) + len(stop)]
 
 
+FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+FLAGS = "\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_like"])
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        (f"a {FAMILY} b", "\u200d"),
+        (f"a {FAMILY} b", FAMILY[2:]),
+        (f"a {FAMILY} b", FAMILY[-1] + " b"),
+        (f"a {FLAGS} b", FLAGS[1:]),
+        (f"a {FLAGS} b", FLAGS[1:3]),
+        ("a cafe\u0301 b", "\u0301 b"),
+        ("a cafe\u0301 b", "\u0301"),
+    ],
+)
+def test_a_stop_string_may_begin_inside_what_looks_like_one_character(
+    tokenizers: dict[str, Tokenizer], name: str, text: str, stop: str
+) -> None:
+    """In a stream of single bytes as in one piece; what came before it is not held back for ever."""
+    tokenizer = tokenizers[name]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    before = tokenizer.decode(ids)[: text.index(stop)]
+    for kept in (False, True):
+        pieces, detokenizer = stream(tokenizer, ids, stop=(stop,), include_stop_str_in_output=kept)
+        assert detokenizer.stop_string == stop and "".join(pieces) == before + stop * kept
+        whole = IncrementalDetokenizer(tokenizer, SamplingParams(stop=(stop,), include_stop_str_in_output=kept))
+        assert whole.feed(ids) + whole.flush() == before + stop * kept
+    pieces, detokenizer = stream(tokenizer, ids, stop=(f"{stop}!",))  # begins and does not end
+    assert detokenizer.stop_string is None and "".join(pieces) == text
+
+
 def test_text_that_may_become_a_stop_string_is_held_and_then_given_out(tokenizer: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=("cat sings",)))
     pieces = [detokenizer.feed([id]) for id in tokenizer.encode("the cat sat", add_special_tokens=False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_variables_reach_the_template(tokenizer: Tokenizer) -> None:
     assert render(tokenizer, QWEN_LIKE, hello(), variables={"enable_thinking": True}).endswith("[assistant]<think>")
     shown = "{{ a.b[1] }} {{ c }} {{ bos_token }}{{ messages[0].content }}"
     assert render(tokenizer, shown, hello(), variables={"a": {"b": [1, "x"]}, "c": None}) == "x None <s>hello"
+
+
+def test_templates_may_use_what_transformers_offers(tokenizer: Tokenizer) -> None:
+    """Dates, loop controls and laid-out JSON, which templates of published models use."""
+    today = "{{ strftime_now('%d %b %Y') }}"
+    days = {(datetime.now() + timedelta(seconds=seconds)).strftime("%d %b %Y") for seconds in (-30, 30)}
+    assert render(tokenizer, today, hello()) in days
+    loops = (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{% if m.content == 'end' %}{% break %}{% endif %}{{ m.content }};{% endfor %}"
+    )
+    talk = [{"role": "system", "content": "s"}, *hello(), *hello(), {"role": "user", "content": "end"}, *hello()]
+    assert render(tokenizer, loops, talk) == "hello;hello;"
+    for indent in (2, 4):
+        shown = "{% for tool in tools %}{{ tool | tojson(indent=" + str(indent) + ") }}{% endfor %}"
+        assert render(tokenizer, shown, hello(), tools=(WEATHER,)) == json.dumps(WEATHER, indent=indent)
+    assert render(tokenizer, "{{ a | tojson }}", hello(), variables={"a": "<é>"}) == '"<é>"'
 
 
 GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
