@@ -133,7 +133,7 @@ async def test_every_event_in_its_order(served: Served) -> None:
     assert started["content"] == [] and started["stop_reason"] is None and started["usage"]["input_tokens"] == 2
     assert data[1] == {
         "type": "content_block_start",
-        "content_block": {"type": "text", "text": "", "citations": None},
+        "content_block": {"type": "text", "text": ""},
         "index": 0,
     }
     assert data[4]["delta"] == {"type": "text_delta", "text": " two"}

@@ -328,7 +328,7 @@ async def test_half_a_call_is_none(served: Served, kind: str, text: str, stop_re
     reason = "stop_sequence" if stop_reason == "END" else "end_turn"
     kinds: Any = {"tool_choice": {"type": "any"}} if kind == "required" else {}
     answer = await ask(served, "/v1/messages", tools=INPUT_TOOLS, **kinds)
-    assert (answer["stop_reason"], answer["content"]) == (reason, [{"type": "text", "text": "", "citations": None}])
+    assert (answer["stop_reason"], answer["content"]) == (reason, [{"type": "text", "text": ""}])
     body = {"messages": QUESTION, "max_tokens": 999, "tools": INPUT_TOOLS, **kinds}
     events = await events_of(served, "/v1/messages", body)
     assert events[-2]["delta"]["stop_reason"] == reason
@@ -367,7 +367,7 @@ async def test_a_named_call_that_is_cut(served: Served) -> None:
     choice = (await ask(served, tools=TOOLS, tool_choice=named))["choices"][0]
     assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
     answer = await ask(served, "/v1/messages", tools=INPUT_TOOLS, tool_choice={"type": "tool", "name": "weather"})
-    assert answer["content"] == [{"type": "text", "text": "", "citations": None}]
+    assert answer["content"] == [{"type": "text", "text": ""}]
 
 
 async def test_calls_cut_by_the_limit_of_tokens_are_shown_as_far_as_they_came(served: Served) -> None:
