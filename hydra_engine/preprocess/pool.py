@@ -19,10 +19,12 @@ T = TypeVar("T")
 class WorkerPool:
     """Owned by one event loop. `close` drops what waits and does not wait for what runs."""
 
-    def __init__(self, name: str, *, num_workers: int, max_waiting: int) -> None:
+    def __init__(self, name: str, *, num_workers: int, max_waiting: int, of: str) -> None:
+        """`of` names, in the plural, what is worked on."""
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
         self._max_jobs = num_workers + max_waiting
         self._num_jobs = 0
+        self._of = of
         self._closed = False
         self._lock = threading.Lock()
 
@@ -33,7 +35,7 @@ class WorkerPool:
             raise _closed()
         with self._lock:
             if self._num_jobs >= self._max_jobs:
-                raise Unavailable("too many images and prompts are waiting to be read; try again later")
+                raise Unavailable(f"too many {self._of} are waiting to be read; try again later")
             self._num_jobs += 1
         job = self._executor.submit(work, *args)
         job.add_done_callback(self._on_done)

@@ -103,7 +103,7 @@ class Preprocessor:
             for text in templates
         )
         self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
-        self._texts = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS)
+        self._texts = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
         self._parts: dict[str, list[int]] = {}
         self._known = PromptTokens(spec, tokenizer)
         self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))

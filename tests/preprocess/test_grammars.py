@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
-from hydra_engine.errors import EngineClosed, InvalidRequest
+from hydra_engine.errors import EngineClosed, InvalidRequest, Unavailable
 from hydra_engine.preprocess.sandbox import grammars as module
 from hydra_engine.preprocess.sandbox.grammars import MAX_DEPTH, Grammars
 
@@ -154,6 +154,25 @@ async def test_a_verdict_is_asked_for_once(checker: Grammars, monkeypatch: pytes
     for grammar in GOOD[:4]:
         await checker.check(grammar)
     assert len(checker._verdicts) <= 3
+
+
+async def test_as_many_at_once_as_requests_may_wait(checker: Grammars) -> None:
+    """512 by default, each with a grammar of its own."""
+    verdicts = [checker.check(Grammar("choice", json.dumps([f"word {index}", "b"]))) for index in range(512)]
+    assert await asyncio.gather(*verdicts, return_exceptions=True) == [None] * 512
+
+
+async def test_who_waits_too_long_for_others_is_told_so() -> None:
+    checker = Grammars(TOKENIZER, (2,), wait_seconds=0.5)
+    try:
+        await asyncio.to_thread(checker._host.run, GOOD[0], 20.0)  # loads the tokenizer
+        (pid,) = checker._host.pids()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="grammars of other requests take too long") as caught:
+            await checker.check(GOOD[1])
+        assert caught.value.status == 503
+    finally:
+        checker.close()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ async def until_idle(pool: WorkerPool) -> None:
 
 
 async def test_work_runs_off_the_loop_and_errors_come_back() -> None:
-    pool = WorkerPool("t", num_workers=2, max_waiting=2)
+    pool = WorkerPool("t", num_workers=2, max_waiting=2, of="jobs")
     assert await pool.run(lambda x: (x + 1, threading.current_thread().name.startswith("t")), 1) == (2, True)
     with pytest.raises(ZeroDivisionError):
         await pool.run(lambda: 1 / 0)
@@ -26,7 +26,7 @@ async def test_work_runs_off_the_loop_and_errors_come_back() -> None:
 
 
 async def test_a_full_queue_refuses_and_recovers() -> None:
-    pool, gate = WorkerPool("t", num_workers=1, max_waiting=2), threading.Event()
+    pool, gate = WorkerPool("t", num_workers=1, max_waiting=2, of="jobs"), threading.Event()
     jobs = [asyncio.create_task(pool.run(gate.wait)) for _ in range(3)]
     await asyncio.sleep(0.01)
     with pytest.raises(Unavailable):
@@ -40,7 +40,7 @@ async def test_a_full_queue_refuses_and_recovers() -> None:
 
 
 async def test_cancelled_waiting_work_never_runs_and_frees_its_place() -> None:
-    pool, gate, ran = WorkerPool("t", num_workers=1, max_waiting=1), threading.Event(), []
+    pool, gate, ran = WorkerPool("t", num_workers=1, max_waiting=1, of="jobs"), threading.Event(), []
     running = asyncio.create_task(pool.run(gate.wait))
     waiting = asyncio.create_task(pool.run(ran.append, 1))
     await asyncio.sleep(0.01)
@@ -60,7 +60,7 @@ async def test_cancelled_waiting_work_never_runs_and_frees_its_place() -> None:
 
 
 async def test_closing_drops_what_waits() -> None:
-    pool, gate = WorkerPool("t", num_workers=1, max_waiting=5), threading.Event()
+    pool, gate = WorkerPool("t", num_workers=1, max_waiting=5, of="jobs"), threading.Event()
     running, waiting = (asyncio.create_task(pool.run(gate.wait)) for _ in range(2))
     await asyncio.sleep(0.01)
     pool.close()

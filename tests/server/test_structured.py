@@ -231,14 +231,14 @@ ANSWER = {
     "additionalProperties": False,
 }
 CLOCK = {"type": "object", "properties": {}}
-FORCED: dict[str, tuple[dict[str, Any], Any]] = {
+FORCED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": (
         {
             "messages": [{"role": "user", "content": "What time is it?"}],
             "tools": [{"type": "function", "function": {"name": "clock", "parameters": CLOCK}}],
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}},
         },
-        "required",
+        {"tool_choice": "required", "parallel_tool_calls": False},
     ),
     "/v1/responses": (
         {
@@ -246,7 +246,7 @@ FORCED: dict[str, tuple[dict[str, Any], Any]] = {
             "tools": [{"type": "function", "name": "clock", "parameters": CLOCK}],
             "text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}},
         },
-        "required",
+        {"tool_choice": "required", "parallel_tool_calls": False},
     ),
     "/v1/messages": (
         {
@@ -254,7 +254,7 @@ FORCED: dict[str, tuple[dict[str, Any], Any]] = {
             "tools": [{"name": "clock", "input_schema": CLOCK}],
             "output_config": {"format": {"type": "json_schema", "schema": ANSWER}},
         },
-        {"type": "any", "disable_parallel_tool_use": True},
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
     ),
 }
 
@@ -291,4 +291,4 @@ async def test_a_model_calls_a_tool_or_answers_in_the_form(url: str, path: str) 
         assert json.loads(text)["answer"] in ("yes", "no") and calls == []
         text, calls = await ask(logit_bias={str(begins_call): 50, str(ends_object): 100})
         assert (text, calls) == ("", ["clock"])
-        assert await ask(tool_choice=forced, parallel_tool_calls=False) == ("", ["clock"])
+        assert await ask(**forced) == ("", ["clock"])

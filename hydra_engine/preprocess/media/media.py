@@ -90,7 +90,9 @@ class MediaLoader:
         self._decoders = Decoders()
         self._pixels = PixelCache(limits.pixel_cache_mib << 20)
         self._processor = None if spec.processor is None else ImageProcessor(spec.processor)
-        self._workers = WorkerPool("preprocess-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING)
+        self._workers = WorkerPool(
+            "preprocess-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING, of="pictures and videos"
+        )
 
     async def warm_up(self) -> None:
         """Starts what the first pictures would otherwise wait for, and waits for none of the decode children."""

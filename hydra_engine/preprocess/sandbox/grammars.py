@@ -5,6 +5,7 @@ The parent's side of the grammar child. Does not know how grammars are enforced,
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import sys
@@ -13,14 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.errors import InvalidRequest
+from hydra_engine.errors import InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import TOO_COMPLEX, is_installed
 from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
 from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict
 
 ANSWER_SECONDS = 20.0  # the child's own limit is CPU time, this one is for a child that sleeps
-MAX_WAITING = 64  # grammars
+MAX_WAITING = 1 << 14  # grammars; how many requests may wait for anything is another, lower limit
+WAIT_SECONDS = 60.0  # for other requests' grammars
 MAX_VERDICTS = 1024
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 8192
@@ -39,10 +41,12 @@ class Grammars:
         eos_token_ids: Sequence[int],
         command: Sequence[str] = _COMMAND,
         answer_seconds: float = ANSWER_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self._usable = tokenizer_file is not None and bool(eos_token_ids)
         self._answer_seconds = answer_seconds
-        self._pool = WorkerPool("preprocess-grammar", num_workers=1, max_waiting=MAX_WAITING)
+        self._wait_seconds = wait_seconds
+        self._pool = WorkerPool("preprocess-grammar", num_workers=1, max_waiting=MAX_WAITING, of="grammars")
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._host = ChildHost(
             "check grammars",
@@ -53,7 +57,8 @@ class Grammars:
         )
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest that names the grammar's field, Unavailable when no child can be started."""
+        """Raises InvalidRequest that names the grammar's field, Unavailable when no child can be started or others'
+        grammars take too long."""
         if not is_installed():
             raise InvalidRequest(_MISSING, param=grammar.param, code="unsupported_parameter")
         if not self._usable:
@@ -62,7 +67,11 @@ class Grammars:
         verdict = self._verdicts.get(key)
         if verdict is None:
             _check_form(grammar)
-            verdict = await self._pool.run(self._ask, key, grammar)
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    verdict = await self._pool.run(self._ask, key, grammar)
+            except TimeoutError:
+                raise Unavailable("the grammars of other requests take too long to check; try again later") from None
         if verdict.problem is not None:
             raise InvalidRequest(f"the grammar cannot be used: {verdict.problem}", param=grammar.param)
 
