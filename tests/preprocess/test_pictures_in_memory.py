@@ -48,6 +48,22 @@ def test_modes_with_transparency_lie_over_white(picture: Picture, mode: str) -> 
 ORDERS = {"I;16L": "<u2", "I;16B": ">u2", "I;16N": "=u2"}
 
 
+def test_a_transparent_colour_of_another_mode_counts_for_nothing(picture: Picture) -> None:
+    """Pillow keeps it in some conversions: from a palette to one bit, for example."""
+    palette = picture(20, 10).quantize(8)
+    palette.info["transparency"] = bytes([0, 128, 255])
+    deep = Image.fromarray(np.arange(200, dtype=np.uint16).reshape(10, 20))
+    deep.info["transparency"] = 1394
+    forms = [palette.convert("1"), palette.convert("I"), deep.convert("P"), *map(picture(20, 10).convert, CONVERTED)]
+    for image in forms:
+        expected = np.asarray(image.convert("RGB"))
+        assert np.array_equal(np.asarray(from_pil(image, LIMITS)), expected), image.mode
+    for key in (bytes([0, 128]), 1394):
+        image = picture(20, 10).copy()
+        image.info["transparency"] = key
+        assert np.array_equal(np.asarray(from_pil(image, LIMITS)), np.asarray(image)), key
+
+
 def test_32_bit_integers_are_clipped_and_16_bit_ones_scaled(encoded: Encode) -> None:
     values = np.array([[-9, 0, 100, 255, 256, 70_000]], np.int32)
     assert np.asarray(from_pil(Image.fromarray(values), LIMITS))[0, :, 1].tolist() == [0, 0, 100, 255, 255, 255]

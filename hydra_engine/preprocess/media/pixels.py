@@ -233,13 +233,14 @@ def upright(image: Image.Image, orientation: Any) -> Image.Image:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """A new image, or the same one where it is RGB without transparency."""
-    if image.mode == "RGB" and not image.has_transparency_data:
+    is_transparent = _is_transparent(image)
+    if image.mode == "RGB" and not is_transparent:
         return image
     if image.mode == "La":  # Pillow knows no direct way
         image = image.convert("LA")
     if image.mode.startswith("I;16"):
         convert = _scaled
-    elif image.has_transparency_data:
+    elif is_transparent:
         convert = _over_white
     else:
         return image.convert("RGB")
@@ -247,9 +248,18 @@ def to_rgb(image: Image.Image) -> Image.Image:
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):  # in bands, because a large picture would exist several times
         band = image.crop((0, top, image.width, min(top + rows, image.height)))
-        band.info.update(image.info)  # a colour that is transparent is named there
         result.paste(convert(band), (0, top))
     return result
+
+
+def _is_transparent(image: Image.Image) -> bool:
+    """A colour that is named for another mode, which conversions of Pillow leave behind, counts for nothing."""
+    key = image.info.get("transparency")
+    if key is None or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+        return image.has_transparency_data
+    if isinstance(key, int):
+        return image.mode in ("1", "L", "P") and key <= 255
+    return isinstance(key, {"P": bytes, "RGB": tuple}.get(image.mode, ()))
 
 
 def _scaled(image: Image.Image) -> Image.Image:
