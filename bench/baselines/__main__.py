@@ -23,8 +23,7 @@ from hydra_engine.server.runner import serve
 class BaselineEngine(Engine):
     async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
         supervisor = Supervisor(self.config, processes=True, command=COMMAND)
-        most = self.default_sampling_params.max_tokens
-        self._frontend = Frontend(self.config, processes=True, supervisor=supervisor, default_max_tokens=most)
+        self._frontend = Frontend(self.config, processes=True, supervisor=supervisor, defaults=self._defaults)
         await self._frontend.start(lambda _loading: None)
 
 

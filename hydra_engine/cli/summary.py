@@ -269,7 +269,10 @@ def _admission(summaries: Sequence[InstanceSummary], config: EngineConfig, serve
 
 def _sampling(config: EngineConfig, sampling: SamplingParams) -> list[str]:
     """Sampling defaults of the model and the operator, if there are any."""
-    chosen = ", ".join(f"{name} {value:g}" for name, value in sampling.chosen.items())
+    numbers = {name: value for name, value in sampling.chosen.items() if isinstance(value, int | float)}
+    chosen = ", ".join(
+        [f"{name} {value:g}" for name, value in numbers.items()] + ["stop strings"] * bool(sampling.stop)
+    )
     files = ["generation_config.json"] if config.generation_config == "auto" else []
     options = ["--override-generation-config"] if config.override_generation_config is not None else []
     return [f"  sampling     {chosen} by default ({', '.join(files + options)})"] if chosen else []

@@ -256,7 +256,8 @@ class EngineConfig:
     generation_config: str = opt(
         "auto",
         "default sampling of requests. auto: the model's generation_config.json (temperature, "
-        "top_p, top_k, min_p, repetition_penalty, max_new_tokens, do_sample); none: OpenAI's defaults",
+        "top_p, top_k, min_p, repetition_penalty, max_new_tokens, do_sample, suppress_tokens and others); none: "
+        "OpenAI's defaults",
         choices=("auto", "none"),
     )
     override_generation_config: str | None = opt(

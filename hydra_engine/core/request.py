@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.ids import RequestId
@@ -98,7 +98,10 @@ class SamplingParams:
 
     def asked(self, **given: Any) -> SamplingParams:
         """What a request that gives these fields is sampled with where this object holds the defaults. Of `max_tokens`
-        the default stays out: it yields to what the context has room for, which the preprocessor knows."""
+        the default stays out: it yields to what the context has room for, which the preprocessor knows; and that of
+        `min_tokens` yields to a `max_tokens` that is given."""
+        if (most := given.get("max_tokens")) is not None and "min_tokens" not in given and most < self.min_tokens:
+            given["min_tokens"] = most
         return replace(self, **({"max_tokens": None} | given))
 
     @property
@@ -153,6 +156,30 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRules:
+    """What a model's authors say of single tokens, whoever asks: those that never come, those that do not come first,
+    and those of which one comes last, where an answer reaches its `max_new_tokens`. A request that says by
+    `allowed_token_ids` which tokens may come is asked alone."""
+
+    never: tuple[int, ...] = ()
+    not_first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+
+
+NO_RULES = TokenRules()
+
+
+class GenerationDefaults(NamedTuple):
+    """What holds for requests besides their `SamplingParams`. `max_tokens` yields to the room of a context."""
+
+    max_tokens: int | None = None
+    rules: TokenRules = NO_RULES
+
+
+NO_DEFAULTS = GenerationDefaults()
+
+
+@dataclass(frozen=True, slots=True)
 class Slo:
     """Latency limits in seconds; None: no limit, or in what a caller asks for the engine's."""
 
@@ -201,6 +228,7 @@ class Request:
     arrival_s: float
     images: tuple[ImageItem, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    rules: TokenRules = NO_RULES
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
     rope_delta: int = 0

@@ -32,6 +32,7 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
+from hydra_engine.core.request import NO_DEFAULTS, GenerationDefaults
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
 from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
@@ -66,7 +67,7 @@ class Frontend:
         config: EngineConfig,
         *,
         processes: bool,
-        default_max_tokens: int | None = None,
+        defaults: GenerationDefaults = NO_DEFAULTS,
         clock: Clock | None = None,
         supervisor: Supervisor | None = None,
         ahead: Ahead | None = None,
@@ -74,7 +75,7 @@ class Frontend:
         self.config = config
         self.state = "loading"  # or ok, closed
         self.trace = TraceRing()
-        self._default_max_tokens = default_max_tokens
+        self._defaults = defaults
         self._clock = clock or MonotonicClock()
         self._supervisor = supervisor or Supervisor(config, processes=processes, ahead=ahead)
         self._links: dict[str, InstanceLink] = {}
@@ -126,7 +127,7 @@ class Frontend:
                 media=self.config.media,
                 max_model_len=self.max_model_len,
                 seed=self.config.seed,
-                default_max_tokens=self._default_max_tokens,
+                defaults=self._defaults,
                 chat_template_path=self.config.chat_template,
                 clock=self._clock,
                 loader=loader,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -14,15 +15,18 @@ from typing import Any, Self, TypeVar
 
 from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.request import GenerationDefaults
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.owner import Owner
 from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.frontend.recording import Recording
-from hydra_engine.models.specs.generation import default_sampling
+from hydra_engine.models.specs.generation import read_generation
 from hydra_engine.preprocess.model_files import find_model_files
 from hydra_engine.preprocess.text.template_files import read_given
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -104,9 +108,15 @@ class EngineLife:
         self._frontend: Frontend | None = None
         self._closed = False
         self._recordings: list[Recording] = []
-        self.default_sampling_params = default_sampling(
-            config.model_path, config.override_generation_config, use_file=config.generation_config == "auto"
-        )
+        use_file = config.generation_config == "auto"
+        found = read_generation(config.model_path, config.override_generation_config, use_file=use_file)
+        self.default_sampling_params, rules, unfollowed = found
+        self._defaults = GenerationDefaults(found.sampling.max_tokens, rules)
+        if unfollowed:
+            logger.warning(
+                "the model's generation settings %s are not followed; answers may differ from those of transformers",
+                ", ".join(unfollowed),
+            )
 
     def _start_on_thread(self, progress: bool | None) -> None:
         self._thread = LoopThread("hydra-engine")
@@ -124,8 +134,7 @@ class EngineLife:
         await self._start(progress, tell)
 
     async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
-        most = self.default_sampling_params.max_tokens
-        self._frontend = Frontend(self.config, processes=self._processes, default_max_tokens=most, ahead=self._ahead)
+        self._frontend = Frontend(self.config, processes=self._processes, defaults=self._defaults, ahead=self._ahead)
         with LoadProgress(progress, tell) as bar:
             await self._frontend.start(bar.update)
 

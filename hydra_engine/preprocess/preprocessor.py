@@ -18,7 +18,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import TemplateOptions, texts_of
-from hydra_engine.core.request import Request, SamplingParams, Slo
+from hydra_engine.core.request import NO_DEFAULTS, GenerationDefaults, Request, SamplingParams, Slo
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.models.specs.positions import place_spans
@@ -71,7 +71,7 @@ class Preprocessor:
         media: MediaConfig,
         max_model_len: int,
         seed: int = 0,
-        default_max_tokens: int | None = None,
+        defaults: GenerationDefaults = NO_DEFAULTS,
         chat_template_path: str | None = None,
         clock: Clock | None = None,
         resolve: Resolve | None = None,
@@ -81,7 +81,7 @@ class Preprocessor:
         self._spec = spec
         self._max_model_len = max_model_len
         self._seed = seed
-        self._default_max_tokens = default_max_tokens
+        self._defaults = defaults
         self._num_drawn = 0
         self._clock = clock or MonotonicClock()
         image_token, video_token, feature_token = (
@@ -163,6 +163,7 @@ class Preprocessor:
             arrival_s=arrival_s,
             images=items,
             eos_token_ids=self._eos_token_ids,
+            rules=self._defaults.rules,
             slo=call.slo,
             cache_salt=call.cache_salt,
             rope_delta=rope_delta,
@@ -326,8 +327,8 @@ class Preprocessor:
         least = sampling.max_tokens or max(1, sampling.min_tokens)
         if least > room:
             raise self._too_long(num_prompt, least, param)
-        if sampling.max_tokens is None and self._default_max_tokens is not None:
-            return min(room, max(least, self._default_max_tokens))
+        if sampling.max_tokens is None and self._defaults.max_tokens is not None:
+            return min(room, max(least, self._defaults.max_tokens))
         return sampling.max_tokens or room
 
     def _too_long(self, num_prompt: int, num_completion: int, param: str) -> ContextLengthExceeded:

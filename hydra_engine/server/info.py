@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -218,7 +219,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     topology: str
     limits: Limits
-    default_sampling_params: dict[str, float]
+    default_sampling_params: dict[str, Any]
     instances: list[InstanceInfo]
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from hydra_engine import Engine, SamplingParams
 from hydra_engine.errors import CheckpointError, ConfigError
 from tests.engine.conftest import EngineFactory
+from tools.miniatures import make_tiny
 
 Authored = Callable[..., Path]
 
@@ -54,6 +57,38 @@ def test_requests_that_say_nothing_are_sampled_as_the_authors_say(
     assert plain.token_ids != expected and len(plain.token_ids) == 12
     hot = [engine.generate("Hello", temperature=2.0, ignore_eos=True, seed=seed).token_ids for seed in range(4)]
     assert len({*hot, expected}) > 2
+
+
+def test_rules_of_tokens_give_the_tokens_of_transformers(
+    make_engine: EngineFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that never come, not first, and last; and what is not followed is said once."""
+    directory = tmp_path / "llama"
+    make_tiny("llama", directory, seed=3)
+    ids = [1, 90, 17, 201, 33, 33, 8, 150, 77]
+    file, said = directory / "generation_config.json", {"do_sample": False, "max_new_tokens": 7}
+    plain = generated(directory, file, said, ids)
+    rules = {
+        **{"suppress_tokens": plain[:1], "begin_suppress_tokens": [plain[1], 44], "bad_words_ids": [[plain[3]]]},
+        **{"forced_eos_token_id": 2, "min_new_tokens": 6, "no_repeat_ngram_size": 0, "typical_p": 0.9},
+    }
+    expected = generated(directory, file, said | rules, ids)
+    assert expected[-1] == 2 and len({*plain[:2], plain[3]} & {*expected}) == 0
+    file.write_text(json.dumps(said | rules | {"max_time": 5.0}))
+    engine = make_engine(model=directory)
+    assert list(engine.generate(ids).token_ids) == expected
+    assert list(engine.generate(ids, max_tokens=3).token_ids) == [*expected[:2], 2]
+    assert list(engine.generate(ids, allowed_token_ids=plain[:1], max_tokens=3).token_ids) == plain[:1] * 3
+    warnings = [record.getMessage() for record in caplog.records if "generation settings" in record.getMessage()]
+    assert warnings == [
+        "the model's generation settings max_time are not followed; answers may differ from those of transformers"
+    ]
+
+
+def generated(directory: Path, file: Path, values: dict[str, Any], ids: list[int]) -> list[int]:
+    file.write_text(json.dumps(values))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.generate(torch.tensor([ids]), eos_token_id=2)[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("override", ['{"temperature": 0.5}', {"temperature": 0.5}])

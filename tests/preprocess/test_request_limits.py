@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.request import Slo
+from hydra_engine.core.request import GenerationDefaults, Slo
 from hydra_engine.errors import InvalidRequest
 
 
@@ -44,10 +44,10 @@ async def test_wrong_limits_are_refused(kitchen: Any, name: str, limit: Any) -> 
 async def test_the_models_max_tokens_are_a_default_and_no_limit(
     make_preprocessor: Any, sampling: dict[str, int], most: int
 ) -> None:
-    prepared = await make_preprocessor(default_max_tokens=8).prepare("the cat", sampling=sampling)
+    prepared = await make_preprocessor(defaults=GenerationDefaults(8)).prepare("the cat", sampling=sampling)
     assert prepared.request.max_new_tokens == most
 
 
 async def test_they_yield_to_the_context(make_preprocessor: Any) -> None:
-    request = (await make_preprocessor(default_max_tokens=1000, max_model_len=64).prepare("the cat")).request
+    request = (await make_preprocessor(defaults=GenerationDefaults(1000), max_model_len=64).prepare("the cat")).request
     assert request.max_new_tokens == 64 - request.num_prompt

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.request import SamplingParams, TokenRules
 from hydra_engine.errors import CheckpointError, ConfigError, HydraError
-from hydra_engine.models.specs.generation import default_sampling
+from hydra_engine.models.specs.generation import read_generation
 
 QWEN = {  # as Qwen2-VL-2B-Instruct was published
     "bos_token_id": 151643,
@@ -25,12 +25,22 @@ QWEN = {  # as Qwen2-VL-2B-Instruct was published
 }
 
 
+GENERATION_DEFAULTS: dict[str, Any] = {  # as transformers 4 wrote them into config.json
+    **{"max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1, "top_k": 50},
+    **{"num_beam_groups": 1, "diversity_penalty": 0.0, "temperature": 1.0, "top_p": 1.0, "typical_p": 1.0},
+    **{"repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None},
+    **{"encoder_no_repeat_ngram_size": 0, "num_return_sequences": 1, "suppress_tokens": None, "epsilon_cutoff": 0.0},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None},
+    **{"guidance_scale": 1.0, "renormalize_logits": True, "remove_invalid_values": True, "use_cache": True},
+}
+
+
 def chosen(tmp_path: Path, file: Any, override: Any = None, **options: Any) -> dict[str, Any]:
     if file is not None:
         text = file if isinstance(file, str) else json.dumps(file)
         (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
     text = json.dumps(override) if isinstance(override, dict) else override
-    return default_sampling(tmp_path, text, **options).chosen
+    return read_generation(tmp_path, text, **options).sampling.chosen
 
 
 @pytest.mark.parametrize(
@@ -57,6 +67,67 @@ def test_what_applies(tmp_path: Path, file: Any, override: Any, expected: dict[s
     assert chosen(tmp_path, file, override) == expected
 
 
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ({"min_new_tokens": 4, "max_new_tokens": 9}, {"min_tokens": 4, "max_tokens": 9}),
+        ({"min_new_tokens": 40, "max_new_tokens": 9}, {"max_tokens": 9}),
+        ({"stop_strings": "###"}, {"stop": ("###",)}),
+        ({"stop_strings": ["a", "b"]}, {"stop": ("a", "b")}),
+    ],
+)
+def test_how_long_answers_are(tmp_path: Path, file: Any, expected: dict[str, Any]) -> None:
+    assert chosen(tmp_path, file) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "override", "expected"),
+    [
+        ({"suppress_tokens": [5, 6, -1], "begin_suppress_tokens": [7]}, None, TokenRules((5, 6), (7,))),
+        ({"suppress_tokens": None, "begin_suppress_tokens": [], "bad_words_ids": None}, None, TokenRules()),
+        ({"bad_words_ids": [[9], [5], [2]], "suppress_tokens": [5], "eos_token_id": 2}, None, TokenRules((5, 9))),
+        ({"forced_eos_token_id": 2}, None, TokenRules(last=(2,))),
+        ({"forced_eos_token_id": [3, 2]}, None, TokenRules(last=(2,))),
+        ({"suppress_tokens": [5]}, {"suppress_tokens": [6]}, TokenRules((6,))),
+        ({"suppress_tokens": [5]}, {"suppress_tokens": []}, TokenRules()),
+    ],
+)
+def test_what_is_said_of_tokens(tmp_path: Path, file: Any, override: Any, expected: TokenRules) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    text = None if override is None else json.dumps(override)
+    assert read_generation(tmp_path, text).rules == expected
+    assert read_generation(tmp_path, use_file=False).rules == TokenRules()
+
+
+@pytest.mark.parametrize(
+    ("file", "config", "expected"),
+    [
+        (QWEN, {}, ()),
+        (QWEN, {"no_repeat_ngram_size": 3}, ()),  # of old files, where the other is there
+        ({**dict.fromkeys(GENERATION_DEFAULTS), "max_length": None}, {}, ()),
+        (GENERATION_DEFAULTS, {}, ()),
+        ({"no_repeat_ngram_size": 3, "num_beams": 2}, {}, ("no_repeat_ngram_size", "num_beams")),
+        ({"typical_p": 0.9, "epsilon_cutoff": 3e-4}, {}, ("typical_p", "epsilon_cutoff")),
+        ({"typical_p": 0.9, "epsilon_cutoff": 3e-4, "do_sample": False}, {}, ()),
+        ({"bad_words_ids": [[4], [5, 6]]}, {}, ("bad_words_ids",)),
+        ({"max_length": 100}, {}, ("max_length",)),
+        ({"max_length": 100}, {"text_config": {"max_position_embeddings": 128}}, ("max_length",)),
+        ({"max_length": 128}, {"max_position_embeddings": 128}, ()),
+        ({"max_length": 100, "max_new_tokens": 5}, {}, ()),
+        ({"exponential_decay_length_penalty": [5, 1.1]}, {}, ("exponential_decay_length_penalty",)),
+        ({"sequence_bias": [[[4], 2.0]], "forced_bos_token_id": 1}, {}, ("sequence_bias", "forced_bos_token_id")),
+        (None, {"suppress_tokens": [5], "num_beams": 4, "max_length": 20}, ("num_beams", "suppress_tokens")),
+        (None, {"text_config": {"no_repeat_ngram_size": 3}}, ("no_repeat_ngram_size",)),
+    ],
+)
+def test_what_nobody_follows_is_named(tmp_path: Path, file: Any, config: Any, expected: tuple[str, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if file is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    assert read_generation(tmp_path).unfollowed == expected
+    assert read_generation(tmp_path, use_file=False).unfollowed == ()
+
+
 def test_without_the_file(tmp_path: Path) -> None:
     assert chosen(tmp_path, QWEN, use_file=False) == {}
     assert chosen(tmp_path, {"temperature": "hot"}, {"top_k": 3}, use_file=False) == {"top_k": 3}
@@ -76,6 +147,13 @@ def test_without_the_file(tmp_path: Path) -> None:
         ({"repetition_penalty": 0}, ("repetition_penalty must be",)),
         ({"max_new_tokens": 0}, ("max_new_tokens must be an integer",)),
         ({"do_sample": "no"}, ("do_sample must be true or false", "not 'no'")),
+        ({"suppress_tokens": ["a"]}, ("suppress_tokens must hold token ids",)),
+        ({"forced_eos_token_id": -2}, ("forced_eos_token_id must hold token ids",)),
+        ({"bad_words_ids": [5]}, ("bad_words_ids must be a list of lists of token ids",)),
+        ({"bad_words_ids": [[5.0]]}, ("bad_words_ids must hold token ids",)),
+        ({"min_new_tokens": -1}, ("min_new_tokens must be",)),
+        ({"stop_strings": [""]}, ("stop_strings: each stop string must have",)),
+        ({"stop_strings": 5}, ("stop_strings must be a string or a list of strings",)),
         ("{not JSON", ("not valid JSON",)),
         ("[1]", ("must hold a JSON object",)),
     ],
@@ -106,7 +184,7 @@ def refused(tmp_path: Path, file: Any, override: Any, kind: type[HydraError], wo
     with pytest.raises(kind) as caught:
         chosen(tmp_path, file, override)
     message = caught.value.message
-    assert all(word in message for word in words) and "\n" not in message and len(message) < 200, message
+    assert all(word in message for word in words) and "\n" not in message and len(message) < 260, message
 
 
 def test_what_a_request_gives_wins_and_the_rest_is_the_default() -> None:
@@ -114,3 +192,4 @@ def test_what_a_request_gives_wins_and_the_rest_is_the_default() -> None:
     assert defaults.asked(top_p=1.0, seed=3) == SamplingParams(temperature=0.2, seed=3)
     assert defaults.asked(max_tokens=20).max_tokens == 20
     assert defaults.asked(min_tokens=20).min_tokens == 20  # more than the default, which yields
+    assert SamplingParams(min_tokens=5).asked(max_tokens=3) == SamplingParams(min_tokens=3, max_tokens=3)

@@ -38,7 +38,7 @@ from hydra_engine.core.plans import (
     VisionPlan,
 )
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.request import NO_RULES, Request, SamplingParams, TokenRules
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput, VisionInput
@@ -519,7 +519,13 @@ def _take(free: list[int], count: int) -> np.ndarray:
 
 
 def make_request(
-    request_id: int, prompt: Sequence[int], *, seed: int = 0, images: tuple[ImageItem, ...] = (), **sampling: Any
+    request_id: int,
+    prompt: Sequence[int],
+    *,
+    seed: int = 0,
+    images: tuple[ImageItem, ...] = (),
+    rules: TokenRules = NO_RULES,
+    **sampling: Any,
 ) -> Request:
     sampling.setdefault("temperature", 0.0)
     return Request(
@@ -531,6 +537,7 @@ def make_request(
         arrival_s=0.0,
         images=images,
         eos_token_ids=(2,),
+        rules=rules,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import Request, TokenRules
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.faults import FaultPoints
@@ -106,6 +106,8 @@ SPECIAL: list[dict[str, Any]] = [
     {"logprobs": 2, "presence_penalty": 1.0, "min_tokens": 3},
     {"logit_bias": {3: 2.0}, "allowed_token_ids": (3, 4, 5), "temperature": 1.0, "seed": 4},
     {"repetition_penalty": 0.5, "frequency_penalty": -1.0, "logprobs": 0},
+    {"rules": TokenRules(never=(3, 5, 9), not_first=(4, 6)), "temperature": 1.0, "seed": 5},
+    {"rules": TokenRules(not_first=tuple(range(2, 12)))},
 ]
 
 
@@ -123,7 +125,7 @@ def test_steps_with_special_rows_wait_for_nothing(rig: Rig, device: LateDevice) 
     tokens = [[outcome.token_id for outcome in outcomes] for outcomes in found]
     assert list(zip(*tokens, strict=True)) == [tuple(t[:6]) for t in expected_of(requests)]
     asked = [[outcome.logprobs is not None for outcome in outcomes] for outcomes in found]
-    assert asked == [[False, True, False, True]] * 6
+    assert asked == [[False, True, False, True, False, False]] * 6
 
 
 def test_no_logits_come_to_the_host(rig: Rig, device: LateDevice) -> None:

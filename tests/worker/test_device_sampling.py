@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.request import TokenRules
 from hydra_engine.worker.language.device_slot_table import SlotSampling, draw_numbers
 from hydra_engine.worker.language.sampler import MAX_NUMBER, NO_FAST_PATH, SamplingState, draw_number, seed_state
 from tests.worker.fakes import make_request
@@ -57,10 +57,14 @@ def test_slots_keep_what_their_requests_ask_for() -> None:
         ({"repetition_penalty": 1.1}, NO_FAST_PATH),
         ({"logit_bias": {3: 1.0}}, NO_FAST_PATH),
         ({"allowed_token_ids": (3, 4)}, NO_FAST_PATH),
+        ({"rules": TokenRules(never=(3,))}, NO_FAST_PATH),
+        ({"rules": TokenRules(last=(3,))}, NO_FAST_PATH),
+        ({"rules": TokenRules(not_first=(3,))}, 1),
+        ({"rules": TokenRules(not_first=(3,)), "min_tokens": 4}, 4),
     ],
 )
 def test_what_needs_the_host_is_never_drawn_on_the_device(params: dict, device_path_from: int) -> None:
     sampling_state = SamplingState.of(make_request(1, [5], **params))
     assert sampling_state.device_path_from == device_path_from
-    greedy = SamplingParams(**{"temperature": 0.0, **params}).greedy
+    greedy = params.get("temperature", 0.0) == 0.0
     assert sampling_state.fast_path_from == (device_path_from if greedy else NO_FAST_PATH)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.request import SamplingParams, TokenRules
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.worker.language.sampler import (
     NO_FAST_PATH,
@@ -229,6 +229,24 @@ def test_min_tokens_masks_every_token_that_would_end_the_request(temperature: fl
     at_the_limit = sampling_state_of(min_tokens=3, stop_token_ids=(3,), logprobs=0)
     assert [sample_row(logits, at_the_limit, n).token_id for n in (2, 3)] == [4, 2]
     assert sampling_state.fast_path_from == (3 if temperature == 0 else NO_FAST_PATH)
+
+
+def test_the_models_rules_of_tokens() -> None:
+    """Some never come, some not first, and one comes last; a request that says which tokens may come is asked alone."""
+    logits = np.float32([0.0, 1.0, 2.0, 9.0, 8.0])
+    rules = TokenRules(never=(3, 4000), not_first=(4,), last=(1,))
+    counts = range(16)  # as many tokens as the request may have
+
+    def tokens(**params: object) -> list[int]:
+        state = sampling_state_of(**params)
+        return [sample_row(logits, state, count).token_id for count in counts]
+
+    assert tokens(rules=rules) == [2, *[4] * 14, 1]
+    assert set(tokens(rules=rules, temperature=1.0, logit_bias={3: 100.0})) <= {0, 1, 2, 4}
+    assert tokens(rules=rules, min_tokens=1)[0] == 1  # 2 would end it
+    assert tokens(rules=rules, allowed_token_ids=(3,)) == [3] * 16
+    with pytest.raises(InvalidRequest, match="min_tokens leaves no token"):
+        tokens(rules=TokenRules(never=(0, 1, 3, 4)), min_tokens=1)
 
 
 def test_min_tokens_that_leave_nothing_are_the_requests_own_error() -> None:

@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -151,7 +151,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: Outcomes
     ttft_limit_s: float = 0.0
     tpot_limit_s: float = 0.0
-    default_sampling_params: dict[str, float] = {}
+    default_sampling_params: dict[str, Any] = {}
     instances: list[Instance] = []
     number: int = 0
     ended: list[Ended] = []

@@ -1,7 +1,8 @@
 """Logits -> token: biases, masks, filters, draws and logprobs, as the OpenAI API and vLLM's extras mean them.
 
 Order: logprobs from the raw logits; logit_bias; repetition penalty (prompt and output), frequency and presence
-penalties (output only); masks: allowed_token_ids, the grammar, and min_tokens on tokens that would end the request;
+penalties (output only); masks: allowed_token_ids or the model's own rules, the grammar, and min_tokens on tokens that
+would end the request;
 temperature, top_k, top_p, min_p; one draw.
 
 A row's token depends on its own logits, its own request and its own counter alone. The random number is a fixed hash
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.plans import TokenLogprobs
-from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.request import NO_RULES, Request, SamplingParams, TokenRules
 from hydra_engine.errors import InvalidRequest
 
 Logits = npt.NDArray[np.float32]
@@ -104,6 +105,8 @@ class SamplingState:
     eos_ids: tuple[int, ...] = ()
     biases: tuple[Ids, Scores] | None = None  # token ids and what is added to their logits
     allowed_ids: Ids | None = None  # None: all
+    rules: TokenRules = NO_RULES
+    num_last: int = NO_FAST_PATH  # tokens before the last one that the request may generate
 
     @classmethod
     def of(cls, request: Request, constraint: Constraint | None = None) -> SamplingState:
@@ -118,7 +121,11 @@ class SamplingState:
             ids, values = zip(*params.logit_bias, strict=True)
             biases = np.asarray(ids, dtype=np.int64), np.asarray(values, dtype=np.float64)
         allowed = np.asarray(params.allowed_token_ids, dtype=np.int64) if params.allowed_token_ids else None
-        return cls(params, request.seed, ending, history, constraint, request.eos_token_ids, biases, allowed)
+        rules = request.rules if allowed is None else NO_RULES
+        return cls(
+            *(params, request.seed, ending, history, constraint, request.eos_token_ids, biases, allowed, rules),
+            num_last=request.max_new_tokens - 1,
+        )
 
     @property
     def fast_path_from(self) -> int:
@@ -131,9 +138,18 @@ class SamplingState:
         """From this number of generated tokens on nothing but filters and a draw decide, and nothing but the token is
         asked for."""
         chosen = self.biases is not None or self.allowed_ids is not None or self.history is not None
-        if self.params.logprobs is not None or chosen:
+        if self.params.logprobs is not None or chosen or self.rules.never or self.rules.last:
             return NO_FAST_PATH
-        return self.params.min_tokens if self.ending_ids else 0
+        return max(self.params.min_tokens if self.ending_ids else 0, 1 if self.rules.not_first else 0)
+
+    def unwanted(self, num_generated: int) -> tuple[int, ...]:
+        """Tokens that do not come as the next one."""
+        early = self.ending_ids if num_generated < self.params.min_tokens else ()
+        return (*early, *self.rules.never, *(self.rules.not_first if num_generated == 0 else ()))
+
+    def forced(self, num_generated: int) -> tuple[int, ...]:
+        """Tokens of which one comes next; none: any may."""
+        return self.rules.last if num_generated == self.num_last else ()
 
 
 class Sample(NamedTuple):
@@ -187,9 +203,12 @@ def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask 
     params = state.params
     if state.constraint is not None:
         return _in_grammar(state, state.constraint, num_generated, size)
-    if state.allowed_ids is None and num_generated >= params.min_tokens:
+    if forced := state.forced(num_generated):
+        return _only(forced, size)
+    unwanted = state.unwanted(num_generated)
+    if state.allowed_ids is None and not unwanted:
         return None
-    mask = _any_but(state.ending_ids if num_generated < params.min_tokens else (), size)
+    mask = _any_but(unwanted, size)
     if state.allowed_ids is not None:
         mask &= _only(state.allowed_ids, size)
     if not mask.any():
@@ -209,7 +228,9 @@ def _in_grammar(state: SamplingState, constraint: Constraint, num_generated: int
     ending = mask & _only(state.eos_ids, size)
     if state.allowed_ids is not None:
         mask &= _only(state.allowed_ids, size)
-    unwanted = state.ending_ids if num_generated < params.min_tokens else state.eos_ids if params.ignore_eos else ()
+    unwanted = state.unwanted(num_generated)
+    if params.ignore_eos and num_generated >= params.min_tokens:
+        unwanted += state.eos_ids
     for candidates in (mask & _any_but(unwanted, size), mask, ending):
         if candidates.any():
             return candidates

@@ -97,7 +97,8 @@ class SlotSpecials:
         self._num_top: _Words = np.full(num_seq_slots, -1, dtype=np.int32)
         self._num_biases: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
         self._states: list[SamplingState | None] = [None] * num_seq_slots  # of biases, masks and histories
-        self._masks: dict[int, tuple[bool, _Words]] = {}  # of requests without a grammar; whether of min_tokens too
+        # Of requests without a grammar, with what it depends on besides the request.
+        self._masks: dict[int, tuple[tuple[bool, ...], _Words]] = {}
 
     def assign(self, seq_slot: int, state: SamplingState) -> None:
         params = state.params
@@ -157,14 +158,14 @@ class SlotSpecials:
                 return None
             mask = allowed_tokens(state, num_generated, vocabulary)
             return None if mask is None else _bits(mask)
-        early = num_generated < state.params.min_tokens
+        phase = num_generated < state.params.min_tokens, num_generated == 0, num_generated == state.num_last
         kept = self._masks.get(seq_slot)
-        if kept is not None and kept[0] == early:
+        if kept is not None and kept[0] == phase:
             return kept[1]
         mask = allowed_tokens(state, num_generated, vocabulary)
         if mask is None:
             return None
-        self._masks[seq_slot] = early, _bits(mask)
+        self._masks[seq_slot] = phase, _bits(mask)
         return self._masks[seq_slot][1]
 
     def recounts(self, seq_slots: Int64s, vocabulary: int) -> Recounts | None:
