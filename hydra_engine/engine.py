@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack, overload
 
 from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
-from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result
@@ -242,9 +242,10 @@ class Engine(EngineLife):
         """The model's own, or the one given instead."""
         return self.frontend.preprocessor.chat_template
 
-    def generation_prompt(self, options: TemplateOptions) -> str:
-        """What the chat template writes behind a user's message for the answer to begin; empty without a template."""
-        return self.frontend.preprocessor.generation_prompt(options)
+    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
+        """What the chat template writes behind a last message of this role for the answer to begin; empty without a
+        template."""
+        return self.frontend.preprocessor.generation_prompt(options, role)
 
     @property
     def model_name(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
-from hydra_engine.core.call import ChatMessage, GenerationCall, MediaPart, TextPart
+from hydra_engine.core.call import ChatMessage, GenerationCall, MediaPart, Role, TextPart
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
 from hydra_engine.core.outputs import StageSpan
@@ -114,8 +114,8 @@ class Preprocessor:
         """The text of the template that is in use."""
         return self._template.text
 
-    def generation_prompt(self, options: TemplateOptions) -> str:
-        return (self._tool_template if options.tools else self._template).generation_prompt(options)
+    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
+        return (self._tool_template if options.tools else self._template).generation_prompt(options, role)
 
     async def close(self) -> None:
         self._loader.close()

@@ -160,7 +160,7 @@ def thinking_of(
         last = "".join(text for _, text in messages[-1].texts())
         place = "opened" if place_of(last, marks, "") == "opened" else "closed"
     elif template.add_generation_prompt:
-        place = place_of(engine.generation_prompt(template), marks, parser)
+        place = place_of(engine.generation_prompt(template, messages[-1].role), marks, parser)
     else:
         place = "free"
     if (problem := always_thinks(wish, place, text)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
@@ -70,8 +70,9 @@ class EnginePort(Protocol):
         """Its text; how a model writes tool calls can be read there."""
         ...
 
-    def generation_prompt(self, options: TemplateOptions) -> str:
-        """What its chat template writes behind a user's message for the answer to begin; empty without a template."""
+    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
+        """What its chat template writes behind a last message of this role for the answer to begin; empty without a
+        template."""
         ...
 
     async def add_request(self, call: GenerationCall) -> Handle:

@@ -224,11 +224,14 @@ def test_what_stands_before_an_answer(tokenizer: Tokenizer, name: str, variables
 
 
 def test_what_stands_before_an_answer_of_odd_templates(tokenizer: Tokenizer) -> None:
-    """Of one that reads parts, one that depends on the tools, one that refuses the conversation, and of none."""
+    """Of one that reads parts, one that depends on the tools, one that goes on behind a tool's result, one that
+    refuses the conversation, and of none."""
     parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}!"
     assert ChatTemplate(tokenizer, parts, IMAGE).generation_prompt() == "!"
     tools = ChatTemplate(tokenizer, "{{ messages[0].content }}{{ 'T' if tools else 'N' }}", IMAGE)
     offered = TemplateOptions(({"type": "function", "function": {"name": "f"}},))
     assert (tools.generation_prompt(), tools.generation_prompt(offered)) == ("N", "T")
+    result = (TEMPLATES / "deepseek_v3.jinja").read_text()
+    assert ChatTemplate(tokenizer, result, IMAGE).generation_prompt(role="tool") == "<result|>"
     assert ChatTemplate(tokenizer, "{{ raise_exception('no') }}", IMAGE).generation_prompt() == ""
     assert ChatTemplate(tokenizer, None, IMAGE).generation_prompt() == ""

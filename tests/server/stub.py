@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import Template
 
-from hydra_engine.core.call import GenerationCall
+from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.logprobs import TextLogprob, TopLogprob
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
@@ -252,9 +252,9 @@ class StubEngine:
     ring: TraceRing = field(default_factory=TraceRing)
     running: list[LiveRequest] = field(default_factory=list)
 
-    def generation_prompt(self, options: TemplateOptions) -> str:
-        """What the template, rendered with plain Jinja, writes behind a user's message."""
-        messages = [{"role": "user", "content": "hydra9probe"}]
+    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
+        """What the template, rendered with plain Jinja, writes behind a message."""
+        messages = [{"role": role, "content": "hydra9probe"}]
         more = {"tools": options.tools or None, "add_generation_prompt": options.add_generation_prompt}
         rendered = Template(self.chat_template or "").render(messages=messages, **more, **options.variables)
         return rendered.rpartition("hydra9probe")[2]

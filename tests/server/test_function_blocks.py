@@ -220,6 +220,7 @@ def test_no_text_is_lost_and_no_cut_matters(parts: list[str], seed: int) -> None
         ({"type": "integer"}, "9007199254740993", "9007199254740993"),
         ({"type": "boolean"}, "FALSE", "false"),
         ({"type": "null"}, "None", "null"),
+        ({"type": ["string", "null"]}, "None", '"None"'),
         ({"const": 5}, "5", "5"),
         ({"enum": ["5", "6"]}, "5", '"5"'),
         ({"oneOf": [{"type": "object"}, {"type": "string"}]}, '{"a": 1}', '{"a": 1}'),

@@ -60,7 +60,7 @@ class ChatTemplate:
         self._placeholders = (image_token, video_token, *other_placeholders)
         self._reads: dict[tuple[str, type], bool] = {}
         self._taken: dict[tuple[Role, ...], bool | None] = {}
-        self._ends: dict[tuple[str, bool, bool], str] = {}
+        self._ends: dict[tuple[str, bool, bool, bool], str] = {}
         self._words = frozenset(_WORD.findall(template or ""))
         self._ignored: set[str] = set()
 
@@ -99,24 +99,34 @@ class ChatTemplate:
         hidden = [self._fitting(hide_marks(message, quoting)) for message in messages]
         return quoting.rendered(self._apply(hidden, options, quoting.hide))
 
-    def generation_prompt(self, options: TemplateOptions = _DEFAULTS) -> str:
-        """What these options put behind a user's message for the answer to begin. Empty where there is no template, or
-        one that cannot be rendered so."""
-        key = json.dumps(options.variables, sort_keys=True), bool(options.tools), options.add_generation_prompt
+    def generation_prompt(self, options: TemplateOptions = _DEFAULTS, role: Role = "user") -> str:
+        """What these options put behind the last message, a tool's or a user's, for the answer to begin. Empty where
+        there is no template, or one that cannot be rendered so."""
+        is_result = role == "tool"
+        key = (
+            json.dumps(options.variables, sort_keys=True),
+            bool(options.tools),
+            options.add_generation_prompt,
+            is_result,
+        )
         if self.text is None:
             return ""
         known = self._ends.get(key)
         if known is None:
-            known = self._render_end(options)
+            known = self._render_end(options, is_result)
             if len(self._ends) < _MAX_ENDS and len(key[0]) < _MAX_KEY_CHARS:
                 self._ends[key] = known
         return known
 
-    def _render_end(self, options: TemplateOptions) -> str:
-        turn = {"role": "user", "content": self._fitting_text("user", _PROBE)}
+    def _render_end(self, options: TemplateOptions, is_result: bool) -> str:
+        turns: list[dict[str, Any]] = [{"role": "user", "content": self._fitting_text("user", _PROBE)}]
+        form = next((form for form in (dict, str) if is_result and self._reads_form("tool_calls", form)), None)
+        if form is not None:
+            turns = self._call_probe(form)
+            turns[-1]["content"] = self._fitting_text("tool", _PROBE)
         try:
             text = self._tokenizer.apply_template(
-                [turn], self.text or "", replace(options, continue_final_message=False)
+                turns, self.text or "", replace(options, continue_final_message=False)
             )
         except (TemplateError, *_RENDER_ERRORS):
             return ""

@@ -12,7 +12,7 @@ from hydra_engine.server.protocol.fields import log_once
 from hydra_engine.server.tools.reasoning import Wish
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Budget = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
+Budget = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 
 
 class ThinkingConfig(msgspec.Struct, frozen=True):

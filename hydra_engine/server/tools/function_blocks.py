@@ -317,7 +317,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     word = stripped.lower()
     if word in ("true", "false") and "boolean" in types:
         return word
-    if word == "none" and "null" in types:
+    if word == "none" and "null" in types and "string" not in types:
         return "null"
     if others & {"object", "array"} and stripped[:1] in ("{", "[", "(") and len(stripped) < _MAX_LITERAL:
         try:  # as Python shows it
