@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol
 
 from hydra_engine.cluster import wire
@@ -43,6 +44,10 @@ class Child(Protocol):
         ...
 
     def kill(self) -> None: ...
+
+    def waited_s(self) -> dict[str, float]:
+        """For how long each of its threads was ready and had no processor, as far as the system says; by their ids."""
+        ...
 
     def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
         """Hands over one end of a connection; ours stays open. Raises OSError."""
@@ -89,6 +94,15 @@ class ProcessChild:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    def waited_s(self) -> dict[str, float]:
+        waited = {}
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{self.pid}/task"):
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    text = Path(f"/proc/{self.pid}/task/{thread}/schedstat").read_text()
+                    waited[thread] = int(text.split()[1]) / 1e9
+        return waited
+
     def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
         send_with(self._control, wire.encode_connect(peer), [sock.fileno()])
 
@@ -121,6 +135,9 @@ class ThreadChild:
 
     def kill(self) -> None:
         """A thread cannot be killed."""
+
+    def waited_s(self) -> dict[str, float]:
+        return {}
 
     def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
         raise AssertionError("a thread has no peers")

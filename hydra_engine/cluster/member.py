@@ -28,7 +28,7 @@ class Pace:
     tick_s: float = 0.05
     last_words_s: float = 0.25  # from the end of a channel to the exit code, then it is reported without
     start_last_words_s: float = 10.0  # the same while an instance starts, where no request waits and the code says why
-    exit_grace_s: float = 5.0  # from Shutdown to SIGKILL
+    exit_grace_s: float = 5.0  # from Shutdown to SIGKILL, without what the process waits for a processor
     backoff_s: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start
     settled_s: float = 60.0  # who served this long starts again without waiting
     window_s: float = 60.0

@@ -12,7 +12,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -341,13 +341,15 @@ class Supervisor:
             self._schedule_restart(member, f"cannot be started: {error.strerror}", now)
 
     async def _outlast(self, children: Sequence[Child]) -> list[Child]:
-        """Waits until they have ended; returns those that have not in time. Threads are waited for as long as it
-        takes."""
-        deadline_s = self._clock.now() + self._pace.exit_grace_s
+        """Waits until they have ended; returns those that have not in time, in which what they wait for a processor
+        does not count. Threads are waited for as long as it takes."""
+        begun_s = self._clock.now()
+        before = [child.waited_s() for child in children]
         while True:
-            left = [child for child in children if child.how_it_ended() is None]
-            if not left or (self._clock.now() >= deadline_s and all(child.pid is not None for child in left)):
-                return left
+            left = [(child, waits) for child, waits in zip(children, before, strict=True) if not child.how_it_ended()]
+            late_s = self._clock.now() - begun_s - self._pace.exit_grace_s
+            if not left or (late_s >= 0 and all(_is_late(child, waits, late_s) for child, waits in left)):
+                return [child for child, _ in left]
             await asyncio.sleep(_REAPING_S)
 
     # ---- pairs
@@ -380,3 +382,9 @@ class Supervisor:
         with left, right:
             one.child.connect(wire.Connect(other.name, other.incarnation), left)
             other.child.connect(wire.Connect(one.name, one.incarnation), right)
+
+
+def _is_late(child: Child, waited_before: Mapping[str, float], late_s: float) -> bool:
+    """Whether its most starved thread has waited for a processor for less than it is late."""
+    waits = (waited_s - waited_before.get(thread, 0.0) for thread, waited_s in child.waited_s().items())
+    return child.pid is not None and max(waits, default=0.0) <= late_s

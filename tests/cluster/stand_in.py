@@ -1,8 +1,9 @@
 """An instance that computes nothing: the real process, channel and peer sockets around a loop that only reports.
 
 Started like a real one with `python -m tests.cluster.stand_in`. How it starts is told by the environment variable
-STAND_IN_<NAME>: "fail" (a ConfigError), "exit" (code 3, without a word), "deaf" (ignores Shutdown). What it does later
-is told by SetFault: "exit" (code 7), "leave" (code 0), "offer" and "garble" (argument: the peer).
+STAND_IN_<NAME>: "fail" (a ConfigError), "exit" (code 3, without a word), "deaf" (ignores Shutdown), "slow" (computes
+before it ends). What it does later is told by SetFault: "exit" (code 7), "leave" (code 0), "offer" and "garble"
+(argument: the peer).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from hydra_engine.instance.ports import FromPeer, Inbox, InstanceContext, Outbox
 from hydra_engine.transfer.messages import Offer
 
 PERIOD_S = 0.05
+SLOW_S = 0.8  # of a processor
 COMMAND = (sys.executable, "-m", "tests.cluster.stand_in")
 
 
@@ -65,7 +67,7 @@ def status(progress: int) -> Status:
 
 class StandIn:
     def __init__(self, name: str, inbox: Inbox, outbox: Outbox, peers: PeerSockets | None) -> None:
-        self.deaf = os.environ.get(f"STAND_IN_{name.upper()}") == "deaf"
+        self.manner = os.environ.get(f"STAND_IN_{name.upper()}")
         self.inbox, self.outbox, self.peers = inbox, outbox, peers
         self.stopped = False
 
@@ -73,7 +75,10 @@ class StandIn:
         for message in self.inbox.drain():
             match message:
                 case Shutdown():
-                    self.stopped = not self.deaf
+                    begun_s = time.thread_time()
+                    while self.manner == "slow" and time.thread_time() - begun_s < SLOW_S:
+                        pass
+                    self.stopped = self.manner != "deaf"
                 case SetRole():
                     self.outbox.send([LedgerReport(0, 0, 0, 0, 0, holders=(message.role,))])
                 case SetFault():

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from hydra_engine.cluster.children import ProcessChild
 from hydra_engine.cluster.member import PACE, Pace
 from hydra_engine.cluster.spawn import spawn
-from hydra_engine.cluster.supervisor import Supervisor
+from hydra_engine.cluster.supervisor import Supervisor, _is_late
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import LedgerReport, NeedImages, SetFault
@@ -285,6 +286,63 @@ async def test_who_does_not_follow_a_shutdown_is_killed(make: Make, monkeypatch:
     links = await Recorder().start(supervisor)
     await supervisor.stop()
     assert not [link for link in links if link.pid is not None and alive(link.pid)]
+
+
+def test_the_time_for_an_end_is_spent_by_computing_and_by_waiting_for_others() -> None:
+    """Of three threads beside a fourth, which is gone; one of them has begun since."""
+    before = {"1": 5.0, "2": 0.5, "4": 9.0}
+    child: Any = SimpleNamespace(pid=7, waited_s=lambda: {"1": 5.1, "2": 2.5, "3": 1.0})
+    assert not _is_late(child, before, late_s=1.9) and _is_late(child, before, late_s=2.1)
+    child.waited_s = dict
+    assert _is_late(child, before, late_s=0.0)
+    child.pid = None
+    assert not _is_late(child, before, late_s=9.0)
+
+
+def test_a_process_that_has_no_processor_says_how_long() -> None:
+    """Two that never rest share one; a third is stopped."""
+    one = min(os.sched_getaffinity(0))
+    busy = f"import os; os.sched_setaffinity(0, [{one}])\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(3)]
+    nothing: Any = None
+    children = [ProcessChild(0, nothing, nothing, process) for process in processes]
+    try:
+        wait_until(lambda: all(sum(child.waited_s().values()) > 0.2 for child in children[:2]), "both wait")
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, processes[2].pid, os.WSTOPPED | os.WNOWAIT)
+        stopped = children[2].waited_s()
+        wait_until(lambda: all(sum(child.waited_s().values()) > 0.4 for child in children[:2]), "both wait on")
+        assert children[2].waited_s() == stopped
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert children[0].waited_s() == {}
+
+
+@pytest.mark.slow
+async def test_who_waits_for_a_processor_has_the_time_for_its_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It shares one with three others, so that its end takes four times as long as it computes."""
+    monkeypatch.setenv("STAND_IN_EPD0", "slow")
+    supervisor = make("EPD", replace(QUICK, exit_grace_s=2.0))
+    (link,) = await Recorder().start(supervisor)
+    assert link.pid is not None
+    one = {min(os.sched_getaffinity(0))}
+    busy = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(busy) for _ in range(3)]  # noqa: ASYNC220
+    try:
+        for thread in os.listdir(f"/proc/{link.pid}/task"):
+            os.sched_setaffinity(int(thread), one)
+        for other in others:
+            os.sched_setaffinity(other.pid, one)
+        await supervisor.stop()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert "did not end" not in caplog.text
 
 
 async def test_stopping_while_one_is_stopped_and_one_waits_for_its_next_life(
