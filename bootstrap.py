@@ -128,8 +128,9 @@ def requirements(dev: bool) -> list[str]:
     if dev:
         names = names + document["dependency-groups"]["dev"]
         extras = document["project"]["optional-dependencies"]
-        # A GPU's libraries are gigabytes that no test here can use.
-        names += [name for extra in extras.keys() - {"cuda"} for name in extras[extra]]
+        # A GPU's libraries are gigabytes that no test here can use. Pictures here go through processors without
+        # torchvision, as in an installation without extras.
+        names += [name for extra in extras.keys() - {"cuda", "processors"} for name in extras[extra]]
     return names
 
 

@@ -27,7 +27,11 @@ FAMILIES = {
     "qwen3_vl": ("Qwen3-VL", "Qwen/Qwen3-VL-2B, 4B, 8B, 32B-Instruct", "pictures of any size, videos"),
     "internvl": ("InternVL 2.5, 3", "OpenGVLab/InternVL3-1B-hf to 78B-hf", "pictures in tiles"),
     "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
-    "generic": ("anything else", "`--model-impl transformers`: tested on SmolVLM and Gemma 3", "pictures"),
+    "generic": (
+        "anything else",
+        "`--model-impl transformers`: tested on SmolVLM, Idefics3, Gemma 3, LLaVA-OneVision, LLaVA of other parts",
+        "pictures",
+    ),
     "text": ("text only", "Llama, Mistral, Qwen2, Qwen3, Qwen3.5", "no vision lane"),
 }
 CHECKS = {  # how the names of tests begin, and what they check

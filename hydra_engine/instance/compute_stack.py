@@ -215,8 +215,8 @@ def _load_and_size(
         )
     if config.deterministic and not model.deterministic:
         raise ConfigError(
-            f"{spec.architecture} has matrix products of its own, whose results may depend on the batch; set "
-            "deterministic to false",
+            f"{spec.architecture} computes with operations of its own, whose results may depend on the batch; give "
+            "--no-deterministic to run it like that",
             param="deterministic",
         )
     if fills:

@@ -101,7 +101,7 @@ class Pair:
             ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         processor = load_processor(self.model_dir, self.processor.model_type, trust_remote_code=False)
-        outputs = processor(images=prompt.pictures, text=[text], add_special_tokens=False, return_tensors="pt")
+        outputs = processor(images=[prompt.pictures], text=[text], add_special_tokens=False, return_tensors="pt")
         return dict(outputs)
 
     @torch.inference_mode()

@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 
+from hydra_engine import Engine
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
+from hydra_engine.errors import ConfigError
 from hydra_engine.models.transformers_adapter.attention import MaskRule, Step
 from tests.models.generic_pair import Pair
 from tools.miniatures.base import TEXT, TinyFamily, make_checkpoint
@@ -65,6 +67,14 @@ def test_logits_and_greedy_tokens_match(name: str, directories: Mapping[str, Pat
         for chunks in ([1] * len(prompt.token_ids), [7, 9, 1, 30], [16, 16]):
             pair.driver.reset()
             assert torch.equal(pair.driver.run(pair.request(prompt), chunks), logits), chunks
+
+
+def test_a_mixture_needs_the_flag_that_its_sentence_names(directories: Mapping[str, Path]) -> None:
+    options: dict[str, Any] = {"model_impl": "transformers", "threads": 1, "num_kv_blocks": 64}
+    with pytest.raises(ConfigError, match=r"GptOssForCausalLM computes .* give --no-deterministic to run it like that"):
+        Engine(directories["gpt_oss"], **options)
+    with Engine(directories["gpt_oss"], deterministic=False, **options) as engine:
+        assert not engine.summary.deterministic and engine.generate("Hello", max_tokens=2).token_ids
 
 
 def test_only_tokens_whose_window_slides_leave_the_paged_kernel(directories: Mapping[str, Path]) -> None:

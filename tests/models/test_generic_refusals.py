@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,25 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.utils import import_utils
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
+from hydra_engine.clock import MonotonicClock
+from hydra_engine.config import MediaConfig
+from hydra_engine.core.call import ImagePart
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD
-from hydra_engine.errors import CheckpointError
+from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.models.transformers_adapter.attention import MaskRule
 from hydra_engine.models.transformers_adapter.build_spec import describe_elsewhere
-from hydra_engine.models.transformers_adapter.describe_spec import describe
+from hydra_engine.models.transformers_adapter.describe_spec import _no_images_because, describe, probe_picture
+from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
+from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
+from hydra_engine.preprocess.media.media import MediaLoader
 from tools.miniatures import make_tiny
 
 GENERIC = SpecOptions(model_impl="transformers")
@@ -67,6 +78,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": ({}, "StableLmForCausalLM cannot run .*: its attention cannot be replaced"),
     "t5gemma2": ({}, "it is an encoder with a decoder"),
     "siglip": ({}, "model type 'siglip' is neither an image-text-to-text nor a causal language model"),
+    "paligemma": ({}, "PaliGemmaForConditionalGeneration cannot run .*: all tokens of a prompt see each other"),
+    "gemma4": (
+        {},
+        "Gemma4ForConditionalGeneration cannot run through transformers here: its layers differ in head_dim$",
+    ),
+    "instructblip": ({}, "config.json names no image_token_id"),
 }
 
 
@@ -95,8 +112,90 @@ def test_pictures_that_are_cut_and_see_themselves(copied: Path, monkeypatch: pyt
 
 def test_a_processor_that_is_not_there(copied: Path) -> None:
     (copied / "processor_config.json").unlink()
-    with pytest.raises(CheckpointError, match="transformers cannot load the model's processor"):
+    with pytest.raises(CheckpointError, match="transformers cannot load the model's processor") as caught:
         load_spec(copied, GENERIC)
+    assert "torchvision" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("version", "command"),
+    [
+        ("2.13.0+cpu", 'pip install "torch==2.13.0" torchvision --index-url https://download.pytorch.org/whl/cpu'),
+        ("2.12.1", 'pip install "torch==2.12.1" torchvision'),
+    ],
+)
+def test_a_processor_that_needs_torchvision(
+    version: str, command: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ImportError("PixtralProcessor requires the Torchvision library but it was not found.")
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", refuse)
+    monkeypatch.setattr(import_utils, "is_torchvision_available", lambda: False)
+    monkeypatch.setattr(metadata, "version", lambda _name: version)
+    with pytest.raises(CheckpointError) as caught:
+        load_processor(copied, "gemma3", trust_remote_code=False)
+    assert caught.value.message.endswith(f"it needs torchvision, which is not installed; run: {command}")
+
+
+def test_a_processor_that_fails_on_every_picture_says_why(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("give me a question and an answer")
+
+    monkeypatch.setattr(transformers.Gemma3Processor, "__call__", fail)
+    with pytest.raises(CheckpointError, match="fails on a picture of 64 x 64 pixels: give me a question and an answer"):
+        load_spec(copied, GENERIC)
+
+
+def test_pictures_of_one_shape_that_a_processor_refuses_are_refused_alone(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = transformers.Gemma3Processor.__call__
+
+    def refuse_thin(processor: Any, images: Any, **more: Any) -> Any:
+        width, height = images[0][0].size if isinstance(images[0], list) else images[0].size
+        if max(width, height) > 3 * min(width, height):
+            raise ValueError("too thin")
+        return call(processor, images=images, **more)
+
+    monkeypatch.setattr(transformers.Gemma3Processor, "__call__", refuse_thin)
+    spec = spec_of(copied)
+    assert spec.processor is not None and spec.processor.inputs == ("pixel_values",)
+    with pytest.raises(InvalidImage, match="cannot take a picture of 400 x 40 pixels"):
+        PictureProcessor.of(spec.processor).expand(probe_picture((400, 40)))
+
+
+def test_a_model_whose_pictures_cannot_be_computed_is_not_called_text_alone(tmp_path: Path) -> None:
+    transformers.IdeficsConfig().save_pretrained(tmp_path)
+    spec = load_spec(tmp_path, GENERIC)
+    why = "its class has no get_image_features, by which the engine computes pictures through transformers"
+    assert spec.vision is None and spec.no_images_because == why
+    loader = MediaLoader(spec, MediaConfig(), MonotonicClock())
+    with pytest.raises(InvalidRequest, match=f"^this model takes no images here: {why}$"):
+        loader.check([ImagePart(probe_picture(), param="prompt")])
+    loader.close()
+    assert _no_images_because(transformers.LlamaConfig()) == ""
+
+
+@pytest.mark.parametrize("use", [lambda mask: mask.ndim, lambda mask: mask[:, 0], lambda mask: 1 - mask, torch.sum])
+def test_a_model_that_computes_with_its_mask(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"^it computes with its attention mask, and the engine's attention has a rule"
+    ):
+        use(MaskRule(lambda batch, head, query, key: key <= query))
+
+
+def test_errors_of_python_are_told_by_their_place() -> None:
+    for fail in (lambda: None.shape, lambda: {}["a"], lambda: len(3), lambda: exec("a, b = 1, 2, 3")):
+        with pytest.raises(PROCESSOR_ERRORS) as caught:
+            fail()
+        words = in_words(caught.value)
+        assert re.fullmatch(
+            r"code of transformers or of the model does not work with these files \(.+, line \d+\)", words
+        )
+    assert in_words(OSError("no such\n  file")) == "no such file"
+    assert in_words(ValueError("One sentence. " + "Another one " * 40)) == "One sentence."
+    assert in_words(ValueError("word " * 100)).endswith("word ...")
 
 
 def test_a_model_that_computes_something_else_in_our_stages_is_refused(gemma3: Path, reference: Backend) -> None:

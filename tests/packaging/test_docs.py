@@ -16,7 +16,7 @@ DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 # Flags of other programs that the documents name.
 FOREIGN = {
     "docs/cli.md": {"tensor-parallel-size"},  # vLLM's, refused here
-    "docs/models.md": {"write"},  # of the module that writes its table
+    "docs/models.md": {"write", "index-url"},  # of the module that writes its table, and pip
     "docs/quickstart.md": {"index-url"},  # pip
     "docs/troubleshooting.md": {"cpuset-cpus"},  # docker
     "kernels/README.md": {"no-deps", "target"},  # pip

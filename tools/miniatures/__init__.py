@@ -15,9 +15,11 @@ import transformers
 
 from tools.miniatures.base import TEXT, TinyFamily, make_checkpoint
 from tools.miniatures.gemma3 import GEMMA3
+from tools.miniatures.idefics3 import IDEFICS3
 from tools.miniatures.internvl import INTERNVL
 from tools.miniatures.llava import LLAVA
 from tools.miniatures.llava_next import LLAVA_NEXT
+from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
 from tools.miniatures.minicpmv import MINICPMV
 from tools.miniatures.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tools.miniatures.qwen3_vl import QWEN3_VL
@@ -44,7 +46,13 @@ TINY: dict[str, TinyFamily] = {
     "qwen3_vl": QWEN3_VL,
     "gemma3": GEMMA3,
     "smolvlm": SMOLVLM,
-    **{model_type: _text_only(model_type) for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")},
+    "idefics3": IDEFICS3,
+    "llava_onevision": LLAVA_ONEVISION,
+    "llava_phi3": LLAVA_PHI3,
+    **{
+        model_type: _text_only(model_type)
+        for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "phi3")
+    },
 }
 
 

@@ -16,13 +16,13 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from tools.miniatures.base import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID, TEXT, TinyFamily
 
 SIDE = 28  # of a tile, pixels
-_MAX_TILES = 4  # along the longer edge
-_MARKS = (
+MAX_TILES = 4  # along the longer edge
+MARKS = (
     "<fake_token_around_image>",
     "<global-img>",
-    *(f"<row_{row}_col_{column}>" for row in range(1, _MAX_TILES + 1) for column in range(1, _MAX_TILES + 1)),
+    *(f"<row_{row}_col_{column}>" for row in range(1, MAX_TILES + 1) for column in range(1, MAX_TILES + 1)),
 )
-_VISION: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
@@ -33,10 +33,10 @@ _VISION: dict[str, Any] = {
 
 
 def _build_config(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    words = {**TEXT, "vocab_size": TEXT["vocab_size"] + len(_MARKS), "max_position_embeddings": 1024, **text}
+    words = {**TEXT, "vocab_size": TEXT["vocab_size"] + len(MARKS), "max_position_embeddings": 1024, **text}
     top = {"image_token_id": IMAGE_ID, "scale_factor": 2, "pad_token_id": PAD_ID, **overrides}
     config = transformers.SmolVLMConfig(
-        vision_config={**_VISION, **vision}, text_config={"model_type": "llama", **words}, **top
+        vision_config={**VISION, **vision}, text_config={"model_type": "llama", **words}, **top
     )
     config.bos_token_id, config.eos_token_id = BOS_ID, EOS_ID
     return config
@@ -45,7 +45,7 @@ def _build_config(text: Mapping[str, Any], vision: Mapping[str, Any], overrides:
 def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
     side = config.vision_config.image_size
     images = SmolVLMImageProcessorPil(
-        size={"longest_edge": _MAX_TILES * side}, max_image_size={"longest_edge": side}
+        size={"longest_edge": MAX_TILES * side}, max_image_size={"longest_edge": side}
     ).to_dict()
     rows = (side // config.vision_config.patch_size // config.scale_factor) ** 2
     values = {"processor_class": "SmolVLMProcessor", "image_processor": images, "image_seq_len": rows}
@@ -53,4 +53,4 @@ def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
     (directory / "processor_config.json").write_text(json.dumps(values, default=str))
 
 
-SMOLVLM = TinyFamily(_build_config, _save_processor, extra_tokens=_MARKS)
+SMOLVLM = TinyFamily(_build_config, _save_processor, extra_tokens=MARKS)

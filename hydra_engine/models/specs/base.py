@@ -248,6 +248,7 @@ class ProcessorSpec:
     inputs: tuple[str, ...]  # the arguments that the model's get_image_features knows
     patch_size: int
     trust_remote_code: bool
+    joins: bool = True  # several pictures of a prompt become what each becomes by itself
 
 
 class TowerAttention(NamedTuple):
@@ -324,6 +325,7 @@ class ModelSpec:
     video_token_id: int | None = None  # None: the family takes no videos
     tokenizer_class: str | None = None  # what AutoTokenizer takes, where transformers chooses
     trust_remote_code: bool = False  # code that comes with the model may be run
+    no_images_because: str = ""  # of a model that has a vision part and is run without
     quantization: Quantization | None = None  # of the stored weights
     at_load: Quantization | None = None  # what the decoder's matrices become while they are loaded
 

@@ -29,8 +29,10 @@ STEP = "hydra_step"  # the keyword argument
 MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, query, key) positions -> bool
 
 
-class MaskRule(NamedTuple):
-    """Which positions a token of one request sees, by the model's own function."""
+@dataclass(frozen=True)
+class MaskRule:
+    """Which positions a token of one request sees, by the model's own function. It stands where models expect a tensor:
+    whoever computes with it is told so."""
 
     allowed: MaskFunction
 
@@ -39,6 +41,24 @@ class MaskRule(NamedTuple):
         """All positions up to its own."""
         plain: object = causal_mask_function
         return self.allowed is plain
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _no_tensor()
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        raise _no_tensor()
+
+    def _refuse(self, *_: object) -> Any:
+        raise _no_tensor()
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _refuse
+
+
+def _no_tensor() -> ValueError:
+    return ValueError("it computes with its attention mask, and the engine's attention has a rule in the mask's place")
 
 
 class Selection(NamedTuple):

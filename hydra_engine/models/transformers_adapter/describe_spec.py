@@ -20,27 +20,29 @@ import transformers
 from PIL import Image
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hydra_engine.errors import CheckpointError, HydraError
+from hydra_engine.errors import CheckpointError, HydraError, InvalidImage
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import stored_dtype
 from hydra_engine.models.specs.fields import Fields, read_json
-from hydra_engine.models.transformers_adapter.processor_spec import (
-    PROCESSOR_ERRORS,
-    PictureProcessor,
-    in_one_line,
-    num_runs,
-)
+from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
+from hydra_engine.models.transformers_adapter.processor_spec import Expansion, PictureProcessor, num_runs
 from hydra_engine.models.transformers_adapter.spec import FAMILY, Answer, GenericVisionSpec
 
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
+_SIZES = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size")  # of a layer
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Shapes of pictures that are tried: ordinary ones, small, large and long.
 _PROBES = ((64, 64), (1024, 1024), (1280, 320), (320, 1280), (2048, 1536))
-_PROBE_COLOUR = (90, 140, 200)
+# Pictures of one prompt, which may be anything else than each by itself.
+_TOGETHER = (((64, 64), (64, 64)), ((64, 64), (320, 80)), ((320, 80), (64, 64), (80, 320)))
 
 
-def probe_picture(size: tuple[int, int] = _PROBES[0]) -> Image.Image:
-    return Image.new("RGB", size, _PROBE_COLOUR)
+def probe_picture(size: tuple[int, int] = _PROBES[0], turns: int = 0) -> Image.Image:
+    """No two places of it are alike, nor are two with different `turns`."""
+    ramp = Image.linear_gradient("L").resize(size)
+    bands = (ramp, ramp.transpose(Image.Transpose.ROTATE_180), Image.radial_gradient("L").resize(size))
+    return Image.merge("RGB", [bands[(index + turns) % 3] for index in range(3)])
 
 
 def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
@@ -48,13 +50,15 @@ def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
     config = load_config(model_dir, trust_remote_code=trust_remote_code)
     model = model_class(config, model_dir, trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
-    _check_model(config, text, model)
-    inputs = image_inputs(model)
     try:
+        _check_model(config, text, model)
         language = _language(text, config)
-    except PROCESSOR_ERRORS as error:  # fields that transformers computes, or that differ from layer to layer
-        raise CheckpointError(f"{model.__name__} cannot run through transformers here: {in_one_line(error)}") from error
-    vision = _vision(config, model_dir, inputs, language.hidden_size, trust_remote_code) if inputs else None
+    except PROCESSOR_ERRORS as error:  # fields that transformers computes
+        raise cannot_run(model.__name__, in_words(error)) from error
+    inputs, required = image_inputs(config, model)
+    vision = None
+    if inputs:
+        vision = _vision(config, model_dir, inputs, required, language.hidden_size, trust_remote_code)
     raw = read_json(model_dir, "config.json")
     return ModelSpec(
         family=FAMILY,
@@ -68,7 +72,12 @@ def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
         dtype=stored_dtype(raw, raw.section_if_present("text_config") or raw),
         tokenizer_class=_tokenizer_class(model_dir, trust_remote_code),
         trust_remote_code=trust_remote_code,
+        no_images_because=_no_images_because(config) if vision is None else "",
     )
+
+
+def cannot_run(architecture: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{architecture} cannot run through transformers here: {reason}")
 
 
 def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
@@ -80,7 +89,7 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
             str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot read config.json: {in_one_line(error)}") from error
+        raise CheckpointError(f"transformers cannot read config.json: {in_words(error)}") from error
 
 
 def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any:
@@ -98,13 +107,28 @@ def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any
     )
 
 
-def image_inputs(model: Any) -> tuple[str, ...]:
-    """The named arguments of get_image_features; none for models that take no pictures."""
-    function = getattr(model, "get_image_features", None)
-    if function is None:
-        return ()
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)[1:]
+def image_inputs(config: Any, model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The named arguments of get_image_features, and those of them that it cannot do without; none for models that take
+    no pictures. The class with the head may leave arguments, or all of the function, to the one that it is around."""
+    inner = transformers.AutoModel._model_mapping.get(type(config), None)
+    arguments: dict[str, inspect.Parameter] = {}
+    for kind in (model, inner[0] if isinstance(inner, tuple) else inner):
+        function = getattr(kind, "get_image_features", None)
+        if function is not None:
+            own = list(inspect.signature(function).parameters.values())[1:]
+            arguments = {argument.name: argument for argument in own if argument.kind in _NAMED} | arguments
+            if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in own):
+                break
+    required = (name for name, argument in arguments.items() if argument.default is inspect.Parameter.empty)
+    return tuple(arguments), tuple(required)
+
+
+def _no_images_because(config: Any) -> str:
+    """Why a model that could take pictures takes none here; empty for those that are text alone."""
+    takes_pictures = type(config) in transformers.AutoModelForImageTextToText._model_mapping
+    if not takes_pictures and not any("vision" in name for name in type(config).sub_configs):
+        return ""
+    return "its class has no get_image_features, by which the engine computes pictures through transformers"
 
 
 def _check_known(config: Fields) -> None:
@@ -125,6 +149,8 @@ def _check_model(config: Any, text: Any, model: Any) -> None:
     layer_types = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if getattr(config, "is_encoder_decoder", False):
         reason = "it is an encoder with a decoder"
+    elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        reason = "all tokens of a prompt see each other"
     elif getattr(model, "_is_stateful", False):
         reason = "its layers keep a state besides keys and values"
     elif layer_types:
@@ -139,8 +165,15 @@ def _check_model(config: Any, text: Any, model: Any) -> None:
         reason = "its layers look at pictures by cross-attention"
     elif not getattr(model, "_supports_attention_backend", False):
         reason = "its attention cannot be replaced"
+    elif differing := _differing_sizes(text):
+        reason = f"its layers differ in {' and '.join(differing)}"
     if reason is not None:
-        raise CheckpointError(f"{model.__name__} cannot run through transformers here: {reason}")
+        raise cannot_run(model.__name__, reason)
+
+
+def _differing_sizes(text: Any) -> list[str]:
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else []
+    return [name for name in _SIZES if len({getattr(layer, name, None) for layer in layers}) > 1]
 
 
 def _has_rope_index(model: Any) -> bool:
@@ -173,9 +206,25 @@ def _language(text: Any, config: Any) -> LanguageSpec:
 
 
 def _max_position(text: Any) -> int:
-    """As far as given positions decide what is computed: attention with a temperature counts tokens by itself."""
-    longest = _number(text, "max_position_embeddings")
-    return min(longest, _number(text, "floor_scale")) if getattr(text, "attn_temperature_tuning", None) else longest
+    """As far as nothing but a token's own position decides what is computed: attention with a temperature counts tokens
+    by itself, and factors of longrope are chosen by the largest position of a call, which is a step of ours."""
+    bounds = [_number(text, "max_position_embeddings")]
+    if getattr(text, "attn_temperature_tuning", None):
+        bounds.append(_number(text, "floor_scale"))
+    for rope in _ropes(getattr(text, "rope_parameters", None)):
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and type(original) is int and original >= 1:
+            bounds.append(original)
+    return min(bounds)
+
+
+def _ropes(parameters: Any) -> list[dict[str, Any]]:
+    """Of all layers, or of each type of layers."""
+    if not isinstance(parameters, dict):
+        return []
+    return (
+        [parameters] if "rope_type" in parameters else [rope for each in parameters.values() for rope in _ropes(each)]
+    )
 
 
 def _number(text: Any, name: str) -> int:
@@ -208,12 +257,17 @@ def _tokenizer_class(model_dir: Path, trust_remote_code: bool) -> str:
         auto = transformers.AutoTokenizer
         tokenizer = auto.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code)
     except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot load the model's tokenizer: {in_one_line(error)}") from error
+        raise CheckpointError(f"transformers cannot load the model's tokenizer: {in_words(error)}") from error
     return type(tokenizer).__name__
 
 
 def _vision(
-    config: Any, model_dir: Path, inputs: tuple[str, ...], feature_size: int, trust_remote_code: bool
+    config: Any,
+    model_dir: Path,
+    inputs: tuple[str, ...],
+    required: tuple[str, ...],
+    feature_size: int,
+    trust_remote_code: bool,
 ) -> GenericVisionSpec:
     token_ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
     image_token_id = next((id for id in token_ids if id is not None), None)
@@ -229,7 +283,9 @@ def _vision(
     vision = getattr(config, "vision_config", None)
     patch = getattr(vision, "patch_size", None)
     patch_size = patch if type(patch) is int else 14
-    expansions = [processor.expand(probe_picture(size)) for size in _PROBES]
+    expansions = _expansions(processor)
+    if missing := [name for name in required if name not in expansions[0].arrays]:
+        raise CheckpointError(f"the model's processor gives no {' and no '.join(missing)}, which the tower needs")
     whole = processor.sees_itself(probe_picture())
     if whole and any(num_runs(expansion.token_ids, image_token_id) > 1 for expansion in expansions):
         raise CheckpointError("pictures that are cut and see themselves are not supported: set do_pan_and_scan false")
@@ -247,11 +303,32 @@ def _vision(
             inputs=inputs,
             patch_size=patch_size,
             trust_remote_code=trust_remote_code,
+            joins=_joins(processor),
         ),
         max_tokens=max(expansion.num_tokens for expansion in expansions),
         max_patches=max(expansion.num_patches(patch_size) for expansion in expansions),
         tower_parameters=_tower_parameters(vision),
     )
+
+
+def _expansions(processor: PictureProcessor) -> list[Expansion]:
+    """Of all shapes that it takes, the first of which any processor must take."""
+    processor.outputs((probe_picture(), ""))
+    found = [processor.expand(probe_picture())]
+    for size in _PROBES[1:]:
+        try:
+            found.append(processor.expand(probe_picture(size)))
+        except InvalidImage:
+            continue
+    return found
+
+
+def _joins(processor: PictureProcessor) -> bool:
+    try:
+        prompts = ([probe_picture(size, turns) for turns, size in enumerate(sizes)] for sizes in _TOGETHER)
+        return all(processor.joins(pictures) for pictures in prompts)
+    except InvalidImage:  # not of these shapes: what was not compared is not taken
+        return False
 
 
 def _tower_parameters(vision: Any) -> int:

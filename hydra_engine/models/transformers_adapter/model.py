@@ -26,13 +26,14 @@ from hydra_engine.core.roles import Role
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, go_on
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.attention import NAME, STEP, Step, register
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
+from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE, SPAN_TOKEN_IDS
 from hydra_engine.models.transformers_adapter.surgery import (
     accepts,
     before_listed,
     drop_all_but,
     has_products,
     replace,
+    rest_temperatures,
     set_attention,
     take_over_head,
     take_over_products,
@@ -59,12 +60,17 @@ class GenericModel:
         self._dtype = backend.dtype
         self._decoder = module.get_decoder()
         self._embeddings = module.get_input_embeddings()
+        has_function = hasattr(module, "get_image_features")
+        self._get_image_features: Any = getattr(
+            module if has_function else module.base_model, "get_image_features", None
+        )
         self._checkpoint = go_on  # of the encode that runs
         before_listed(module, self._decoder, lambda: self._checkpoint())
         self.num_slices = 0
-        self.notes: tuple[str, ...] = ()
+        self.notes = tuple(_notes(spec, self._decoder.config))
         self._keeps_rows = accepts(module.forward, "logits_to_keep")
         set_attention(module, NAME)
+        rest_temperatures(self._decoder)
         stored = DTYPES.get(spec.dtype, backend.dtype)
         take_over_products(self._decoder, backend.ops, backend.dtype, stored)
         self._head = take_over_head(module, backend.ops, backend.dtype, stored)
@@ -118,8 +124,12 @@ class GenericModel:
     def _features(self, arrays: dict[str, Tensor]) -> Tensor:
         """[M, C]. Newer models return an object, older ones the features; those of several pieces come as a list."""
         values = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in arrays.items()}
-        output = self._module.get_image_features(**values)
+        output = self._get_image_features(**values)
         output = getattr(output, "pooler_output", output)
+        if output is None:
+            raise ValueError(
+                "its image features are not ready when get_image_features ends; its forward goes on with them"
+            )
         pieces = [output] if isinstance(output, Tensor) else list(output)
         return torch.cat([piece.flatten(0, -2) for piece in pieces]).to(self._dtype)
 
@@ -179,6 +189,19 @@ class GenericModel:
         """[T, C]. Ids of image rows may lie outside the vocabulary; their embeddings are overwritten."""
         embedded: Tensor = self._embeddings(token_ids.clamp(0, self._embeddings.weight.shape[0] - 1))
         return embedded
+
+
+def _notes(spec: ModelSpec, text: Any) -> Iterator[str]:
+    longest = spec.language.max_position
+    if longest < (of_model := getattr(text, "max_position_embeddings", longest)):
+        yield (
+            f"the context ends at {longest} of the model's {of_model} tokens: what longer requests compute depends on "
+            "the length of a whole call, and calls are steps that requests share"
+        )
+    if spec.processor is not None and not spec.processor.joins:
+        yield f"one picture a request: {ONE_PICTURE}"
+    if spec.no_images_because:
+        yield f"text alone: {spec.no_images_because}"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,13 @@ from transformers.utils import import_utils
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
+from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
 
 Array = npt.NDArray[Any]
 
-# What processors raise on pictures, settings and files that they cannot take; their classes say no more than that.
-PROCESSOR_ERRORS = (
-    OSError,
-    ImportError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-    MemoryError,
-)
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
-
-
-def in_one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160]
+_TORCH_INDEX = "https://download.pytorch.org/whl"  # of builds for one kind of hardware
+_BEHIND = (" one", " two", " three")  # texts behind the pictures of one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +76,34 @@ class PictureProcessor:
             trust_remote_code=spec.trust_remote_code,
         )
 
-    def outputs(self, image: Image.Image, behind: str = "") -> Mapping[str, Any]:
-        """All that the processor makes of a prompt which is one RGB picture with text behind it, as torch tensors.
-        Raises InvalidImage where it refuses."""
+    def outputs(self, *pictures: tuple[Image.Image, str]) -> Mapping[str, Any]:
+        """All that the processor makes of a prompt of RGB pictures, each with a text behind it, as torch tensors.
+        Raises CheckpointError where it fails."""
+        images = [image for image, _ in pictures]
+        text = ["".join(self.placeholder + behind for _, behind in pictures)]
+        failures: list[Exception] = []
+        # By prompt, as chat templates of transformers give them, and for processors that know no such lists in a row.
+        for layout in ([images], images):
+            try:
+                outputs: Mapping[str, Any] = self._processor(
+                    images=layout, text=text, add_special_tokens=False, return_tensors="pt"
+                )
+                return outputs
+            except PROCESSOR_ERRORS as error:
+                failures.append(error)
+        sizes = " and ".join(f"{image.width} x {image.height}" for image in images)
+        raise CheckpointError(
+            f"the model's processor fails on a picture of {sizes} pixels: {in_words(failures[-1])}"
+        ) from failures[-1]
+
+    def expand(self, image: Image.Image) -> Expansion:
+        """Raises InvalidImage where the processor cannot take it."""
         try:
-            outputs: Mapping[str, Any] = self._processor(
-                images=[image], text=[self.placeholder + behind], add_special_tokens=False, return_tensors="pt"
-            )
-        except PROCESSOR_ERRORS as error:
+            outputs = self.outputs((image, ""))
+        except CheckpointError as error:
             raise InvalidImage(
                 f"the model's processor cannot take a picture of {image.width} x {image.height} pixels"
             ) from error
-        return outputs
-
-    def expand(self, image: Image.Image) -> Expansion:
-        outputs = self.outputs(image)
         ids = outputs["input_ids"][0].tolist()
         places = [place for place, id in enumerate(ids) if id == self._image_token_id]
         if not places:
@@ -116,9 +116,30 @@ class PictureProcessor:
             arrays={name: _array(name, outputs[name]) for name in self._inputs if outputs.get(name) is not None},
         )
 
+    def joins(self, images: Sequence[Image.Image]) -> bool:
+        """Whether pictures in one prompt become what each becomes by itself, in the text and in the tower's arrays."""
+        expansions = [self.expand(image) for image in images]
+        pictures = list(zip(images, _BEHIND, strict=False))
+        try:
+            outputs = self.outputs(*pictures)
+        except CheckpointError:  # it takes one
+            return False
+        image_token = self._tokenizer.convert_ids_to_tokens(self._image_token_id)
+        parts = zip(expansions, pictures, strict=True)
+        text = "".join(f"{found.before}{image_token}{found.behind}{behind}" for found, (_, behind) in parts)
+        spans, expected = iter(expansions), list[int]()
+        for id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
+            expected += next(spans).token_ids if id == self._image_token_id else [id]
+        if outputs["input_ids"][0].tolist() != expected:
+            return False
+        # A tower that gets nothing beside pixels cannot tell them from what fills a picture up to the size of another.
+        # What the others make of that is compared when the weights are loaded.
+        alone = [found.arrays for found in expansions]
+        return len(alone[0]) > 1 or all(_is_joined(outputs[name], [each[name] for each in alone]) for name in alone[0])
+
     def sees_itself(self, image: Image.Image) -> bool:
         """Whether the processor marks the image tokens for a mask in which they see each other."""
-        outputs = self.outputs(image)
+        outputs = self.outputs((image, ""))
         marks = outputs.get("token_type_ids")
         return marks is not None and bool(marks[outputs["input_ids"] == self._image_token_id].any())
 
@@ -136,13 +157,32 @@ def num_runs(token_ids: Sequence[int], image_token_id: int) -> int:
 
 
 def _array(name: str, value: Any) -> Array:
+    what = "something else than numbers"
     try:
-        array = np.asarray(value)
-    except (ValueError, TypeError):  # a list of arrays of several shapes
-        array = np.empty(0, dtype=object)
+        array = np.asarray(_as_numpy_can(value))
+    except (ValueError, TypeError):
+        array, what = np.empty(0, dtype=object), "several arrays of different shapes"
     if array.dtype.kind not in "biuf":
-        raise CheckpointError(f"the model's processor gives {name} in a form that is not one array of numbers")
+        raise CheckpointError(f"the model's processor gives {what} as {name}, where the engine takes one array")
     return np.ascontiguousarray(array)
+
+
+def _as_numpy_can(value: Any) -> Any:
+    """numpy has no bfloat16; float32 holds each of its numbers."""
+    if isinstance(value, list | tuple):
+        return [_as_numpy_can(item) for item in value]
+    return value.float() if str(getattr(value, "dtype", "")) == "torch.bfloat16" else value
+
+
+def _is_joined(together: Any, alone: Sequence[Array]) -> bool:
+    """Whether it is the others one behind another, of one prompt along the second axis."""
+    for axis in (0, 1):
+        try:
+            if np.array_equal(_array("", together), np.concatenate(alone, axis)):
+                return True
+        except ValueError:  # not along this one
+            continue
+    return False
 
 
 def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool) -> Any:
@@ -155,8 +195,16 @@ def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool)
                 return _pictures_only(processor_class).from_pretrained(str(model_dir), **options)
         return transformers.AutoProcessor.from_pretrained(str(model_dir), **options)
     except PROCESSOR_ERRORS as error:
-        hint = "" if import_utils.is_torchvision_available() else "; it may need torchvision, which is not installed"
-        raise CheckpointError(f"transformers cannot load the model's processor: {in_one_line(error)}{hint}") from error
+        is_missing = "torchvision" in str(error).lower() and not import_utils.is_torchvision_available()
+        reason = _torchvision_is_missing() if is_missing else in_words(error)
+        raise CheckpointError(f"transformers cannot load the model's processor: {reason}") from error
+
+
+def _torchvision_is_missing() -> str:
+    """With a command that leaves torch as it is: each version of torchvision goes with one of torch."""
+    version, _, build = metadata.version("torch").partition("+")
+    index = f" --index-url {_TORCH_INDEX}/{build}" if build else ""
+    return f'it needs torchvision, which is not installed; run: pip install "torch=={version}" torchvision{index}'
 
 
 def _class_of(model_dir: Path, model_type: str) -> Any:

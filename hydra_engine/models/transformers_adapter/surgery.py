@@ -6,6 +6,7 @@ Knows torch modules only by their tree; does not know models.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +104,14 @@ def set_attention(module: Any, name: str) -> None:
     """Of the decoder; towers keep what they were loaded with. A decoder may have a copy of the text config."""
     for config in (module.get_decoder().config, module.config.get_text_config(decoder=True)):
         config._attn_implementation = name
+
+
+def rest_temperatures(decoder: nn.Module) -> None:
+    """Of attention that counts the rows of a call for them, where a call is a step of several requests. They begin to
+    rise where the context ends."""
+    for module in decoder.modules():
+        if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "floor_scale"):
+            setattr(module, "floor_scale", math.inf)  # noqa: B010 - modules declare no such numbers
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -26,6 +26,7 @@ from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, VisionSpec
 from hydra_engine.models.specs.geometry import no_videos
+from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
 from hydra_engine.preprocess.media import images, videos
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
 from hydra_engine.preprocess.media.payloads import (
@@ -116,16 +117,21 @@ class MediaLoader:
         if not parts:
             return []
         if self._spec.vision is None or self._spec.image_token_id is None:
-            raise InvalidRequest("this model takes no images", param=parts[0].param)
-        for kind, most in (("image", self._limits.max_images), ("video", self._limits.max_videos)):
+            reason = f" here: {self._spec.no_images_because}" if self._spec.no_images_because else ""
+            raise InvalidRequest(f"this model takes no images{reason}", param=parts[0].param)
+        one_alone = self._spec.processor is not None and not self._spec.processor.joins
+        most_images = 1 if one_alone else self._limits.max_images
+        for kind, most in (("image", most_images), ("video", self._limits.max_videos)):
             of_kind = [part for part in parts if part.kind == kind]
             if of_kind and kind == "video" and self._spec.video_token_id is None:
                 error = no_videos()
                 error.param = of_kind[0].param
                 raise error
             if len(of_kind) > most:
+                allowed = "is allowed" if most == 1 else "are allowed"
+                why = f": {ONE_PICTURE}" if one_alone and kind == "image" else ""
                 raise InvalidRequest(
-                    f"the request has {len(of_kind)} {kind}s; at most {most} are allowed",
+                    f"the request has {len(of_kind)} {kind}s; at most {most} {allowed}{why}",
                     code=f"too_many_{kind}s",
                     param=of_kind[most].param,
                 )

@@ -1,0 +1,39 @@
+"""What transformers' code raises, and what a user is told of it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+# What it raises on pictures, settings and files that it cannot take; their classes say no more than that.
+PROCESSOR_ERRORS = (
+    OSError,
+    ImportError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    MemoryError,
+)
+# Errors that are nobody's sentence but Python's own.
+_OF_PYTHON = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError)
+_UNPACKING = re.compile(r"values to unpack|invalid literal for|could not convert string")
+_MOST_CHARS = 300
+
+
+def in_words(error: BaseException) -> str:
+    """One line: what the error says where it was written for readers, else the place in the code that failed."""
+    text = " ".join(str(error).split())
+    if isinstance(error, _OF_PYTHON) or not text or _UNPACKING.search(text):
+        frames = traceback.extract_tb(error.__traceback__)
+        at = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "an unknown place"
+        return f"code of transformers or of the model does not work with these files ({at})"
+    if len(text) <= _MOST_CHARS:
+        return text
+    head = text[:_MOST_CHARS]
+    sentence = head.rfind(". ")
+    return head[: sentence + 1] if sentence > 0 else head[: head.rfind(" ")] + " ..."
