@@ -59,7 +59,7 @@ class Slices:
 def _written(entries: Iterable[object]) -> Iterator[bytes]:
     opening, left = b"[", iter(entries)
     while part := list(islice(left, ENTRIES)):
-        yield opening + _encode(part)[1:-1]
+        yield opening + _one_line(_encode(part))[1:-1]
         opening = b","
     yield b"]" if opening == b"," else b"[]"
 
@@ -70,7 +70,19 @@ def _written(entries: Iterable[object]) -> Iterator[bytes]:
 def event(data: bytes, name: str = "") -> bytes:
     """OpenAI's events have no name."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + data + b"\n\n"
+    return head + b"data: " + _one_line(data) + b"\n\n"
+
+
+# What is no end of a line to server-sent events, and one to Python's str.splitlines, by which many clients read them.
+_SEPARATORS = [(character.encode(), b"\\u%04x" % ord(character)) for character in "\x85\u2028\u2029"]
+
+
+def _one_line(data: bytes) -> bytes:
+    """JSON of the same meaning in which no character ends a line to anybody. Control characters are escaped anyway."""
+    if not data.isascii():
+        for character, escaped in _SEPARATORS:
+            data = data.replace(character, escaped)
+    return data
 
 
 def json_event(data: msgspec.Struct) -> bytes:
@@ -103,9 +115,9 @@ class TextEvents:
         """`usage` is a struct, None or UNSET."""
         if isinstance(usage, msgspec.Struct):
             head, middle, tail = self._around_usage.get(index) or self._cut_twice(index)
-            return b"".join((head, _encode(text), middle, _encode(usage), tail))
+            return b"".join((head, _one_line(_encode(text)), middle, _encode(usage), tail))
         head, tail = self._around.get((index, usage)) or self._cut(index, usage)
-        return b"".join((head, _encode(text), tail))
+        return b"".join((head, _one_line(_encode(text)), tail))
 
     def _cut(self, index: int, usage: Any) -> tuple[bytes, bytes]:
         around = _halves(*(event(_encode(self._make(index, value, usage))) for value in (1, 2)))
