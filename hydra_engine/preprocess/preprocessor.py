@@ -83,11 +83,13 @@ class Preprocessor:
         self._seed = seed
         self._defaults = defaults
         self._num_drawn = 0
+        self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
         self._clock = clock or MonotonicClock()
         image_token, video_token, feature_token = (
             None if id is None else tokenizer.token(id)
             for id in (spec.placeholder_id, spec.video_token_id, spec.image_token_id)
         )
+        ends = [tokenizer.token(id) or "" for id in self._eos_token_ids if id in tokenizer.special_ids]
         templates = (tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template)
         if chat_template_path is not None:
             templates = (read_given(chat_template_path),) * 2
@@ -97,7 +99,7 @@ class Preprocessor:
                 text,
                 image_token,
                 video_token,
-                other_placeholders=() if feature_token is None else (feature_token,),
+                other_marks=ends if feature_token is None else (feature_token, *ends),
                 has_processor=spec.vision is not None,
             )
             for text in templates
@@ -106,7 +108,6 @@ class Preprocessor:
         self._texts = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
         self._parts: dict[str, list[int]] = {}
         self._known = PromptTokens(spec, tokenizer)
-        self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
         self._grammars = Grammars(tokenizer.file, self._eos_token_ids)
 
     @property

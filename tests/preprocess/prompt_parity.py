@@ -77,7 +77,7 @@ _WORDS = (
     ),
     *(" ", "  ", "\n", "\n\n", "\t", "!", "?!", "(", "...", "<", "a<b", "|", "[", "{}", "[inst]", "\u00a0", "\u200d"),
 )
-_TYPED = ("<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>")
+_TYPED = ("<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>")
 _TYPED += ("<|vision_start|>", "<|eot_id|>", "<start_of_turn>", "<bos>", "<0x0A>", "<end_of_utterance>", "<tool_call>")
 WEATHER = {
     "type": "function",

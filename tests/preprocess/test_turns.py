@@ -32,6 +32,14 @@ DROPS = (
     "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}"
     "{% endfor %}"
 )
+CALLING = (  # in the manner of Mistral's: what alternates are users and assistants without calls
+    "{% set ns = namespace(index=0) %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only at the beginning') }}{% endif %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}[{{ m.role }}]"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 PARTS = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
     "{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('x') }}{% endif %}"
@@ -77,6 +85,7 @@ def test_what_a_template_takes_stays_as_it_is(tokenizer: Tokenizer) -> None:
         (ALTERNATING, LATE, "A user: b\nassistant: c\nuser: D\n\ne\n\nF\nassistant:"),
         (ALTERNATING, TWICE, "A\n\nB user: c\nassistant:"),
         (ALTERNATING, turns("u:a", "u:b", "a:c", "a:d", "u:e"), "user: a\n\nb\nassistant: c\n\nd\nuser: e\nassistant:"),
+        (EACH.replace("m.content", "m.content | upper"), TWICE, "[system]A[system]B[user]C"),
         (NONE, LATE, "[user]A[user]b[assistant]c[user]D[user]e[user]F"),
     ],
 )
@@ -98,6 +107,18 @@ def test_late_system_turns_of_every_api_are_taken(tokenizer: Tokenizer) -> None:
     ):
         template = ChatTemplate(tokenizer, FIRST, IMAGE)
         assert template.render(template.arranged(messages)) == "[system]A[user]b[assistant]c[user]D"
+
+
+def test_what_a_user_says_right_behind_a_tools_result(tokenizer: Tokenizer) -> None:
+    """Claude Code sends reminders there."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [*turns("u:a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    said = [*asked, *turns("t:12", "t:13", "u:b", "s:C", "a:d", "u:e")]
+    begun = '[user]a[assistant]{"name": "f", "arguments": {}}[tool]12[tool]13'
+    assert rendered(tokenizer, CALLING, said) == f"{begun}\n\nb\n\nC[assistant]d[user]e"
+    kept = CALLING.replace("raise_exception('must alternate')", "''").replace("{{ '' }}", "")
+    assert rendered(tokenizer, kept, said) == f"{begun}[user]b[user]C[assistant]d[user]e"
+    assert rendered(tokenizer, CALLING, [*asked, *turns("t:12", "a:d")]).endswith("[tool]12[assistant]d")
 
 
 def test_calls_and_pictures_of_joined_turns_stay(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -50,14 +51,14 @@ class ChatTemplate:
         image_token: str | None,
         video_token: str | None = None,
         *,
-        other_placeholders: Sequence[str] = (),
+        other_marks: Sequence[str] = (),
         has_processor: bool = True,
     ) -> None:
         self.text = template
         self._has_processor = has_processor
         self._tokenizer = tokenizer
         self._tokens = {"image": image_token, "video": video_token}
-        self._placeholders = (image_token, video_token, *other_placeholders)
+        self._known_marks = (image_token, video_token, *other_marks)
         self._reads: dict[tuple[str, type], bool] = {}
         self._taken: dict[tuple[Role, ...], bool | None] = {}
         self._ends: dict[tuple[str, bool, bool, bool], str] = {}
@@ -160,7 +161,7 @@ class ChatTemplate:
         around = (self._tokenizer.bos_token, self._tokenizer.eos_token)
         special = [token for token in self._tokenizer.special_tokens if token in around or token in written]
         marks = {token for token in special if not token.isspace()}
-        return Quoting(self._tokenizer, marks.union(token for token in self._placeholders if token))
+        return Quoting(self._tokenizer, marks.union(token for token in self._known_marks if token))
 
     def _samples(self) -> Iterator[str]:
         """What the template makes of a turn of each role, where it takes that."""
@@ -218,13 +219,20 @@ class ChatTemplate:
     def _takes(self, roles: tuple[Role, ...]) -> bool | None:
         if roles not in self._taken:
             words = [f"{_PROBE}{number}x" for number in range(len(roles))]
-            turns = [
+            turns: list[dict[str, Any]] = [
                 {"role": role, "content": self._fitting_text(role, word)}
                 for role, word in zip(roles, words, strict=True)
             ]
+            for turn, result in pairwise(turns):
+                if result["role"] == "tool":
+                    called = self._call_probe(dict if self._reads_form("tool_calls", dict) else str)[1:]
+                    turn["tool_calls"] = called[0]["tool_calls"]
+                    result.update(called[1] | {"content": result["content"]})
             try:
-                text = self._tokenizer.apply_template(turns, self.text or "", _PROBING)
-                self._taken[roles] = all(word in text for word in words)
+                text = self._tokenizer.apply_template(turns, self.text or "", _PROBING).lower()
+                # What is said beside a call may be left out.
+                shown = (word for word, turn in zip(words, turns, strict=True) if "tool_calls" not in turn)
+                self._taken[roles] = all(word in text for word in shown)
             except (TemplateError, *_RENDER_ERRORS):
                 self._taken[roles] = None
             if not self._taken[roles]:

@@ -1,8 +1,8 @@
 """Turns that a chat template refuses, or leaves out, because of where they stand.
 
 A system turn behind others becomes a user's turn in its place, so that the prompt before it stays the same, which may
-be cached. Turns of one role in a row become one. Whatever a template takes stays as it is. Does not know templates: it
-is told what one takes.
+be cached. Turns of one role in a row become one, and a user's turn right behind a tool's result a part of that result.
+Whatever a template takes stays as it is. Does not know templates: it is told what one takes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 from hydra_engine.core.call import ChatMessage, MediaPart, Role, TextPart
 
-# Whether a conversation of such turns is written with all their texts; None: it is refused.
+# Whether a conversation of such turns is written with all their texts; None: it is refused. An assistant before a tool
+# calls it.
 Takes = Callable[[tuple[Role, ...]], bool | None]
+_CALL: tuple[Role, ...] = ("user", "assistant", "tool")
 
 
 def arranged(messages: Sequence[ChatMessage], takes: Takes) -> tuple[ChatMessage, ...]:
@@ -24,27 +26,29 @@ def arranged(messages: Sequence[ChatMessage], takes: Takes) -> tuple[ChatMessage
     if first and takes(("system", "user")) is None and takes(("user",)):
         first = 0
     if first > 1 and not takes(("system", "system", "user")):
-        turns[:first] = _joined(turns[:first], "system")
+        turns[:first] = _joined(turns[:first], "system", "system")
         first = 1
     late = [turn for turn in turns[first:] if turn.role == "system"]
     if late and not (first == len(turns) or takes(("user", "system", "assistant", "system", "user"))):
         turns[first:] = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns[first:]]
-    if _repeats(turns, "user") and not takes(("user", "user")):
-        turns = _joined(turns, "user")
-    if _repeats(turns, "assistant") and not takes(("user", "assistant", "assistant")):
-        turns = _joined(turns, "assistant")
+    if _meet(turns, "user", "user") and not takes(("user", "user")):
+        turns = _joined(turns, "user", "user")
+    if _meet(turns, "assistant", "assistant") and not takes(("user", "assistant", "assistant")):
+        turns = _joined(turns, "assistant", "assistant")
+    if _meet(turns, "tool", "user") and takes(_CALL) and not takes((*_CALL, "user")):
+        turns = _joined(turns, "tool", "user")
     return tuple(turns)
 
 
-def _repeats(turns: Sequence[ChatMessage], role: str) -> bool:
-    return any(one.role == role == other.role for one, other in pairwise(turns))
+def _meet(turns: Sequence[ChatMessage], role: Role, behind: Role) -> bool:
+    return any((one.role, other.role) == (role, behind) for one, other in pairwise(turns))
 
 
-def _joined(turns: Sequence[ChatMessage], role: str) -> list[ChatMessage]:
-    """With one turn for each run of this role."""
+def _joined(turns: Sequence[ChatMessage], role: Role, behind: Role) -> list[ChatMessage]:
+    """Turns of the second role are parts of those of the first one before them."""
     found: list[ChatMessage] = []
     for turn in turns:
-        if found and found[-1].role == turn.role == role:
+        if found and (found[-1].role, turn.role) == (role, behind):
             found[-1] = _one_turn(found[-1], turn)
         else:
             found.append(turn)
