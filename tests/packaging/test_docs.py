@@ -15,7 +15,9 @@ FOLDERS = (ROOT, ROOT / "docs", ROOT / "examples", ROOT / "kernels")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 # Flags of other programs that the documents name.
 FOREIGN = {
-    "docs/cli.md": {"tensor-parallel-size"},  # vLLM's, refused here
+    "CHANGELOG.md": {"enable-auto-tool-choice"},  # vLLM's, which changes nothing here
+    # vLLM's and SGLang's: refused here, or taken because they change nothing
+    "docs/cli.md": {"tensor-parallel-size", "enable-auto-tool-choice", "enable-metrics"},
     "docs/models.md": {"write", "index-url"},  # of the module that writes its table, and pip
     "docs/quickstart.md": {"index-url"},  # pip
     "docs/troubleshooting.md": {"cpuset-cpus"},  # docker
