@@ -34,7 +34,7 @@ POISON: dict[str, Callable[[Engine], Any]] = {
     "wrong base64": lambda e: e.submit("x", "data:image/png;base64,@@@"),
     "too many pictures": lambda e: e.submit("x", [picture(0)] * 17),
     "too long": lambda e: e.submit("word " * 5000),
-    "placeholder in text": lambda e: e.submit("<image> <image>"),
+    "placeholder in raw text": lambda e: e.submit("<image> <image>", raw=True),
     "wrong type": lambda e: e.submit([{"role": "user", "content": 5}]),
     "unknown role": lambda e: e.submit([{"role": "nobody", "content": "x"}]),
     "no messages": lambda e: e.submit([]),
