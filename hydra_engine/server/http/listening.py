@@ -12,12 +12,13 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.web_protocol import RequestHandler
 
 from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
 from hydra_engine.server.http import sse
-from hydra_engine.server.http.errors import error_response
+from hydra_engine.server.http.errors import STREAM, error_response
+from hydra_engine.server.http.sse import COMMENT
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ _IDLE_S = 75.0  # an idle connection is closed after this
 _HEADERS_S = 20.0  # one whose first or next headers do not come in full
 _SLOWEST_READER = 16 << 10  # bytes a second at which a whole answer must leave, besides STALL_S
 _READ_AHEAD_BYTES = 64 << 10  # of a body before it is read
+_ANSWERED_S = 0.02  # within this most requests are answered, and nothing has to be asked of a half-closed connection
+_LOOK_S = 0.03
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients read over it, however often it comes
 _LINGER_S = 2.0  # how long the rest of a refused body is read and dropped so that the client sees the answer
 _MAX_HEADER_BYTES = 16 << 10
 _MAX_CONNECTIONS = 4096
@@ -36,14 +40,20 @@ _BACKLOG = 1024
 
 class Connection(RequestHandler):
     """aiohttp's connection with our words for what is not HTTP, a cap on their number, and an end to those that do not
-    send their headers or do not read their answers. None of that holds a place in the engine."""
+    send their headers or do not read their answers. None of that holds a place in the engine.
 
-    __slots__ = ("_headers_timer",)
+    A client that has sent all it had may close its side of the connection and read on (RFC 9112, 9.6), which looks as
+    if it had gone. Whether it has shows when it is sent something: a client that has gone resets the connection.
+    """
+
+    __slots__ = ("_gone_timer", "_half_closed", "_headers_timer")
 
     _headers_timer: asyncio.TimerHandle | None
+    _gone_timer: asyncio.TimerHandle | None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._headers_timer = None
+        self._headers_timer = self._gone_timer = None
+        self._half_closed = False
         super().connection_made(transport)
         self._expect_headers()
         assert self._manager is not None
@@ -60,7 +70,45 @@ class Connection(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()
+        if self._gone_timer is not None:
+            self._gone_timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio lets it say that the transport stays open
+        is_busy = bool(self._messages) or (self._request_count > 0 and self._waiter is None)
+        if is_busy and not self._half_closed:
+            self._half_closed = True
+            self._gone_timer = asyncio.get_running_loop().call_later(_ANSWERED_S, self._probe)
+        return is_busy
+
+    def _probe(self) -> None:
+        """Sends what changes no answer."""
+        request = self._current_request
+        if request is None or self.transport is None:
+            pass
+        elif not request.content.is_eof() or request.version < HttpVersion11:
+            self._abort()  # half a body, or a client that knows no interim answers
+        elif not request.writer.output_size:
+            self.transport.write(_INTERIM)
+        elif (stream := request.get(STREAM)) is not None and stream.is_free:
+            stream.put(COMMENT)
+        self._look()
+
+    def _look(self) -> None:
+        """Until the answer is there, whether the client has reset the connection."""
+        self._gone_timer = None
+        if self.transport is None:
+            return
+        if self._waiter is not None and not self._messages:
+            self.force_close()  # all is answered
+        elif self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._abort()
+        else:
+            self._gone_timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
 
     def _expect_headers(self) -> None:
         self._headers_timer = asyncio.get_running_loop().call_later(_HEADERS_S, self._give_up)
@@ -82,12 +130,14 @@ class Connection(RequestHandler):
         limit_s = sse.STALL_S + (resp.content_length or 0) / _SLOWEST_READER
         try:
             async with asyncio.timeout(limit_s):
-                return await super().finish_response(request, resp, start_time)
+                finished = await super().finish_response(request, resp, start_time)
         except TimeoutError:
             logger.warning("slow_reader: cut off, an answer was not read within %g s", limit_s)
-            if self.transport is not None:
-                self.transport.abort()
+            self._abort()
             return resp, True
+        if self._half_closed and not self._messages:
+            self.close()
+        return finished
 
     def handle_error(
         self,

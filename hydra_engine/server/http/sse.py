@@ -23,6 +23,7 @@ from hydra_engine.server.state import REQUEST_ID
 logger = logging.getLogger(__name__)
 
 STALL_S = 30.0  # a reader that takes nothing from a full buffer for this long has lost interest
+COMMENT = b": keep-alive\n\n"
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -158,7 +159,7 @@ class EventStream:
                 await asyncio.sleep(self._keepalive_s)
             else:
                 try:
-                    await self.send(b": keep-alive\n\n")
+                    await self.send(COMMENT)
                 except ConnectionError:
                     return  # the handler learns it from its own write or is cancelled
 
