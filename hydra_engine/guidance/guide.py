@@ -7,7 +7,6 @@ requests, time limits or processes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,20 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.grammar import Grammar
+from hydra_engine.guidance.reasons import phrased, reason_of
 from hydra_engine.guidance.sources import source_of
+from hydra_engine.guidance.tokens import load_tokens
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits
 
 TokenMask = npt.NDArray[np.bool_]  # [vocabulary of the tokenizer]
-
-TOO_COMPLEX = "it is too complex; make it smaller or less nested"
-NO_TEXT = "no text is in it"
-
-_MAX_REASON_CHARS = 200
-_INNER_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
-# What llguidance says when a limit of its own is reached, in its own terms.
-_LIMIT_WORDS = re.compile(r"fuel|limits\.|too many|too large|too complex|current row has|lexer error:", re.IGNORECASE)
 
 
 class GrammarError(Exception):
@@ -47,7 +40,10 @@ class Guide:
 
     def __init__(self, tokenizer_file: Path, eos_token_ids: Sequence[int]) -> None:
         """Raises GrammarError for a tokenizer that llguidance cannot read."""
-        self._tokenizer = _load(tokenizer_file, sorted(eos_token_ids))
+        try:
+            self._tokenizer, self._special_tokens = load_tokens(tokenizer_file, sorted(eos_token_ids))
+        except ValueError:
+            raise GrammarError("this model's tokenizer cannot be used for them") from None
         self._limits = _limits()
 
     def compile(self, grammar: Grammar) -> Matcher:
@@ -55,9 +51,9 @@ class Guide:
         from llguidance import LLMatcher
 
         try:
-            source = source_of(grammar, self._tokenizer)
+            source = source_of(grammar, self._special_tokens)
         except ValueError as error:
-            raise GrammarError(_reason(str(error))) from None
+            raise GrammarError(phrased(str(error))) from None
         return Matcher(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits), self._tokenizer.eos_tokens)
 
 
@@ -95,7 +91,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(_reason(self._matcher.get_error()))
+            raise GrammarError(reason_of(self._matcher.get_error()))
 
 
 def _limits() -> LLParserLimits:
@@ -109,26 +105,3 @@ def _limits() -> LLParserLimits:
         max_grammar_size=200_000,
         verbose_errors=False,
     )
-
-
-def _load(file: Path, eos_token_ids: list[int]) -> LLTokenizer:
-    """Ids that the tokenizer does not have end nothing here."""
-    from llguidance import LLTokenizer
-
-    while eos_token_ids:
-        try:
-            return LLTokenizer(str(file), eos_token=eos_token_ids)
-        except ValueError:
-            eos_token_ids = eos_token_ids[:-1]
-    raise GrammarError("this model's tokenizer cannot be used for them")
-
-
-def _reason(text: str) -> str:
-    """llguidance's words as part of one line; what it shows of its own state stays out."""
-    if _LIMIT_WORDS.search(text):
-        return TOO_COMPLEX
-    if text.startswith("NoExtension"):
-        return NO_TEXT
-    inner = _INNER_ERROR.search(text)  # what the parser of regular expressions says, below a drawing
-    words = inner[1] if inner else text.partition("\n")[0]
-    return words if len(words) <= _MAX_REASON_CHARS else words[: _MAX_REASON_CHARS - 3] + "..."

@@ -6,6 +6,7 @@ Says no, with a sentence, to what llguidance would take as something else. Does 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hydra_engine.core.grammar import Calls, Grammar, Reasoning
@@ -13,7 +14,6 @@ from hydra_engine.core.schemas.subschemas import schemas_of, with_pointers
 from hydra_engine.guidance import numbers
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 # White space between two JSON tokens. With more a model that was not trained on JSON writes nothing else; a schema may
@@ -23,14 +23,14 @@ _OPTIONS = "x-guidance"  # the keyword of a schema with such options
 _ANNOTATIONS = ("default", "examples")  # of a schema; their values mean nothing here, whatever numbers they are
 
 
-def source_of(grammar: Grammar, tokenizer: LLTokenizer) -> str:
+def source_of(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
     """In llguidance's form. Raises ValueError."""
     form = _form(grammar)
     if grammar.calls is None and grammar.reasoning is None:
         return json.dumps({"grammars": [form]})
-    calls = [] if grammar.calls is None else _calls(grammar, grammar.calls, tokenizer)
+    calls = [] if grammar.calls is None else _calls(grammar, grammar.calls, special_tokens)
     rules = ["answer: @calls | @form" if calls else "answer: @form"]
-    rules += ["start: answer"] if grammar.reasoning is None else _reasoning(grammar.reasoning, tokenizer)
+    rules += ["start: answer"] if grammar.reasoning is None else _reasoning(grammar.reasoning, special_tokens)
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, form | {"name": "form"}, *calls]})
 
 
@@ -58,6 +58,8 @@ def _of_schema(text: str) -> dict[str, object]:
     from llguidance import LLMatcher
 
     schema = with_pointers(numbers.parse(text))
+    if not isinstance(schema.get(_OPTIONS, {}), dict):
+        raise ValueError(f"{_OPTIONS} must be an object")
     schemas = [found.schema for found in schemas_of(schema)]
     for one in schemas:
         if isinstance(pattern := one.get("pattern"), str):
@@ -81,10 +83,10 @@ def _of_regex(expression: str) -> dict[str, object]:
     return form
 
 
-def _calls(grammar: Grammar, calls: Calls, tokenizer: LLTokenizer) -> list[dict[str, object]]:
+def _calls(grammar: Grammar, calls: Calls, special_tokens: Mapping[str, int]) -> list[dict[str, object]]:
     """The grammars `calls` and `call`. Raises ValueError."""
     marks = {"opening": calls.opening, "closing": calls.closing}
-    rules = [f"{rule}: {_mark(mark, tokenizer)}" for rule, mark in marks.items() if mark]
+    rules = [f"{rule}: {_mark(mark, special_tokens)}" for rule, mark in marks.items() if mark]
     grammars: list[dict[str, object]] = [{"lark_grammar": "\n".join([calls.source, *rules]), "name": "calls"}]
     if calls.schema:
         options = json.loads(grammar.source).get(_OPTIONS) if grammar.kind == "json_schema" else None
@@ -94,26 +96,25 @@ def _calls(grammar: Grammar, calls: Calls, tokenizer: LLTokenizer) -> list[dict[
     return grammars
 
 
-def _reasoning(reasoning: Reasoning, tokenizer: LLTokenizer) -> list[str]:
+def _reasoning(reasoning: Reasoning, special_tokens: Mapping[str, int]) -> list[str]:
     """Rules of Lark's form: reasoning, and `answer` behind it."""
-    end = _special_token(reasoning.end, tokenizer)
+    end = _special_token(reasoning.end, special_tokens)
     if end is None:  # the first occurrence of the text
         thought = ["thought: free", f"free[lazy]: /(?s:.)*{_literal(reasoning.end)}/"]
     else:  # the token; tokens of text that spell it would be read as the end, so they may not come
         thought = [f"thought: FREE {end}", f"FREE: /(?s:.)*/ & ~/(?s:.)*{_literal(reasoning.end)}(?s:.)*/"]
-    before = "thought space" if reasoning.opened else f"({_mark(reasoning.start, tokenizer)} thought space)?"
+    before = "thought space" if reasoning.opened else f"({_mark(reasoning.start, special_tokens)} thought space)?"
     return [f"start: {before} answer", *thought, r"space: /[ \t\r\n]{0,16}/"]
 
 
-def _mark(text: str, tokenizer: LLTokenizer) -> str:
+def _mark(text: str, special_tokens: Mapping[str, int]) -> str:
     """Lark's form of a special token or a text."""
-    return _special_token(text, tokenizer) or f"/{_literal(text)}/"
+    return _special_token(text, special_tokens) or f"/{_literal(text)}/"
 
 
-def _special_token(text: str, tokenizer: LLTokenizer) -> str | None:
+def _special_token(text: str, special_tokens: Mapping[str, int]) -> str | None:
     """Lark's form of the special token of this text. None: it is text."""
-    ids = tokenizer.tokenize_str(text, parse_special=True)
-    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
+    return f"<[{special_tokens[text]}]>" if text in special_tokens else None
 
 
 def _check_end(expression: str) -> None:

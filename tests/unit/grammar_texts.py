@@ -18,6 +18,7 @@ class Texts:
     are tokens of the tokenizer come as such."""
 
     def __init__(self, file: Path, marks: dict[str, int]) -> None:
+        self.file = file
         self.guide = Guide(file, (EOS,))
         self.compiled: dict[Hashable, Matcher] = {}
         self.marks = marks

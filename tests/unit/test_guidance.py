@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.guidance.guide import GrammarError
-from tests.unit.grammar_texts import DEMO, Texts
+from hydra_engine.guidance.guide import GrammarError, Guide
+from tests.preprocess.conftest import build_sentencepiece_like
+from tests.unit.grammar_texts import DEMO, EOS, Texts
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 OBJECT = {"type": "object", "properties": {"a": {"enum": ["y", "n"]}}, "required": ["a"], "additionalProperties": False}
@@ -88,3 +91,66 @@ def test_marks_of_reasoning_are_bounded(marks: tuple[str, str]) -> None:
 def test_a_wrong_grammar_is_wrong_behind_reasoning_too(texts: Texts) -> None:
     with pytest.raises(GrammarError, match="unclosed character class"):
         texts.guide.compile(Grammar("regex", "[").after_reasoning("<think>", "</think>", opened=True))
+
+
+# ---- texts that are special tokens of the tokenizer
+
+SPECIAL = ["<s>", "<pad>", "<|end|>", "<|assistant|>", "<image>", "<tool_call>", "</think>"]
+
+
+def model_text(texts: Texts, grammar: Grammar) -> str:
+    """What a model writes that takes the first token that may come, as the sampler shows them."""
+    matcher, written = texts.guide.compile(grammar), b""
+    while True:
+        allowed = matcher.allowed()
+        if allowed[EOS]:
+            return written.decode()
+        content, token = next(entry for entry in texts.vocabulary if allowed[entry[1]])
+        matcher.accept([token])
+        written += content
+
+
+@pytest.mark.parametrize("text", SPECIAL)
+def test_texts_of_special_tokens_are_texts(texts: Texts, text: str) -> None:
+    quoted, old = json.dumps(text), f"a {text}{text} <b> b{text}"
+    choice = json.dumps([old])
+    closed = {"type": "object", "required": [text], "additionalProperties": False}
+    ordinary = Texts(texts.file, {})  # which has no token for marks
+    for grammar, written in (
+        (Grammar("json_schema", {"const": old}), json.dumps(old)),
+        (Grammar("json_schema", {"enum": [text]}), quoted),
+        (Grammar("json_schema", closed | {"properties": {text: {"const": 1}}}), f"{{{quoted}: 1}}"),
+        (Grammar("json_schema", {"type": "string", "pattern": f"^{re.escape(old)}$"}), json.dumps(old)),
+        (Grammar("choice", choice), old),
+        (Grammar("choice", json.dumps([text])), text),
+        (Grammar("regex", re.escape(text)), text),
+        (Grammar("lark", f"start: {quoted}"), text),
+        (Grammar("ebnf", f"root ::= {quoted}"), text),
+        (Grammar("choice", choice).after_reasoning("<think>", "x", opened=False), old),
+    ):
+        if grammar.reasoning is None:
+            assert model_text(ordinary, grammar) == written, (grammar.kind, grammar.source)
+        assert ordinary.accepts(grammar, written)
+
+
+def test_special_tokens_that_a_grammar_names_are_tokens(texts: Texts) -> None:
+    matcher = texts.guide.compile(Grammar("lark", "start: <|user|> <[5]>"))
+    matcher.accept([4, 5])
+    assert matcher.allowed()[EOS]
+
+
+def test_texts_of_special_tokens_where_spaces_are_letters(tmp_path: Path) -> None:
+    """In a tokenizer like Llama 2's, in which some take white space along."""
+    backend = build_sentencepiece_like()
+    backend.add_special_tokens([AddedToken("<image>", lstrip=True, rstrip=True, special=True)])
+    file = tmp_path / "tokenizer.json"
+    backend.save(str(file))
+    guide, end = Guide(file, (backend.token_to_id("</s>"),)), backend.token_to_id("</s>")
+    for text in ("<s>old</s> é", "the  <image> cat", "<unk>", "<0x41>"):
+        matcher, written = guide.compile(Grammar("choice", json.dumps([text]))), []
+        while not (allowed := matcher.allowed())[end]:
+            written.append(int(allowed.argmax()))
+            matcher.accept(written[-1:])
+        assert backend.decode(written) == text and not {"<s>", "</s>", "<image>"} & {
+            backend.id_to_token(token) for token in written
+        }

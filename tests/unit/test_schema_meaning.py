@@ -169,3 +169,32 @@ def test_digits_of_parsed_schemas_are_written_again() -> None:
     )
     with pytest.raises(ValueError, match="out of range"):
         read_float("1e400")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ({"not": {}, "if": {}}, 'these keywords of its schema are not supported: "if", "not"'),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+         "oneOf is supported only where no value can fit two of its branches; use anyOf, or branches that differ by a "
+         "const"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "no value fits the schema: incompatible types"),
+        ({"minimum": "5"}, 'minimum must be a number, not "5"'),
+        ({"type": "string", "minLength": -1}, "minLength must be a whole number that is not negative, not -1"),
+        ({"required": "a"}, 'required must be of the type array, not "a"'),
+        ({"type": "string", "format": "idn-email"},
+         "the format idn-email is not supported; leave it out, or use a pattern"),
+        ({"type": "integer", "multipleOf": 0}, "multipleOf must be greater than 0"),
+        ({"x-guidance": {"foo": 1}}, "x-guidance has the unknown field `foo`"),
+        ({"x-guidance": 5}, "x-guidance must be an object"),
+        (Grammar("regex", r"a\bb"), "look-around is not supported, nor are \\b and, inside of the expression, ^ and $"),
+        (Grammar("lark", 'start: "a'), "line 1, column 10: nothing in Lark's form begins like this"),
+        (Grammar("lark", "start: <|foo|>"), 'line 1, column 8: unknown special token: "<|foo|>"'),
+        (Grammar("lark", "start: <[99999]>"), "this model has no token of such an id"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_reasons_are_sentences(texts: Texts, grammar: Any, words: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        texts.guide.compile(grammar if isinstance(grammar, Grammar) else Grammar("json_schema", grammar))
+    assert str(caught.value) == words

@@ -124,8 +124,8 @@ def test_what_cannot_be_followed_fails_with_a_sentence(
     assert caught.value.param == "regex" and "\n" not in caught.value.message
 
 
-def test_a_text_that_spells_the_end_does_not_end(compiler: Constraints) -> None:
-    """The tokenizer would read it as end-of-sequence, and the answer would be cut there."""
+def test_a_text_that_spells_the_end_does_not_end(compiler: Constraints, tokenizer: Tokenizer) -> None:
+    """It is made of other tokens than the end of the sequence, as which the tokenizer would read it."""
     request = request_of(Grammar("choice", json.dumps(["<|end|> is near"])))
-    with pytest.raises(InvalidRequest, match="no token of this model continues the text"):
-        run(SamplingState.of(request, compiler.of(request)))
+    output = run(SamplingState.of(request, compiler.of(request)))
+    assert output[-1] == EOS and EOS not in output[:-1] and tokenizer.decode(output[:-1]) == "<|end|> is near"
