@@ -152,7 +152,8 @@ def thinking_of(
     variables, ignored = with_wish(template.variables, wish, text)
     for name in ignored:
         log_once(name)
-    template = replace(template, variables=variables)
+    if variables != template.variables:
+        template = replace(template, variables=variables)
     marks = marks_of(parser, text)
     if marks is None:
         return template, NO_THINKING

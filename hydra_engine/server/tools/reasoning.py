@@ -190,6 +190,7 @@ class Thinking:
         return kind in _TEXTS and any(mark in plain for mark in self.marks)
 
 
+@lru_cache(maxsize=64)
 def marks_of(parser: str, template: str | None) -> tuple[str, str] | None:
     """Those of the configured parser, or of the template; None: the model does not think."""
     known = next((marks for marks in _MARKS if any(mark in (template or "") for mark in marks)), None)
