@@ -165,7 +165,11 @@ def test_marks_and_switches_are_read_in_the_template() -> None:
     assert marks_of("auto", "plain") is None and marks_of("auto", None) is None and marks_of("none", "plain") is None
     assert marks_of("auto", "x [THINK] y [/THINK]") == ("[THINK]", "[/THINK]")
     assert (switch_of(QWEN3), switch_of(V3), switch_of(R1)) == ("enable_thinking", "thinking", None)
-    for words in ("{# thinking #}{{ 'thinking' }} thinking", "{{ message.thinking }}", "{{ rethinking }}"):
+    for words in (
+        "{# thinking #}{{ 'thinking' }} thinking",
+        "{{ message.thinking }}",
+        "{% set ns = namespace(thinking=true) %}",
+    ):
         assert switch_of(words) is None
 
 

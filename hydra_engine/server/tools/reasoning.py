@@ -241,6 +241,7 @@ def always_thinks(wish: Wish, place: str, template: str) -> InvalidRequest | Non
 
 @lru_cache(maxsize=64)
 def _reads(template: str, name: str) -> bool:
-    """Whether blocks of a template have a variable of this name."""
-    variable = re.compile(rf"(?<![\w.'\"]){name}(?![\w'\"])")
+    """Whether blocks of a template read a variable of this name. One that is set, or the name of an argument, is not
+    read."""
+    variable = re.compile(rf"(?<![\w.'\"]){name}(?![\w'\"]|\s*=[^=])")
     return any(variable.search(block) for block in _BLOCK.findall(template))
