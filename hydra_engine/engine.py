@@ -242,6 +242,11 @@ class Engine(EngineLife):
         """The model's own, or the one given instead."""
         return self.frontend.preprocessor.chat_template
 
+    @property
+    def tool_template(self) -> str | None:
+        """Of conversations with tools."""
+        return self.frontend.preprocessor.tool_template
+
     def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
         """What the chat template writes behind a last message of this role for the answer to begin; empty without a
         template."""

@@ -115,6 +115,10 @@ class Preprocessor:
         """The text of the template that is in use."""
         return self._template.text
 
+    @property
+    def tool_template(self) -> str | None:
+        return self._tool_template.text
+
     def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
         return (self._tool_template if options.tools else self._template).generation_prompt(options, role)
 

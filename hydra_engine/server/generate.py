@@ -139,7 +139,7 @@ def check_model(request: web.Request, model: str | None) -> str:
 
 def offered(request: web.Request, use: ToolUse) -> ToolUse:
     """`use` with the dialect of the model that is served. Raises InvalidRequest where it knows no tools."""
-    return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].chat_template)
+    return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].tool_template)
 
 
 def thinking_of(
@@ -148,7 +148,7 @@ def thinking_of(
     """The template's options with what is wished, and how the model thinks with them. Raises InvalidRequest for a wish
     that cannot be met."""
     engine, parser = request.app[ENGINE], request.app[CONFIG].reasoning_parser
-    text = engine.chat_template or ""
+    text = (engine.tool_template if template.tools else engine.chat_template) or ""
     variables, ignored = with_wish(template.variables, wish, text)
     for name in ignored:
         log_once(name)

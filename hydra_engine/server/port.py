@@ -67,7 +67,12 @@ class EnginePort(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """Its text; how a model writes tool calls can be read there."""
+        """Its text; how a model thinks and writes tool calls can be read there."""
+        ...
+
+    @property
+    def tool_template(self) -> str | None:
+        """The same of conversations with tools."""
         ...
 
     def generation_prompt(self, options: TemplateOptions, role: Role) -> str:

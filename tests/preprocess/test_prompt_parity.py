@@ -227,6 +227,8 @@ def test_a_template_named_tool_use_is_for_conversations_with_tools(
         spec=sides_of("Qwen2").spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512
     )
     tool = {"type": "function", "function": {"name": "f"}}
+    assert (preprocessor.chat_template or "").startswith("default") and preprocessor.tool_template is not None
+    assert preprocessor.tool_template.startswith("tool_use")
     for tools, name in (((), "default"), ((tool,), "tool_use")):
         chat = preprocessor.tokenize(asked(messages=user("hi"), template=TemplateOptions(tools)))
         assert tokenizer.decode(loop.run_until_complete(chat)) == f"{name}: hi"

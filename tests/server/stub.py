@@ -214,6 +214,7 @@ def instances_of(topology: str, **changes: Any) -> tuple[InstanceState, ...]:
 class StubEngine:
     model_name: str = "stub"
     chat_template: str | None = "{{ messages }} {{ tools }} <tool_call>"
+    own_tool_template: str | None = None
     max_model_len: int = 4096
     default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -252,11 +253,17 @@ class StubEngine:
     ring: TraceRing = field(default_factory=TraceRing)
     running: list[LiveRequest] = field(default_factory=list)
 
+    @property
+    def tool_template(self) -> str | None:
+        return self.own_tool_template or self.chat_template
+
     def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
         """What the template, rendered with plain Jinja, writes behind a message."""
         messages = [{"role": role, "content": "hydra9probe"}]
         more = {"tools": options.tools or None, "add_generation_prompt": options.add_generation_prompt}
-        rendered = Template(self.chat_template or "").render(messages=messages, **more, **options.variables)
+        rendered = Template((self.tool_template if options.tools else self.chat_template) or "").render(
+            messages=messages, **more, **options.variables
+        )
         return rendered.rpartition("hydra9probe")[2]
 
     async def add_request(self, call: GenerationCall) -> StubHandle:

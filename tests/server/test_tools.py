@@ -95,6 +95,14 @@ async def test_templates_that_know_no_tools_cannot_offer_them(serve: Serve) -> N
     assert (await whole(served))["finish_reason"] == "tool_calls"
 
 
+async def test_a_template_of_its_own_for_tools_says_how_they_are_called(served: Served) -> None:
+    served.engine.chat_template, served.engine.own_tool_template = "{{ messages }}", "{{ tools }} <tool_call></think>"
+    served.engine.pieces = cut(f"<think>Hm.</think>{PARIS}")
+    choice = await whole(served)
+    assert (choice["message"]["reasoning"], choice["finish_reason"]) == ("Hm.", "tool_calls")
+    assert "reasoning" not in (await whole(served, tools=[]))["message"]
+
+
 async def test_the_official_client_reads_streamed_calls(served: Served) -> None:
     async with client_of(served) as client:
         for size in (1, 3, 7, 1000):
