@@ -21,16 +21,17 @@ import transformers
 from safetensors.torch import save_file
 
 from hydra_engine import Engine
-from hydra_engine.errors import CheckpointError, InvalidRequest
+from hydra_engine.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
 from hydra_engine.models.transformers_adapter.processor_spec import load_processor
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.support_table import record
 from tools.miniatures import make_tiny
+from tools.miniatures.llava_siglip import longrope
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("smolvlm", "gemma3", "llava")
+FAMILIES = ("smolvlm", "gemma3", "llava", "idefics3", "llava_phi3")
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 CASES: list[tuple[str, list[tuple[int, int]]]] = [
     ("What is this?", []),
@@ -94,7 +95,7 @@ def one_reference(processor: Any, model: Any, prompt: str, sizes: list[tuple[int
     messages = [{"role": "user", "content": content}]
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     pictures = pictures_of(sizes) or None
-    inputs = processor(images=pictures, text=[text], add_special_tokens=False, return_tensors="pt")
+    inputs = processor(images=pictures and [pictures], text=[text], add_special_tokens=False, return_tensors="pt")
     with torch.inference_mode():
         output = model.generate(**inputs, do_sample=False, max_new_tokens=24, min_new_tokens=24, eos_token_id=None)
     length = inputs["input_ids"].shape[1]
@@ -131,7 +132,9 @@ def check_all(engine: Engine, expected: list[tuple[int, list[int]]]) -> None:
 
 # LLaVA has a native implementation besides.
 @pytest.mark.quick("gemma3")
-@pytest.mark.parametrize("family", [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[2:])]
+)
 def test_tokens_equal_transformers(
     engines: Mapping[str, Engine], transformers_says: Mapping[str, list[tuple[int, list[int]]]], family: str
 ) -> None:
@@ -180,6 +183,42 @@ def test_a_picture_comes_as_a_file_too_and_is_encoded_once(engines: Mapping[str,
     again = [engine.generate("What?", buffer.getvalue(), **OPTIONS) for _ in range(2)]
     assert [result.token_ids for result in again] == [expected.token_ids] * 2
     assert [result.usage.cached_images for result in again] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_request_beside_a_longer_one_is_answered_as_alone_where_longrope_begins(
+    make_engine: EngineFactory, tmp_path: Path
+) -> None:
+    make_tiny("phi3", tmp_path / "phi3", seed=3, text=longrope(64))
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    short, long = [1, *range(7, 37)], [1, *(7 + i * 53 % 200 for i in range(55))]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "phi3", dtype=torch.float32).eval()
+    expected = list(short)
+    with torch.inference_mode():
+        for _ in range(8):
+            expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+    engine = make_engine(model=tmp_path / "phi3", model_impl="transformers", prefix_caching=False, token_budget=24)
+    assert engine.summary.deterministic
+    assert any(note.startswith("the context ends at 64 of the model's 512 tokens") for note in engine.summary.notes)
+    handles = [engine.submit(prompt, **options) for prompt in (long, short)]
+    assert list(handles[1].result(60).token_ids) == expected[len(short) :] and handles[0].result(60)
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 64 tokens"):
+        engine.generate([1, *range(7, 90)], **options)
+
+
+@pytest.mark.slow
+def test_pictures_that_change_beside_others_come_one_a_request(
+    engines: Mapping[str, Engine], transformers_says: Mapping[str, list[tuple[int, list[int]]]]
+) -> None:
+    engine, expected = engines["llava_onevision"], transformers_says["llava_onevision"]
+    assert any(note.startswith("one picture a request: ") for note in engine.summary.notes)
+    for case, (length, tokens) in zip(CASES, expected, strict=True):
+        if len(case[1]) < 2:
+            result = asked(engine, *case).result(60)
+            assert (result.usage.prompt_tokens, list(result.token_ids)) == (length, tokens), case
+        else:
+            with pytest.raises(InvalidRequest, match="the request has 2 images; at most 1 is allowed: the model's"):
+                asked(engine, *case).result(60)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Shapes of pictures that are tried: ordinary ones, small, large and long.
 _PROBES = ((64, 64), (1024, 1024), (1280, 320), (320, 1280), (2048, 1536))
 # Pictures of one prompt, which may be anything else than each by itself.
-_TOGETHER = (((64, 64), (64, 64)), ((64, 64), (320, 80)), ((320, 80), (64, 64), (80, 320)))
+_TOGETHER = (((64, 64), (320, 80)), ((320, 80), (64, 64), (80, 320)))
 
 
 def probe_picture(size: tuple[int, int] = _PROBES[0], turns: int = 0) -> Image.Image:

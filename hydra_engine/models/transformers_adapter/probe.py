@@ -5,6 +5,7 @@ Knows the model's processor; reads no files of weights.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,10 @@ class PagedProbe:
         self._device = backend.device.torch_device
         language, counts = spec.language, [end - begin for begin, end in probe.spans]
         self._images = self._cache(sum(counts), (1, 1), (1, language.hidden_size))
+        shape = (language.num_layers, 2), (language.num_kv_heads, language.head_dim)
+        self._keys = self._cache(len(probe.token_ids) + _BLOCK, *shape)
+        ends = [end for _, end in probe.spans] or [len(probe.token_ids) // 2]
+        self._pieces = [piece for piece in itertools.pairwise((0, *ends, len(probe.token_ids))) if piece[0] < piece[1]]
         self.layers: list[int] = []  # that write keys and values
         if not counts:
             return
@@ -107,30 +112,25 @@ class PagedProbe:
             model.encode(batch, self._images)
         model.num_slices = len(checkpoints) + 1
 
-    def logits(self, *, beside: bool) -> Tensor:
+    def logits(self) -> Tensor:
         """[rows, V] float32. In several steps, each behind a picture, so that what a layer knows of earlier tokens can
-        only come from the caches and from positions. `beside`: a request at the end of the longest context goes before
-        it in every step."""
-        language, num_tokens = self._spec.language, len(self._probe.token_ids)
-        ends = [*(end for _, end in self._probe.spans), num_tokens]
-        if len(ends) == 1:
-            ends = [num_tokens // 2, num_tokens]
-        shape = (language.num_layers, 2), (language.num_kv_heads, language.head_dim)
-        keys = self._cache(num_tokens + _BLOCK, *shape)
-        pieces, begin = [], 0
-        for end in ends:
-            if end > begin:
-                batch = self._step(begin, end, keys.num_blocks, min(_NUM_BESIDE, language.max_position) * beside)
-                logits, self.layers = self._model.step(batch, keys, self._images)
-                pieces.append(logits)
-            begin = end
-        return torch.cat(pieces)
+        only come from the caches and from positions."""
+        steps = [self._model.step(self._step(*piece), self._keys, self._images) for piece in self._pieces]
+        self.layers = steps[-1][1]
+        return torch.cat([logits for logits, _ in steps])
 
-    def _step(self, begin: int, end: int, num_blocks: int, beside: int) -> LanguageInput:
+    def logits_beside(self) -> Tensor:
+        """[1, V] float32: the last row's, when the last step, after all others, is one with a request at the end of the
+        longest context, which comes before it."""
+        beside = min(_NUM_BESIDE, self._spec.language.max_position)
+        batch = self._step(*self._pieces[-1], beside)
+        return self._model.step(batch, self._keys, self._images)[0][-1:]
+
+    def _step(self, begin: int, end: int, beside: int = 0) -> LanguageInput:
         """Tokens [begin, end), with the logits of those of them that are compared, behind as many of another request,
         whose keys have the last block."""
         device, count, last = self._device, end - begin, self._spec.language.max_position
-        own, other = torch.arange(begin, end), torch.arange(beside)
+        own, other, num_blocks = torch.arange(begin, end), torch.arange(beside), self._keys.num_blocks
         blocks = torch.arange(num_blocks, dtype=torch.int32).expand(2, -1).clone()
         blocks[0, 0] = num_blocks - 1
         first = 0 if beside else 1
