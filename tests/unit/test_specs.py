@@ -286,6 +286,10 @@ def test_numbers_that_are_no_sizes_may_be_large(tmp_path: Path, layout: str) -> 
     )
 
 
+def test_an_image_token_that_no_file_names_is_the_class_s(published: Directory) -> None:
+    assert published.spec(changed(PUBLISHED, "image_token_index", ...)).image_token_id == 32000
+
+
 def test_a_text_part_without_a_type_is_of_the_family_s_type(published: Directory) -> None:
     assert (
         published.spec(changed(PUBLISHED, "text_config.model_type", ...)).language == published.spec(PUBLISHED).language
@@ -305,7 +309,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "tower type": ("vision_config.model_type", "siglip_vision_model", f"supported is clip_vision_model{ADAPTER}"),
     "no text": ("text_config", ..., "config.json has no field text_config"),
     "no tower": ("vision_config", ..., "config.json has no field vision_config"),
-    "no image token": ("image_token_index", ..., "config.json has no field image_token_id"),
+    "no image token": ("image_token_index", -1, "image_token_index in config.json must be a whole number from 0"),
     "section of another kind": ("text_config", "llama", "text_config in config.json must be an object"),
     "number of another kind": ("text_config.vocab_size", "many", "vocab_size in text_config of config.json must be"),
     "negative number": ("vision_config.hidden_size", -3, "hidden_size in vision_config of config.json must be"),

@@ -149,6 +149,17 @@ def test_rotary_settings_that_are_there_twice(model_type: str) -> None:
     assert compared > 24
 
 
+def test_a_base_that_does_not_count_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("qwen3") | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    ours(config | {"rope_scaling": yarn | {"rope_theta": 1e6}})
+    ours(config | {"rope_scaling": yarn, "rope_theta": 1e6})
+    assert not caplog.records
+    ours(config | {"rope_scaling": yarn})
+    (record,) = caplog.records
+    assert "rope_theta is 10000 and not 1000000.0; move it into rope_scaling" in record.getMessage()
+
+
 def test_rotary_settings_of_single_layer_types_are_refused() -> None:
     config = config_of("qwen3") | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}}
     with pytest.raises(

@@ -79,7 +79,7 @@ def build_clip_model(
         text,
         language,
         vision=vision(config, processor_settings(files.images), language.hidden_size),
-        image_token_id=config.integer(name, at_least=0),
+        image_token_id=config.integer(name, 32000, at_least=0),
     )
 
 

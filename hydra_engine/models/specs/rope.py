@@ -5,11 +5,14 @@ Says what a checkpoint asks for, in numbers; turning them into angles is `models
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.fields import ELSEWHERE, LARGEST, Fields
+
+logger = logging.getLogger(__name__)
 
 Sections = tuple[int, int, int]  # pairs that turn by time, row and column
 
@@ -57,6 +60,7 @@ def rope_settings(
         )
     rotary_dim = _rotary_dim(config, values, head_dim, share)
     theta = values.number("rope_theta", config.number("rope_theta", theta))
+    _say_what_is_left_out(config, theta)
     # Dynamic scaling begins past max_position_embeddings, where it would make a row's angles depend on the longest row
     # of its batch; a context ends before that.
     parameters: dict[str, object] = {"rope_type": "default" if kind == "dynamic" else kind, "rope_theta": theta}
@@ -82,6 +86,17 @@ def rope_section(config: Fields) -> Fields:
     the other added by hand, and transformers takes what was added."""
     names = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
     return config.section(names[0]) if names else Fields({}, config.where)
+
+
+def _say_what_is_left_out(config: Fields, theta: float) -> None:
+    """A base is lost, to transformers too, where it is in the section that does not count."""
+    other = config.get("rope_parameters")
+    if config.get("rope_scaling") and isinstance(other, dict) and other.get("rope_theta") not in (None, theta):
+        logger.warning(
+            "%s has rope_scaling, which counts, and rope_parameters, which does not: rope_theta is %g and not %s; move "
+            "it into rope_scaling if that is wrong",
+            *(config.where, theta, str(other["rope_theta"])[:40]),
+        )
 
 
 def _rotary_dim(config: Fields, values: Fields, head_dim: int, share: float | None) -> int:
