@@ -365,7 +365,7 @@ def write_checkpoint(published: Published, directory: Path) -> None:
     family = TINY[published.family]
     files = tokenizer_files(published.tokenizer, published.extra, **dict(published.settings))
     ids = {token["content"]: token["id"] for token in files.tokenizer["added_tokens"]}
-    size = 1 + max(*ids.values(), *files.tokenizer["model"]["vocab"].values())
+    size = 8 + max(*ids.values(), *files.tokenizer["model"]["vocab"].values())  # Gemma's class adds <pad>
     directory.mkdir(parents=True, exist_ok=True)
     config = build_config(published.family, text={"vocab_size": size}, **_token_ids(published, ids))
     config.architectures = [_architecture(published.family, config)]
