@@ -414,7 +414,7 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("`logprobs`", (MAX_LOGPROBS,)),
         ("`logit_bias`", (MAX_BIASED_TOKENS,)),
         ("`allowed_token_ids`", (MAX_ALLOWED_TOKENS,)),
-        ("grammars", (MAX_GRAMMAR_CHARS,)),
+        ("grammars and", (MAX_GRAMMAR_CHARS,)),
         ("messages", (MAX_MESSAGES, MAX_PARTS)),
         ("one text", (MAX_TEXT_CHARS,)),
         ("`cache_salt`", (MAX_SALT_CHARS, MAX_NAME_CHARS)),

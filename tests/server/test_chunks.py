@@ -20,7 +20,7 @@ from hydra_engine.server.openai.completions import CompletionAnswer
 from hydra_engine.server.protocol.chat import ChatChunk, ChatChunkChoice, ChatCompletionRequest, ChatDelta
 from hydra_engine.server.protocol.common import Usage, usage_of
 from hydra_engine.server.protocol.completions import CompletionRequest
-from hydra_engine.server.tools.tool_calls import NO_THINKING, ToolUse
+from hydra_engine.server.tools.tool_calls import ToolUse
 
 IDENTITY = Identity('chatcmpl-"1":1,\\', 1, 'a "model" of 1:2')
 CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -40,9 +40,7 @@ def answers(kind: str, usage: str) -> tuple[Any, Any]:
     pair = []
     for _ in range(2):
         if kind == "chat":
-            answer: Any = ChatAnswer(
-                msgspec.convert(CHAT | USAGES[usage], ChatCompletionRequest), IDENTITY, ToolUse(), NO_THINKING
-            )
+            answer: Any = ChatAnswer(msgspec.convert(CHAT | USAGES[usage], ChatCompletionRequest), IDENTITY, ToolUse())
         else:
             body = {"prompt": "a", "stream": True, **USAGES[usage]}
             answer = CompletionAnswer(msgspec.convert(body, CompletionRequest), IDENTITY, [])
@@ -82,5 +80,5 @@ def test_what_is_more_than_text_takes_the_long_way() -> None:
     for kind in ("chat", "completions"):
         answer, _ = answers(kind, "running")
         assert answer.text_event(Piece("a", (1,), (logprob,))) is None
-    fresh = ChatAnswer(msgspec.convert(CHAT, ChatCompletionRequest), IDENTITY, ToolUse(), NO_THINKING)
+    fresh = ChatAnswer(msgspec.convert(CHAT, ChatCompletionRequest), IDENTITY, ToolUse())
     assert fresh.text_event(Piece("a", (1,))) is None, "the role comes first"

@@ -27,7 +27,7 @@ from hydra_engine.server.protocol.chat import (
 )
 from hydra_engine.server.protocol.common import Metrics, Usage, prompt_logprobs, usage_of
 from hydra_engine.server.tools.reasoning import ReasoningParser, Thinking
-from hydra_engine.server.tools.tool_calls import ToolUse, collect
+from hydra_engine.server.tools.tool_calls import NO_THINKING, ToolUse, collect
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning
 
 
@@ -75,7 +75,9 @@ class _Choice:
 
 
 class ChatAnswer(ChunkAnswer):
-    def __init__(self, body: ChatCompletionRequest, identity: Identity, use: ToolUse, thinking: Thinking) -> None:
+    def __init__(
+        self, body: ChatCompletionRequest, identity: Identity, use: ToolUse, thinking: Thinking = NO_THINKING
+    ) -> None:
         super().__init__(body, identity, self._text_chunk)
         self._body = body
         self._use = use
