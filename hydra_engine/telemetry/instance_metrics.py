@@ -38,7 +38,7 @@ class BusyShares:
 
 
 def status_families(make: Families, status: Status, busy: BusyShares, cached_tokens: int) -> Iterator[Metric]:
-    """`cached_tokens`: prompt tokens of finished requests that needed no step."""
+    """`cached_tokens`: prompt tokens of requests that have ended, however, that needed no step."""
     yield from _gauges(make, status, busy)
     yield from _tokens(make, status, cached_tokens)
     yield from _steps(make, status)

@@ -95,15 +95,18 @@ class FinishedRequests:
     # ---- feeding
 
     def add(self, result: Result) -> None:
-        """Failed and cancelled requests count only as that."""
+        """What a prompt has needed and found in caches counts however its request ended, if it came to its first
+        token; times, lengths and limits only of requests that ended well."""
         totals, usage = self._totals, result.usage
         totals.finished[result.finish_reason.value] += 1
-        if result.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        ended_well = result.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR)
+        if ended_well or result.metrics.ttft_s is not None:
+            totals.prompt_tokens += usage.prompt_tokens
+            totals.cached_tokens += usage.cached_tokens
+            totals.images += usage.num_images
+            totals.cached_images += usage.cached_images
+        if not ended_well:
             return
-        totals.prompt_tokens += usage.prompt_tokens
-        totals.cached_tokens += usage.cached_tokens
-        totals.images += usage.num_images
-        totals.cached_images += usage.cached_images
         self._add_times(result)
         self._add_stages(result)
         self._add_slo(result.metrics.slo)
@@ -200,8 +203,8 @@ class FinishedRequests:
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prompt_tokens),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.cached_tokens),
             ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", totals.cached_tokens),
-            ("vllm:mm_cache_queries", "Images of finished requests.", totals.images),
-            ("vllm:mm_cache_hits", "Images of finished requests without an encode of their own.", totals.cached_images),
+            ("vllm:mm_cache_queries", "Images of requests that came to their first token.", totals.images),
+            ("vllm:mm_cache_hits", "Of these, images without an encode of their own.", totals.cached_images),
         ):
             yield make.counter(name, help, value)
         yield from self._limits(make)

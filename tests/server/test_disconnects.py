@@ -20,10 +20,12 @@ import pytest_asyncio
 
 from hydra_engine import demo
 from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, ServerConfig
+from hydra_engine.core.outputs import Result
 from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.state import STATE, Lifecycle
+from hydra_engine.telemetry.request_metrics import FinishedRequests
 from hydra_engine.worker.faults import MIGRATION_POINTS
 from tests.server.conftest import until
 from tests.server.test_cancel import leave
@@ -186,6 +188,31 @@ async def test_before_the_engine_has_it(one: Rig, slow_host: tuple[str, list[int
     await both(one, in_the_body)
     await both(one, in_the_fetch)
     await until(lambda: asking[0] == 0)
+
+
+async def test_their_prompts_are_counted_whole(one: Rig) -> None:
+    """What the cache had and what was computed, together the prompts that came to a first token."""
+    ended: list[Result] = []
+    metrics = FinishedRequests()
+    one.engine.add_observer(ended.append)
+    one.engine.add_observer(metrics.add)
+    computed = num_computed(one)
+    first = await one.ask(picture=data_url(), cache_salt="shared", max_tokens=1)
+    await first.text()
+    first.writer.close()
+    for number in (1, 2):
+        client = await one.ask(picture=data_url(), cache_salt="shared")
+        await client.tokens(3)
+        leave(client.writer, "fin")
+        await until(lambda: metrics.outcomes.cancelled == number, 10)  # noqa: B023 - it is waited for
+    [num_prompt] = {result.usage.prompt_tokens for result in ended}
+    assert metrics.cached_tokens > 0
+    await until(lambda: num_computed(one) - computed + metrics.cached_tokens == 3 * num_prompt, 10)
+
+
+def num_computed(rig: Rig) -> int:
+    status = rig.engine.stats()
+    return 0 if status is None else status.prompt_tokens
 
 
 @pytest.mark.slow

@@ -148,15 +148,22 @@ def test_a_request_is_counted_once_everywhere() -> None:
     assert value(page, "hydra:media_fetch_seconds_sum") == pytest.approx(0.01)
 
 
-def test_failed_requests_count_as_failed_only() -> None:
+def test_times_of_failed_requests_are_not_counted_and_what_their_prompts_took_is() -> None:
+    """Where a prompt was never computed, nothing was taken from a cache for it."""
     metrics = Metrics("m")
-    metrics.requests.add(result(FinishReason.ABORT))
-    metrics.requests.add(result(FinishReason.ERROR))
-    page = samples(text(metrics, None))
-    assert value(page, "vllm:request_success_total", finished_reason="abort") == 1
-    assert value(page, "vllm:request_success_total", finished_reason="error") == 1
+    for reason in (FinishReason.ABORT, FinishReason.ERROR):
+        metrics.requests.add(result(reason))
+        metrics.requests.add(replace(result(reason), metrics=RequestMetrics(e2e_s=0.5)))
+    page = samples(text(metrics, example_status(prompt_tokens=120)))
+    assert value(page, "vllm:request_success_total", finished_reason="abort") == 2
+    assert value(page, "vllm:request_success_total", finished_reason="error") == 2
     assert value(page, "vllm:request_success_total", finished_reason="stop") == 0
-    assert value(page, "vllm:e2e_request_latency_seconds_count") == 0
+    for name in ("e2e_request_latency_seconds", "request_prompt_tokens", "request_prefill_kv_computed_tokens"):
+        assert value(page, f"vllm:{name}_count") == 0
+    assert value(page, "vllm:prefix_cache_queries_total") == 200 and value(page, "vllm:prefix_cache_hits_total") == 80
+    assert value(page, "vllm:prompt_tokens_cached_total") == 80 and value(page, "vllm:prompt_tokens_total") == 200
+    assert value(page, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 80
+    assert value(page, "vllm:mm_cache_queries_total") == 4 and value(page, "vllm:mm_cache_hits_total") == 2
 
 
 def test_gauges_follow_the_status() -> None:
