@@ -182,6 +182,7 @@ def test_the_other_spelling_gives_the_same_ids_for_every_kind_of_tokenizer(
     assert [ids.count(IMAGE_ID + (kind != "byte_level")), len(set(ids) & tokenizer.special_ids)] == [1, 3]
 
 
+@pytest.mark.quick("LLaVA-1.5]", "Qwen3-VL", "[Mistral]", "[Llama 3]")
 @pytest.mark.parametrize("name", CASES)
 def test_published_templates_tell_their_marks_from_quoted_ones(
     sides_of: Callable[[str], Sides],  # noqa: F811
