@@ -161,6 +161,7 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     activation_bytes: int = 0  # of the largest steps, measured; 0: in host memory, where they are not counted
     graph_bytes: int = 0  # that captured steps took
     max_num_seqs: int = 0  # requests that hold KV blocks at once
+    one_picture: bool = False  # a request, whatever is configured
     captured_patches: int = 0  # of the largest encode that is replayed; 0: none is
     captured_tokens: int = 0  # of the largest step with prompts that is; 0: none is
     free_bytes: int = 0  # of the device, by all that use it, once everything is there

@@ -127,6 +127,7 @@ def _summary(
         token_budget=config.scheduler.most_tokens,
         max_num_seqs=config.scheduler.most_requests,
         image_budget=config.scheduler.image_budget,
+        one_picture=stack.spec.processor is not None and not stack.spec.processor.joins,
         load_s=load_s,
         ops=tuple((c.op, c.implementation, c.reason) for c in backend.ops.choices()),
         notes=(*stack.notes, *hooks.notes),

@@ -55,6 +55,11 @@ def test_one_screen() -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_a_model_that_takes_one_picture_a_request() -> None:
+    lines = screen(instance("epd0", "EPD", one_picture=True))
+    assert any("; 1 picture a request, bodies" in line for line in lines)
+
+
 def test_sampling_defaults_and_where_they_are_from() -> None:
     greedy, none = SamplingParams(temperature=0.0, top_k=3, max_tokens=200), SamplingParams()
     line = lambda sampling, **options: [  # noqa: E731

@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -45,8 +47,28 @@ def probe_picture(size: tuple[int, int] = _PROBES[0], turns: int = 0) -> Image.I
     return Image.merge("RGB", [bands[(index + turns) % 3] for index in range(3)])
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No bars and no advice of transformers on a user's terminal; errors are still shown."""
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
+
+
 def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
     """Raises CheckpointError where the generic adapter cannot run the model, with the reason."""
+    with quiet():
+        return _describe(model_dir, trust_remote_code)
+
+
+def _describe(model_dir: Path, trust_remote_code: bool) -> ModelSpec:
     config = load_config(model_dir, trust_remote_code=trust_remote_code)
     model = model_class(config, model_dir, trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)

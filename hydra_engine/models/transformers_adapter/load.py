@@ -6,13 +6,10 @@ forward and once through our attention and caches, and is refused where the logi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from hydra_engine.backend.base import Backend
@@ -22,7 +19,7 @@ from hydra_engine.models.loading.checkpoint import listed
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.models.transformers_adapter.describe_spec import cannot_run, load_config, model_class
+from hydra_engine.models.transformers_adapter.describe_spec import cannot_run, load_config, model_class, quiet
 from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
 from hydra_engine.models.transformers_adapter.model import GenericModel
 from hydra_engine.models.transformers_adapter.probe import PagedProbe, Probe
@@ -43,10 +40,10 @@ def load_generic(
         total = sum(entry.nbytes for entry in checkpoint.entries.values())
     report = progress or (lambda _done, _total: None)
     report(0, total)
-    with _quiet(), torch.inference_mode(False), torch.no_grad():
+    with quiet(), torch.inference_mode(False), torch.no_grad():
         module = _load_module(model_dir, spec, backend)
         _check_finite(module)
-    with _quiet(), torch.inference_mode():
+    with quiet(), torch.inference_mode():
         try:
             model = _checked(module, spec, backend)
         except PROCESSOR_ERRORS as error:
@@ -120,18 +117,3 @@ def _checked(module: Any, spec: ModelSpec, backend: Backend) -> GenericModel:
 def _difference(actual: Tensor, expected: Tensor) -> float:
     """The largest, relative to the spread of what is expected."""
     return float((actual - expected).abs().max() / (expected - expected.mean(1, keepdim=True)).abs().max())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and no advice of transformers on a user's terminal; errors are still shown."""
-    log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()
