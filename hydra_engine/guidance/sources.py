@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from hydra_engine.core.grammar import Calls, Grammar, Reasoning
@@ -52,14 +53,17 @@ def _form(grammar: Grammar) -> dict[str, object]:
             return {"lark_grammar": grammar.source}
 
 
-def _of_schema(text: str) -> dict[str, object]:
-    """Of a schema whose references, numbers and expressions mean the same to llguidance as to JSON Schema. Raises
-    ValueError."""
+def _of_schema(text: str, options: Mapping[str, object] = MappingProxyType({})) -> dict[str, object]:
+    """Of a schema whose references, numbers and expressions mean the same to llguidance as to JSON Schema. `options`
+    are those of another one that it has to be told from, which can be done where white space is the same in both.
+    Raises ValueError."""
     from llguidance import LLMatcher
 
     schema = with_pointers(numbers.parse(text))
     if not isinstance(schema.get(_OPTIONS, {}), dict):
         raise ValueError(f"{_OPTIONS} must be an object")
+    if options:
+        schema[_OPTIONS] = {**options, **schema.get(_OPTIONS, {})}
     schemas = [found.schema for found in schemas_of(schema)]
     for one in schemas:
         if isinstance(pattern := one.get("pattern"), str):
@@ -90,9 +94,7 @@ def _calls(grammar: Grammar, calls: Calls, special_tokens: Mapping[str, int]) ->
     grammars: list[dict[str, object]] = [{"lark_grammar": "\n".join([calls.source, *rules]), "name": "calls"}]
     if calls.schema:
         options = json.loads(grammar.source).get(_OPTIONS) if grammar.kind == "json_schema" else None
-        # Two JSON texts can be told from each other where white space is the same in both.
-        schema = calls.schema if options is None else json.dumps({**json.loads(calls.schema), _OPTIONS: options})
-        grammars.append(_of_schema(schema) | {"name": "call"})
+        grammars.append(_of_schema(calls.schema, options or {}) | {"name": "call"})
     return grammars
 
 

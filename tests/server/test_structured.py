@@ -21,8 +21,10 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.body import parse_request
 from hydra_engine.server.http.listening import listen
+from hydra_engine.server.protocol.anthropic import MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
+from hydra_engine.server.protocol.responses import ResponsesRequest
 
 TEMPLATE = Path(__file__).parents[2] / "bench" / "clients" / "tools_template.jinja"
 SCHEMA: dict[str, Any] = {
@@ -98,6 +100,33 @@ def test_the_schema_of_a_response_format() -> None:
         )
         assert found is not None and json.loads(found.source) == SCHEMA
         assert (found.kind, found.param) == ("json_schema", "response_format.json_schema.schema")
+
+
+DIGITS = '{"enum": [1790000000000000001, 123456789.123456789, 1e400]}'
+QUOTED = json.dumps(DIGITS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (ChatCompletionRequest, f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {DIGITS}}}}}'),
+        (ChatCompletionRequest, f'"response_format": {{"type": "json_object", "schema": {DIGITS}}}'),
+        (ChatCompletionRequest, f'"response_format": {{"type": "json_object", "value": {DIGITS}}}'),
+        (ChatCompletionRequest, f'"structured_outputs": {{"json": {DIGITS}}}'),
+        (ChatCompletionRequest, f'"structured_outputs": {{"json": {QUOTED}}}'),
+        (ChatCompletionRequest, f'"guided_json": {DIGITS}'),
+        (CompletionRequest, f'"json_schema": {QUOTED}'),
+        (ResponsesRequest, f'"text": {{"format": {{"type": "json_schema", "name": "a", "schema": {DIGITS}}}}}'),
+        (MessagesRequest, f'"output_config": {{"format": {{"type": "json_schema", "schema": {DIGITS}}}}}'),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_numbers_arrive_with_their_digits(kind: Any, field: str) -> None:
+    prompt = '"prompt": "x"' if kind is CompletionRequest else '"messages": [{"role": "user", "content": "x"}]'
+    prompt = '"input": "x"' if kind is ResponsesRequest else prompt
+    limit = ', "max_tokens": 9' if kind is MessagesRequest else ""
+    grammar = parse_request(f"{{{prompt}{limit}, {field}}}".encode(), kind).sampling(SamplingParams()).grammar
+    assert grammar is not None and grammar.source == DIGITS
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, TEXT, {}, " {\n}"], ids=str)

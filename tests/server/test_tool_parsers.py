@@ -294,6 +294,6 @@ def test_functions_take_objects() -> None:
 def test_grammars_are_only_for_calls_that_must_come() -> None:
     assert ToolUse(tuple(TOOLS), "auto").grammar() is None and ToolUse(tuple(TOOLS)).grammar() is None
     with pytest.raises(InvalidRequest) as caught:
-        large = tuple(tool(f"f{n}", parameters={"type": "object", "description": "x" * 1000}) for n in range(100))
+        large = tuple(tool(f"f{n}", parameters={"properties": {"x" * 1000: {}}}) for n in range(100))
         ToolUse(large, "required").grammar()
     assert caught.value.param == "tools"

@@ -4,6 +4,7 @@ must come, the form has nothing to say."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
-from tests.server.test_tool_parsers import TOOLS
+from tests.server.test_tool_parsers import TOOLS, tool
 from tests.unit.grammar_texts import Texts
 from tests.unit.test_guidance import FORMS, guide_with
 
@@ -76,12 +77,32 @@ def test_a_call_or_the_form(texts: Texts, dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", CALLS)
 def test_several_calls(texts: Texts, dialect: str) -> None:
-    first, second = CALLS[dialect][0], CALLS[dialect][0].replace("weather", "clock")
+    first = second = CALLS[dialect][0]
     both = f"[{first}, {second}]" if dialect == "json" else f"{first}\n{second}"
     several, single = (chosen(FORMS[0][0], dialect, parallel=parallel).grammar for parallel in (True, False))
     assert several is not None and single is not None
     assert texts.accepts(several, both) and texts.accepts(several, first)
     assert not texts.accepts(single, both) and texts.accepts(single, first)
+
+
+@pytest.mark.parametrize("dialect", ["hermes", "json"])
+def test_arguments_fit_their_schema_as_far_as_it_can_be_enforced(texts: Texts, dialect: str) -> None:
+    def accepts(arguments: str, parameters: dict[str, Any], more: int = 0) -> bool:
+        tools = [tool("f", parameters=parameters), *(tool(f"f{n}" + "x" * 50, parameters={}) for n in range(more))]
+        grammar = ToolUse(tuple(tools), "auto", dialect=dialect).sampling(SamplingParams(grammar=FORMS[2][0])).grammar
+        assert grammar is not None
+        call = f'{{"name": "f", "arguments": {arguments}}}'
+        return texts.accepts(grammar, f"<tool_call>{call}</tool_call>" if dialect == "hermes" else call)
+
+    known = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}}
+    assert accepts('{"n":7}', known) and accepts("{}", known)
+    assert not accepts('{"n":10}', known) and not accepts('{"m":1}', known)
+    assert accepts('{"n":10}', known, more=127)  # too large together
+    unknown = {
+        "type": "object",
+        "properties": {"n": {"type": "array", "uniqueItems": True, "description": "x" * 70_000}},
+    }
+    assert accepts('{"n":[1,1]}', unknown) and not accepts('{"n":1}', unknown)
 
 
 def test_white_space_that_a_schema_asks_for(texts: Texts) -> None:

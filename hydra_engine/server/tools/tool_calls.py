@@ -111,7 +111,7 @@ class ToolUse:
         form = params.grammar
         if form is None or describes_calls(form, self.dialect):
             return params
-        calls = calls_of(self.dialect, sorted(self._names), self.parallel)
+        calls = calls_of(self.dialect, self.tools, self.parallel)
         if calls is None:
             raise InvalidRequest(
                 "this server does not read calls of this model, so a model that may choose a tool cannot be kept to a "

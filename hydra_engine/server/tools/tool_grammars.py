@@ -1,38 +1,43 @@
 """Calls of each dialect as a grammar, for models that may choose between a call and an answer in a form of its own.
 
-Arguments are free, as they are where nothing constrains the output. Does not know how calls are read.
+Arguments that are JSON fit the function's schema as far as that can be enforced: a keyword that cannot is passed over,
+and so are schemas that are very large together. Does not know how calls are read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydra_engine.core.grammar import Calls, Grammar
+from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Calls, Grammar
+from hydra_engine.core.schemas.numbers import text_of
 from hydra_engine.server.tools.function_blocks import FUNCTION, PARAMETER
 from hydra_engine.server.tools.tool_parsers import CLOSING, OPENING
+from hydra_engine.server.tools.tool_schemas import parameters_schema
 
 _TEXTS = frozenset({"choice", "regex", "lark", "ebnf"})  # grammars that can describe calls too
+_MAX_SCHEMA_CHARS = MAX_GRAMMAR_CHARS // 2  # of calls; the other half is for the form
 _SPACE = r"space: /[ \t\r\n]{0,16}/"
 
 
-def calls_of(dialect: str, names: Collection[str], parallel: bool) -> Calls | None:
-    """None where calls of the dialect are not read."""
+def calls_of(dialect: str, tools: Sequence[Mapping[str, Any]], parallel: bool) -> Calls | None:
+    """None where calls of the dialect are not read. Raises InvalidRequest."""
     if dialect == "json":
-        call = _json_call(names, "parameters", "arguments")
-        many = {"type": "array", "items": call, "minItems": 1} | ({} if parallel else {"maxItems": 1})
-        return Calls("start: @call", json.dumps({"anyOf": [call, many]}))
+        many = r'start: @call | "[" space @call (space "," space @call)* space "]"'
+        one = r'start: @call | "[" space @call space "]"'
+        call = _one_call(tools, ("name", "parameters"), ("name", "arguments"))
+        return Calls(f"{many if parallel else one}\n{_SPACE}", call)
     start = "start: marked (space marked)*" if parallel else "start: marked"
     if dialect == "hermes":
         rules = [start, "marked: opening space @call space closing", _SPACE]
-        return Calls("\n".join(rules), json.dumps(_json_call(names, "arguments", "parameters")), OPENING, CLOSING)
+        return Calls("\n".join(rules), _one_call(tools, ("name", "arguments"), ("arguments", "name")), OPENING, CLOSING)
     if dialect == "qwen3_coder":
         rules = [
             start,
             "marked: opening space function space closing",
             f'function: "{FUNCTION}" name ">" space (parameter space)* "</function>"',
-            f"name: {' | '.join(map(json.dumps, names))}",
+            f"name: {' | '.join(json.dumps(tool['function']['name']) for tool in tools)}",
             f'parameter: "{PARAMETER}" /[^<>\\n]{{1,256}}/ ">" value',
             'value[suffix="</parameter>"]: /(?s:.)*/',
             _SPACE,
@@ -47,13 +52,20 @@ def describes_calls(form: Grammar, dialect: str) -> bool:
     return form.kind in _TEXTS and any(mark in form.source.replace("\\", "") for mark in marks)
 
 
-def _json_call(names: Collection[str], *keys: str) -> dict[str, Any]:
-    """With the name before the arguments, or behind them."""
-    name, arguments = {"enum": [*names]}, {"type": "object"}
-    return {
-        "anyOf": [
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-            for key in keys
-            for properties in ({"name": name, key: arguments}, {key: arguments, "name": name})
-        ]
-    }
+def _one_call(tools: Sequence[Mapping[str, Any]], *orders: tuple[str, str]) -> str:
+    """A schema of a call, with `name` and the key of the arguments in one of these orders."""
+    definitions = {f"tool{index}": parameters_schema(tool, f"/$defs/tool{index}") for index, tool in enumerate(tools)}
+    names = [tool["function"]["name"] for tool in tools]
+    pairs: list[tuple[Any, Any]] = [({"const": name}, {"$ref": f"#/$defs/tool{i}"}) for i, name in enumerate(names)]
+    text = _any_of(pairs, orders, definitions)
+    return text if len(text) <= _MAX_SCHEMA_CHARS else _any_of([({"enum": names}, {"type": "object"})], orders, {})
+
+
+def _any_of(pairs: list[tuple[Any, Any]], orders: tuple[tuple[str, str], ...], definitions: dict[str, Any]) -> str:
+    calls = []
+    for name, arguments in pairs:
+        for order in orders:
+            properties = {key: name if key == "name" else arguments for key in order}
+            closed = {"required": [*order], "additionalProperties": False}
+            calls.append({"type": "object", "properties": properties, **closed})
+    return text_of({"anyOf": calls, "$defs": definitions, "x-guidance": {"lenient": True}})

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hydra_engine.core.schemas.subschemas import is_of_objects, with_pointers
+from hydra_engine.core.schemas.subschemas import is_of_objects, schemas_of, with_pointers
 from hydra_engine.errors import InvalidRequest
 
 # What a function takes that says nothing about it.
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # By these a schema may mean properties that it does not list itself.
+_ANNOTATIONS = ("title", "description", "examples", "default", "$comment")  # for who reads a schema
 _ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
 
 
@@ -38,6 +39,9 @@ def parameters_schema(tool: Mapping[str, Any], place: str = "") -> dict[str, Any
     except ValueError as error:
         raise InvalidRequest(f"the parameters of the function {function['name']}: {error}", param="tools") from None
     schema.pop("$schema", None)
+    for found in schemas_of(schema):
+        for name in _ANNOTATIONS:
+            found.schema.pop(name, None)
     listed = "properties" in schema and not _ELSEWHERE & schema.keys()
     closed = {"additionalProperties": False} if listed else {}
     kind = {} if "$ref" in schema else {"type": "object"}
