@@ -49,6 +49,25 @@ def test_what_is_written_is_what_a_start_makes(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("head", ["lm_head.weight", "language_model.lm_head.weight"])
+def test_embeddings_under_the_heads_name_are_written_under_their_own(
+    checkpoint: CheckpointFactory, tmp_path: Path, head: str
+) -> None:
+    """Of a text model, and of one with pictures."""
+    tied = {"tie_word_embeddings": True}
+    if head == "lm_head.weight":
+        made = checkpoint("write-tied", "llama", text=SIZES | tied, dtype="bfloat16")
+    else:
+        made = checkpoint("write-tied-llava", "llava", text=SIZES | tied, dtype="bfloat16", **tied)
+    plain = Path(shutil.copytree(made, tmp_path / "plain"))
+    tensors = load_file(plain / "model.safetensors")
+    tensors[head] = tensors.pop(head.replace("lm_head", "model.embed_tokens"))
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits(plain), logits(made))
+    write_quantized(plain, tmp_path / "out", "int8")
+    assert torch.equal(logits(tmp_path / "out"), logits(plain, "int8"))
+
+
 @pytest.mark.parametrize("wanted", ["int4", "int8"])
 @pytest.mark.parametrize("method", ["fp8", "fp8-compressed-channel", "gptq-act-order", "w4-g_idx"])
 def test_matrices_that_a_start_takes_from_another_form_are_written_likewise(

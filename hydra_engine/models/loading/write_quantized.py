@@ -171,6 +171,8 @@ def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) ->
             continue
         stored, dtype = source.stored_name(name), source.dtype(name)
         module = stored.removesuffix(".weight")
+        if name.endswith(_HEAD) and model.slots[name].optional and (other := _embedding_of(name, source)) is not None:
+            result.append(Piece(name, None, (Part(other, dtype, entry.shape),)))
         if name in matrices and not stays(module):
             bits = 8 if name.endswith(_HEAD) or entry.shape[1] % AT_LOAD_GROUP else num_bits
             result.append(Piece(name, bits, _parts(module, dtype, entry.shape, bits, packed=num_bits == 4)))
@@ -184,6 +186,14 @@ def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) ->
     if unknown:
         raise CheckpointError(f"tensors of these types cannot be copied: {listed(unknown)}")
     return result
+
+
+def _embedding_of(head: str, source: _Source) -> str | None:
+    """The stored name of the embeddings that a head by itself stands for too; None where they are in the files."""
+    decoder = f"{head.removesuffix(_HEAD)}model."
+    if f"{decoder}embed_tokens.weight" in source.entries:
+        return None
+    return source.stored_name(f"{decoder}norm.weight").removesuffix("norm.weight") + "embed_tokens.weight"
 
 
 def _head_of(embedding: str) -> str:
