@@ -179,3 +179,49 @@ def test_texts_may_hold_nul_and_names_may_not() -> None:
             strict_json.parse(b"{" + wrong + rest + b"}", ChatCompletionRequest)
         assert caught.value.param == param
         assert "NUL" in caught.value.message or param == "request_id"
+
+
+# ---- what is no JSON, and where
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not valid JSON: it is empty"),
+        (b'{"user":"a"', "it ends too early, at line 1, column 12"),
+        (b'{\n "user":"a",}', "trailing comma in object, at line 2, column 13"),
+        (b'{"stop":["a",]}', "trailing comma in array, at line 1, column 14"),
+        (b'{"temperature":NaN}', "NaN is no number of JSON, at line 1, column 16"),
+        (b'{"temperature":-Infinity}', "Infinity is no number of JSON, at line 1, column 17"),
+        (b'{"stream":True}', "True must be written true, at line 1, column 11"),
+        (b'{"stream":None}', "None must be written null, at line 1, column 11"),
+        (b"{'stream':1}", "keys and texts stand in double quotes, at line 1, column 2"),
+        (b'{"user":"a\nb"}', "control characters in texts are escaped, here as \\u000a, at line 1, column 11"),
+        (b'{"messages":[{"role":"user"}]} {}', "there is more behind its end, at line 1, column 33"),
+        (b'{"user":1 "n":1}', "expected ',' or '}', at line 1, column 11"),
+        (rb'{"user":"a\ud83d"}', r"\ud83d is half of a surrogate pair"),
+        (rb'{"user":"a\ud83d and more of it"}', r"\ud83d is half of a surrogate pair"),
+        (rb'{"user":"\ud83d\ude00\ude00b"}', r"\ude00 is half of a surrogate pair and no character; send the"),
+        (rb'{"a\ud83d":1,"user":"\ud83d\ude00"}', r"both halves, at line 1, column 4"),
+        ('{"user":"é",}'.encode(), "trailing comma in object, at line 1, column 13"),
+        (b'\xef\xbb\xbf{"user":"a"}', "begins with a byte order mark; send UTF-8 without one"),
+        ('{"user":"a"}'.encode("utf-16"), "is UTF-16; send UTF-8"),
+        ('{"user":"aé"}'.encode("latin-1"), "is not valid UTF-8, at line 1, column 11"),
+        (b'{"user":1,\n"user":2}', "the key 'user' appears twice in one object, again at line 2, column 1"),
+        (b'{"user":' + b"[" * 70, "nested deeper than 64 levels, at line 1, column 72"),
+        (b'{"user":"\0"}', "a NUL character; in texts write it as \\u0000, at line 1, column 10"),
+    ],
+)
+def test_what_is_no_json_says_what_and_where(body: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        strict_json.parse(body, ChatCompletionRequest)
+    assert words in caught.value.message and caught.value.status == 400
+
+
+def test_the_place_of_a_wrong_byte_behind_many_slices() -> None:
+    start = b'{"user":"' + b"x" * (2 * strict_json._SLICE)
+    with pytest.raises(InvalidRequest, match=f"not valid UTF-8, at line 1, column {len(start) + 1}$"):
+        strict_json.parse(start + b"\xe9", ChatCompletionRequest)
+    with pytest.raises(InvalidRequest, match=f"column {strict_json._SLICE}$"):  # a character that two slices share
+        head = b'{"user":"' + b"x" * (strict_json._SLICE - 10)
+        strict_json.parse(head + b"\xc3" + b"x", ChatCompletionRequest)

@@ -256,12 +256,12 @@ _names = sorted(
         *CompletionRequest.__struct_fields__,
         *ResponsesRequest.__struct_fields__,
         *MessagesRequest.__struct_fields__,
-        *REFUSED,
-        *IGNORED,
     }
     - {"messages", "prompt", "model", "input"}
 )
-_fields = st.dictionaries(st.sampled_from(_names) | json_text, _odd, max_size=4)
+_other_names = sorted({*REFUSED, *IGNORED}.difference(_names))
+_any_name = st.sampled_from(_names) | st.sampled_from(_names) | st.sampled_from(_other_names) | json_text
+_fields = st.just({}) | st.dictionaries(_any_name, _odd, max_size=4)
 _main = st.sampled_from(["messages", "prompt", "tokens", "input"])
 _documents = st.tuples(_main, _messages | _odd, _fields).map(lambda parts: {parts[0]: parts[1], **parts[2]})
 _paths = st.sampled_from(

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hydra_engine.core.schemas.numbers import read_float
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.allowed_values import allowed_values
+from hydra_engine.server.http.json_errors import not_json, not_utf8, where
 
 T = TypeVar("T")
 
@@ -58,8 +59,8 @@ def parse(body: bytes | bytearray, kind: type[T]) -> tuple[T, set[str]]:
         return decoder_of(kind).decode(body), names
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error), kind) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise _malformed() from None
+    except msgspec.DecodeError as error:
+        raise not_json(body, str(error)) from None
 
 
 def decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
@@ -78,48 +79,47 @@ def _check_structure(body: bytes | bytearray) -> set[str]:
     layout = layout_of(body, MAX_VALUES)
     if layout is None:
         raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
-    if layout.depth > MAX_DEPTH:
-        raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
+    if (place := layout.deeper_than(MAX_DEPTH)) is not None:
+        raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels, {where(body, place)}")
     seen: set[tuple[int, bytes]] = set()
     top: set[str] = set()
-    for number, quoted in layout.members():
+    for number, quoted, place in layout.members():
         if b"\\" in quoted or number == TOP:
-            key = _key_of(quoted)
+            key = _key_of(quoted, body, place)
             quoted = msgspec.json.encode(key)
             if number == TOP:
                 top.add(key)
                 if len(top) > MAX_FIELDS:
                     raise InvalidRequest(f"the request body has more than {MAX_FIELDS} fields")
         if (number, quoted) in seen:
-            raise InvalidRequest(f"the key {_key_of(quoted)[:_MAX_ECHO]!r} appears twice in one object")
+            key = _key_of(quoted, body, place)[:_MAX_ECHO]
+            raise InvalidRequest(f"the key {key!r} appears twice in one object, again {where(body, place)}")
         seen.add((number, quoted))
     return top
 
 
 def _check_characters(body: bytes | bytearray) -> None:
-    decoder, view = _Utf8(), memoryview(body)
+    decoder, view, end = _Utf8(), memoryview(body), 0
     try:
         for start in range(0, len(body), _SLICE):
-            decoder.decode(view[start : start + _SLICE])
-            if body.find(b"\0", start, start + _SLICE) >= 0:
-                raise InvalidRequest("the request body holds a NUL character; in texts write it as \\u0000")
+            end = min(start + _SLICE, len(body))
+            decoder.decode(view[start:end])
+            if (place := body.find(b"\0", start, end)) >= 0:
+                message = "the request body holds a NUL character; in texts write it as \\u0000"
+                raise InvalidRequest(f"{message}, {where(body, place)}")
         decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise InvalidRequest("the request body is not valid UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise not_utf8(body, end - len(error.object) + error.start) from None
 
 
-def _key_of(quoted: bytes | bytearray) -> str:
+def _key_of(quoted: bytes | bytearray, body: bytes | bytearray, start: int) -> str:
     try:
         key = msgspec.json.decode(quoted, type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise _malformed() from None
+    except msgspec.DecodeError as error:
+        raise not_json(body, str(error), start, start + len(quoted)) from None
     if "\0" in key:
-        raise InvalidRequest("a key of the request body holds a NUL character")
+        raise InvalidRequest(f"a key of the request body holds a NUL character, {where(body, start)}")
     return key
-
-
-def _malformed() -> InvalidRequest:
-    return InvalidRequest("the request body is not valid JSON")
 
 
 def _invalid_field(text: str, kind: type) -> InvalidRequest:
@@ -169,17 +169,18 @@ class Layout:
         self._opens = (self._bytes[brackets] | _AS_CURLY) == _OPEN
         self._depths: Positions = np.cumsum(np.where(self._opens, 1, -1), dtype=np.int64)  # behind each bracket
 
-    @property
-    def depth(self) -> int:
-        return int(self._depths.max(initial=0))
+    def deeper_than(self, most: int) -> int | None:
+        """Where the first bracket is that is too many."""
+        places = np.flatnonzero(self._depths > most)
+        return int(self._brackets[places[0]]) if len(places) else None
 
-    def members(self) -> Iterator[tuple[int, bytes]]:
-        """(the number of its object, the key with its quotes)."""
+    def members(self) -> Iterator[tuple[int, bytes, int]]:
+        """(the number of its object, the key with its quotes, where that begins)."""
         is_key = self._colon_follows()
         starts, ends = self._starts[is_key], self._ends[is_key]
         objects = self._containers_of(starts)
         for number, start, end in zip(objects.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            yield number, bytes(self._body[start : end + 1])
+            yield number, bytes(self._body[start : end + 1]), start
 
     def _colon_follows(self) -> npt.NDArray[np.bool_]:
         behind = np.minimum(self._ends + 1, len(self._bytes) - 1)
