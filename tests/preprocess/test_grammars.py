@@ -13,18 +13,28 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Calls, Grammar
 from hydra_engine.errors import EngineClosed, InvalidRequest, Unavailable
 from hydra_engine.preprocess.sandbox import grammars as module
 from hydra_engine.preprocess.sandbox.grammars import MAX_DEPTH, Grammars
+from hydra_engine.server.tools.tool_grammars import calls_of
 
 TOKENIZER = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model" / "tokenizer.json"
 
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 SCHEMA = {
     "type": "object",
     "properties": {"next": {"$ref": "#"}, "kind": {"enum": ["a", "b"]}, "n": {"type": "number", "minimum": 0}},
     "required": ["kind"],
 }
+
+
+def calls(dialect: str) -> Calls:
+    made = calls_of(dialect, [CLOCK], True)
+    assert made is not None
+    return made
+
+
 GOOD = [
     Grammar("json_object"),
     Grammar("json_schema", json.dumps(SCHEMA)),
@@ -42,6 +52,10 @@ GOOD = [
     Grammar("json_schema", json.dumps({"enum": [{"pattern": "\\"}]})),
     Grammar("lark", 'start: "a" start | NAME\nNAME: /[a-z]+/'),
     Grammar("ebnf", 'root ::= "a" | b "c"{2,3}\nb ::= [0-9]+ root'),
+    Grammar("choice", json.dumps(["<s>", "<|end|>"])),
+    Grammar("json_object").after_reasoning("<think>", "</think>", opened=True),
+    Grammar("json_schema", SCHEMA).or_calls(calls("hermes")),
+    Grammar("regex", "a").or_calls(calls("qwen3_coder")).after_reasoning("<s>", "</s>", opened=False),
 ]
 WRONG = [
     (Grammar("json_schema", "true"), "must be a JSON object"),
@@ -53,7 +67,12 @@ WRONG = [
     (Grammar("json_schema", '{"x": ' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH), "nested deeper than 64 levels"),
     (Grammar("json_schema", "[" * 60_000), "must be valid JSON"),
     (Grammar("json_schema", '{"const": "\ud800"}'), "lone surrogates"),
+    (Grammar("json_schema", '{"const": 1' + "0" * 5000 + "}"), "would not be kept exactly"),
+    (Grammar("json_schema", {"const": 1790000000000000001}), "const 1790000000000000001 would not be kept exactly"),
     (Grammar("regex", "["), "unclosed character class"),
+    (Grammar("regex", "[").after_reasoning("<think>", "</think>", opened=True), "unclosed character class"),
+    (Grammar("regex", r"[a&&b]").after_reasoning("<think>", "</think>", opened=False), "no text fits it"),
+    (Grammar("regex", r"[a&&b]").or_calls(calls("json")), "no text fits it"),
     (Grammar("regex", "\\"), "ends in a single backslash"),
     (Grammar("regex", r"a\\" + "\\"), "ends in a single backslash"),
     (Grammar("json_schema", json.dumps({"items": [{"pattern": "a\\"}]})), "ends in a single backslash"),

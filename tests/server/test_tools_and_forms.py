@@ -41,7 +41,14 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="module", params=[True, False, None], ids=["special", "added", "text"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="special"),
+        pytest.param(False, id="added", marks=pytest.mark.slow),
+        pytest.param(None, id="text"),
+    ],
+)
 def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return guide_with(tmp_path_factory.mktemp("tokenizers"), special=request.param)
 

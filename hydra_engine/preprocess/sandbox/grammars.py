@@ -129,7 +129,7 @@ def _check_form(grammar: Grammar) -> None:
 
 def _json_of(grammar: Grammar) -> object:
     try:
-        return json.loads(grammar.source)
+        return json.loads(grammar.source, parse_int=float)  # only its form counts here; numbers may be long
     except (ValueError, RecursionError):
         raise InvalidRequest("it must be valid JSON, and not nested deeply", param=grammar.param) from None
 
