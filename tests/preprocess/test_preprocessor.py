@@ -392,18 +392,18 @@ async def test_the_loop_stays_free_while_large_pictures_are_read(make_preprocess
     kitchen = make_preprocessor()
     webp = encoded(Image.new("RGBA", (2000, 2000), (9, 9, 9, 9)), "WEBP", lossless=True, method=0)
     url = data_url(encoded(Image.effect_noise((3000, 2500), 50), "JPEG", quality=90))
-    lags: list[float] = []
+    turns: list[float] = []  # in processor time of the loop's thread: the clock's depends on what else runs here
 
     async def watch() -> None:
         while True:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             await asyncio.sleep(0.005)
-            lags.append(time.perf_counter() - begin - 0.005)
+            turns.append(time.thread_time() - begin)
 
     watcher = asyncio.create_task(watch())
     await kitchen.prepare("x", [url, webp, url])
     watcher.cancel()
-    assert len(lags) > 5 and sorted(lags)[len(lags) * 9 // 10] < 0.05
+    assert len(turns) > 5 and max(turns) < 0.03, "reading one of them takes longer"
 
 
 async def test_requests_mixed_with_broken_ones_are_untouched(kitchen: Any, picture: Picture, encoded: Encode) -> None:

@@ -304,7 +304,7 @@ def test_no_body_makes_the_server_fail() -> None:
         http = runner.run(_session())
 
         @settings(
-            max_examples=examples(800),
+            max_examples=800,
             deadline=None,
             derandomize=True,
             database=None,
