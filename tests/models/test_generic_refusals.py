@@ -186,13 +186,19 @@ def test_a_model_that_computes_with_its_mask(use: Callable[[Any], Any]) -> None:
 
 
 def test_errors_of_python_are_told_by_their_place() -> None:
-    for fail in (lambda: None.shape, lambda: {}["a"], lambda: len(3), lambda: exec("a, b = 1, 2, 3")):
+    for fail in (lambda: None.shape, lambda: [][0], lambda: len(3), lambda: exec("a, b = 1, 2, 3")):
         with pytest.raises(PROCESSOR_ERRORS) as caught:
             fail()
         words = in_words(caught.value)
         assert re.fullmatch(
             r"code of transformers or of the model does not work with these files \(.+, line \d+\)", words
         )
+    with pytest.raises(KeyError) as caught:
+        {}["short_factor"]
+    assert "these files, in which there is no short_factor (test_generic_refusals.py, line " in in_words(caught.value)
+    with pytest.raises(AttributeError) as caught:
+        transformers.LlamaConfig().image_token
+    assert "in which there is no image_token (" in in_words(caught.value)
     assert in_words(OSError("no such\n  file")) == "no such file"
     assert in_words(ValueError("One sentence. " + "Another one " * 40)) == "One sentence."
     assert in_words(ValueError("word " * 100)).endswith("word ...")

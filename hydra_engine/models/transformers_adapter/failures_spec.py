@@ -31,9 +31,19 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, _OF_PYTHON) or not text or _UNPACKING.search(text):
         frames = traceback.extract_tb(error.__traceback__)
         at = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "an unknown place"
-        return f"code of transformers or of the model does not work with these files ({at})"
+        missing = _missing(error)
+        what = f", in which there is no {missing[:60]}" if missing else ""
+        return f"code of transformers or of the model does not work with these files{what} ({at})"
     if len(text) <= _MOST_CHARS:
         return text
     head = text[:_MOST_CHARS]
     sentence = head.rfind(". ")
     return head[: sentence + 1] if sentence > 0 else head[: head.rfind(" ")] + " ..."
+
+
+def _missing(error: BaseException) -> str:
+    """The name of a field that was looked for in a config, a tokenizer or a processor; empty for other errors."""
+    name = error.name if isinstance(error, AttributeError) and hasattr(error.obj, "save_pretrained") else None
+    if isinstance(error, KeyError) and error.args:
+        name = error.args[0]
+    return name if isinstance(name, str) else ""
