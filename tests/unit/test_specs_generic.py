@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hydra_engine.errors import InvalidImage
-from hydra_engine.models.transformers_adapter.describe_spec import _language, load_config, model_class
+from hydra_engine.models.transformers_adapter.describe_spec import _language, describe, load_config, model_class
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
 from tools.miniatures import make_tiny
 
@@ -69,6 +69,16 @@ SMOLVLM_2B: Mapping[str, Any] = {
         "num_hidden_layers": 27,
     },
 }
+
+
+@pytest.mark.parametrize(("said", "ends"), [(-1, ()), ([7, -1], (7,)), (7, (7,))])
+def test_minus_one_is_no_token(said: Any, ends: tuple[int, ...], tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path, seed=3)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / name).read_text()) | {"pad_token_id": -1, "eos_token_id": said}
+        (tmp_path / name).write_text(json.dumps(values))
+    spec = describe(tmp_path, trust_remote_code=False)
+    assert (spec.pad_token_id, spec.eos_token_ids) == (None, ends)
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,8 @@ def _number(text: Any, name: str) -> int:
 
 def _first(text: Any, config: Any, name: str) -> int | None:
     values = (getattr(source, name, None) for source in (config, text))
-    return next((value for value in values if type(value) is int), None)
+    value = next((value for value in values if type(value) is int), -1)
+    return None if value < 0 else value  # -1 stands for no token
 
 
 def _eos_token_ids(model_dir: Path, text: Any, config: Any) -> tuple[int, ...]:
@@ -270,7 +271,7 @@ def _eos_token_ids(model_dir: Path, text: Any, config: Any) -> tuple[int, ...]:
     for source in (generation, config, text):
         value = getattr(source, "eos_token_id", None)
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
+            return tuple(int(token) for token in (value if isinstance(value, list) else [value]) if token >= 0)
     return ()
 
 
