@@ -4,18 +4,23 @@ schema of all calls, and what does not describe an object is refused by its fiel
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import msgspec
 import pytest
 
+from hydra_engine.core.grammar import Grammar
+from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.guidance.guide import GrammarError
+from hydra_engine.guidance.sources import source_of
 from hydra_engine.server.http.body import parse_request
 from hydra_engine.server.protocol.anthropic import MessagesRequest, tool_use_of
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.tools.tool_calls import ToolUse
+from hydra_engine.server.tools.tool_schemas import check_parameters
 from tests.server.conftest import Serve
 from tests.unit.grammar_texts import DEMO, Texts
 
@@ -149,3 +154,62 @@ async def test_an_echo_of_tools_has_their_digits(serve: Serve) -> None:
         headers = {"Content-Type": "application/json"}
         async with served.http.post(f"{served.url}/v1/responses", data=body + more, headers=headers) as response:
             assert response.status == 200 and b'"const":123456789.123456789' in await response.read()
+
+
+WORDS = (
+    "type",
+    "$ref",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "enum",
+    "const",
+    "properties",
+    "items",
+    "$defs",
+    "$id",
+    "$anchor",
+    "a",
+)
+WORDS += (
+    "minimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "maxItems",
+    "pattern",
+    "patternProperties",
+    "x-guidance",
+    "default",
+)
+ODD: tuple[Any, ...] = (
+    None, True, 0, -1, 1.5, 10**30, "", "object", "#", "#/", "#/$defs/a", "#a", "http://[", "urn:x", "//[", "#/%zz", [],
+    {}, ["object", 3], [[]], {"a": 1},
+)  # fmt: skip
+
+
+def odd_schema(draw: random.Random, depth: int) -> Any:
+    if depth == 0 or draw.random() < 0.3:
+        return draw.choice(ODD)
+    if draw.random() < 0.2:
+        return [odd_schema(draw, depth - 1) for _ in range(draw.randint(0, 3))]
+    return {draw.choice(WORDS): odd_schema(draw, depth - 1) for _ in range(draw.randint(0, 4))}
+
+
+def test_odd_schemas_are_refused_or_taken() -> None:
+    num_taken = 0
+    for seed in range(800):
+        schema = odd_schema(random.Random(seed), 4)
+        if not isinstance(schema, dict):
+            continue
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        form = Grammar("regex", "a")
+        try:
+            check_parameters(schema, "f", "tools")
+            for use in (ToolUse((tool,), "required"), ToolUse((tool,), "auto", dialect="hermes")):
+                grammar = use.sampling(SamplingParams(grammar=form)).grammar
+                assert grammar is not None
+                source_of(grammar, {})
+        except (InvalidRequest, ValueError):
+            continue
+        num_taken += 1
+    assert num_taken > 100

@@ -86,7 +86,11 @@ def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
     root = copy.deepcopy(root)
     subschemas = list(schemas_of(root))
     named = {found.base: found.base_pointer for found in reversed(subschemas)}
-    anchors = {(found.base, found.schema.get("$anchor")): found.pointer for found in subschemas}
+    anchors = {
+        (found.base, anchor): found.pointer
+        for found in subschemas
+        if isinstance(anchor := found.schema.get("$anchor"), str)
+    }
     for found in subschemas:
         if isinstance(reference := found.schema.get("$ref"), str):
             found.schema["$ref"] = f"#{place}{_pointer_of(reference, found.base, named, anchors)}"
@@ -96,7 +100,7 @@ def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
     return root
 
 
-def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[tuple[str, Any], str]) -> str:
+def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[tuple[str, str], str]) -> str:
     target, fragment = urldefrag(reference)
     target = urljoin(base, target) if target else base
     if target not in named:
@@ -120,7 +124,8 @@ def is_of_objects(schema: Any, root: dict[str, Any], depth: int = 0) -> bool:
     values = schema.get("enum", [schema.get("const", {})])
     if isinstance(values, list) and not all(isinstance(value, dict) for value in values):
         return False
-    inner = [one for name in ("anyOf", "oneOf", "allOf") for one in schema.get(name) or ()]
+    branches = [schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)]
+    inner = [one for several in branches for one in several]
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         inner.append(at(root, reference[1:]))
     return all(is_of_objects(one, root, depth + 1) for one in inner)
