@@ -66,7 +66,8 @@ def build_app(
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
-    lag = LoopLag(app[STATE].metrics.traffic.lagged, is_serving=lambda: app[ENGINE].health()[0])
+    state = app[STATE]
+    lag = LoopLag(state.metrics.traffic.lagged, is_somebody_waiting=lambda: state.lifecycle.num_running > 0)
     lag.start()
     yield
     lag.stop()

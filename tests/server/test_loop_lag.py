@@ -16,7 +16,7 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http import body, loop_lag, strict_json
 from hydra_engine.server.http.loop_lag import LoopLag
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
-from tests.server.conftest import Served, chat_body
+from tests.server.conftest import Served, chat_body, until
 
 # Structs whose fields nobody has looked at yet, over and over: what two large first requests at a time are.
 FIRST_PARSES = """
@@ -55,9 +55,39 @@ async def test_a_blocked_loop_is_noticed_and_told_once(caplog: pytest.LogCapture
     assert len(lags) == count, "it has been stopped"
 
 
-async def test_a_loop_that_is_blocked_while_a_model_loads_is_measured_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_later_ones_are_told_together(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    lag = LoopLag(lambda _: None, period_s=0.01)
+    lag.start()
+    with caplog.at_level(logging.WARNING, loop_lag.__name__):
+        for number in range(4):
+            await asyncio.sleep(0.03)
+            monkeypatch.setattr(loop_lag, "QUIET_S", 0.0 if number == 3 else 3600.0)
+            time.sleep(0.15)  # noqa: ASYNC251 - what is measured
+        await asyncio.sleep(0.03)
+    lag.stop()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("the event loop was blocked for ")
+    assert lines[1].startswith("the event loop was blocked 3 times since the last such line, at most for ")
+
+
+async def test_only_requests_that_wait_are_told_of(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    served.engine.prefill_s = 30
+    for is_waiting in (False, True):
+        asked = asyncio.create_task(served.chat().__aenter__()) if is_waiting else None
+        await until(lambda: served.lifecycle.num_running == (1 if asked else 0))  # noqa: B023 - it is waited for
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, loop_lag.__name__):
+            time.sleep(3 * loop_lag.PERIOD_S)  # noqa: ASYNC251 - what is measured
+            await asyncio.sleep(2 * loop_lag.PERIOD_S)
+        assert ["blocked" in record.getMessage() for record in caplog.records] == [True] * is_waiting
+        if asked is not None:
+            asked.cancel()
+            await asyncio.wait([asked])
+
+
+async def test_a_loop_that_is_blocked_while_nobody_waits_is_measured_only(caplog: pytest.LogCaptureFixture) -> None:
     lags: list[float] = []
-    lag = LoopLag(lags.append, is_serving=lambda: False, period_s=0.01)
+    lag = LoopLag(lags.append, is_somebody_waiting=lambda: False, period_s=0.01)
     lag.start()
     with caplog.at_level(logging.WARNING, loop_lag.__name__):
         await asyncio.sleep(0.03)

@@ -263,7 +263,12 @@ _other_names = sorted({*REFUSED, *IGNORED}.difference(_names))
 _any_name = st.sampled_from(_names) | st.sampled_from(_names) | st.sampled_from(_other_names) | json_text
 _fields = st.just({}) | st.dictionaries(_any_name, _odd, max_size=4)
 _main = st.sampled_from(["messages", "prompt", "tokens", "input"])
-_documents = st.tuples(_main, _messages | _odd, _fields).map(lambda parts: {parts[0]: parts[1], **parts[2]})
+_valid = [
+    {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9},
+    *({"prompt": "a"}, {"input": "a"}, {"tokens": [1]}),
+]
+_odd_documents = st.tuples(_main, _messages | _odd, _fields).map(lambda parts: {parts[0]: parts[1], **parts[2]})
+_documents = _odd_documents | st.tuples(st.sampled_from(_valid), _fields).map(lambda parts: parts[0] | parts[1])
 _paths = st.sampled_from(
     [
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),

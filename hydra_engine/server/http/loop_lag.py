@@ -14,28 +14,29 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
 LATE_S = 0.1  # what streams and health checks begin to notice
-_QUIET_S = 10.0  # between two log lines
+QUIET_S = 60.0  # between two log lines
 
 
 class LoopLag:
     """`observe` gets seconds, once in a period. Belongs to the loop that is running when it is started.
 
-    A log line tells of a long one while `is_serving()`: before that no client waits.
+    A log line tells of long ones while somebody is waiting.
     """
 
     def __init__(
         self,
         observe: Callable[[float], None],
         *,
-        is_serving: Callable[[], bool] = lambda: True,
+        is_somebody_waiting: Callable[[], bool] = lambda: True,
         period_s: float = PERIOD_S,
     ) -> None:
         self._observe = observe
-        self._is_serving = is_serving
+        self._is_somebody_waiting = is_somebody_waiting
         self._period_s = period_s
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
+        self._num_late, self._longest_s = 0, 0.0  # long ones since the last line
 
     def start(self) -> None:
         self._plan(asyncio.get_running_loop())
@@ -52,7 +53,15 @@ class LoopLag:
         now = loop.time()
         late_s = max(now - self._due_s, 0.0)  # a loop may run a timer within its clock's resolution early
         self._observe(late_s)
-        if late_s > LATE_S and now - self._logged_s >= _QUIET_S and self._is_serving():
-            self._logged_s = now
-            logger.warning("the event loop was blocked for %.0f ms; streams and health checks waited", late_s * 1e3)
+        if late_s > LATE_S and self._is_somebody_waiting():
+            self._num_late, self._longest_s = self._num_late + 1, max(self._longest_s, late_s)
+            if now - self._logged_s >= QUIET_S:
+                self._logged_s = now
+                self._tell()
         self._plan(loop)
+
+    def _tell(self) -> None:
+        often = f"{self._num_late} times since the last such line, at most " if self._num_late > 1 else ""
+        words = "the event loop was blocked %sfor %.0f ms; streams and health checks waited"
+        logger.warning(words, often, self._longest_s * 1e3)
+        self._num_late, self._longest_s = 0, 0.0
