@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
     arguments = parser.parse_args()
     backend = create_backend("cpu", DTYPES[arguments.dtype])
-    folder = _folder(arguments.model)
+    folder = folder_of(arguments.model)
     base = Subject(folder, backend)
     requests = list(_requests(arguments, folder, base.spec.language.vocab_size))
     expected = [base.logits(request) for request in requests]
@@ -86,7 +86,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in arguments.variants:
         at_load = name in _AT_LOAD
-        subject = Subject(folder if at_load else _folder(name), backend, name if at_load else "auto")
+        subject = Subject(folder if at_load else folder_of(name), backend, name if at_load else "auto")
         rows.append({"weights": name, "bytes": subject.weights_bytes} | compared(subject, requests, expected))
         found = rows[-1]
         size = f"{found['bytes'] / (1 << 20):8.1f}"
@@ -94,7 +94,7 @@ def main() -> None:
     emit({"bench": "accuracy", **card(), "model": arguments.model, "bytes": base.weights_bytes, "rows": rows})
 
 
-def _folder(model: str) -> Path:
+def folder_of(model: str) -> Path:
     return find_model_files(EngineConfig(model=model)).model_path
 
 

@@ -8,15 +8,22 @@ They stand for these of float32, where each product and each sum is rounded; ker
     scale[n, g] = block_scales[n, b, 0] * scales[n, g]
     offset[n, g] = zero * scale[n, g] - block_scales[n, b, 1] * offsets[n, g]
 
-A product with such a weight rounds each group of each row of x to 8 bits and sums integers, whose sum does not depend
-on its order; what is float32 is one fused multiply-add per group, in the order of the groups:
+A product with such a weight rounds x too, and sums integers, whose sum does not depend on its order. Inputs of x that
+share a step are a part p of a group: 128 of it, the last part what is left. A part has 8 bits; where few of its inputs
+are so large that 8 bits are too coarse for the others, as outlier channels are, it has 16:
 
-    s[t, g] = max |x[t, k in g]| / 127        xq[t, k] = rint(x[t, k] * (127 / max |x[t, k in g]|)), ties to even
-    y[t, n] = fma over g of  (sum over k of xq (values - zero)) * (scales[n, g] s[t, g])
-                             and behind it  offsets[n, g] * (s[t, g] * sum over k of xq)
+    top = max |x[t, k in p]|       s[t, p] = top / 127       q[t, k] = rint(x[t, k] * (127 / top)), ties to even
+    where (sum over k in p of min(|q[t, k]|, 32)^2) < 64 (inputs of p + 20):
+                                                     q[t, k] = rint(x[t, k] * (32512 / top)) / 256
 
-So every implementation gives the same bits, whatever the processor, the batch or the number of threads. A group with a
-number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, for 127 / max might be infinite.
+What is float32 is one fused multiply-add for each part and for each group, in their order:
+
+    y[t, n] = fma over g of  a[t, n, g] scales[n, g]   and behind it   offsets[n, g] r[t, g]
+    a[t, n, g] = fma over p of g of  (sum over k in p of q (values - zero)) * s[t, p]
+    r[t, g] = fma over p of g of  (sum over k in p of q) * s[t, p]
+
+So every implementation gives the same bits, whatever the processor, the batch or the number of threads. A part with a
+number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, for 127 / top might be infinite.
 On CUDA x is not rounded: products there are those with the dequantised weight, with sums in float32 (W4A16, W8A16).
 Values that are 8-bit floats (E4M3) are kept on CUDA only, where products of many rows round x too (`float8.py`).
 Does not know checkpoints or memory layouts of kernels.
@@ -34,6 +41,7 @@ from torch.nn.functional import pad
 SMALLEST = 2.0**-100
 MIN_GROUP = 16  # inputs; a group is a multiple of it, or a whole row of the weight
 BLOCK = 256  # inputs that share a block scale
+PART = 128  # inputs of a group that share a step in a row of x
 _CHUNK = 1 << 20  # numbers that are dequantised at once, so that little memory is taken beside the result
 _ZERO = {8: 0, 6: 0, 4: 8}
 _LARGEST = {8: 127, 4: 7}
@@ -227,15 +235,21 @@ def packed_numbers(numbers: Tensor, num_bits: int) -> Tensor:
 
 
 def quantized_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """x [T, K] of a float type -> xq int8 [T, G, group_size] and s float32 [T, G], as the module's formulas say."""
+    """x [T, K] of a float type -> q float32 [T, G, P, 128], zeros behind a group's inputs, and s float32 [T, G, P],
+    as the module's formulas say."""
     wide = x.float().unflatten(1, (-1, group_size))
+    wide = pad(wide, (0, -group_size % PART)).unflatten(2, (-1, PART))
     top = wide.abs().amax(-1)
     # A number / tensor would be that number times the rounded reciprocal.
-    inverse = torch.where(top >= SMALLEST, torch.tensor(127.0, device=x.device) / top, 0.0)
-    numbers = (wide * inverse[:, :, None]).round()
+    inverse = torch.where(top >= SMALLEST, torch.tensor(127.0, device=x.device) / top, 0.0)[..., None]
+    numbers = (wide * inverse).round()
+    counts = torch.full((wide.shape[2],), PART, device=x.device)
+    counts[-1:] -= -group_size % PART
+    energies = numbers.abs().clamp_max(32).square().sum(-1)
+    fine = (energies < 64 * (counts + 20))[..., None]
+    numbers = torch.where(fine, (wide * (inverse * 256)).round() / 256, numbers)
     finite = top.isfinite()
-    steps = torch.where(finite, top / 127.0, torch.nan)
-    return torch.where(finite[:, :, None], numbers, 0.0).to(torch.int8), steps
+    return torch.where(finite[..., None], numbers, 0.0), torch.where(finite, top / 127.0, torch.nan)
 
 
 def reference_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -243,18 +257,24 @@ def reference_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     holds every product exactly, and the second rounding changes the last bit of a sum now and then."""
     weight = weight.in_one_level()
     rows, steps = quantized_rows(x, weight.group_size)
-    numbers = weight.numbers().unflatten(1, (-1, weight.group_size)).double()
-    sums = torch.einsum("tgk,ngk->gtn", rows.double(), numbers).float()
+    numbers = weight.numbers().unflatten(1, (-1, weight.group_size))
+    numbers = pad(numbers, (0, -weight.group_size % PART)).unflatten(2, (-1, PART))
     scales = weight.scales.float()
     total = torch.zeros(x.shape[0], weight.num_out)
     for group in range(steps.shape[1]):
-        step = steps[:, group, None]
-        factors = (step * scales[None, :, group]).double()
-        total = (sums[group].double() * factors + total.double()).float()
+        part_sum, row_sum = torch.zeros_like(total), torch.zeros(x.shape[0], 1)
+        for part in range(steps.shape[2]):
+            step, row = steps[:, group, part, None], rows[:, group, part].double()
+            part_sum = _fma((row @ numbers[:, group, part].double().T).float(), step, part_sum)
+            row_sum = _fma(row.sum(-1, keepdim=True).float(), step, row_sum)
+        total = _fma(part_sum, scales[None, :, group], total)
         if weight.offsets is not None:
-            row_sums = step * rows[:, group].float().sum(-1, keepdim=True)
-            total = (row_sums.double() * weight.offsets[None, :, group].double() + total.double()).float()
+            total = _fma(row_sum, weight.offsets[None, :, group], total)
     return total
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a.double() * b.double() + c.double()).float()
 
 
 def _described(tensor: Tensor) -> str:

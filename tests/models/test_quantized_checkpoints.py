@@ -56,9 +56,18 @@ def logits(directory: Path, backend: Backend) -> Tensor:
     return driver.run(driver.request(PROMPT), [])
 
 
+def rounded_part(part: Tensor) -> Tensor:
+    """[T, G, inputs] in whole steps of 1/127 of the largest magnitude, or of 1/256 of that where most are small."""
+    step = part.abs().amax(-1, keepdim=True) / 127
+    numbers = (part / step).round()
+    energy = numbers.abs().clamp_max(32).square().sum(-1, keepdim=True)
+    fine = (part / (step / 256)).round() / 256
+    return torch.where(energy < 64 * (part.shape[-1] + 20), fine, numbers) * step
+
+
 class RoundingOps(ReferenceOps):
-    """Products with tensors, but for those with `unrounded` outputs, of rows in whole steps of 1/127 of a group's
-    largest magnitude."""
+    """Products with tensors, but for those with `unrounded` outputs, of rows in which 128 inputs of a group share a
+    step."""
 
     def __init__(self, group: int | None, *, unrounded: int = NUM_WORDS) -> None:
         super().__init__()
@@ -76,8 +85,7 @@ class RoundingOps(ReferenceOps):
         assert isinstance(weight, PlainLinear)
         if self._group is not None and weight.num_out != self._unrounded:
             groups = x.unflatten(1, (-1, self._group or x.shape[1]))
-            largest = groups.abs().amax(-1, keepdim=True)
-            x = ((groups * (127 / largest)).round() * (largest / 127)).flatten(1)
+            x = torch.cat([rounded_part(part) for part in groups.split(128, dim=-1)], dim=-1).flatten(1)
         return super().linear(x, weight, act=act, residual=residual, out_dtype=out_dtype)
 
 

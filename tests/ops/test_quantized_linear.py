@@ -12,7 +12,7 @@ from torch import Tensor
 from hydra_engine import _C
 from hydra_engine.backend.cpu.linear import DTYPE_CODES, NativeQuantizedLinear, linear, pack_linear
 from hydra_engine.backend.cpu.ops import NativeOps
-from hydra_engine.backend.quantized import SCALE_DTYPES, QuantizedWeight
+from hydra_engine.backend.quantized import PART, SCALE_DTYPES, QuantizedWeight, quantized
 from hydra_engine.backend.reference.ops import ReferenceOps
 from tests.ops.conftest import AVAILABLE
 
@@ -72,7 +72,13 @@ def in_two_levels(size: tuple[int, int, int, int], *, offsets: bool) -> Quantize
 
 
 def rows_of(count: int, num_in: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(count, num_in, generator=torch.Generator().manual_seed(count * 7 + num_in)).to(dtype)
+    """With outlier channels, for which parts of rows have 16 bits: the first part in three rows of ten, so neighbours
+    differ, the others in seven."""
+    x = torch.randn(count, num_in, generator=torch.Generator().manual_seed(count * 7 + num_in))
+    places = torch.arange(count) % 10 * 7 % 10
+    x[places < 3, 5:PART:61] *= 2.0**8
+    x[places < 7, PART + 9 :: 61] *= 2.0**8
+    return x.to(dtype)
 
 
 def assert_near(result: Tensor, expected: Tensor) -> None:
@@ -263,13 +269,43 @@ def test_rows_that_are_not_finite_give_nan_alone(isa: str, num_bits: int, group:
 
 
 def test_tiny_groups_count_as_zeros_and_large_ones_are_exact(isa: str) -> None:
-    """127 / 2^-130 would be infinite; 127 * -128 over 131072 inputs just fits into 32 bits."""
+    """127 / 2^-130 would be infinite; 127 * -128 over 262144 inputs needs more than 32 bits."""
     weight = weight_of((3, 64, 32), 8)
     assert linear(torch.full((1, 64), 2.0**-130), pack_linear(weight)).eq(0).all()
-    large = QuantizedWeight(torch.full((1, 131072), -128, dtype=torch.int8), torch.ones(1, 1))
-    assert linear(torch.full((1, 131072), 127.0), pack_linear(large)).item() == -127 * 128 * 131072
-    with pytest.raises(ValueError, match="groups of at most 131072 inputs, got 131088"):
-        pack_linear(QuantizedWeight(torch.zeros(1, 131088, dtype=torch.int8), torch.ones(1, 1)))
+    large = QuantizedWeight(torch.full((1, 262144), -128, dtype=torch.int8), torch.ones(1, 1))
+    assert linear(torch.full((1, 262144), 127.0), pack_linear(large)).item() == -127 * 128 * 262144
+
+
+FORMS = [(8, 1024), (8, 128), (8, 32), (4, 1024), (4, 128), (4, 32), (6, 16), (5, 32)]  # 6, 5: two levels; 5: 4 bits
+
+
+@pytest.mark.parametrize(("num_bits", "group"), FORMS)
+@pytest.mark.parametrize("channels", [[7], [7, 300, 301, 900]], ids=str)
+def test_outlier_channels_leave_the_others_their_digits(
+    isa: str, num_bits: int, group: int, channels: list[int]
+) -> None:
+    """With them as large as 2^3 to 2^10 of the others, and the weights that read them so much smaller, products are as
+    near to those of the dequantised weight as without, at the most four times as far."""
+    generator = torch.Generator().manual_seed(0)
+    x, wide = (torch.randn(rows, 1024, generator=generator) for rows in (19, 48))
+    worst, plain = 0.0, 0.0
+    for power in (0, 3, 5, 6, 8, 10):
+        inputs, weights = x.clone(), wide.clone()
+        inputs[:, channels] *= 2.0**power
+        weights[:, channels] /= 2.0**power
+        if num_bits in (8, 4):
+            weight = quantized(weights, num_bits, group, torch.float32)
+        else:
+            weight = in_two_levels((48, 1024, group, 6 if num_bits == 6 else 4), offsets=num_bits == 5)
+            weight.values[:, [k // (1 if num_bits == 6 else 2) for k in channels]] = 0 if num_bits == 6 else 0x88
+        exact = inputs.double() @ weight.dequantized(torch.float32).double().T
+        rest = inputs.clone()
+        rest[:, channels] = 0
+        size = (rest.double() @ weight.dequantized(torch.float32).double().T).norm()
+        error = float((linear(inputs, pack_linear(weight)).double() - exact).norm() / size)
+        worst, plain = max(worst, error), plain or error
+    assert plain < 0.01
+    assert worst < 4 * plain
 
 
 def test_an_empty_batch_and_an_empty_weight_give_empty_results(isa: str) -> None:

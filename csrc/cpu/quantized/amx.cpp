@@ -38,29 +38,20 @@ HYDRA_TARGET void configure(int rows, int depth) {
   _tile_loadconfig(&config);
 }
 
-// words: [2 tiles][count][16 columns][4 inputs]; partial as in Block.
+// words: [2 tiles][all words][16 columns][4 inputs], from the first of `count` on. sums: [rows][32].
 template <bool kTwoRowTiles>
-HYDRA_INLINE void multiply_words(const int8_t* x, int64_t x_stride, const uint8_t* words, int64_t count, int depth,
-                                 int32_t* partial, bool first) {
-  int32_t* lower = partial + kTile * kPanel;
-  if (first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, partial, kPanel * 4);
-    _tile_loadd(1, partial + kTile, kPanel * 4);
-    if constexpr (kTwoRowTiles) {
-      _tile_loadd(2, lower, kPanel * 4);
-      _tile_loadd(3, lower + kTile, kPanel * 4);
-    }
-  }
+HYDRA_INLINE void multiply_words(const int8_t* x, int64_t x_stride, const uint8_t* words, int64_t all_words,
+                                 int64_t count, int depth, int32_t* sums) {
+  int32_t* lower = sums + kTile * kPanel;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t word = 0; word < count; word += depth) {
     _tile_loadd(4, x + word * 4, x_stride);
     _tile_loadd(6, words + word * kStepBytes, kStepBytes);
     _tile_dpbsud(0, 4, 6);
-    _tile_loadd(7, words + (count + word) * kStepBytes, kStepBytes);
+    _tile_loadd(7, words + (all_words + word) * kStepBytes, kStepBytes);
     _tile_dpbsud(1, 4, 7);
     if constexpr (kTwoRowTiles) {
       _tile_loadd(5, x + kTile * x_stride + word * 4, x_stride);
@@ -68,8 +59,8 @@ HYDRA_INLINE void multiply_words(const int8_t* x, int64_t x_stride, const uint8_
       _tile_dpbsud(3, 5, 7);
     }
   }
-  _tile_stored(0, partial, kPanel * 4);
-  _tile_stored(1, partial + kTile, kPanel * 4);
+  _tile_stored(0, sums, kPanel * 4);
+  _tile_stored(1, sums + kTile, kPanel * 4);
   if constexpr (kTwoRowTiles) {
     _tile_stored(2, lower, kPanel * 4);
     _tile_stored(3, lower + kTile, kPanel * 4);
@@ -87,13 +78,52 @@ HYDRA_INLINE void unpack_steps(const uint8_t* steps, int64_t count, uint8_t* wor
   }
 }
 
-// Adds the sums of rows [row, row + some).
+// Adds the sums of a part of rows [0, some) of the block to their totals, or sets these. low: of the lower bytes, or null.
+HYDRA_INLINE void add_part(const Block& block, int64_t at, int some, const int32_t* sums, const int32_t* low,
+                           bool is_first) {
+  for (int r = 0; r < some; ++r) {
+    const vf step = splat(block.x_steps[at + r]);
+    for (int here = 0; here < kPanel; here += kLanes) {
+      const int64_t place = r * kPanel + here;
+      const vi upper = *reinterpret_cast<const vi*>(sums + place) + block.zeros[at + r];
+      const vf wide = low ? joined(upper, *reinterpret_cast<const vi*>(low + place) + block.low_zeros[at + r])
+                          : __builtin_convertvector(upper, vf);
+      store(block.partial + place, fused(wide, step, is_first ? vf{} : load(block.partial + place)));
+    }
+  }
+}
+
 template <bool kOffsets, class Scale>
-HYDRA_INLINE void add_rows(const Block& all, const Scale* scales, int64_t group, int64_t row, int some, int here) {
-  const GroupFactors factors = factors_of<kOffsets>(all, scales, here);
-  for (int64_t r = row; r < row + some; ++r) {
-    const vi total = *reinterpret_cast<const vi*>(all.partial + r * kPanel + here);
-    add_group<kOffsets>(all, factors, group, static_cast<int>(r), here, total);
+HYDRA_INLINE void add_totals(const Block& block, const Scale* scales, int64_t group, int some) {
+  for (int here = 0; here < kPanel; here += kLanes) {
+    const GroupFactors factors = factors_of<kOffsets>(block, scales, here);
+    for (int r = 0; r < some; ++r) {
+      add_group<kOffsets>(block, factors, group, r, here, load(block.partial + r * kPanel + here));
+    }
+  }
+}
+
+// Words [0, count) of a group, which are its inputs in this block, times up to 32 rows from the block's own on.
+template <class Scale>
+HYDRA_INLINE void multiply_group(const Block& block, int some, const int8_t* x, int64_t stride, const uint8_t* words,
+                                 int64_t count, int depth, const Scale* scales, int64_t group, int64_t at) {
+  alignas(64) int32_t sums[kRowBlock * kPanel], low_sums[kRowBlock * kPanel];
+  constexpr int64_t kPartWords = kPartInputs / 4;
+  const auto multiply = some > kTile ? multiply_words<true> : multiply_words<false>;
+  for (int64_t word = 0; word < count; word += kPartWords, at += block.all_rows) {
+    const int64_t part = std::min(kPartWords, count - word);
+    const bool has_low = std::any_of(block.has_low + at, block.has_low + at + some, [](uint8_t has) { return has; });
+    __asm__ volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
+    multiply(x + word * 4, stride, words + word * kStepBytes, count, part, depth, sums);
+    if (has_low) multiply(x + block.low + word * 4, stride, words + word * kStepBytes, count, part, depth, low_sums);
+    __asm__ volatile("" ::: "memory");  // nor that they write it
+    add_part(block, at, some, sums, has_low ? low_sums : nullptr, block.first && word == 0);
+  }
+  if (!block.last) return;
+  if (block.offsets_at) {
+    add_totals<true>(block, scales, group, some);
+  } else {
+    add_totals<false>(block, scales, group, some);
   }
 }
 
@@ -102,30 +132,20 @@ HYDRA_TARGET void multiply_rows(const Block all, int64_t rows) {
   constexpr int64_t kStride = block_stride(kBits, 1);
   constexpr int64_t kWords = step_inputs(kBits) / 4;
   alignas(64) uint8_t unpacked[kBits == 8 ? 64 : 2 * kWords * piece_steps(kBits) * kStepBytes];
-  const int64_t count = all.steps * kWords;
+  const int64_t count = all.steps * kWords, parts = ceil_div(all.steps, part_steps(kBits));
   const int depth = count % 16 == 0 ? 16 : count % 8 == 0 ? 8 : 4;
   const uint8_t* weights = all.weights;
   for (int64_t group = 0; group < all.groups; ++group, weights += all.group_bytes) {
     const Scale* scales = reinterpret_cast<const Scale*>(all.scales + group * all.scales_bytes);
     if constexpr (kBits != 8) unpack_steps<kBits>(weights, 2 * all.steps, unpacked);
     const uint8_t* words = kBits == 8 ? weights : unpacked;
-    __asm__ volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
+    Block block = all;
     for (int64_t row = 0; row < rows; row += kRowBlock) {
       const int some = static_cast<int>(std::min<int64_t>(kRowBlock, rows - row));
-      const int8_t* x = all.x + row * kStride + group * count * 4;
-      int32_t* partial = all.partial + row * kPanel;
       if (group == 0 || rows % kRowBlock) configure(some, depth);
-      const auto multiply = some > kTile ? multiply_words<true> : multiply_words<false>;
-      multiply(x, kStride, words, count, depth, partial, all.first);
-      __asm__ volatile("" ::: "memory");  // nor that they write it
-      if (!all.last) continue;
-      for (int here = 0; here < kPanel; here += kLanes) {
-        if (all.offsets_at) {
-          add_rows<true>(all, scales, group, row, some, here);
-        } else {
-          add_rows<false>(all, scales, group, row, some, here);
-        }
-      }
+      multiply_group(block, some, block.x + group * count * 4, kStride, words, count, depth, scales, group,
+                     group * parts * all.all_rows);
+      block.next_rows(some, kStride);
     }
   }
   _tile_release();

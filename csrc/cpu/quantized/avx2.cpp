@@ -43,11 +43,17 @@ HYDRA_INLINE void store_numbers(int8_t* target, vi numbers, int bytes) {
   }
 }
 
-// Products of 16 bits, whose pairs of sums have 32: instructions on bytes would saturate.
+// Products of 16 bits, numbers with their lower bytes, whose pairs of sums have 32: instructions on bytes would saturate.
 template <int kRows, int kVectors>
-HYDRA_INLINE void dot8(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+HYDRA_INLINE void dot8(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps,
+                       const int32_t* from) {
   const __m256i low_bytes = _mm256_set1_epi16(255);
-  __m256i acc[kRows][kVectors] = {};
+  __m256i acc[kRows][kVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm256_set1_epi32(from[r]);
+  }
 #pragma GCC unroll 1
   for (int64_t step = 0; step < steps; ++step, weights += kStepBytes, x += 8) {
     __m256i even[kVectors], odd[kVectors];
@@ -101,14 +107,15 @@ HYDRA_INLINE void step4(__m256i (&acc)[kRows][kVectors], const int8_t* x, const 
   }
 }
 
-// Pairs of products sum to at most 2 * 15 * 127 = 3810: eight of them, of four steps, fit into 16 bits.
+// Pairs of products sum to at most 2 * 15 * 128 = 3840: eight of them, of four steps, fit into 16 bits.
 template <int kRows, int kVectors>
-HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps,
+                       const int32_t* from) {
   const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{};
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{} + from[r];
   }
   while (steps > 0) {
     __m256i acc[kRows][kVectors] = {};
@@ -129,14 +136,15 @@ HYDRA_INLINE void dot4(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
   }
 }
 
-// Four pairs of products sum to at most 2 * 2 * 63 * 127 = 32004, which fits into 16 bits; a step has two such sums.
+// Four pairs of products sum to at most 2 * 2 * 63 * 128 = 32256, which fits into 16 bits; a step has two such sums.
 template <int kRows, int kVectors>
-HYDRA_INLINE void dot6(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps) {
+HYDRA_INLINE void dot6(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps,
+                       const int32_t* from) {
   const __m256i low_halves = _mm256_set1_epi8(15), upper_bits = _mm256_set1_epi8(48), ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{};
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{} + from[r];
   }
   for (int64_t step = 0; step < steps; ++step, weights += step_bytes(6), x += 16) {
     __m256i values[kVectors][4];
@@ -175,13 +183,14 @@ HYDRA_INLINE void dot6(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8
 }
 
 template <int kBits, int kRows, int kVectors>
-HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, const Block& block) {
+HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps,
+                      const int32_t* from) {
   if constexpr (kBits == 8) {
-    dot8(sums, x, weights, block.steps);
+    dot8(sums, x, weights, steps, from);
   } else if constexpr (kBits == 6) {
-    dot6(sums, x, weights, block.steps);
+    dot6(sums, x, weights, steps, from);
   } else {
-    dot4(sums, x, weights, block.steps);
+    dot4(sums, x, weights, steps, from);
   }
 }
 

@@ -28,14 +28,17 @@ HYDRA_INLINE __m512i splat_word(const int8_t* source) {
 
 // Few rows have two sums each: one would wait for itself.
 template <int kBits, int kRows, int kVectors>
-HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, const Block& block) {
+HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps,
+                      const int32_t* from) {
   constexpr int64_t kStride = block_stride(kBits, 1), kSteps = kBits == 8 ? 2 : 1;
   constexpr int kSums = kRows <= 4 ? 2 : 1, kWords = kSteps * step_inputs(kBits) / 4;
   // Where few products are between two lines, the processor's own prefetches are in time and ours only cost.
-  const bool ahead = kRows > (kBits == 8 ? 4 : block.steps <= 4 ? 1 : 3);
+  const bool ahead = kRows > (kBits == 8 ? 4 : steps <= 4 ? 1 : 3);
   __m512i acc[kRows][kSums] = {};
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) acc[r][0] = _mm512_set1_epi32(from[r]);
 #pragma GCC unroll 1
-  for (int64_t step = 0; step < block.steps; step += kSteps, weights += kSteps * step_bytes(kBits), x += 4 * kWords) {
+  for (int64_t step = 0; step < steps; step += kSteps, weights += kSteps * step_bytes(kBits), x += 4 * kWords) {
     __m512i values[kWords];
 #pragma GCC unroll 2
     for (int i = 0; i < kSteps; ++i) unpack<kBits>(weights + i * step_bytes(kBits), values + i);

@@ -51,12 +51,34 @@ struct Block {
   int64_t scales_bytes;  // from those of one group to the next
   int64_t offsets_at;    // from a group's scales; 0: there are none
   const int8_t* x;
-  const float* x_steps;  // [groups][all rows] from the first group and row on, as the next two
+  int64_t low;           // from the numbers of x to their lower bytes
+  const float* x_steps;  // [parts][all rows] from the first part and row on, as the next three
   const int32_t* zeros;
-  const float* row_sums;
+  const int32_t* low_zeros;
+  const uint8_t* has_low;
+  const uint8_t* any_low;  // [rows]
+  const float* row_sums;   // [groups][all rows]
   int64_t all_rows;
-  float* sums;       // [rows][32]
-  int32_t* partial;  // [rows][32], sums of the pieces before
+  float* sums;     // [rows][32]
+  float* partial;  // [rows][32], of the parts of a group before
+
+  void next_rows(int64_t some, int64_t stride) {
+    x += some * stride;
+    x_steps += some;
+    zeros += some;
+    low_zeros += some;
+    has_low += some;
+    any_low += some;
+    row_sums += some;
+    sums += some * kPanel;
+    partial += some * kPanel;
+  }
+  void next_parts(int64_t some) {
+    x_steps += some * all_rows;
+    zeros += some * all_rows;
+    low_zeros += some * all_rows;
+    has_low += some * all_rows;
+  }
 };
 
 struct GroupFactors {
@@ -74,15 +96,18 @@ HYDRA_INLINE GroupFactors factors_of(const Block& block, const Scale* scales, in
   return factors;
 }
 
+// Numbers of 16 bits from sums of their upper and lower bytes, in units of the upper ones.
+HYDRA_INLINE vf joined(vi upper, vi low) {
+  return __builtin_convertvector((vi)(((vu)upper << 8) + (vu)low), vf) * splat(0x1p-8f);
+}
+
 // Adds the sums `total` of a group of the block for row r and columns `here` and on.
 template <bool kOffsets>
-HYDRA_INLINE void add_group(const Block& block, const GroupFactors& factors, int64_t group, int r, int here,
-                            vi total) {
-  const int64_t at = group * block.all_rows + r;
+HYDRA_INLINE void add_group(const Block& block, const GroupFactors& factors, int64_t group, int64_t r, int here,
+                            vf total) {
   float* sums = block.sums + r * kPanel + here;
-  const vf scale = factors.scales * block.x_steps[at];
-  vf result = fused(__builtin_convertvector(total + block.zeros[at], vf), scale, load(sums));
-  if constexpr (kOffsets) result = fused(splat(block.row_sums[at]), factors.offsets, result);
+  vf result = fused(total, factors.scales, load(sums));
+  if constexpr (kOffsets) result = fused(splat(block.row_sums[group * block.all_rows + r]), factors.offsets, result);
   store(sums, result);
 }
 

@@ -157,15 +157,20 @@ void quantized_part(const QuantizedCall& call, const LinearPart& part) {
 
 void quantize_all_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups) {
   constexpr int64_t kElementsPerThread = 1 << 15;
-  const int64_t rows = call.result.rows, places = rows * call.weight.groups;
+  const int64_t rows = call.result.rows, sums = rows * call.weight.groups, places = sums * call.weight.parts();
   QuantizedRows& target = call.rows;
   target.number_bytes = way_of(call) == Way::avx2 && call.weight.num_bits == 8 ? 2 : 1;
   target.rows = rows;
   const int64_t stride = block_stride(call.weight.num_bits, target.number_bytes);
-  target.numbers = static_cast<int8_t*>(numbers.reserve(num_blocks(call.weight) * rows * stride));
-  target.steps = static_cast<float*>(groups.reserve(places * 12));
+  const int64_t blocks = num_blocks(call.weight), bytes = blocks * rows * stride, planes = target.number_bytes == 1 ? 2 : 1;
+  target.numbers = static_cast<int8_t*>(numbers.reserve(planes * bytes));
+  target.low = target.numbers + (planes - 1) * bytes;
+  target.steps = static_cast<float*>(groups.reserve(places * 13 + sums * 4 + blocks * rows));
   target.zeros = reinterpret_cast<int32_t*>(target.steps + places);
-  target.row_sums = target.steps + 2 * places;
+  target.low_zeros = target.zeros + places;
+  target.row_sums = target.steps + 3 * places;
+  target.has_low = reinterpret_cast<uint8_t*>(target.row_sums + sums);
+  target.any_low = target.has_low + places;
   const int64_t grain = ceil_div(kElementsPerThread, std::max<int64_t>(1, call.weight.num_in));
   parallel_for(rows, grain, [&](int64_t begin, int64_t end) { quantize_rows(call, begin, end); });
 }
@@ -181,7 +186,7 @@ void pack_quantized(const PackedQuantized& packed, const QuantizedTensors& weigh
 void linear_quantized(const QuantizedCall& call) {
   if (call.result.rows == 0 || call.weight.num_out == 0) return;
   static thread_local Scratch numbers, groups;
-  constexpr int64_t kMostRows = 1024;  // bounds the memory of their bytes
+  constexpr int64_t kMostRows = 512;  // bounds the memory of their bytes
   const int64_t x_size = element_size(call.result.weight.dtype), out_size = element_size(call.result.out_dtype);
   for (int64_t begin = 0; begin < call.result.rows; begin += kMostRows) {
     QuantizedCall chunk = call;

@@ -1,7 +1,7 @@
 // Matrix products with weights of 8 or 4 bits: act(x W^T + bias) + residual by the formulas of
-// hydra_engine/backend/quantized.py. Rows of x become bytes once per call; sums over a group of inputs are integers, and
-// each group adds to the float32 result by one fused multiply-add, in order. So the bits of a row are the same at every
-// instruction-set level, in every batch and with any number of threads.
+// hydra_engine/backend/quantized.py. Rows of x become bytes once per call; sums over a part of a group of inputs are
+// integers, and parts and groups add to float32 results by one fused multiply-add each, in order. So the bits of a row
+// are the same at every instruction-set level, in every batch and with any number of threads.
 //
 // One layout for all levels, read in the order of its addresses. A step of a tile has for each of its 16 columns
 // (outputs) four bytes in one or, in 6 bits, three vectors of 64 bytes:
@@ -25,10 +25,12 @@ namespace hydra {
 
 constexpr int kStepBytes = 64;         // of a vector of a step
 constexpr int64_t kBlockInputs = 256;  // that share a block scale
+constexpr int64_t kPartInputs = 128;    // of a group, that share a step in a row of x; the last part may have fewer
 
 constexpr int64_t step_inputs(int num_bits) { return num_bits == 8 ? 4 : num_bits == 4 ? 8 : 16; }
 constexpr int64_t step_bytes(int num_bits) { return num_bits == 6 ? 3 * kStepBytes : kStepBytes; }
 constexpr int64_t piece_steps(int num_bits) { return num_bits == 6 ? 16 : 64; }
+constexpr int64_t part_steps(int num_bits) { return kPartInputs / step_inputs(num_bits); }
 constexpr int packed_zero(int num_bits) { return 1 << (num_bits - 1); }
 
 struct PackedQuantized {
@@ -45,6 +47,7 @@ struct PackedQuantized {
   int64_t num_panels() const { return ceil_div(num_out, kPanel); }
   int64_t group_inputs() const { return groups == 1 ? ceil_div(num_in, 64) * 64 : num_in / groups; }
   int64_t steps() const { return group_inputs() / step_inputs(num_bits); }
+  int64_t parts() const { return ceil_div(group_inputs(), kPartInputs); }  // of a group
   int64_t pieces() const { return ceil_div(steps(), piece_steps(num_bits)); }
   int64_t scales_bytes() const { return kPanel * element_size(scale_dtype); }
   int64_t offsets_bytes() const { return has_offsets ? kPanel * 4 : 0; }
@@ -68,16 +71,20 @@ struct QuantizedTensors {
   const f16_t* block_scales;  // in two levels: [num_out, num_in / 256, 1 or, with offsets, 2]; else null
 };
 
-// Rows of x as bytes, and what every group of them adds: working memory that the threads of a call share. A block is a
+// Rows of x as bytes, and what every part of them adds: working memory that the threads of a call share. A block is a
 // piece of a group, or as many whole groups as have the steps of a piece or share a block scale; at a distance that is
 // known to the compiler, the rows of a block need no registers for their addresses.
 struct QuantizedRows {
   int8_t* numbers = nullptr;  // [blocks][rows][block_stride], zero behind num_in
-  int number_bytes = 1;       // 2 where a level wants 16 bits, in an order of its own
+  int8_t* low = nullptr;      // the same of the lower bytes of numbers with 16 bits; zeros where they have 8
+  int number_bytes = 1;       // 2 where a level wants numbers of 16 bits, in an order of its own; there is no `low` then
   int64_t rows = 0;
-  float* steps = nullptr;     // [groups][rows], the formulas' s
-  int32_t* zeros = nullptr;   // [groups][rows], minus the sum of the numbers times the packed form of a zero
-  float* row_sums = nullptr;  // [groups][rows], s times the sum of the numbers
+  float* steps = nullptr;        // [parts][rows], the formulas' s; / 256 where number_bytes is 2
+  int32_t* zeros = nullptr;      // [parts][rows], minus the sum of the numbers times the packed form of a zero
+  int32_t* low_zeros = nullptr;  // the same of `low`
+  uint8_t* has_low = nullptr;    // [parts][rows]
+  uint8_t* any_low = nullptr;    // [blocks][rows], of the parts of a block
+  float* row_sums = nullptr;     // [groups][rows], what x itself sums to
 };
 
 // Bytes between rows of a block: the cache line more spreads them over the sets of the first-level cache.

@@ -34,11 +34,11 @@ vi values_of(const uint8_t* step, int v, int k) {
 }
 
 template <int kBits, int kRows, int kVectors>
-void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, const Block& block) {
+void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps, const int32_t* from) {
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{};
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = vi{} + from[r];
   }
-  for (int64_t step = 0; step < block.steps; ++step, weights += step_bytes(kBits), x += step_inputs(kBits)) {
+  for (int64_t step = 0; step < steps; ++step, weights += step_bytes(kBits), x += step_inputs(kBits)) {
     for (int v = 0; v < kVectors; ++v) {
       for (int k = 0; k < step_inputs(kBits); ++k) {
         const vi w = values_of<kBits>(weights, v, k);

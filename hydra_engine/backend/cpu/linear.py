@@ -24,7 +24,6 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "quick_gelu": 4}
 
 _ALIGNMENT = 64  # a cache line
-_MAX_GROUP = 131072
 
 Form = tuple[Any, ...]  # what the extension is told of a packed weight besides its addresses
 
@@ -69,14 +68,12 @@ class NativeLinear:
 
 class NativeQuantizedLinear:
     """`PackedLinear` of backend/base.py for a weight in 8, 6 or 4 bits, in the kernels' layout; products take x of any
-    compute dtype. Groups of more than 131072 inputs, whose sums may need more than 32 bits, raise ValueError."""
+    compute dtype."""
 
     __slots__ = ("bias", "data", "form", "handle", "num_in", "num_out")
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
         checks.check_bias(bias, weight.num_out)
-        if weight.group_size > _MAX_GROUP:
-            raise ValueError(f"weight: expected groups of at most {_MAX_GROUP} inputs, got {weight.group_size}")
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         offsets, tops = (None if x is None else x.contiguous() for x in (weight.offsets, weight.block_scales))
         checks.check_device(torch.device("cpu"), (("values", values), ("scales", scales)))

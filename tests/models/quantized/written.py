@@ -30,7 +30,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Method:
-    """`group` of inputs whose activations share a step: 0: a row, None: they are not rounded."""
+    """`group` of inputs that share a scale: 0: a row, None: activations are not rounded."""
 
     config: dict[str, Any]
     write: Callable[[Array], Matrix]

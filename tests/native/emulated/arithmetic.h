@@ -166,6 +166,12 @@ EMULATED int _mm512_reduce_add_epi32(__m512i a) {
   for (int i = 0; i < 16; ++i) sum += lanes[i];
   return static_cast<int>(sum);
 }
+EMULATED int _mm512_reduce_max_epi32(__m512i a) {
+  const emulated::i32x16 lanes = (emulated::i32x16)a;
+  int most = lanes[0];
+  for (int i = 1; i < 16; ++i) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+}
 EMULATED float _mm512_reduce_max_ps(__m512 a) {
   const emulated::f32x16 lanes = (emulated::f32x16)a;
   float most = lanes[0];

@@ -306,6 +306,7 @@ INTEGERS = [
     *(each for size in (2, 4, 8) for each in shift(f"srli_epi{8 * size}", f"u{size}", right)),
     *(each for size in (2, 4) for each in shift(f"srai_epi{8 * size}", f"i{size}", right_signed)),
     instruction("_mm512_reduce_add_epi32", "I.i4", "s.i4", lambda a: [a.sum(dtype=np.int32)]),
+    instruction("_mm512_reduce_max_epi32", "I.i4", "s.i4", lambda a: [a.max()]),
     *(
         instruction("_mm512_ternarylogic_epi32", f"I.u4 I.u4 I.u4 ={table}", "I.u4", formula)
         for table, formula in ((0xCA, lambda a, b, c: (a & b) | (~a & c)), (0x96, lambda a, b, c: a ^ b ^ c))
