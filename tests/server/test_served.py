@@ -106,6 +106,39 @@ def content_of(question: dict[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
+PARROT = "ab\N{PARROT}c"  # of a parrot each byte is a token
+
+
+@pytest.mark.parametrize("stop", [None, "c", "\N{PARROT}c", "bx"])
+def test_streamed_log_probabilities_are_those_of_the_whole_answer(client: openai.OpenAI, stop: str | None) -> None:
+    """Token by token, also where text is held back: for a stop string, or until a character is whole."""
+    question: Any = [{"role": "user", "content": "a"}]
+    asked: Any = {"model": "demo", "temperature": 0, "stop": stop, "extra_body": {"guided_choice": [PARROT]}}
+    whole = client.chat.completions.create(messages=question, logprobs=True, top_logprobs=3, **asked)
+    assert whole.choices[0].logprobs is not None and whole.choices[0].logprobs.content is not None
+    streamed: list[Any] = []
+    text = ""
+    for chunk in client.chat.completions.create(messages=question, logprobs=True, top_logprobs=3, stream=True, **asked):
+        text += chunk.choices[0].delta.content or ""
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert streamed == whole.choices[0].logprobs.content and text == whole.choices[0].message.content
+    assert text == PARROT.partition(stop)[0] if stop else text == PARROT
+    assert len(streamed) >= 5
+
+
+@pytest.mark.parametrize("stop", [None, "c", "\N{PARROT}c"])
+def test_streamed_token_ids_are_those_of_the_whole_answer(client: openai.OpenAI, stop: str | None) -> None:
+    fields = {"guided_choice": [PARROT], "return_token_ids": True}
+    asked: Any = {"model": "demo", "prompt": "a", "temperature": 0, "stop": stop, "logprobs": 2, "extra_body": fields}
+    [whole] = client.completions.create(**asked).to_dict()["choices"]  # type: ignore[misc]
+    chunks = [chunk.to_dict()["choices"][0] for chunk in client.completions.create(stream=True, **asked)]  # type: ignore[index]
+    ids = [token for chunk in chunks for token in chunk.get("token_ids") or ()]
+    logprobs = [one for chunk in chunks for one in (chunk.get("logprobs") or {}).get("token_logprobs", ())]
+    assert ids == list(whole["token_ids"]) and logprobs == whole["logprobs"]["token_logprobs"]
+    assert len(ids) == len(logprobs) >= 5
+
+
 def at_rest(served: Served) -> None:
     deadline = time.monotonic() + 10
     while True:
