@@ -229,6 +229,13 @@ async def test_names_that_nobody_knows_are_logged_once_wherever_they_are(
     assert lines == [f"ignoring the request field 'messages[].{where}{name}'" for where in ("content[].", "")]
 
 
+@pytest.mark.parametrize("kind", ["input_audio", "file", "audio_url", "video", "input_image"])
+def test_parts_of_a_type_that_is_not_built_are_refused(kind: str) -> None:
+    error = refusal_of(CHAT, messages=one_part({"type": kind, kind: {"url": "a"}}))
+    assert (error.param, error.code) == ("messages[0].content[0].type", "unsupported_parameter")
+    assert "supported values are 'text', 'refusal', 'image_url', 'video_url'" in error.message
+
+
 async def test_a_refusal_names_the_path_on_the_wire(served: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": PICTURE, "min_pixels": 784}}
     async with served.chat(messages=one_part(part)) as response:

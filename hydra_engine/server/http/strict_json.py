@@ -144,7 +144,9 @@ def _invalid_field(text: str, kind: type) -> InvalidRequest:
         words += f"; supported values are {', '.join(map(repr, allowed))}"
     if not param:
         return InvalidRequest(f"the request body is wrong: {words}")
-    return InvalidRequest(f"{subject}: {words}", param=param)
+    # An object of a type that is not built (input_audio, file, document, ...), which another server may take.
+    code = "unsupported_parameter" if words.startswith("Invalid value") else None
+    return InvalidRequest(f"{subject}: {words}", param=param, code=code)
 
 
 def _type_names(quoted: re.Match[str]) -> str:
