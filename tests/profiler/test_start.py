@@ -215,6 +215,7 @@ def test_a_cut_is_said_and_lanes_not_seen_together_are_assumed_to_share(config: 
 def test_a_text_model_has_no_vision(config: EngineConfig) -> None:
     spec = ModelSpec("f", "F", LANGUAGE, None, None, 1, 0, (2,), "bfloat16")
     result = found(config, subject(spec=spec, num_image_blocks=0))
-    assert result.surface.vision_s(VisionLoad(10, 100.0)) == 0.0 and len(result.notes) == 1
-    assert result.notes[0].endswith(", vision n/a, both n/a")
+    assert result.surface.vision_s(VisionLoad(10, 100.0)) == 0.0
+    notes = [note for note in result.notes if not note.startswith("busy")]  # which this machine may be
+    assert len(notes) == 1 and notes[0].endswith(", vision n/a, both n/a")
     assert result.surface.language_s(decodes(2, 64)) > 0
