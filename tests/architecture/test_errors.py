@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from hydra_engine import errors
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +23,7 @@ def codes_in_the_code() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_code_that_is_raised_is_in_the_table() -> None:
     for code, place in codes_in_the_code().items():
         assert code in errors.CODES, f"{place} uses {code!r}"

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests", "bench", "tools")
 OURS = ("hydra_engine", "hydra_kernels", "bench", "tests", "tools")
@@ -54,6 +56,7 @@ def problem(module: str, name: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_what_scripts_in_strings_import_is_there() -> None:
     wanted: dict[tuple[str, str], str] = {}
     for folder in FOLDERS:

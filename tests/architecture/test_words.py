@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "hydra_engine"
 
 # Whole names; prose may use them.
@@ -47,6 +49,7 @@ def test_retired_names_are_found_wherever_a_name_can_stand() -> None:
     assert found == {"seat", "Place", "hear", "corpse", "doomed", "seats", "recipe", "Seats"}
 
 
+@pytest.mark.slow
 def test_retired_names_are_gone() -> None:
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{line}: {word}"

@@ -132,6 +132,7 @@ def test_an_open_loop_sends_at_fixed_times_and_keeps_every_token(stub: Stub, tar
     assert all(body["model"] == "stub" and body["ignore_eos"] for body in stub.asked)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_counted_and_named(target: Target) -> None:
     specs = [spec("fail"), spec("cut"), spec("2"), spec("hang"), spec("3")]
     run = open_loop(target, specs, [0.0] * 5, drain_s=0.5)
@@ -153,6 +154,7 @@ def test_a_closed_loop_keeps_so_many_under_way(stub: Stub, target: Target) -> No
     assert readings(run.pages, "used") == [0.5] * len(run.pages)
 
 
+@pytest.mark.slow
 def test_a_closed_loop_leaves_out_what_was_under_way_at_its_end(target: Target) -> None:
     run = closed_loop(target, [spec("3"), spec("hang")], 2, seconds=0.5)
     assert [record.index for record in run.records] == [0]

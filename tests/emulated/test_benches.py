@@ -117,6 +117,7 @@ def test_a_layer_kernel_by_kernel(run: Run) -> None:
     assert peers(document) == {"ops", "begun when the last has ended"}
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_be_captured_takes_nothing_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     sdpa = attn_decode.Paged.sdpa
 

@@ -98,7 +98,7 @@ def test_every_family_and_every_form(streams: Streams, models: Models, family: s
     check(streams, models(family), **FORMS[form])
 
 
-@pytest.mark.quick("fp8-compressed-channel")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "form"),
     [

@@ -171,7 +171,7 @@ def test_decode_steps_keep_the_limit_beside_a_large_encode(deep: Path) -> None:
         assert max(map(seconds, results)) > 0.9 * LIMIT_S, "the limit is used"
 
 
-@pytest.mark.quick("graphs")
+@pytest.mark.slow
 @pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
 def test_encodes_in_pieces_have_the_features_of_whole_ones(models: Models, captured: bool) -> None:
     """Held up by steps that leave them no time, also where a step raises in the middle and its pictures are encoded

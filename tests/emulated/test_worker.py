@@ -120,6 +120,7 @@ def test_tokens_are_those_of_a_processor(
                 rig.leave(request)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("special", [False, True])
 def test_steps_are_launched_while_the_device_does_nothing(
     on_device: Rigs, models: Models, streams: Streams, replays: list[CUDAGraph], special: bool
@@ -146,6 +147,7 @@ def test_steps_are_launched_while_the_device_does_nothing(
     ]
 
 
+@pytest.mark.slow
 def test_small_steps_with_prompts_are_replayed(on_device: Rigs, models: Models, replays: list[CUDAGraph]) -> None:
     """Beside decodes whose tokens nobody has read; special rows take one launch more."""
     rig = on_device("llava")
@@ -193,6 +195,7 @@ def test_recurrent_states_follow_their_requests(on_device: Rigs, models: Models)
     assert ask(rig, texts(30), rig.generate_ahead, chunk=15) == together
 
 
+@pytest.mark.slow
 def test_a_lane_that_moves_between_partitions_keeps_its_order(
     on_device: Rigs, models: Models, replays: list[CUDAGraph], streams: Streams
 ) -> None:

@@ -106,7 +106,7 @@ def test_every_kind_of_request_gets_the_same_tokens(
     assert form != "graphs" or all(encodes)
 
 
-@pytest.mark.quick("graphs")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["native", "graphs"])
 def test_preempted_and_aborted_requests(
     make_engine: EngineFactory, behind: None, expected: dict[str, tuple[int, ...]], form: str
@@ -131,6 +131,7 @@ def test_preempted_and_aborted_requests(
     assert_at_rest(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["native", "graphs"])
 def test_without_memory_one_request_is_told_to_come_again(
     make_engine: EngineFactory,

@@ -26,7 +26,7 @@ def written(tmp_path: Path, form: str) -> Path:
     return tmp_path / form
 
 
-@pytest.mark.quick("fp8-128")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_move_little(tmp_path: Path, form: str) -> None:
     """Measured: a mean KL of 0.005 nats with activations as they are, of 0.011 to 0.013 with rounded ones, where int8

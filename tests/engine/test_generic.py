@@ -131,10 +131,8 @@ def check_all(engine: Engine, expected: list[tuple[int, list[int]]]) -> None:
 
 
 # LLaVA has a native implementation besides.
-@pytest.mark.quick("gemma3")
-@pytest.mark.parametrize(
-    "family", [*FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[2:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers(
     engines: Mapping[str, Engine], transformers_says: Mapping[str, list[tuple[int, list[int]]]], family: str
 ) -> None:

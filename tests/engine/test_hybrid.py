@@ -81,6 +81,7 @@ def test_together_in_chunks_equals_alone_in_one_piece(
     assert found == together(engine)  # the same slots again, in another order
 
 
+@pytest.mark.slow
 def test_int8_keys_and_values_beside_states_keep_the_same_promise(
     make_engine: EngineFactory, hybrid_model: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_the_reference_ops_keep_the_same_promise(make_engine: EngineFactory, hyb
     assert together(engine) == alone(hybrid_model, backend="reference")
 
 
+@pytest.mark.slow
 def test_preemption_loses_nothing(make_engine: EngineFactory, hybrid_model: Path) -> None:
     engine = make_engine(model=hybrid_model, num_kv_blocks=100, token_budget=64, max_model_len=80, max_images=1)
     settings = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -62,6 +62,7 @@ def answers(count: int, **options: Any) -> tuple[list[str], list[str]]:
     return [result.text.strip() for result in results], [question.answer for question in questions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_demo_model_answers_as_without_quantization(count: int) -> None:
     exact, right = answers(count)

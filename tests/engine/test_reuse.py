@@ -222,6 +222,7 @@ def test_what_a_poisoned_request_computed_is_never_found(
     assert (again.usage.cached_tokens, again.usage.cached_images) == (0, 1), "the picture was encoded well"
 
 
+@pytest.mark.slow
 def test_a_failed_encode_fails_one_and_the_others_have_the_picture_encoded(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +241,7 @@ def test_a_failed_encode_fails_one_and_the_others_have_the_picture_encoded(
     assert images_encoded(engine) == 1
 
 
+@pytest.mark.slow
 def test_cancelling_the_request_that_an_encode_was_for_harms_nobody_who_shares_it(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

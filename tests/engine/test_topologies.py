@@ -86,7 +86,7 @@ def test_every_topology_gives_the_tokens_of_one_instance(
     assert through_host == (moved if options.get("transport") == "host" else 0)
 
 
-@pytest.mark.quick("host")
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "host"])
 @pytest.mark.parametrize(
     "topology", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("EP+D", "ED+P")), "E+P+D"]

@@ -41,41 +41,16 @@ REDUCING = [name for name in DIRECT if name.startswith(_REDUCING)]
 GATHERING = ("_draw_kernel", "_score_kernel", "_pixel_rows_kernel")
 
 
-# Further shapes of a kernel that another case has.
-FURTHER = {"rms_norm-heads", "rms_norm-4096-float32", "act_and_mul-gelu", "sample-152064", "linear-vector-4096"}
-FURTHER |= {
-    "linear-vector-head",
-    "linear-few-22016",
-    "linear-gated-vector-18944",
-    "linear-tiled-37888",
-    "linear-tiled-head",
-}
-FURTHER |= {"quantized-few-4-32-offsets", "quantized-few-4-64-rows", "quantized-tiled-4-32", "quantized-tiled-8"}
-FURTHER |= {"quantized-tiled-4-offsets", "quantized-few-8", "quantized-few-float8-128", "quantized-tiled-float8-128"}
-FURTHER |= {"round_rows-4096", "linear-few-512", "linear-gated-few-18944"}
-FURTHER |= {"linear-rope-vector-gqa", "linear-rope-few-mha", "linear-rope-few-80"}
-FURTHER |= {"decode-gqa-128-int8", "prefill-mha-128-int8", "write_int8-gqa-64"}
-FURTHER |= {"delta_rule-256", "round_rows-blocks", "linear-rope-few-mha", "packed-80-searched", "linear-tiled-patches"}
-FURTHER |= {"finish-quick_gelu", "decode-mha-128", "packed-64"}
+# One case of each way to compute; the others are further kernels of a way, or further shapes of a kernel.
+QUICK = {"rms_norm-4096", "greedy", "linear-vector-3584", "linear-few-3584", "linear-gated-few-11008"}
+QUICK |= {"linear-tiled-4096", "quantized-few-4-128", "decode-gqa-128", "packed-80"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
-FURTHER |= {
-    "delta_rule-64",
-    "delta_rule-96",
-    "decode-mha-80",
-    "decode-gqa-64",
-    "prefill-mha-64",
-    "prefill-gqa-128-searched",
-    "packed-80",
-    "packed-72-windows",
-}
-
-
 # Whose code for sm_80 is quick: tensor cores in another way than Hopper's.
-_ALSO_80 = {"linear-tiled-4096", "quantized-tiled-4-128"}
+_ALSO_80 = {"linear-tiled-4096"}
 
 
 def targets(names: list[str]) -> list[Any]:
-    """Each for both. Further shapes are slow, and so is most code for sm_80."""
+    """Each for both."""
     return [
         pytest.param(name, capability, marks=() if _is_quick(name, capability) else pytest.mark.slow)
         for name in names
@@ -84,12 +59,11 @@ def targets(names: list[str]) -> list[Any]:
 
 
 def _is_quick(name: str, capability: int) -> bool:
-    return name not in FURTHER if capability == 90 else name in _ALSO_80
+    return name in (QUICK if capability == 90 else _ALSO_80)
 
 
 def on_the_newest(names: list[str]) -> list[Any]:
-    """Further shapes are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in FURTHER else ()) for name in names]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize(("name", "capability"), targets(list(CASES)))
@@ -144,6 +118,7 @@ def test_the_newest_devices_with_little_shared_memory_launch_what_older_ones_do(
     assert tiles(120) == tiles(89)
 
 
+@pytest.mark.slow
 def test_decodes_are_split_into_whole_waves() -> None:
     """Of what the compiled kernels leave room for: shared memory, whatever the joint at the end takes in registers."""
     limits = Limits(233472, 2048)

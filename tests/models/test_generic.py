@@ -101,7 +101,7 @@ def expectations(directories: Directories) -> Callable[[Pair, str], dict[str, Ex
     return of
 
 
-@pytest.mark.quick("native")
+@pytest.mark.quick("native-smolvlm", "native-llava")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_greedy_tokens_match(
     name: str,

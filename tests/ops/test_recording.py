@@ -235,6 +235,7 @@ def test_contents_are_checked_in_every_replay() -> None:
     assert torch.equal(recorded(*others, places), expected)
 
 
+@pytest.mark.slow
 def test_recording_does_not_import_torch_s_compiler() -> None:
     """In a process of its own: a second of every start."""
     script = """

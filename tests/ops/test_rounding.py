@@ -29,9 +29,13 @@ def matrix(rows: int, columns: int, kind: str, dtype: torch.dtype) -> torch.Tens
     return weight.to(dtype)
 
 
+SHAPES = [(1, 32), (3, 96), (41, 864), (1, 1), (5, 33), (300, 1024)]
+
+
+@pytest.mark.quick("41-864", "5-33")
 @pytest.mark.parametrize("kind", ["normal", "ties", "small", "large", "not finite"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 32), (3, 96), (41, 864), (1, 1), (5, 33), (300, 1024)])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_native_bits_are_those_of_the_formulas(
     isa: str, threads: int, shape: tuple[int, int], dtype: torch.dtype, kind: str
 ) -> None:

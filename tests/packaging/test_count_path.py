@@ -73,6 +73,7 @@ def test_a_recorder_sees_what_runs_while_the_switch_is_on(tmp_path: Path) -> Non
     assert generated.startswith(f"2\t1\t{subject}\t")
 
 
+@pytest.mark.slow
 def test_the_rooms_add_up_to_the_package() -> None:
     rooms = package()
     everything = rooms.pop("all")

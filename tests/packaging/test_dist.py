@@ -132,6 +132,7 @@ def test_no_flag_ties_the_extension_to_the_machine_that_built_it() -> None:
     assert not re.findall(r"-m(?:arch|tune|cpu|avx\w*|amx\w*|fma|f16c)\b", text)
 
 
+@pytest.mark.slow
 def test_every_import_is_a_dependency() -> None:
     """Of the packages that are shipped: always there, or with an extra."""
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]

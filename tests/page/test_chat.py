@@ -129,6 +129,7 @@ def test_a_refused_picture_does_not_stay_in_the_conversation(served: Scripted, n
     assert tab.page.locator(".message").count() == 4 and not tab.get("note").is_visible()
 
 
+@pytest.mark.slow
 def test_what_breaks_off_keeps_its_words_and_can_be_asked_again(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()
     served.engine.error, served.engine.fail_after = RequestFailed("the model gave no number"), 2

@@ -16,6 +16,7 @@ from hydra_engine.telemetry.workload import WorkloadRequest, problem_of, read_wo
 from tests.workload_files import write_workload
 
 
+@pytest.mark.quick("textcaps", "pope")
 @pytest.mark.parametrize("name", LOADS)
 def test_every_load_is_repeatable_can_be_written_and_has_the_sizes_of_its_shapes(name: str, tmp_path: Path) -> None:
     rows = make_load(name, 300, 4.0, seed=7)

@@ -333,6 +333,7 @@ def test_a_load_beyond_what_can_be_done_falls_behind() -> None:
     assert not wild.kept and wild.falls_behind and wild.growth > 0.2
 
 
+@pytest.mark.slow
 def test_a_load_of_a_plan_is_judged_while_it_lasts_and_ends_where_it_is_too_much() -> None:
     one = candidate("E@cuda:0+PD@cuda:1")
     asked = question(limits=Limits(0.2, 0.05))
@@ -359,6 +360,7 @@ def test_a_plan_names_a_winner_and_says_why_the_others_lost() -> None:
     assert any("rho" in line for line in explain_lines(plan, question()))
 
 
+@pytest.mark.slow
 def test_the_least_cost_is_fewer_or_cheaper_devices() -> None:
     plan = make_plan(question(3), LITTLE, quiet, "cost", 4.0)
     assert plan.best.hour_price == 4.0  # one device is enough

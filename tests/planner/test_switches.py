@@ -64,18 +64,20 @@ def mean_first_gap_s(records: list[Record]) -> float:
     return fmean(record.gaps()[0] for record in records)
 
 
+@pytest.mark.slow
 def test_kv_that_leaves_behind_each_chunk_is_there_sooner() -> None:
     early, late = served(text(8)), served(text(8), early_kv=False)
     assert mean_first_gap_s(late) > 2 * mean_first_gap_s(early)
     assert mean_ttft_s(late) == pytest.approx(mean_ttft_s(early), rel=0.01)
 
 
+@pytest.mark.slow
 def test_features_that_come_while_a_request_waits_are_not_waited_for() -> None:
     early, late = served(pictures(12)), served(pictures(12), prefetch_features=False)
     assert mean_ttft_s(late) > 1.05 * mean_ttft_s(early)
 
 
-@pytest.mark.quick("switches0", "switches7")
+@pytest.mark.quick("switches7")
 @pytest.mark.parametrize("switches", list(itertools.product([True, False], repeat=3)))
 def test_every_combination_serves_everything(switches: tuple[bool, ...]) -> None:
     names = ("early_kv", "prefetch_features", "steal_decodes")

@@ -52,6 +52,7 @@ def eight_pictures() -> tuple[Deployment, float]:
     return deployment, record.ttft_s
 
 
+@pytest.mark.slow
 def test_pictures_of_one_request_are_fetched_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment, together_s = eight_pictures()
     encoders = {span.instance for span in spans_of(deployment, "encode")}
@@ -140,6 +141,7 @@ def first_gaps(long_answer: int = 80) -> list[float]:
     return [record.gaps()[0] for record in records]
 
 
+@pytest.mark.slow
 def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,7 +167,7 @@ def test_what_has_waited_for_room_at_one_decoder_goes_to_another_that_has_some(m
     assert max(once) > 1.0 > 2 * max(again)
 
 
-@pytest.mark.quick("4000000.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("link_bytes_per_s", [3e5, 1e6, 4e6])
 def test_a_second_choice_while_kv_is_copied_loses_no_request(
     link_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.slow
 def test_first_tokens_come_sooner_than_by_counting_tokens(counting: pytest.MonkeyPatch) -> None:
     by_count = mean_ttft_s(served("2EPD", 3.0)[1])
     counting.undo()

@@ -117,6 +117,7 @@ def test_a_child_that_fails_is_replaced(
     assert len(host.pids()) == 1
 
 
+@pytest.mark.quick("it is broken")
 @pytest.mark.parametrize(
     ("starting", "error"),
     [

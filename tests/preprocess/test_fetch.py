@@ -363,6 +363,7 @@ async def test_compressed_answers_are_not_inflated(host: Host, one_open_door: No
         await get(host.url())
 
 
+@pytest.mark.slow
 async def test_slow_hosts_end_at_the_deadline(host: Host, one_open_door: None) -> None:
     async def drip(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

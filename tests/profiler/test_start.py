@@ -122,6 +122,7 @@ def test_another_setting_has_a_file_of_its_own(config: EngineConfig) -> None:
     assert one.file != two.file and one.file.exists() and two.file.exists()
 
 
+@pytest.mark.slow
 def test_what_changes_step_times_on_a_gpu_has_a_file_of_its_own(config: EngineConfig) -> None:
     """Graphs of every size that there may be are those of fewer rows too; sizes that were chosen are others."""
     plain: dict[str, object] = {

@@ -234,6 +234,7 @@ def head(length: int | None, key: str = "one") -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
+@pytest.mark.slow
 async def test_all_bodies_together_are_bounded(narrow: Any) -> None:
     app, port = narrow
     announced = [await send(port, head(1000)) for _ in range(10)]  # and not sent: holds nothing
@@ -292,6 +293,7 @@ async def test_a_body_counts_until_it_is_answered(served: Served) -> None:
     await until(lambda: budget.held == 0)
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("length", [1001, None])
 async def test_a_large_body_is_refused_while_it_comes(narrow: Any, length: int | None) -> None:
     app, port = narrow

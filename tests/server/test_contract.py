@@ -31,6 +31,7 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.operations import OPERATIONS
+from tests.examples import examples
 from tests.server.stub import StubEngine
 from tests.server.test_info import summary
 
@@ -42,7 +43,7 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-NUM_EXAMPLES = 12
+NUM_EXAMPLES = examples(12)
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 ROUTES = sorted(OPERATIONS.keys() - {("GET", "/openapi.json")})  # which schemathesis leaves out
 CASES = [(*route, POSITIVE) for route in ROUTES]

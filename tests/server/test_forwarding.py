@@ -115,6 +115,7 @@ async def test_an_error_behind_forwarded_pieces_ends_the_stream(served: Served, 
     assert json.loads(events[-1].removeprefix(b"data: "))["error"]["message"] == "the instance is gone"
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_of_a_forwarded_stream_is_cut_off(
     served: Served, handles: list[Handle], forwarded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ async def half_closed(served: Served, sent: bytes) -> bytes:
     return found
 
 
+@pytest.mark.quick("chat/completions", "messages", "models")
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 async def test_every_route_answers(served: Served, method: str, path: str, slow: bool) -> None:
@@ -65,6 +66,7 @@ async def test_two_requests_on_one_connection_are_both_answered(served: Served) 
     assert found.count(b"HTTP/1.1 200 OK") == 2 and found.index(b'"text":"one"') < found.index(b'"text":"two"')
 
 
+@pytest.mark.quick("intake_s-True-1.1", "token_s-False-1.1", "token_s-True-1.0")
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["intake_s", "prefill_s", "token_s"])

@@ -141,6 +141,7 @@ def test_what_bodies_may_not_hold_is_found_between_slices_too(edge: int) -> None
         assert asked.messages[0].content == fine and names == {"messages"}
 
 
+@pytest.mark.slow
 def test_first_requests_in_two_threads_do_not_crash() -> None:
     done = subprocess.run([sys.executable, "-c", FIRST_PARSES], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

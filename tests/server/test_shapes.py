@@ -178,6 +178,7 @@ def illustrated(draw: st.DrawFn) -> list[Any]:
     return content
 
 
+@pytest.mark.slow
 def test_pictures_of_any_shape(server: Server) -> None:
     @fuzz(60)
     @given(illustrated())

@@ -106,6 +106,7 @@ def test_a_phase_gets_what_its_best_partition_would_get(phase: Phase) -> None:
     assert served.late <= 0.02 and served.work >= 0.97 * best_kept(phase)
 
 
+@pytest.mark.slow
 def test_phases_in_turns_get_more_than_on_any_partition_that_is_kept() -> None:
     phases = FEW_DECODES, MANY_DECODES, FEW_DECODES, MANY_DECODES
     served = serve(None, *phases)

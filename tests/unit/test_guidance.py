@@ -55,6 +55,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.quick("json_schema", "special-regex", "text-choice", "added-lark")
 @pytest.mark.parametrize(("form", "right", "wrong"), FORMS, ids=lambda value: getattr(value, "kind", ""))
 def test_reasoning_comes_before_every_form(texts: Texts, form: Grammar, right: str, wrong: str) -> None:
     opened = form.after_reasoning("<think>\n", "</think>", opened=True)

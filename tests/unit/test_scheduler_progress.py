@@ -128,6 +128,7 @@ def test_many_mixed_requests_in_pools_of_one_largest_request_finish(seed):
     sim.assert_all_right()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_preemption_by_recompute_keeps_the_tokens_and_stays_rare(seed):
     """Pool of 1.2 largest requests, long outputs: right tokens, few preemptions, no runaway recompute."""

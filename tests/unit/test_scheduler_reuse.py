@@ -384,6 +384,7 @@ def test_the_timeline_says_what_was_found_and_what_was_shared() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_same_work_with_and_without_reuse_gives_the_same_tokens_for_less() -> None:
     """Twelve conversations over three pictures, five turns each, in small pools."""
 

@@ -112,6 +112,7 @@ def test_with_srpt_prompts_still_start_as_the_other_policy_says() -> None:
     assert [s.language() for _ in range(3)] == [[(0, 4)], [(0, 4)], [(1, 4)]]
 
 
+@pytest.mark.quick("0.1")
 @pytest.mark.parametrize("patience_s", [0.1, 0.4])
 def test_a_large_picture_waits_no_longer_than_the_patience_and_those_before_it(patience_s: float) -> None:
     """Small ones keep coming as fast as they are encoded."""

@@ -399,6 +399,7 @@ def test_a_video_is_frames_marked_like_pictures(published: ModelDir) -> None:
     assert our_text(plan.media.parts_of(0)).count("<image_id>") == 1
 
 
+@pytest.mark.slow
 def test_frames_are_the_processors() -> None:
     theirs = MiniCPMV4_6VideoProcessor()
     rng = random.Random(2)

@@ -179,7 +179,7 @@ VIDEO_SETTINGS: dict[str, Json] = {
 }
 
 
-@pytest.mark.quick("published")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIDEO_SETTINGS)
 def test_frames_sizes_and_times_of_videos_are_those_of_the_processor(directory: Directory, name: str) -> None:
     settings = {**VIDEOS, **VIDEO_SETTINGS[name]}

@@ -23,6 +23,7 @@ from hydra_engine.telemetry.workload import (
     read_workload,
     request_line,
 )
+from tests.examples import examples
 from tests.workload_files import write_workload
 
 HEADER = '{"format":"hydra-engine workload","version":1}'
@@ -80,7 +81,7 @@ _rows = st.builds(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(rows=st.lists(_rows, min_size=1, max_size=6), cut=st.integers(0, 1 << 16))
 def test_any_load_comes_back_and_so_does_what_is_whole_of_a_torn_one(
     tmp_path: Path, rows: list[WorkloadRequest], cut: int

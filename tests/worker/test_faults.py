@@ -91,6 +91,7 @@ def test_faults_of_copies_hit_any_copy_and_tell_only_corruption() -> None:
             faults.hit_copy("dst.after_copy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hit",
     [

@@ -112,6 +112,7 @@ def test_replays_give_the_tokens_of_the_reference(
     assert "FlashInfer cuts prompts" in rig.worker.notes[-1], "steps with prompts are not captured, and nobody is told"
 
 
+@pytest.mark.slow
 def test_sizes_take_turns(rig: Rig, device: GraphDevice, model_dir: Path) -> None:
     """Requests end one after the other, so every graph is replayed behind a larger one, with other padding."""
     made = requests(rig, 20)

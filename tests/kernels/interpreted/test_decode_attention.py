@@ -73,7 +73,7 @@ def test_no_requests() -> None:
     assert decode(step, 0.1, 4).shape == (0, 2, 64)
 
 
-@pytest.mark.quick("(2, 2, 64)")
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(2, 2, 64), (4, 2, 80)], ids=str)
 def test_the_program_that_ends_last_joins_the_splits_in_their_order(
     heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch

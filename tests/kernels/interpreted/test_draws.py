@@ -81,6 +81,7 @@ def test_parts_and_steps() -> None:
     assert sampled(logits, rows)[0] == expected(logits, rows)
 
 
+@pytest.mark.slow
 def test_more_of_the_best_than_groups_of_columns() -> None:
     """A top_k that no maxima of groups bound, one of all but one, one of all, and one that the sampler calls off."""
     rows = [Row(top_k=k, number=0.999) for k in (65, 199, 200, -1)]
@@ -103,6 +104,7 @@ def test_ties_with_the_kth_best_stay_and_of_those_at_the_end_of_a_nucleus_the_lo
     assert tokens == [3, 16, 3, 13, 13, 13, 16, 13]
 
 
+@pytest.mark.slow
 def test_edges() -> None:
     logits = torch.full((7, 40), -300.0)
     logits[:, [4, 9]] = torch.tensor([0.0, -0.0])

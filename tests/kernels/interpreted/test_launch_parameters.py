@@ -34,6 +34,7 @@ def seeded() -> None:
     torch.manual_seed(5)
 
 
+@pytest.mark.quick("few rows")
 @pytest.mark.parametrize("name", MAKERS)
 def test_kernels_compute_what_torch_does(name: str) -> None:
     inputs = MAKERS[name](CPU, 1)
@@ -58,6 +59,7 @@ TABLES: dict[str, tuple[str, str, tuple[tuple[int, ...], tuple[int, ...]], str]]
 }
 
 
+@pytest.mark.quick("few rows", "tower")
 @pytest.mark.parametrize("name", TABLES)
 def test_the_kernel_of_an_entry_is_launched_and_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are kept: of another entry they are others."""

@@ -26,7 +26,7 @@ def test_matches_the_reference(heads: tuple[int, int, int]) -> None:
     assert_attention_close(prefill(step, 0.15), step.expected(0.15))
 
 
-@pytest.mark.quick("64-torch.bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_sixteen_bits(dim: int, dtype: torch.dtype) -> None:

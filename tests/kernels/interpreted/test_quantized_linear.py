@@ -159,7 +159,7 @@ def test_the_inputs_of_few_outputs_are_split() -> None:
     assert few_rows_quantized_launch(16, 152064, 3584, torch.bfloat16).splits == 1
 
 
-@pytest.mark.quick("4-torch.bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_bits", [4, 8, FLOATS])
 def test_a_row_has_the_same_bits_in_every_step(num_bits: int, dtype: torch.dtype) -> None:
