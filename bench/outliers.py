@@ -69,7 +69,7 @@ class Outliers:
         self.expected = self._logits(self.plain, self._backend)
 
     def divergences(self, kind: str) -> dict[str, float]:
-        """Of the unquantised model and of the dequantised weights from the engine."""
+        """Divergences of the engine from the unquantised model and from the dequantised weights."""
         where = self.plain
         if kind not in AT_LOAD:
             where = self._folder / f"{kind}-{self._power}"

@@ -58,7 +58,7 @@ def _leave_to_the_system() -> None:
 
 
 def _without_switches(extra: Sequence[str]) -> list[str]:
-    """Without those of other engines that ask for what is so anyway, which are told."""
+    """Drops switches of other engines that change nothing here, and says why."""
     if not extra:
         return []
     from hydra_engine.cli.settings.other_engines import taken_anyway

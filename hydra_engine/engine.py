@@ -244,7 +244,7 @@ class Engine(EngineLife):
 
     @property
     def tool_template(self) -> str | None:
-        """Of conversations with tools."""
+        """The chat template of conversations with tools."""
         return self.frontend.preprocessor.tool_template
 
     def generation_prompt(self, options: TemplateOptions, role: Role) -> str:

@@ -46,7 +46,7 @@ class Child(Protocol):
     def kill(self) -> None: ...
 
     def waited_s(self) -> dict[str, float]:
-        """For how long each of its threads was ready and had no processor, as far as the system says; by their ids."""
+        """Seconds that each thread was ready and had no processor, by thread id, as far as the system counts them."""
         ...
 
     def connect(self, peer: wire.Connect, sock: socket.socket) -> None:

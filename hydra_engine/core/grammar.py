@@ -88,7 +88,7 @@ class Grammar:
 
     @property
     def alone(self) -> Grammar:
-        """Without calls and reasoning."""
+        """The same grammar without calls and reasoning."""
         return replace(self, reasoning=None, calls=None)
 
     def or_calls(self, calls: Calls) -> Grammar:

@@ -129,7 +129,8 @@ class Handle:
             yield piece
 
     def _check_owner(self) -> None:
-        """Before the lock is taken, which a thread that a fork left behind may have held."""
+        """Raises EngineClosed in a forked child. Called before the lock is taken, which a thread that the fork left
+        behind may have held."""
         if not self.done:
             self._owner.check()
 

@@ -58,7 +58,7 @@ class Guide:
 
 
 class Matcher:
-    """Where in a grammar a text is. Not for several threads at once."""
+    """A place in a grammar, which moves on with each token. Not for several threads at once."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
@@ -95,7 +95,7 @@ class Matcher:
 
 
 def _limits() -> LLParserLimits:
-    """Of one compilation and of one step; the default of max_lexer_states would be hundreds of megabytes."""
+    """Limits of one compilation and of one step; the default of max_lexer_states would be hundreds of megabytes."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

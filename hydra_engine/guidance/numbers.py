@@ -119,8 +119,8 @@ def _refuse(keyword: str, number: Number, way_out: str = "") -> ValueError:
 
 
 def _check_value(keyword: str, number: Number) -> None:
-    """Of `enum` and `const`. An integer of 64 bits comes out as the double's own digits, anything else as the shortest
-    ones that mean the double."""
+    """Raises ValueError for a number of `enum` or `const` that llguidance would write in other digits: it writes the
+    double's own for an integer of 64 bits, and the shortest that mean the double for anything else."""
     near = _near(number)
     if isinstance(number, int) and -(1 << 63) <= number < 1 << 63:
         kept = LOWEST <= number == min(int(near), (1 << 63) - 1)
@@ -180,7 +180,7 @@ def _keep_above_lowest(schema: dict[str, Any]) -> None:
 
 
 def _factor(number: Number) -> Decimal:
-    """Of `multipleOf`, as llguidance splits it into an integer of 32 bits and a power of ten."""
+    """The number of a `multipleOf`, which llguidance splits into an integer of 32 bits and a power of ten."""
     value, digits = abs(_near(number)), 0
     while value < _MAX_FACTOR and value != math.floor(value):
         value, digits = value * 10.0, digits + 1

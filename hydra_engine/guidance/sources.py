@@ -25,7 +25,7 @@ _ANNOTATIONS = ("default", "examples")  # of a schema; their values mean nothing
 
 
 def source_of(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
-    """In llguidance's form. Raises ValueError."""
+    """The grammar in llguidance's form. Raises ValueError."""
     form = _form(grammar)
     if grammar.calls is None and grammar.reasoning is None:
         return json.dumps({"grammars": [form]})
@@ -36,7 +36,7 @@ def source_of(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
 
 
 def _form(grammar: Grammar) -> dict[str, object]:
-    """Without what may come before it. Raises ValueError."""
+    """The form of the output alone, without calls or reasoning. Raises ValueError."""
     match grammar.kind:
         case "json_object":
             return _of_schema('{"type": "object"}')
@@ -54,9 +54,8 @@ def _form(grammar: Grammar) -> dict[str, object]:
 
 
 def _of_schema(text: str, options: Mapping[str, object] = MappingProxyType({})) -> dict[str, object]:
-    """Of a schema whose references, numbers and expressions mean the same to llguidance as to JSON Schema. `options`
-    are those of another one that it has to be told from, which can be done where white space is the same in both.
-    Raises ValueError."""
+    """Compiles a schema whose references, numbers and expressions mean the same to llguidance as to JSON Schema.
+    `options`: of another schema in the same grammar, whose white space this one has to share. Raises ValueError."""
     from llguidance import LLMatcher
 
     schema = with_pointers(numbers.parse(text))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PlainTokenizer:
-    """In the form of llguidance's `TokenizerWrapper`, which asks it for the tokens of forced text."""
+    """Tokenises forced text without special tokens, for llguidance's `TokenizerWrapper`."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -21,7 +21,7 @@ class PromptTokens:
         self._may_lack_rows = tokenizer.vocab_size > self._num_rows
 
     def placeholder(self, kind: str) -> int | None:
-        """Of one picture or video in a prompt."""
+        """The token that stands for one picture or video in a prompt."""
         return self._spec.video_token_id if kind == "video" else self._spec.placeholder_id
 
     def check_rows(self, token_ids: Sequence[int], param: str) -> None:

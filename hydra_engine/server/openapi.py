@@ -222,7 +222,7 @@ def _schemas(operations: Iterable[Operation]) -> tuple[dict[Any, Json], Json]:
 
 
 def _harmless(values: Harmless) -> Json:
-    """Of a refused field: what asks for nothing, as far as it can be listed."""
+    """The schema of a refused field: the values that ask for nothing, as far as they can be listed."""
     return {"enum": [*EMPTY, *(values if isinstance(values, tuple) else ())]}
 
 

@@ -50,7 +50,7 @@ class Decoder:
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def _fill_tied_head(self, weight: Tensor | QuantizedWeight) -> None:
-        """Of embeddings that are not in the files, where the two are one tensor under the head's name."""
+        """Fills the head, or the embeddings too where the files hold the shared tensor under the head's name alone."""
         if self._embed.is_filled:
             self._head.fill(weight)
         else:

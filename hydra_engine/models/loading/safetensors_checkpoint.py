@@ -68,7 +68,7 @@ class SafetensorsCheckpoint:
         return StoredTensor(entry.shape, entry.nbytes, spare=spare, misplaced=(name,) if misplaced else ())
 
     def check_places(self) -> None:
-        """For who reads everything: CheckpointError where a tensor is in another file than the index says."""
+        """Raises CheckpointError where a tensor is in another file than the index says; for callers that read all."""
         if self._misplaced:
             raise CheckpointError(f"{INDEX} and the files disagree about where to find {listed(self._misplaced)}")
 

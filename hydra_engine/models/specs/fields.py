@@ -154,7 +154,7 @@ class Asked(Fields):
         return super().get(*names)
 
     def unread(self, prefix: str) -> list[str]:
-        """The others whose names begin so."""
+        """Names with this prefix that nobody has asked for."""
         return [name for name in self.values if name.startswith(prefix) and name not in self._asked]
 
 

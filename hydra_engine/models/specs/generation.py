@@ -85,7 +85,8 @@ def _rules(chosen: Mapping[str, Any], fields: Fields | None) -> TokenRules:
 
 
 def _unfollowed(model_dir: Path, fields: Fields | None, chosen: Mapping[str, Any]) -> list[str]:
-    """Before transformers 5 config.json said all this too, where there was no file for it."""
+    """Keys that would change an answer and are not followed; of config.json where there is no generation_config.json,
+    as before transformers 5."""
     config = read_json_if_present(model_dir, "config.json") or Fields({}, "config.json")
     text = config.section_if_present("text_config") or config
     found = []

@@ -228,8 +228,8 @@ def _language(text: Any, config: Any) -> LanguageSpec:
 
 
 def _max_position(text: Any) -> int:
-    """As far as nothing but a token's own position decides what is computed: attention with a temperature counts tokens
-    by itself, and factors of longrope are chosen by the largest position of a call, which is a step of ours."""
+    """The longest context in which a token's own position alone decides what is computed: attention with a temperature
+    counts the rows of a call, and longrope chooses its factors by the largest position of a call, which is a step."""
     bounds = [_number(text, "max_position_embeddings")]
     if getattr(text, "attn_temperature_tuning", None):
         bounds.append(_number(text, "floor_scale"))
@@ -241,7 +241,7 @@ def _max_position(text: Any) -> int:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """Of all layers, or of each type of layers."""
+    """Rotary parameters, of all layers or of each type of layers."""
     if not isinstance(parameters, dict):
         return []
     return (
@@ -335,7 +335,7 @@ def _vision(
 
 
 def _expansions(processor: PictureProcessor) -> list[Expansion]:
-    """Of all shapes that it takes, the first of which any processor must take."""
+    """Expansions of probes in all shapes that the processor takes; the first shape any processor must take."""
     processor.outputs((probe_picture(), ""))
     found = [processor.expand(probe_picture())]
     for size in _PROBES[1:]:

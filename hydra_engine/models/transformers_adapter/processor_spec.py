@@ -201,7 +201,7 @@ def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool)
 
 
 def _torchvision_is_missing() -> str:
-    """With a command that leaves torch as it is: each version of torchvision goes with one of torch."""
+    """Says how to install the torchvision that goes with the installed torch."""
     version, _, build = metadata.version("torch").partition("+")
     index = f" --index-url {_TORCH_INDEX}/{build}" if build else ""
     return f'it needs torchvision, which is not installed; run: pip install "torch=={version}" torchvision{index}'

@@ -107,8 +107,8 @@ def set_attention(module: Any, name: str) -> None:
 
 
 def rest_temperatures(decoder: nn.Module) -> None:
-    """Of attention that counts the rows of a call for them, where a call is a step of several requests. They begin to
-    rise where the context ends."""
+    """Turns attention temperatures off, which count the rows of a call: a call is a step of several requests, and
+    within the context they are 1."""
     for module in decoder.modules():
         if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "floor_scale"):
             setattr(module, "floor_scale", math.inf)  # noqa: B010 - modules declare no such numbers

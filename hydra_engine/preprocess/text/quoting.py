@@ -19,7 +19,7 @@ _NONCE_DIGITS = 20
 
 
 class Quoting:
-    """Of one template; `marks` are tokens of the vocabulary. Safe to use from several threads."""
+    """Hides the control tokens of one template; `marks` are tokens of the vocabulary. Safe for several threads."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
         # Digits go through a template as they are, whatever it does with texts.
@@ -63,7 +63,7 @@ class Quoting:
         return self._respelled.encode(text, add_special_tokens=add_special_tokens)
 
     def _with_border(self, text: str) -> str:
-        """Behind its last character, so that trimming leaves the border where it is and the same as without it."""
+        """Adds the border behind the last character, where trimming leaves it."""
         end = len(text.rstrip())
         return f"{text[:end]}{self._border}{text[end:]}" if end else text
 

@@ -80,6 +80,6 @@ def _content(content: Content, more: Content) -> Content:
 
 
 def _texts_of_both(others: Any, more: Any) -> dict[str, str]:
-    """Of fields that both turns have, such as reasoning."""
+    """Joined texts of the fields that both turns have, such as reasoning."""
     names = [name for name in others if isinstance(others[name], str) and isinstance(more.get(name), str)]
     return {name: f"{others[name]}\n\n{more[name]}" for name in names if name != "name"}

@@ -188,7 +188,7 @@ class MessageAnswer(Answer):
         return events
 
     def _block(self, item: str | Reasoning | ParsedCall) -> AnyOutputBlock:
-        """Of a whole answer. A call whose input is no JSON object, for it was not constrained, stays text."""
+        """The block of a whole item. A call whose input is no JSON object, for it was not constrained, stays text."""
         if isinstance(item, str):
             return OutputBlock(item)
         if isinstance(item, Reasoning):

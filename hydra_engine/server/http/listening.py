@@ -95,7 +95,7 @@ class Connection(RequestHandler):
         self._look()
 
     def _look(self) -> None:
-        """Until the answer is there, whether the client has reset the connection."""
+        """Asks, until the answer is there, whether the client has reset the connection."""
         self._gone_timer = None
         if self.transport is None:
             return

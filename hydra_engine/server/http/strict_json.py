@@ -172,7 +172,7 @@ class Layout:
         self._depths: Positions = np.cumsum(np.where(self._opens, 1, -1), dtype=np.int64)  # behind each bracket
 
     def deeper_than(self, most: int) -> int | None:
-        """Where the first bracket is that is too many."""
+        """The position of the first bracket beyond this depth; None: there is none."""
         places = np.flatnonzero(self._depths > most)
         return int(self._brackets[places[0]]) if len(places) else None
 

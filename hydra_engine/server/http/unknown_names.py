@@ -80,8 +80,8 @@ def _asks_for_nothing(raw: msgspec.Raw, harmless: Harmless) -> bool:
 
 
 def unknown_names(body: Body, kind: type[msgspec.Struct]) -> Iterator[UnknownName]:
-    """In the order of the fields. Only objects are taken apart that the type takes apart, each once and its values as
-    views of the body."""
+    """Yields unknown names in the order of the fields. Takes apart only what the type takes apart, each object once,
+    with its values as views of the body."""
     return _inside(body, plain_types(kind), "")
 
 
@@ -106,7 +106,7 @@ def _inside(value: Body, types: Iterable[inspect.Type], path: str) -> Iterator[U
 
 
 def _struct_of(members: dict[str, msgspec.Raw], structs: list[inspect.StructType]) -> inspect.StructType:
-    """Of several the one with the tag that the object has."""
+    """The struct whose tag the object has."""
     for struct in structs:
         if struct.tag_field in members and msgspec.json.decode(members[struct.tag_field]) == struct.tag:
             return struct

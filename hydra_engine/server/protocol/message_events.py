@@ -15,7 +15,7 @@ from hydra_engine.server.protocol.common import Metrics
 
 
 class OutputBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """Without `citations`, which there never are: some clients take a list or no key, and no null."""
+    """Leaves `citations` out, of which there are none: some clients take a list or no key, and no null."""
 
     text: str
 

@@ -54,7 +54,7 @@ class RefusalText(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
-    """Of a `reasoning` item alone."""
+    """A part of a `reasoning` item."""
 
     text: Text
 

@@ -264,7 +264,7 @@ def _json(text: str) -> str:
 
 
 def _without_break(text: str) -> str:
-    """Without the line break at its end, which may belong to a mark."""
+    """Strips the line break at the end, which may belong to a mark."""
     if text.endswith("\r\n"):
         return text[:-2]
     return text[:-1] if text.endswith(("\n", "\r")) else text

@@ -218,7 +218,7 @@ def switch_of(template: str) -> str | None:
 
 
 def place_of(prompt_end: str, marks: tuple[str, str], parser: str) -> str:
-    """Of the text that ends a prompt, behind what the user wrote."""
+    """Says where an answer begins, by the text that ends its prompt: opened, closed or free."""
     start, end = (prompt_end.rfind(mark) for mark in marks)
     if start < 0 and end < 0:
         return "opened" if parser == "deepseek_r1" else "free"

@@ -53,7 +53,7 @@ class ToolParser(Protocol):
 
     @property
     def is_cut(self) -> bool:
-        """Behind `finish`: whether the text ended inside the arguments of a call."""
+        """Whether the text ended inside the arguments of a call; known after `finish`."""
         ...
 
     def feed(self, text: str) -> list[Event]: ...

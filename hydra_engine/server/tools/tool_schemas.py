@@ -49,7 +49,7 @@ def parameters_schema(tool: Mapping[str, Any], place: str = "") -> dict[str, Any
 
 
 def _only_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Of several types a call has an object."""
+    """The schema with `object` as its one type, where that is among several."""
     kind = schema.get("type")
     return {**schema, "type": "object"} if isinstance(kind, list) and "object" in kind else {**schema}
 
