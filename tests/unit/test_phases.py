@@ -77,6 +77,21 @@ def test_where_spans_overlap_what_is_nearest_to_the_next_token_counts() -> None:
     assert taken(both, 0.020) == {"prefill_queue": 5.0, "encode_queue": 5.0, "prefill": 10.0}
 
 
+def test_moves_between_instances_have_their_names() -> None:
+    """Features from encode to prefill, KV from prefill to decode; those that users see in answers and metrics."""
+    moved = [
+        vision("encode", 0.0, 0.010),
+        language("offered_features", 0.010, 0.012),
+        language("pull_features", 0.012, 0.020),
+        language("prefill", 0.020, 0.030),
+        language("offered_kv", 0.030, 0.031),
+        language("pull_kv", 0.031, 0.035),
+        language("decode", 0.035, 0.040),
+    ]
+    named = {"encode": 10.0, "ep_migration": 10.0, "prefill": 10.0, "pd_migration": 5.0, "decode": 5.0}
+    assert taken(moved, 0.040) == named
+
+
 def test_hand_overs_belong_to_the_wait_for_the_following_stage() -> None:
     spans = [
         vision("encode", 0.001, 0.010),
