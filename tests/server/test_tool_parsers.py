@@ -203,6 +203,13 @@ def test_a_long_text_takes_time_in_proportion() -> None:
     assert shown(read(HermesParser(NAMES), [opened])) == (opened, [])
 
 
+def test_the_beginning_of_a_call_that_had_to_come_is_no_text() -> None:
+    """Of output that was cut off before the name was complete, or behind a whole call."""
+    for text, calls in (('[{"name":"cl', []), ('[{"name": "clock", "parameters": {}}, {"name":"c', [("clock", "{}")])):
+        assert shown(read(JsonParser(NAMES, required=True), list(text))) == ("", calls)
+        assert shown(read(JsonParser(NAMES), list(text)))[0].endswith('{"name":"c' + ("l" if not calls else ""))
+
+
 def test_at_most_one_call_where_several_are_not_wanted() -> None:
     for kind, text in (
         (HermesParser, f"{PARIS}\n{CLOCK} ok"),

@@ -86,7 +86,7 @@ class ToolUse:
         if self.mode == "named":
             return ForcedCall(self.name)
         if self.mode == "required":
-            return JsonParser(self._names, most)
+            return JsonParser(self._names, most, required=True)
         if self.dialect in TAGGED:
             return HermesParser(
                 self._names,

@@ -208,11 +208,13 @@ def _raw(call: CallObject | FunctionBlock) -> str:
 
 
 class JsonParser:
-    """A bare object `{"name": ..., "parameters": {...}}`, several of them, or a list of them, and nothing before."""
+    """A bare object `{"name": ..., "parameters": {...}}`, several of them, or a list of them, and nothing before.
+    `required`: the output is calls alone, so the beginning of one that was cut off is no text of the answer."""
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+    def __init__(self, names: Collection[str], most: int | None = None, *, required: bool = False) -> None:
         self._names = names
         self._output = Output(most)
+        self._required = required
         self._call: CallObject | None = None
         self._before = ""  # what has been read before the first call
         self._is_text = False
@@ -231,10 +233,9 @@ class JsonParser:
         return self._output.take()
 
     def finish(self) -> list[Event]:
-        if self._call is None:
-            self._output.text(self._before)
-        elif not self._call.begun:
-            self._output.text(self._before + self._call.raw)
+        call = self._call
+        if not self._required and (call is None or not call.begun):
+            self._output.text(self._before + ("" if call is None else call.raw))
         return self._output.finish()
 
     def _read(self, char: str) -> None:
