@@ -289,7 +289,7 @@ async def test_who_does_not_follow_a_shutdown_is_killed(make: Make, monkeypatch:
 
 
 def test_the_time_for_an_end_is_spent_by_computing_and_by_waiting_for_others() -> None:
-    """Of three threads beside a fourth, which is gone; one of them has begun since."""
+    """Three threads, of which one has begun since, and a fourth that is gone."""
     before = {"1": 5.0, "2": 0.5, "4": 9.0}
     child: Any = SimpleNamespace(pid=7, waited_s=lambda: {"1": 5.1, "2": 2.5, "3": 1.0})
     assert not _is_late(child, before, late_s=1.9) and _is_late(child, before, late_s=2.1)

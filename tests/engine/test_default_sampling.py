@@ -62,7 +62,7 @@ def test_requests_that_say_nothing_are_sampled_as_the_authors_say(
 def test_rules_of_tokens_give_the_tokens_of_transformers(
     make_engine: EngineFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that never come, not first, and last; and what is not followed is said once."""
+    """Tokens that never come, that do not come first, that come last; what is not followed is said once."""
     directory = tmp_path / "llama"
     make_tiny("llama", directory, seed=3)
     ids = [1, 90, 17, 201, 33, 33, 8, 150, 77]

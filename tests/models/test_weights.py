@@ -265,7 +265,7 @@ def relist(directory: Path, **places: str) -> None:
 
 
 def rename_shards(directory: Path) -> None:
-    """As Qwen3.5's are called."""
+    """Gives the shards names such as Qwen3.5's have."""
     index = json.loads((directory / INDEX).read_text())
     names = {
         path.name: f"model.safetensors-{path.stem.removeprefix('model-')}.safetensors" for path in shards_of(directory)
@@ -320,7 +320,7 @@ def test_an_index_that_lies_is_refused(sharded_dir: Path, backend: Backend) -> N
 
 
 def test_what_is_needed_is_in_one_place(sharded_dir: Path, backend: Backend) -> None:
-    """Of several tensors that the index does not list nobody knows which one counts; one that it lists is wanted."""
+    """Nobody knows which of several unlisted tensors counts; a listed one is wanted where the index says."""
     index = json.loads((sharded_dir / INDEX).read_text())
     held = index["weight_map"].pop(NORM)
     (sharded_dir / INDEX).write_text(json.dumps(index))

@@ -53,7 +53,7 @@ def test_what_is_written_is_what_a_start_makes(
 def test_embeddings_under_the_heads_name_are_written_under_their_own(
     checkpoint: CheckpointFactory, tmp_path: Path, head: str
 ) -> None:
-    """Of a text model, and of one with pictures."""
+    """A text model, and one with pictures."""
     tied = {"tie_word_embeddings": True}
     if head == "lm_head.weight":
         made = checkpoint("write-tied", "llama", text=SIZES | tied, dtype="bfloat16")

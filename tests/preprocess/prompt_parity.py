@@ -148,7 +148,7 @@ def _part(media: Image.Image | Clip) -> dict[str, Any]:
 
 
 def typed_marks(published: Published) -> tuple[str, ...]:
-    """Those that users can type: what the template writes, and what begins and ends a sequence, is text from them."""
+    """Special tokens that stay tokens when users type them: neither written by the template nor ends of a sequence."""
     settings = tokenizer_files(published.tokenizer, published.extra, **dict(published.settings)).settings
     own = (settings.get("bos_token"), settings.get("eos_token"))
     return tuple(mark for mark in _TYPED if mark not in own and mark not in published.template_text)

@@ -14,7 +14,7 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
 from tests.server.test_tool_parsers import TOOLS, tool
 from tests.unit.grammar_texts import Texts
-from tests.unit.test_guidance import FORMS, guide_with
+from tests.unit.test_guidance import FORMS, KINDS_OF_MARKS, guide_with
 
 CALLS = {
     "hermes": [
@@ -41,14 +41,7 @@ WRONG = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(True, id="special"),
-        pytest.param(False, id="added", marks=pytest.mark.slow),
-        pytest.param(None, id="text"),
-    ],
-)
+@pytest.fixture(scope="module", params=KINDS_OF_MARKS)
 def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return guide_with(tmp_path_factory.mktemp("tokenizers"), special=request.param)
 

@@ -15,6 +15,11 @@ from hydra_engine.guidance.guide import GrammarError, Guide
 from tests.preprocess.conftest import build_sentencepiece_like
 from tests.unit.grammar_texts import DEMO, EOS, Texts
 
+KINDS_OF_MARKS = [
+    pytest.param(True, id="special"),
+    pytest.param(False, id="added", marks=pytest.mark.slow),
+    pytest.param(None, id="text"),
+]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 OBJECT = {"type": "object", "properties": {"a": {"enum": ["y", "n"]}}, "required": ["a"], "additionalProperties": False}
 
@@ -32,14 +37,7 @@ def guide_with(folder: Path, *, special: bool | None) -> Texts:
     return Texts(file, marks)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(True, id="special"),
-        pytest.param(False, id="added", marks=pytest.mark.slow),
-        pytest.param(None, id="text"),
-    ],
-)
+@pytest.fixture(scope="module", params=KINDS_OF_MARKS)
 def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return guide_with(tmp_path_factory.mktemp("tokenizers"), special=request.param)
 

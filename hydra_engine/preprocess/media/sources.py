@@ -190,8 +190,8 @@ def _read_data_url(source: DataUrl, config: MediaConfig) -> bytes:
 
 
 def _from_base64(text: str) -> bytes:
-    """As browsers read it: white space counts for nothing and padding may be missing. In slices, because decoding holds
-    the interpreter lock."""
+    """Decodes as browsers do: white space counts for nothing and padding may be missing. In slices, because decoding
+    holds the interpreter lock."""
     decoded, rest, has_ended = [], b"", False
     for begin in range(0, len(text), _BASE64_SLICE):
         piece = text[begin : begin + _BASE64_SLICE].encode("ascii", "replace")

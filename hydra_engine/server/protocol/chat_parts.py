@@ -36,7 +36,7 @@ class VideoUrl(msgspec.Struct, frozen=True):
 
 
 class VideoContent(msgspec.Struct, frozen=True, tag_field="type", tag="video_url"):
-    """As vLLM's server takes it; OpenAI's API has no videos."""
+    """A video in the form of vLLM's server; OpenAI's API has none."""
 
     video_url: VideoUrl | MediaUrl
 

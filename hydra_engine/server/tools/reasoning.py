@@ -192,7 +192,7 @@ class Thinking:
 
 @lru_cache(maxsize=64)
 def marks_of(parser: str, template: str | None) -> tuple[str, str] | None:
-    """Those of the configured parser, or of the template; None: the model does not think."""
+    """The marks of the template, else of the configured parser; None: the model does not think."""
     known = next((marks for marks in _MARKS if any(mark in (template or "") for mark in marks)), None)
     return known if parser in ("auto", "none") else known or THINKING
 
