@@ -75,7 +75,7 @@ void gather(const CacheView& cache, int64_t layer, int64_t tensor, Address slots
   check_layer(cache, layer);
   check_tensor(cache, tensor);
   run(rows * cache.row_bytes(), [=] {
-    check_range("slots", pointer<int64_t>(slots), rows, 0, cache.num_slots());
+    check_range("slots", pointer<int64_t>(slots), rows, -1, cache.num_slots());
     gather_rows(cache, layer, tensor, pointer<int64_t>(slots), rows, pointer<char>(out));
   });
 }
@@ -92,7 +92,7 @@ void merge(const CacheView& cache, int64_t layer, Address slots, Address targets
   call.hidden = pointer<void>(hidden);
   call.accumulate = accumulate;
   run(rows * cache.row_bytes(), [call, hidden_rows] {
-    check_range("slots", call.slots, call.rows, 0, call.cache.num_slots());
+    check_range("slots", call.slots, call.rows, -1, call.cache.num_slots());
     check_range("rows", call.targets, call.rows, 0, hidden_rows);
     merge_rows(call);
   });

@@ -28,7 +28,6 @@ struct Place {
 };
 
 // The piece of work of this warp: a chunk of one row of one tensor. False where there is none or its slot says so.
-template <bool kToCache>
 __device__ bool find_place(const RowMove& move, Place& place) {
   uint32_t item = blockIdx.x * kWarps + threadIdx.x / 32;
   if (item >= move.rows * move.tensors * move.chunks) return false;
@@ -37,7 +36,7 @@ __device__ bool find_place(const RowMove& move, Place& place) {
   place.tensor = item % move.tensors;
   place.row = item / move.tensors;
   place.slot = __ldg(move.slots + place.row);
-  if (kToCache && place.slot == -1) return false;
+  if (place.slot == -1) return false;
   place.target = move.targets == nullptr ? place.row : __ldg(move.targets + place.row);
   const bool bad_target = static_cast<uint64_t>(place.target) >= static_cast<uint64_t>(move.dense_rows);
   if (bad_target || !move.map.has(place.slot)) {
@@ -51,7 +50,7 @@ __device__ bool find_place(const RowMove& move, Place& place) {
 template <class Vec, bool kToCache>
 __global__ void __launch_bounds__(kThreads) move_rows(const __grid_constant__ RowMove move) {
   Place place;
-  if (!find_place<kToCache>(move, place)) return;
+  if (!find_place(move, place)) return;
   char* dense = move.dense[place.tensor] + place.target * move.dense_stride[place.tensor];
   char* paged = move.plane[place.tensor] + move.map.offset(place.slot);
   const Vec* source = reinterpret_cast<const Vec*>(kToCache ? dense : paged);
@@ -74,7 +73,7 @@ template <class T, int kCount>
 __global__ void __launch_bounds__(kThreads) add_rows(const __grid_constant__ RowMove move) {
   using Vector = Piece<T, kCount>;
   Place place;
-  if (!find_place<false>(move, place)) return;
+  if (!find_place(move, place)) return;
   T* dense = reinterpret_cast<T*>(move.dense[0] + place.target * move.dense_stride[0]);
   const T* paged = reinterpret_cast<const T*>(move.plane[0] + move.map.offset(place.slot));
   const uint32_t count = static_cast<uint32_t>(move.map.row_bytes / sizeof(T));

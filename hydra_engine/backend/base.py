@@ -452,11 +452,13 @@ class Ops(Protocol):
         self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
         """hidden[rows[m]] = cache feature at slots[m], in place; those of a plane above 0 (deepstack) are added, in
-        float32 and rounded once. hidden [T, C] contiguous; rows (none twice), slots [M] int64."""
+        float32 and rounded once. hidden [T, C] contiguous; rows (none twice), slots [M] int64; slot -1 skips the
+        row."""
         ...
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """[M, H, D] contiguous in the cache's `row_dtype`: tensor `index` (0 K, 1 V) of `layer` at slots [M] int64."""
+        """[M, H, D] contiguous in the cache's `row_dtype`: tensor `index` (0 K, 1 V) of `layer` at slots [M] int64. A
+        row whose slot is -1 is not written: it holds whatever its new memory held."""
         ...
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:

@@ -67,6 +67,7 @@ def test_indices_on_the_device_do_the_same(cuda: torch.device, dtype: torch.dtyp
     features = cases.random(100, 1, 640, dtype=dtype).to(cuda)
     slots = cases.some_slots(PagedCache(torch.empty(shape)), 100)
     rows = torch.randperm(150)[:100]
+    slots[::7] = -1
     results = []
     for where in (torch.device("cpu"), cuda):
         cache, hidden = filled(shape, dtype, cuda), torch.zeros(150, 640, dtype=dtype, device=cuda)
@@ -74,7 +75,10 @@ def test_indices_on_the_device_do_the_same(cuda: torch.device, dtype: torch.dtyp
         for plane in (0, 1):
             ops.write_cache(cache, plane, [features], slots.to(where))
             ops.merge_image_tokens(hidden, rows.to(where), cache, slots.to(where), plane)
-        results.append((cache.data, hidden, ops.gather_cache(cache, 0, 0, slots.to(where))))
+        gathered = ops.gather_cache(cache, 0, 0, slots.to(where))[(slots >= 0).to(cuda)]
+        results.append((cache.data, hidden, gathered))
+    assert torch.equal(results[1][2].cpu(), features[slots >= 0].cpu())
+    assert results[1][1].any(dim=1).sum() == (slots >= 0).sum()
     for host, device in zip(*results, strict=True):
         assert torch.equal(cases.bits(host), cases.bits(device))
 

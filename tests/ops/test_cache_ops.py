@@ -162,6 +162,40 @@ def test_image_features_are_added_to_hidden_rows(
     assert torch.equal(hidden, expected)
 
 
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plane", [0, 1])
+def test_merges_leave_rows_without_a_slot_as_they_are(ops: Ops, dtype: torch.dtype, plane: int) -> None:
+    cache = poisoned((4, 2, 1, 8, 1, 264), dtype)
+    slots = some_slots(cache, 20)
+    features = random(20, 1, 264, dtype=dtype)
+    ops.write_cache(cache, plane, (features,), slots)
+    hidden, rows = random(25, 264, dtype=dtype, seed=5), torch.randperm(25)[:20]
+    given, kept = slots.clone(), torch.arange(20) % 3 > 0
+    given[~kept] = -1
+    whole, none = hidden.clone(), hidden.clone()
+    ops.merge_image_tokens(whole, rows, cache, slots, plane)
+    expected = hidden.clone()
+    expected[rows[kept]] = whole[rows[kept]]
+    ops.merge_image_tokens(hidden, rows, cache, given, plane)
+    assert torch.equal(hidden, expected)
+    ops.merge_image_tokens(none, rows, cache, torch.full((20,), -1), plane)
+    assert torch.equal(none, random(25, 264, dtype=dtype, seed=5))
+
+
+@pytest.mark.quick("float32", "bfloat16", "avx", "amx")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gathers_pass_over_rows_without_a_slot(ops: Ops, dtype: torch.dtype) -> None:
+    cache = poisoned((7, 2, 2, 16, 2, 40), dtype)
+    slots = some_slots(cache, 30)
+    k, v = fused_rows(30, [1, 1], 2, 40, dtype)
+    ops.write_cache(cache, 1, (k, v), slots)
+    slots[::4] = -1
+    gathered = ops.gather_cache(cache, 1, 1, slots)
+    assert gathered.shape == v.shape and torch.equal(gathered[slots >= 0], v[slots >= 0])
+    assert ops.gather_cache(cache, 1, 0, torch.tensor([-1])).shape == (1, 2, 40)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_blocks_move_with_all_layers(ops: Ops, threads: int, dtype: torch.dtype) -> None:
     source = PagedCache(random(6, 3, 2, 4, 2, 40, dtype=dtype))
@@ -202,10 +236,13 @@ def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(ops: Ops)
             ops.write_cache(cache, 0, (rows, rows), torch.tensor([0, bad]))
         with pytest.raises(ValueError, match="slots"):
             ops.gather_cache(cache, 0, 0, torch.tensor([bad]))
-    with pytest.raises(ValueError, match="slots"):
-        ops.gather_cache(cache, 0, 0, torch.tensor([-1]))
     image = poisoned((2, 2, 1, 4, 1, 8), torch.float32)
     for plane in (0, 1):
+        hidden = torch.zeros(3, 8)
+        for bad in (8, -2):
+            with pytest.raises(ValueError, match="slots"):
+                ops.merge_image_tokens(hidden, torch.tensor([0, 1]), image, torch.tensor([0, bad]), plane)
+        assert not hidden.any()
         with pytest.raises(ValueError, match="rows"):
             ops.merge_image_tokens(torch.zeros(3, 8), torch.tensor([3]), image, torch.tensor([0]), plane)
     with pytest.raises(ValueError, match="pairs"):

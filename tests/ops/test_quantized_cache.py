@@ -79,6 +79,8 @@ def test_written_rows_have_the_bits_of_the_reference_and_nothing_else_changes(
     gathered = ops.gather_cache(cache, layers - 1, 1, kept)
     assert gathered.dtype == dtype
     assert torch.equal(gathered.nan_to_num(), (integers * scales[..., None]).to(dtype).nan_to_num())
+    passed_over = ops.gather_cache(cache, layers - 1, 1, slots)[slots >= 0]
+    assert torch.equal(passed_over.nan_to_num(), gathered.nan_to_num())
 
 
 @pytest.mark.quick("float32", "bfloat16", "avx", "amx")

@@ -62,6 +62,7 @@ void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const in
   char* plane = cache.plane(layer, tensor);
   parallel_rows(rows, bytes, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) {
+      if (slots[m] < 0) continue;
       std::memcpy(out + m * bytes, cache.row(plane, slots[m]), static_cast<size_t>(bytes));
     }
   });
@@ -106,6 +107,7 @@ void copy_merged(const MergeCall& call, int64_t begin, int64_t end) {
   const int64_t bytes = call.cache.row_bytes();
   char* plane = call.cache.plane(call.layer, 0);
   for (int64_t m = begin; m < end; ++m) {
+    if (call.slots[m] < 0) continue;
     std::memcpy(static_cast<char*>(call.hidden) + call.targets[m] * bytes, call.cache.row(plane, call.slots[m]),
                 static_cast<size_t>(bytes));
   }

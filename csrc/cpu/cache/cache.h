@@ -58,7 +58,7 @@ struct WriteCall {
 // even; a head with an infinity or a NaN gets a NaN as its scale.
 void write_rows(const WriteCall& call);
 
-// Row m of `out` (contiguous) <- slots[m].
+// Row m of `out` (contiguous) <- slots[m]; slot -1 leaves the row as it is.
 void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const int64_t* slots, int64_t rows, char* out);
 
 struct MergeCall {
@@ -71,7 +71,8 @@ struct MergeCall {
   bool accumulate = false;
 };
 
-// hidden[targets[m]] <- slots[m] of tensor 0, or, with `accumulate`, their float32 sum rounded once.
+// hidden[targets[m]] <- slots[m] of tensor 0, or, with `accumulate`, their float32 sum rounded once; slot -1 leaves the
+// row as it is.
 void merge_rows(const MergeCall& call);
 
 // Block pairs[2 * i + 1] of `target` <- block pairs[2 * i] of `source`, all layers.

@@ -75,6 +75,7 @@ HYDRA_TARGET void add_typed(const MergeCall& call, int64_t begin, int64_t end) {
   char* const plane = call.cache.plane(call.layer, 0);
   const int64_t columns = call.cache.num_heads * call.cache.head_dim;
   for (int64_t m = begin; m < end; ++m) {
+    if (call.slots[m] < 0) continue;
     T* row = static_cast<T*>(call.hidden) + call.targets[m] * columns;
     const T* feature = reinterpret_cast<const T*>(call.cache.row(plane, call.slots[m]));
     for (int64_t i = 0; i < columns; i += kLanes) {

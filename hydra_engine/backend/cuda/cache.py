@@ -90,7 +90,7 @@ class CudaCacheOps(CacheOps):
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         checks.check_device(cache.data.device, [(f"rows[{x}]", source) for x, source in enumerate(rows)])
-        on_device = slots_on_device(cache, slots, least=-1)
+        on_device = slots_on_device(cache, slots)
         if cache.scales is None:
             super().write_cache(cache, layer, rows, on_device)
             return
@@ -115,7 +115,7 @@ class CudaCacheOps(CacheOps):
             weights = (("q_norm", norms.q), ("k_norm", norms.k))
             tensors += [(name, weight) for name, weight in weights if weight is not None]
         checks.check_device(cache.data.device, tensors)
-        on_device = slots_on_device(cache, slots, least=-1)
+        on_device = slots_on_device(cache, slots)
         if cache.scales is None:
             return super().rope_and_write(q, k, v, rotary, cache, layer, on_device, norms)
         checks.check_new_cache(cache)
@@ -145,9 +145,9 @@ class CudaCacheOps(CacheOps):
         super().copy_blocks(source, target, pairs)
 
 
-def slots_on_device(cache: PagedCache, slots: Tensor, *, least: int = 0) -> Tensor:
-    """As `step_indices`, of this cache."""
-    return step_indices("slots", slots, cache.data.device, least=least, size=cache.num_blocks * cache.block_size)
+def slots_on_device(cache: PagedCache, slots: Tensor) -> Tensor:
+    """As `step_indices`, of this cache; -1 skips a row."""
+    return step_indices("slots", slots, cache.data.device, least=-1, size=cache.num_blocks * cache.block_size)
 
 
 def _stream(device: torch.device) -> int:

@@ -209,7 +209,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         if weight is None or norms is not None or cache.scales is not None:
             return super().linear_rope_and_write(x, weights, rotary, cache, layer, slots, norms)
         checks.check_plane(cache, layer, 1)
-        slots = slots_on_device(cache, slots, least=-1)
+        slots = slots_on_device(cache, slots)
         caches = cache.keys_and_values(layer)
         return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *caches, norm, eps)
 

@@ -252,24 +252,30 @@ class ReferenceOps(ComposedOps):
     def merge_image_tokens(
         self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
-        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] with slot = slots[m], or += that above plane 0."""
+        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] for every m with slot = slots[m] >= 0, or += that above
+        plane 0."""
         checks.check_merge(hidden, rows, cache, slots, plane)
         _check_slots(slots, cache)
         _check_range("rows", rows, hidden.shape[0])
-        block, offset = _split(slots, cache)
-        features = cache.data[block, plane, 0, offset].reshape(len(slots), hidden.shape[1])
+        kept = slots >= 0
+        rows = rows[kept]
+        block, offset = _split(slots[kept], cache)
+        features = cache.data[block, plane, 0, offset].reshape(len(rows), hidden.shape[1])
         hidden[rows] = hidden[rows] + features if plane else features
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """data[slot / S, layer, index, slot % S] for every slot, times its scales if there are any."""
+        """data[slot / S, layer, index, slot % S] for every slot >= 0, times its scales if there are any."""
         checks.check_plane(cache, layer, index)
         checks.check_indices("slots", slots)
         _check_slots(slots, cache)
-        block, offset = _split(slots, cache)
+        kept = slots >= 0
+        block, offset = _split(slots[kept], cache)
         rows = cache.data[block, layer, index, offset]
-        if cache.scales is None:
-            return rows
-        return (rows.float() * cache.scales[block, layer, index, :, offset][..., None]).to(cache.row_dtype)
+        if cache.scales is not None:
+            rows = (rows.float() * cache.scales[block, layer, index, :, offset][..., None]).to(cache.row_dtype)
+        gathered = rows.new_empty((len(slots), *rows.shape[1:]))
+        gathered[kept] = rows
+        return gathered
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
         """target[pairs[i, 1]] = source[pairs[i, 0]]; no block may be both read and written."""
@@ -368,7 +374,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
-    _check_slots(slots, cache, least=-1)
+    _check_slots(slots, cache)
     kept = slots >= 0
     block, offset = _split(slots[kept], cache)
     for x, source in enumerate(rows):
@@ -393,8 +399,8 @@ def _split(slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:
     return torch.div(slots, size, rounding_mode="floor"), slots % size
 
 
-def _check_slots(slots: Tensor, cache: PagedCache, least: int = 0) -> None:
-    _check_range("slots", slots, cache.num_blocks * cache.block_size, least)
+def _check_slots(slots: Tensor, cache: PagedCache) -> None:
+    _check_range("slots", slots, cache.num_blocks * cache.block_size, least=-1)
 
 
 def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
