@@ -335,10 +335,10 @@ def cuda_ipc_close(address: int, device: int) -> None: ...
 def cuda_pin(address: int, nbytes: int, device: int) -> None: ...
 def cuda_unpin(address: int, device: int) -> None: ...
 
-# (language stream, vision stream, language SMs, vision SMs) for each count: no SM is in both of a split. ValueError:
-# the device cannot be divided so.
+# (language stream, vision stream, language SMs, vision SMs) for each count: no SM is in both of a split, and language
+# parts nest. spread: every second group of SMs first. ValueError: the device cannot be divided so.
 def cuda_split_streams(
-    device: int, counts: Sequence[int], language_priority: int, vision_priority: int
+    device: int, counts: Sequence[int], language_priority: int, vision_priority: int, spread: bool = False
 ) -> list[tuple[int, int, int, int]]: ...
 
 # ---- words that processes share; address: a multiple of 8. A store is seen before whatever this process writes later,

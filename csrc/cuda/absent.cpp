@@ -47,6 +47,6 @@ void pin_memory(std::uintptr_t, int64_t, int) { fail(); }
 void unpin_memory(std::uintptr_t, int) { fail(); }
 void copy_host_blocks(const Target&, const CacheView&, const CacheView&, const int64_t*, int64_t) { fail(); }
 
-std::vector<Split> split_streams(int, const std::vector<int>&, int, int) { fail(); }
+std::vector<Split> split_streams(int, const std::vector<int>&, int, int, bool) { fail(); }
 
 }  // namespace hydra::cuda

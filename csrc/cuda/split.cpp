@@ -43,29 +43,95 @@ struct Driver {
       green<decltype(create_stream)>("cuGreenCtxStreamCreate", 12050);
 };
 
-// What is left after a split may be less than the least part that a device makes.
-void check_part(CUresult result, const char* name, const CUdevResource& part) {
-  HYDRA_CHECK(result != CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION, "counts: the device makes no part of ",
-              part.sm.smCount, " multiprocessors");
-  check_driver(result, name);
+// All groups of one split: only those of the same one may stand in one description.
+struct Groups {
+  std::vector<CUdevResource> groups;  // of equally many multiprocessors
+  CUdevResource rest{};               // fewer than a group has; may be none
+};
+
+unsigned int sms_of(const std::vector<CUdevResource>& parts) {
+  unsigned int count = 0;
+  for (const CUdevResource& part : parts) count += part.sm.smCount;
+  return count;
+}
+
+// What the driver makes groups of at least: 4 multiprocessors on compute capability 8.x, 8 from 9.0 on (CUDA programming
+// guide, green contexts).
+unsigned int least_group(int device) {
+  int major = 0;
+  HYDRA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 9 ? 8 : 4;
+}
+
+Groups divide(const Driver& driver, const CUdevResource& whole, unsigned int least) {
+  Groups found;
+  unsigned int count = whole.sm.smCount / least;
+  found.groups.resize(count);
+  CUresult result = CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
+  if (count > 0) result = driver.split(found.groups.data(), &count, &whole, &found.rest, 0, least);
+  HYDRA_CHECK(result != CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION && result != CUDA_ERROR_INVALID_VALUE,
+              "counts: the device's ", whole.sm.smCount, " multiprocessors cannot be divided into groups of ", least);
+  check_driver(result, "cuDevSmResourceSplitByCount");
+  found.groups.resize(count);
+  HYDRA_CHECK(count > 1, "counts: each lane needs a group of ", least, " multiprocessors, and the device's ",
+              whole.sm.smCount, " make ", count);
+  for (const CUdevResource& group : found.groups) {
+    HYDRA_CHECK(group.sm.smCount == found.groups[0].sm.smCount, "counts: the driver makes groups of ",
+                found.groups[0].sm.smCount, " and of ", group.sm.smCount, " multiprocessors");
+  }
+  if (found.rest.type != CU_DEV_RESOURCE_TYPE_SM) found.rest.sm.smCount = 0;
+  return found;
+}
+
+// Group numbers in the order in which the language lane gets them: as the driver has them, or every second one first.
+std::vector<std::size_t> order_of(std::size_t num_groups, bool spread) {
+  std::vector<std::size_t> order;
+  for (std::size_t first = 0; first < (spread ? 2 : 1); ++first) {
+    for (std::size_t number = first; number < num_groups; number += spread ? 2 : 1) order.push_back(number);
+  }
+  return order;
 }
 
 // Neither the context nor the stream is ever destroyed: kernels may be in flight until the process ends. Threads keep
 // the primary context current: the stream alone says where kernels run, and its events are those of the primary context.
-std::uintptr_t stream_on(const Driver& driver, CUdevice device, CUdevResource& part, int priority) {
+// null: the driver does not take these groups together.
+CUgreenCtx context_on(const Driver& driver, CUdevice device, std::vector<CUdevResource>& parts) {
   CUdevResourceDesc description = nullptr;
   CUgreenCtx context = nullptr;
+  const char* name = "cuDevResourceGenerateDesc";
+  CUresult result = driver.describe(&description, parts.data(), static_cast<unsigned int>(parts.size()));
+  if (result == CUDA_SUCCESS) {
+    name = "cuGreenCtxCreate";
+    result = driver.create(&context, description, device, CU_GREEN_CTX_DEFAULT_STREAM);
+  }
+  if (result == CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION) return nullptr;
+  check_driver(result, name);
+  return context;
+}
+
+// Of a lane's groups, and of `rest` too where there is one and the driver takes it together with groups. Returns the
+// stream's multiprocessors.
+int stream_on(const Driver& driver, CUdevice device, std::vector<CUdevResource> parts, const CUdevResource& rest,
+              int priority, std::uintptr_t& made) {
+  CUgreenCtx context = nullptr;
+  if (rest.sm.smCount > 0) {
+    parts.push_back(rest);
+    context = context_on(driver, device, parts);
+    if (context == nullptr) parts.pop_back();
+  }
+  if (context == nullptr) context = context_on(driver, device, parts);
+  HYDRA_CHECK(context != nullptr, "counts: the driver makes no part of ", parts.size(), " groups of ",
+              parts[0].sm.smCount, " multiprocessors");
   CUstream stream = nullptr;
-  check_part(driver.describe(&description, &part, 1), "cuDevResourceGenerateDesc", part);
-  check_part(driver.create(&context, description, device, CU_GREEN_CTX_DEFAULT_STREAM), "cuGreenCtxCreate", part);
   check_driver(driver.create_stream(&stream, context, CU_STREAM_NON_BLOCKING, priority), "cuGreenCtxStreamCreate");
-  return reinterpret_cast<std::uintptr_t>(stream);
+  made = reinterpret_cast<std::uintptr_t>(stream);
+  return static_cast<int>(sms_of(parts));
 }
 
 }  // namespace
 
-std::vector<Split> split_streams(int device, const std::vector<int>& counts, int language_priority,
-                                 int vision_priority) {
+std::vector<Split> split_streams(int device, const std::vector<int>& counts, int language_priority, int vision_priority,
+                                 bool spread) {
   require_device(device);
   const DeviceGuard guard(device);
   HYDRA_CUDA(cudaFree(nullptr));  // makes the primary context, whose memory the parts use
@@ -75,21 +141,26 @@ std::vector<Split> split_streams(int device, const std::vector<int>& counts, int
   check_driver(driver.get_device(&handle, device), "cuDeviceGet");
   check_driver(driver.get_resource(handle, &whole, CU_DEV_RESOURCE_TYPE_SM), "cuDeviceGetDevResource");
   const int num_sms = static_cast<int>(whole.sm.smCount);
-  std::vector<Split> splits;
   for (const int count : counts) {
     HYDRA_CHECK(count > 0 && count < num_sms, "counts: expected 1 to ", num_sms - 1, " of the device's ", num_sms,
                 " multiprocessors, got ", count);
-    CUdevResource part{}, rest{};
-    unsigned int num_parts = 1;
-    const CUresult result = driver.split(&part, &num_parts, &whole, &rest, 0, static_cast<unsigned int>(count));
-    HYDRA_CHECK(result != CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION && result != CUDA_ERROR_INVALID_VALUE,
-                "counts: the device cannot be divided into ", count, " and the rest of its ", num_sms,
-                " multiprocessors");
-    check_driver(result, "cuDevSmResourceSplitByCount");
-    HYDRA_CHECK(num_parts == 1 && rest.type == CU_DEV_RESOURCE_TYPE_SM && rest.sm.smCount > 0,
-                "counts: of the device's ", num_sms, " multiprocessors ", count, " leave none");
-    splits.push_back({stream_on(driver, handle, part, language_priority), stream_on(driver, handle, rest, vision_priority),
-                      static_cast<int>(part.sm.smCount), static_cast<int>(rest.sm.smCount)});
+  }
+  const Groups divided = divide(driver, whole, least_group(device));
+  const std::vector<std::size_t> order = order_of(divided.groups.size(), spread);
+  const std::size_t group = divided.groups[0].sm.smCount;
+  std::vector<Split> splits;
+  for (const int count : counts) {
+    const std::size_t taken = (static_cast<std::size_t>(count) + group - 1) / group;
+    HYDRA_CHECK(taken < order.size(), "counts: of the device's ", order.size(), " groups of ", group,
+                " multiprocessors ", count, " leave none");
+    std::vector<CUdevResource> language, vision;
+    for (std::size_t place = 0; place < order.size(); ++place) {
+      (place < taken ? language : vision).push_back(divided.groups[order[place]]);
+    }
+    Split made;
+    made.language_sms = stream_on(driver, handle, language, {}, language_priority, made.language);
+    made.vision_sms = stream_on(driver, handle, vision, divided.rest, vision_priority, made.vision);
+    splits.push_back(made);
   }
   return splits;
 }

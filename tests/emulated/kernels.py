@@ -519,7 +519,7 @@ class Extension:
 
     def cuda_unpin(self, address: int, device: int) -> None: ...
 
-    def cuda_split_streams(self, device: int, counts: Any, language: int, vision: int) -> list[Any]:
+    def cuda_split_streams(self, device: int, counts: Any, language: int, vision: int, spread: bool) -> list[Any]:
         parts = [(count, self._multiprocessors - count) for count in counts]
         return [(self._make_stream(one), self._make_stream(other), one, other) for one, other in parts]
 

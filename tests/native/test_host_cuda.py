@@ -14,7 +14,7 @@ from tests.native.host_cuda import build
 from tests.native.host_cuda.conftest import MODULE_VARIABLE
 
 # In this order: the first begins where no device was used yet.
-CASES = ("cases_device.py", "cases_rules.py", "cases_cache.py")
+CASES = ("cases_device.py", "cases_rules.py", "cases_cache.py", "cases_split.py")
 
 
 # The first time compiles for some twenty seconds of processor time.

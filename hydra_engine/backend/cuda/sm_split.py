@@ -221,12 +221,14 @@ class SplitDevice:
 
 
 def split(
-    device: torch.device, counts: Sequence[int], language_priority: int, vision_priority: int
+    device: torch.device, counts: Sequence[int], language_priority: int, vision_priority: int, *, spread: bool = False
 ) -> list[tuple[int, int, int, int]]:
     """For each of `counts` streams of the language and of the vision lane whose kernels share no multiprocessor, and
-    how many of these each has. They stay until the process ends."""
+    how many of these each has. Of two counts the smaller one's language part lies in the larger one's. `spread`: every
+    second group of multiprocessors goes to the language lane first, instead of groups that lie together. The streams
+    stay until the process ends."""
     try:
-        return _C.cuda_split_streams(device.index, counts, language_priority, vision_priority)
+        return _C.cuda_split_streams(device.index, counts, language_priority, vision_priority, spread)
     except ValueError as error:
         raise ConfigError(f"sm_split: {_sentence(error)}", param="sm_split") from error
     except RuntimeError as error:

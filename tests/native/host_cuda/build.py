@@ -39,7 +39,8 @@ INCLUDES = [f"-I{HERE / 'include'}", f"-I{HERE}", f"-I{CSRC}"]
 DEVICE = ['-DHYDRA_CUDA_CODE="sm_80 sm_90"', "-Ddlopen=host_cuda_dlopen", "-Ddlclose=host_cuda_dlclose"]
 
 KERNELS = [*sorted((CSRC / "cuda").glob("*.cu")), HERE / "rules.cu"]
-SANITIZED = [CSRC / "cuda" / "device.cpp", CSRC / "cuda" / "host.cpp", HERE / "executor.cpp", HERE / "runtime.cpp"]
+SANITIZED = [CSRC / "cuda" / f"{name}.cpp" for name in ("device", "host", "split")]
+SANITIZED += [HERE / f"{name}.cpp" for name in ("executor", "runtime", "driver")]
 GLUE_SOURCE = HERE / "module.cpp"  # with the entry points
 
 _KERNEL = re.compile(r"__global__ void __launch_bounds__\((\w+)\) (\w+)\(([^()]*)\) \{")

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <new>
 
+#include "driver.h"
 #include "executor.h"
 
 struct CUstream_st {
@@ -114,6 +115,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   *value = attribute == cudaDevAttrMpsEnabled ? device == 1 : kMultiprocessors;
+  if (attribute == cudaDevAttrComputeCapabilityMajor) *value = compute_capability();
   return outcome("cudaDeviceGetAttribute", device_exists(device));
 }
 
@@ -127,6 +129,9 @@ cudaError_t cudaSetDevice(int device) {
   if (error == cudaSuccess) device_of_thread = device;
   return error;
 }
+
+// Memory of a device is not played: what makes a context alone.
+cudaError_t cudaFree(void* memory) { return outcome("cudaFree", memory ? cudaErrorInvalidValue : cudaSuccess); }
 
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
   // Kernels of every device use the host's address, which only memory that is mapped and portable has.
@@ -181,10 +186,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return outcome("cudaStreamSynchronize", capturing ? cudaErrorInvalidValue : cudaSuccess);
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
-  *function = nullptr;
-  *found = cudaDriverEntryPointSymbolNotFound;
+  *function = driver_entry(name, version);
+  *found = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   return outcome("cudaGetDriverEntryPointByVersion");
 }
 
