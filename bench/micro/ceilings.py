@@ -2,7 +2,8 @@
 
 Every other micro-benchmark measures a short form of this first, because boards and clocks differ from run to run and
 only ratios to the same run mean something. On a GPU with green contexts, matrix products and reads are also measured on
-parts of its multiprocessors. `hydra-engine bench ceilings [--full]`.
+parts of its multiprocessors. The reader is a ring of bulk copies where it can be compiled (`ring_reader.py`), which
+keeps as much in flight as a multiprocessor holds, and torch's sum elsewhere. `hydra-engine bench ceilings [--full]`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +21,12 @@ from torch import Tensor
 from bench.micro.floors import Ceilings, Work
 from bench.micro.harness import Effort, Report, Run, Seconds, captured, parse, require, scaled, timed
 from bench.micro.machine import on_gpu
+from bench.micro.ring_reader import ring_read, usable
 from hydra_engine.backend.cuda.sm_split import split
 from hydra_engine.errors import HydraError
 
 _SM_STEP = 8  # partitions of compute capability 9.0 are multiples of this
+QUICK_COUNTS = (16, 32, 48, 64, 96)
 
 
 class Sizes(NamedTuple):
@@ -82,12 +86,31 @@ class Machine:
         words = self._words
         found: dict[str, Run] = {"sum": lambda: words.sum(), "sum of int64": lambda: words.view(torch.int64).sum()}
         if on_gpu(self.device):
-            from bench.micro.probe_kernels import stream_sum
-
-            few = words[: 1 << 20]
-            require(abs(float(stream_sum(few).sum() / few.sum()) - 1) < 1e-3, "the streaming read")
-            found["stream"] = lambda: stream_sum(words)
+            for held in self.rings:
+                found[f"{held} KB in flight"] = partial(self.ring, self.num_sms, held)
         return found
+
+    def ring(self, num_sms: int, held_kib: int) -> Tensor:
+        """Everything once, by so many multiprocessors."""
+        return ring_read(self._words.view(torch.int32), num_sms, held_kib)
+
+    @cached_property
+    def num_sms(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @cached_property
+    def _usable(self) -> tuple[list[int], str]:
+        return usable(self._words.view(torch.int32), self.num_sms)
+
+    @property
+    def rings(self) -> list[int]:
+        """KB in flight on a multiprocessor with which this device reads, ascending."""
+        return self._usable[0]
+
+    @property
+    def no_ring(self) -> str:
+        """Why some of them are not there, a sentence."""
+        return self._usable[1]
 
     def sustained_flops(self) -> float:
         """Over `sustained_s`, of which the first half is left out: until clocks have settled at the power cap."""
@@ -120,13 +143,14 @@ class Machine:
 def measure(device: torch.device, dtype: torch.dtype, *, quick: bool, known: Path | None = None) -> Ceilings:
     """The short form, a few seconds: rates of the fastest turns. With `quick` nothing is sustained on a processor.
     `known` is a document of this benchmark: if it is whole and of this device and dtype, its ceilings are taken."""
-    if known is not None and (found := _read(known, device, dtype)) is not None:
+    if known is not None and (found := read_known(known, device, dtype)) is not None:
         return found
     ceilings, _ = _measure(Machine(device, dtype, sizes_of(device, quick)), quick)
     return ceilings
 
 
-def _read(path: Path, device: torch.device, dtype: torch.dtype) -> Ceilings | None:
+def read_known(path: Path, device: torch.device, dtype: torch.dtype) -> Ceilings | None:
+    """Of a document of this benchmark; None where it is not there, not whole, or of another device or dtype."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -160,24 +184,30 @@ def _measure(machine: Machine, quick: bool) -> tuple[Ceilings, dict[str, Seconds
 def sweep(report: Report, machine: Machine) -> None:
     """Matrix products and reads on 8, 16, .. multiprocessors, on the streams that the engine divides a device by: how
     many of them a memory-bound step needs."""
-    device = machine.device
-    total = torch.cuda.get_device_properties(device).multi_processor_count
-    counts = (16, 32, 64, 96) if report.quick else range(_SM_STEP, total - _SM_STEP + 1, _SM_STEP)
-    runs = {"gemm": machine.gemm, "read": machine.reads()["stream"]}
+    total = machine.num_sms
+    counts = QUICK_COUNTS if report.quick else range(_SM_STEP, total - _SM_STEP + 1, _SM_STEP)
+    if machine.no_ring:
+        report.skip("reads through a ring", machine.no_ring + ("" if machine.rings else "; torch's sum reads instead"))
     for count in counts:
         try:
-            ((handle, _, found, _),) = split(device, (count,), 0, 0)
+            ((handle, _, found, _),) = split(machine.device, (count,), 0, 0)
         except HydraError as error:  # the driver cannot divide, or the device not so
             report.skip(f"{count} multiprocessors", error.message)
             continue
-        part = torch.cuda.ExternalStream(handle, device=device)
-        part.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(part):
-            seconds = timed(device, runs, Effort(3, 0.005, 0.5))
+        _on_part(report, machine, torch.cuda.ExternalStream(handle, device=machine.device), found)
+
+
+def _on_part(report: Report, machine: Machine, part: torch.cuda.Stream, found: int) -> None:
+    total, read = machine.num_sms, machine.reads()["sum of int64"]
+    if machine.rings:
+        read = partial(machine.ring, found, machine.rings[-1])
+    part.wait_stream(torch.cuda.current_stream(machine.device))
+    with torch.cuda.stream(part):
+        seconds = timed(machine.device, {"gemm": machine.gemm, "read": read}, Effort(3, 0.005, 0.5))
+    work = {"gemm": Work("gemm", machine.flops), "read": Work("read", read_bytes=machine.read_bytes)}
+    for name, part_of in work.items():
         inputs = {"sms": found, "of_sms": total}
-        product, read = Work("gemm", machine.flops), Work("read", read_bytes=machine.read_bytes)
-        report.row(f"gemm on {found} of {total} SMs", seconds["gemm"], work=[product], inputs=inputs)
-        report.row(f"read on {found} of {total} SMs", seconds["read"], work=[read], inputs=inputs)
+        report.row(f"{name} on {found} of {total} SMs", seconds[name], work=[part_of], inputs=inputs)
 
 
 def main() -> None:

@@ -81,23 +81,44 @@ def gain_share(serial: float, measured: float, bound: float) -> float | None:
     return (serial - measured) / (serial - bound) if serial > bound else None
 
 
+def best_gain(first: Sequence[Work], second: Sequence[Work], rates: Rates) -> float:
+    """What both together can gain at most over one after the other, in whatever proportion they are done: `x` and `y`
+    times a second, so that neither arithmetic nor memory is busy for more than that second."""
+    alone = [serial_s(work, rates) for work in (first, second)]
+    arithmetic, memory = (
+        [sum(map(each, work)) for work in (first, second)] for each in (rates.arithmetic_s, rates.memory_s)
+    )
+    ends = [serial / overlap_s(work, rates) for serial, work in zip(alone, (first, second), strict=True)]
+    determinant = arithmetic[0] * memory[1] - arithmetic[1] * memory[0]
+    if determinant:  # where both are busy all the time
+        x, y = (memory[1] - arithmetic[1]) / determinant, (arithmetic[0] - memory[0]) / determinant
+        if x > 0 and y > 0:
+            ends.append(alone[0] * x + alone[1] * y)
+    return max(ends)
+
+
 # ---- the language model
 
 
 def layer_parameters(language: LanguageSpec) -> int:
     """Weights of one layer's matrix products."""
     c, d = language.hidden_size, language.head_dim
-    attention = c * (language.num_heads + 2 * language.num_kv_heads) * d + language.num_heads * d * c
-    return attention + 3 * c * language.intermediate_size
+    return c * (language.num_heads + 2 * language.num_kv_heads) * d + parameters_behind_attention(language)
+
+
+def parameters_behind_attention(language: LanguageSpec) -> int:
+    """Of them those of one layer's products of what attention gives."""
+    c = language.hidden_size
+    return language.num_heads * language.head_dim * c + 3 * c * language.intermediate_size
 
 
 Matrices = tuple[float, float]  # bytes of a weight of the layers, and of the head
 
 
 def decode_work(
-    language: LanguageSpec, rows: int, context: int, width: int, matrices: Matrices | None = None
+    language: LanguageSpec, rows: int, context: float, width: int, matrices: Matrices | None = None
 ) -> list[Work]:
-    """One step of `rows` requests that each see `context` tokens; numbers of `width` bytes but for `matrices`."""
+    """One step of `rows` requests that see `context` tokens on average; numbers of `width` bytes but for `matrices`."""
     of_layers, of_head = matrices or (width, width)
     linear = language.num_layers * layer_parameters(language)
     head = language.vocab_size * language.hidden_size
@@ -112,13 +133,15 @@ def decode_work(
 def prefill_work(
     language: LanguageSpec, rows: int, tokens: int, width: int, matrices: Matrices | None = None
 ) -> list[Work]:
-    """`rows` whole prompts of `tokens`; the head runs on the last token of each."""
+    """`rows` whole prompts of `tokens`, at least: behind the last layer's attention only the last token of each goes
+    on, through the rest of that layer and the head."""
     of_layers, of_head = matrices or (width, width)
     linear = language.num_layers * layer_parameters(language)
+    left_out = rows * (tokens - 1) * parameters_behind_attention(language)
     head = language.vocab_size * language.hidden_size
     pairs = rows * tokens * tokens / 2 * language.num_heads * language.head_dim * language.num_kv_layers
     return [
-        Work("layers", 2.0 * rows * tokens * linear, of_layers * linear),
+        Work("layers", 2.0 * (rows * tokens * linear - left_out), of_layers * linear),
         Work("attention", 4.0 * pairs, rows * tokens * language.kv_bytes_per_token(width)),
         Work("head", 2.0 * rows * head, of_head * head),
     ]

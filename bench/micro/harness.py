@@ -279,8 +279,8 @@ class Report:
     ) -> dict[str, Any]:
         """One measured thing. The floor is that of `work`, part by part under this report's ceilings (with `overlap`:
         all parts beside each other), or `floor_s` with `formula`, a sentence that says how it follows from `inputs`.
-        `of_floor` is floor over median: 1 is the floor. `more` goes into the row as it is. Prints a line, returns the
-        row."""
+        `of_floor` is floor over median: 1 is the floor; `of_sustained_floor` the same at the rate of matrix products
+        that the board keeps up. `more` goes into the row as it is. Prints a line, returns the row."""
         row: dict[str, Any] = {"what": what, "inputs": dict(inputs or {})}
         if work:
             assert self.ceilings is not None, "work needs ceilings"
@@ -291,6 +291,8 @@ class Report:
             row["sustained_floor_s"] = None if sustained is None else least(work, sustained)
         row |= {"formula": formula, "floor_s": floor_s, "seconds": seconds._asdict()}
         row["of_floor"] = None if floor_s is None else floor_s / seconds.median
+        if (at_the_cap := row.get("sustained_floor_s")) is not None:
+            row["of_sustained_floor"] = at_the_cap / seconds.median
         row["peers"] = {name: peer._asdict() for name, peer in (peers or {}).items()}
         row["over_peers"] = {name: peer.median / seconds.median for name, peer in (peers or {}).items()}
         row |= more
@@ -357,6 +359,8 @@ def _line(row: Mapping[str, Any]) -> str:
     text = f"{row['what']:58} {_time(seconds['median'])} ({_time(seconds['p5'])} to {_time(seconds['p95'])})"
     if row["floor_s"] is not None:
         text += f"  floor {_time(row['floor_s'])}  {row['of_floor']:5.2f} of it"
+    if row.get("sustained_floor_s") is not None:
+        text += f"  sustained {_time(row['sustained_floor_s'])}  {row['of_sustained_floor']:5.2f}"
     for name, ratio in row["over_peers"].items():
         text += f"  {name} {ratio:.2f}x"
     return text

@@ -25,7 +25,7 @@ class Row(NamedTuple):
     what: str
     seconds: float | None
     floor_s: float | None
-    of_floor: float | None
+    sustained_floor_s: float | None
     goal: Goal | None
     value: float | None
     peers: Mapping[str, float]
@@ -87,7 +87,7 @@ def _row(bench: str, row: Mapping[str, Any], device: str) -> Row:
         row["what"],
         value_of(row, "seconds.median"),
         value_of(row, "floor_s"),
-        value_of(row, "of_floor"),
+        value_of(row, "sustained_floor_s"),
         goal,
         None if goal is None else value_of(row, goal.measure),
         row.get("over_peers") or {},
@@ -112,8 +112,10 @@ def table(documents: Sequence[Document], notes: Iterable[str] = ()) -> str:
         if rates := _rates(document.ceilings):
             lines += [f"Ceilings of the same run: {rates}.", ""]
         if document.rows:
-            lines += ["| what | time | floor | of floor | goal: par, moonshot | got | | over peers |"]
-            lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+            lines += [
+                "| what | time | floor | of floor | sustained | of it | goal: par, moonshot | got | | over peers |"
+            ]
+            lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
             lines += [_cells(row) for row in document.rows]
         for row in document.rows:
             lines += _kernels(row)
@@ -129,10 +131,14 @@ def _cells(row: Row) -> str:
         goal = f"{name}{sign} {row.goal.par:.3g}, {row.goal.moonshot:.3g}{unit}"
         got = f"{row.value:.3g}{unit}"
     peers = ", ".join(f"{name} {ratio:.2f}" for name, ratio in list(row.peers.items())[:_PEERS_SHOWN])
-    of_floor = "" if row.of_floor is None else f"{row.of_floor:.2f}"
     what = row.what.replace("|", "/")
-    cells = (what, duration(row.seconds), duration(row.floor_s), of_floor, goal, got, row.verdict, peers)
+    of_floors = [*_of_floor(row, row.floor_s), *_of_floor(row, row.sustained_floor_s)]
+    cells = (what, duration(row.seconds), *of_floors, goal, got, row.verdict, peers)
     return f"| {' | '.join(cells)} |"
+
+
+def _of_floor(row: Row, floor_s: float | None) -> tuple[str, str]:
+    return duration(floor_s), "" if floor_s is None or not row.seconds else f"{floor_s / row.seconds:.2f}"
 
 
 def _kernels(row: Row) -> list[str]:

@@ -35,7 +35,13 @@ def put(folder: Path, name: str, made: dict[str, Any]) -> None:
 
 DECODE = document(
     "decode",
-    row("llava-1.5-7b decode graph B=1 KV=1024", 3.3e-3, 3.1e-3, over_peers={"transformers": 3.7}),
+    row(
+        "llava-1.5-7b decode graph B=1 KV=1024",
+        3.3e-3,
+        3.1e-3,
+        sustained_floor_s=3.2e-3,
+        over_peers={"transformers": 3.7},
+    ),
     row("llava-1.5-7b decode graph B=64 KV=1024", 12.4e-3, 11e-3),
     row("llava-1.5-7b decode graph B=128 KV=1024", 30e-3, 18e-3),
     row("llava-1.5-7b decode eager B=1 KV=1024", 9e-3, 3.1e-3),
@@ -46,7 +52,6 @@ SCHED = document("sched", row("256 running, 64 waiting", 90e-6, us=90.0), device
 def test_rows_are_held_against_their_goals() -> None:
     rows = document_of("decode", DECODE).rows
     assert [r.verdict for r in rows] == ["moonshot", "par", "below par", ""]
-    assert [r.of_floor for r in rows[:2]] == pytest.approx([3.1 / 3.3, 11 / 12.4])
     assert rows[0].goal is not None and (rows[0].goal.par, rows[0].goal.moonshot) == (0.85, 0.93)
     assert rows[3].goal is None, "nothing is asked of steps without graphs"
     (sched,) = document_of("sched", SCHED).rows
@@ -98,10 +103,10 @@ def test_the_table_has_every_row_with_its_ratio() -> None:
     assert "5 rows, 4 of them with a goal: 2 moonshot, 1 par, 1 below par." in text
     assert "- build: failed" in text
     assert (
-        "| llava-1.5-7b decode graph B=1 KV=1024 | 3.3 ms | 3.1 ms | 0.94 | ≥ 0.85, 0.93 | 0.939 | moonshot "
-        "| transformers 3.70 |" in text
+        "| llava-1.5-7b decode graph B=1 KV=1024 | 3.3 ms | 3.1 ms | 0.94 | 3.2 ms | 0.97 | ≥ 0.85, 0.93 | 0.939 "
+        "| moonshot | transformers 3.70 |" in text
     )
-    assert "| 256 running, 64 waiting | 90 us |  |  | ≤ 300, 100 us | 90 us | moonshot |  |" in text
+    assert "| 256 running, 64 waiting | 90 us |  |  |  |  | ≤ 300, 100 us | 90 us | moonshot |  |" in text
     assert "matrix products 790 TFLOP/s, read 4.5e+03 GB/s." in text
     assert text.count("| what | time |") == 2
 

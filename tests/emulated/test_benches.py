@@ -17,7 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.micro import attn_decode, attn_prefill, ceilings, decode, harness, migrate, probe_kernels, profile, quantized
+from bench.micro import (
+    attn_decode,
+    attn_prefill,
+    ceilings,
+    decode,
+    harness,
+    migrate,
+    probe_kernels,
+    profile,
+    quantized,
+    ring,
+    ring_reader,
+)
 from bench.micro.ceilings import Sizes
 from bench.micro.harness import Effort
 from hydra_engine.backend.cuda import attention
@@ -31,10 +43,20 @@ from tests.emulated.streams import Event, Streams
 Run = Callable[..., dict[str, Any]]
 
 
-def _stream_sum(words: Tensor) -> Tensor:
-    sums = torch.zeros(64)
-    sums[0] = words.sum()
-    return sums
+def _ring_read(words: Tensor, num_sms: int, held_kib: int) -> Tensor:
+    sums = torch.zeros(num_sms * ring_reader.WARPS, dtype=torch.int64)
+    sums[0] = words.sum(dtype=torch.int64)
+    return sums.to(torch.int32)  # which wraps as words do
+
+
+class Reader:
+    """The library: nothing of it is launched."""
+
+    def ring_read(self, device: int, words: int, num_bytes: int, blocks: int, *ring: int) -> bytes | None:
+        stages, piece_bytes, sums, _ = ring
+        assert device == 0 and num_bytes and stages and 1 <= blocks <= 8
+        assert words % 16 == sums % 4 == num_bytes % 16 == piece_bytes % 16 == 0
+        return None
 
 
 def _dependent_add(x: Tensor) -> tuple[()]:
@@ -49,12 +71,15 @@ def run(streams: Streams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
     monkeypatch.setattr(Event, "elapsed_time", lambda self, end: elapsed(self, end) + 1e3)  # one call is a turn
     monkeypatch.setattr(harness, "QUICK", Effort(1, 0.0, 1.0))
     monkeypatch.setattr(ceilings, "_GPU", Sizes((64, 64, 64), 1 << 14, 0.0))
-    monkeypatch.setitem(REFERENCES, "stream_sum", _stream_sum)
+    monkeypatch.setitem(REFERENCES, "ring_read", _ring_read)
     monkeypatch.setitem(REFERENCES, "dependent_add", _dependent_add)
     monkeypatch.setitem(CHANGED, "dependent_add", (0,))
-    for name in ("stream_sum", "dependent_add"):
-        monkeypatch.setattr(probe_kernels, f"{name}_kernel", Launches(name))
-        monkeypatch.setattr(probe_kernels, name, kernel(getattr(probe_kernels, name)))
+    monkeypatch.setattr(probe_kernels, "dependent_add_kernel", Launches("dependent_add"))
+    monkeypatch.setattr(probe_kernels, "dependent_add", kernel(probe_kernels.dependent_add))
+    monkeypatch.setattr(ring_reader, "library", lambda device: Reader())
+    read = kernel(ring_reader.ring_read)
+    for module in (ring_reader, ceilings, ring):
+        monkeypatch.setattr(module, "ring_read", read)
 
     def call(name: str, *flags: str, failed: int = 0) -> dict[str, Any]:
         bench = importlib.import_module(f"bench.micro.{name}")
@@ -135,9 +160,30 @@ def test_a_peer_that_cannot_be_captured_takes_nothing_with_it(run: Run, monkeypa
 def test_ceilings_of_the_device_and_of_its_parts(run: Run, monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
     monkeypatch.setattr(ceilings, "_SM_STEP", 2)
     document = run("ceilings", "--full")
-    assert whats(document)[5:8] == ["launch", "graph", "graph, dependent launch"] and not document["skipped"]
-    assert whats(document)[8:] == [f"{what} on {count} of 8 SMs" for count in (2, 4, 6) for what in ("gemm", "read")]
+    assert whats(document)[4:7] == [f"read, {held} KB in flight" for held in (48, 96, 192)]
+    assert whats(document)[7:10] == ["launch", "graph", "graph, dependent launch"] and not document["skipped"]
+    assert whats(document)[10:] == [f"{what} on {count} of 8 SMs" for count in (2, 4, 6) for what in ("gemm", "read")]
     assert not streams.findings, "parts read what the device has written before"
+
+
+def test_reads_through_a_ring(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = run("ring", "--gib", "0.0001")
+    held = (48, 96, 192)
+    assert whats(document) == [f"read with {kib} KB in flight on {n} of 8 SMs" for kib in held for n in (1, 8)]
+    for row in document["rows"]:
+        rate = 4 * (int(0.0001 * (1 << 30)) // 16 * 4) / row["seconds"]["median"] / 1e9
+        assert row["gb_per_s"] == pytest.approx(rate)
+        assert row["gb_per_s_sm"] == pytest.approx(rate / row["inputs"]["sms"])
+
+    def refused(device: torch.device) -> None:
+        raise ring_reader.NoReader("there is no nvcc")
+
+    monkeypatch.setattr(ring_reader, "library", refused)
+    document = run("ring", "--gib", "0.0001")
+    assert not document["rows"] and document["skipped"][0]["reason"] == "there is no nvcc"
+    document = run("ceilings")
+    assert whats(document)[2:4] == ["read, sum", "read, sum of int64"] and whats(document)[4] == "launch"
+    assert document["skipped"][0]["reason"] == "there is no nvcc; torch's sum reads instead"
 
 
 @pytest.mark.slow
