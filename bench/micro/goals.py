@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 # In the order in which they run: what the others are held against first, what needs no device last.
 BENCHES = (
     "ceilings",
-    "ring",
     "decode",
     "prefill",
     "encode",
