@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from bench.common import card, emit, interleaved
-from bench.micro.subject import Row, Subject
+from bench.micro.steps import Row
+from bench.micro.subject import Subject
 from hydra_engine.backend.select import create_backend
 from hydra_engine.models.specs.registry import FAMILIES
 from tools.miniatures import make_tiny

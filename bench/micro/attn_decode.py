@@ -20,7 +20,8 @@ from bench.micro.encode import numbers
 from bench.micro.floors import attention_work
 from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, scaled, timed
 from bench.micro.machine import on_gpu
-from bench.micro.subject import BLOCK, run_ops
+from bench.micro.steps import BLOCK
+from bench.micro.subject import run_ops
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
 
 QUICK_ROWS, FULL_ROWS = (1, 16, 64), (1, 4, 16, 32, 64, 128)

@@ -18,7 +18,8 @@ from bench.micro.encode import numbers
 from bench.micro.floors import image_write_work, rope_write_work
 from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, require, scaled, timed
 from bench.micro.machine import on_gpu
-from bench.micro.subject import BLOCK, IMAGE_BLOCK, run_ops
+from bench.micro.steps import BLOCK
+from bench.micro.subject import IMAGE_BLOCK, run_ops
 from hydra_engine.backend.base import Backend, PagedCache
 
 QUICK_TOKENS, FULL_TOKENS = (64, 1024), (1, 16, 64, 256, 1024, 2048, 8192)

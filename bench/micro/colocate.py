@@ -1,11 +1,13 @@
-"""Encodes, or a prefill, beside decodes on one device: in turn, on two streams, and on parts of the device.
+"""Encodes, or a prefill, beside decodes on one device: on two streams, and on parts of its multiprocessors.
 
-Compute-bound and memory-bound work side by side can gain at most serial floor over overlap floor. A *pair* is one
-encode and one decode step, begun together; its `gain` is what both took in turn over what they took together, and
-`gain_share` (eta) the achieved share of the possible gain: 1 - 1 / gain over 1 - 1 / gain_bound. *Beside* is the case
-of serving: decode steps without end while encodes follow each other, with the slowdown of each. A prefill is also
-measured in one batch with the decodes, as the engine's language lane does it. Decodes are graphs where there are
-graphs, encodes where they can be captured. `hydra-engine bench colocate [--full] [--model NAMES]`.
+*Beside* is the case of serving: decode steps without end while encodes follow each other without end. `gain`, the
+steady-state gain, is 1 / slowdown of the decodes + 1 / slowdown of the other: how much of both is done in the time in
+which one after the other would do it, 1 where nothing is gained. Slowdowns are of rates, against each alone. At most
+it is `gain_best`, by floors, at the best proportion of both; `share_of_best` is 1 - 1 / gain over 1 - 1 / gain_best,
+and `gain_bound` the same bound at the proportion in which both ran. A *pair*, behind these, is one encode and one
+decode step that begin together: it measures how unequal they are, not what serving gains. A prefill is also measured in
+one batch with the decodes, as the engine's language lane does it. Decodes are graphs where there are graphs, encodes
+where they can be captured. `--priority`: of the two streams. `hydra-engine bench colocate [--full] [--model NAMES]`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from bench.micro.encode import numbers, picture_of
 from bench.micro.floors import (
     ImageWork,
     Work,
+    best_gain,
     decode_work,
     encode_work,
     gain_share,
@@ -32,8 +35,9 @@ from bench.micro.floors import (
     serial_s,
 )
 from bench.micro.harness import Report, Run, agree, parse, timed
-from bench.micro.side_by_side import Duo, Together
-from bench.micro.subject import Row, Step, Subject, in_lane, noise, release, run_models
+from bench.micro.side_by_side import Duo
+from bench.micro.steps import Row, Step
+from bench.micro.subject import Sharing, Subject, in_lane, noise, release, run_models
 from hydra_engine.backend.device import Lane
 
 QUICK_COUNTS, FULL_COUNTS = (2, 8), (2, 4, 8, 16)  # pictures of a tower of a fraction of a TFLOP
@@ -42,7 +46,9 @@ SMALL_ROWS, SMALL_COUNTS = (4,), (1,)
 _LARGE_FLOPS = 2e12  # a picture of more is encoded alone
 QUICK_SPLITS, FULL_SPLITS = (64,), (32, 64, 96)  # multiprocessors for decodes
 _PROMPT = 1024
-_BESIDE_S = 0.3  # of encodes, at least three
+_QUICK_S, _FULL_S = 1.0, 3.0  # of both beside each other
+PRIORITIES = {"equal": "throughput", "language": "balanced"}  # as `lane_priority` calls them
+_WHOLE = {"throughput": "equal priority", "balanced": "language first"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +60,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--splits", help="of a GPU: multiprocessors for decodes of each partition, with commas; 0: none"
     )
+    parser.add_argument(
+        "--priority", help=f"of a GPU's streams, with commas: {', '.join(PRIORITIES)} (first); default: equal"
+    )
+    parser.add_argument("--seconds", type=float, help="that both run beside each other")
+    parser.add_argument("--beside-only", action="store_true", help="no pairs, and no prefill in one batch with decodes")
 
 
 class Mode(NamedTuple):
@@ -63,11 +74,11 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """`first` is the compute-bound work, `steps` the decodes by partition of the device."""
+    """`first` is the compute-bound work, `steps` the decodes."""
 
     what: str
     first: Run
-    steps: dict[int, Run]
+    steps: dict[Mode, Run]
     first_work: list[Work]
     step_work: list[Work]
     inputs: dict[str, Any]
@@ -77,30 +88,41 @@ class Case:
         return [*self.first_work, *self.step_work]
 
 
-def modes(subject: Subject) -> list[Mode]:
-    """Two plain streams, and the parts that the device offers."""
-    parts = subject.backend.device.partitions.count if subject.on_gpu else 1
-    return [Mode("two streams", 0), *(Mode(f"partition {number}", number) for number in range(1, parts))]
+def modes(subject: Subject, sharing: Sharing) -> list[Mode]:
+    """The whole device, and the parts that it offers."""
+    if not subject.on_gpu:
+        return [Mode("two streams", 0)]
+    parts = [Mode(f"{count} SMs for decodes", number) for number, count in enumerate(sharing.split, 1)]
+    return [Mode(_WHOLE[sharing.lane_priority], 0), *parts]
 
 
-def splits(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """As `create_backend` takes them."""
+def sharings(arguments: argparse.Namespace) -> list[Sharing]:
+    """Parts have no use for a priority: they come with the first."""
     if not arguments.device.startswith("cuda"):
-        return ()
-    return tuple(filter(None, numbers(arguments.splits, arguments.quick, QUICK_SPLITS, FULL_SPLITS)))
+        return [Sharing()]
+    words = (arguments.priority or "equal").split(",")
+    if unknown := [word for word in words if word not in PRIORITIES]:
+        raise SystemExit(f"--priority: there are {', '.join(PRIORITIES)}, not {unknown[0]!r}")
+    split = tuple(filter(None, numbers(arguments.splits, arguments.quick, QUICK_SPLITS, FULL_SPLITS)))
+    first, *others = (Sharing(PRIORITIES[word]) for word in words)
+    return [first._replace(split=split), *others]
 
 
-def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> None:
+def measure(arguments: argparse.Namespace, report: Report, subject: Subject, sharing: Sharing) -> None:
     device = subject.backend.device
     vision, language = device.lane("vision"), device.lane("language")
+    both = modes(subject, sharing)
     try:
-        for case in cases(arguments, report, subject, vision, language):
+        for case in cases(arguments, report, subject, both, vision, language):
             with report.case(case.what):
-                _pairs(report, subject, case, vision, language)
-                _beside(report, subject, case, vision, language)
+                duos = {mode: _duo(subject, case, mode, vision, language) for mode in both if mode in case.steps}
+                _beside(arguments, report, subject, case, duos)
+                if not arguments.beside_only:
+                    _pairs(report, subject, case, duos)
+                del duos
             del case  # the contexts of its steps leave no room for those of the next
             release(report.device)
-        if arguments.prompt != 0:
+        if arguments.prompt != 0 and not arguments.beside_only and sharing == sharings(arguments)[0]:
             _one_batch(arguments, report, subject, language)
     finally:
         vision.close()
@@ -111,13 +133,13 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> 
 
 
 def cases(
-    arguments: argparse.Namespace, report: Report, subject: Subject, vision: Lane, language: Lane
+    arguments: argparse.Namespace, report: Report, subject: Subject, both: list[Mode], vision: Lane, language: Lane
 ) -> Iterator[Case]:
     context, rows = _context(arguments, subject), _rows(arguments, report, subject)
     for count in rows:
-        timed: tuple[Step, dict[int, Run]] | None = None
+        timed: tuple[Step, dict[Mode, Run]] | None = None
         with report.case(f"{subject.name} decode B={count}"):
-            timed = in_lane(language, partial(_decodes, report, subject, count, context)).result()
+            timed = in_lane(language, partial(_decodes, report, subject, both, count, context)).result()
         if timed is None:
             continue
         step, steps = timed
@@ -167,8 +189,10 @@ def _counts(arguments: argparse.Namespace, report: Report, subject: Subject, ima
     return numbers(arguments.counts, report.quick, QUICK_COUNTS, FULL_COUNTS)
 
 
-def _decodes(report: Report, subject: Subject, rows: int, context: int) -> tuple[Step, dict[int, Run]]:
-    """One step, and how to run it on each partition. Where one cannot be had the others are measured all the same.
+def _decodes(
+    report: Report, subject: Subject, both: list[Mode], rows: int, context: int
+) -> tuple[Step, dict[Mode, Run]]:
+    """One step, and how to run it on each part. Where one cannot be had the others are measured all the same.
 
     On fewer multiprocessors contexts are cut into fewer splits, so their sums have another order and another rounding,
     which every random layer makes larger. So a graph is held closely against the step launched on its own partition,
@@ -176,9 +200,9 @@ def _decodes(report: Report, subject: Subject, rows: int, context: int) -> tuple
     step = subject.language([Row(context - 1)] * rows, subject.kv_cache(rows, context))
     expected, tolerance = step(), noise(subject.spec.language.num_layers)
     if not subject.on_gpu:
-        return step, {0: step}
-    steps: dict[int, Run] = {}
-    for mode in modes(subject):
+        return step, {both[0]: step}
+    steps: dict[Mode, Run] = {}
+    for mode in both:
         what = f"{subject.name} decode B={rows} at {mode.name}"
         with (
             report.optional(what) if mode.partition else nullcontext(),
@@ -188,7 +212,7 @@ def _decodes(report: Report, subject: Subject, rows: int, context: int) -> tuple
             graph.replay()
             agree(what, graph.logits, step())
             agree(f"{what}, against the whole device", graph.logits, expected, tolerance=tolerance)
-            steps[mode.partition] = graph.replay
+            steps[mode] = graph.replay
     return step, steps
 
 
@@ -202,12 +226,45 @@ def _encode(subject: Subject, count: int, picture: tuple[int, int], image: Image
 # ---- what is measured
 
 
-def _pairs(report: Report, subject: Subject, case: Case, vision: Lane, language: Lane) -> None:
-    turns = _duo(subject, case, 0, vision, language).in_turn(report.effort)
-    for mode in [mode for mode in modes(subject) if mode.partition in case.steps]:
-        times = _duo(subject, case, mode.partition, vision, language).together(report.effort)
-        gains = _gains(report, case, turns, times)
-        row = report.row(
+def _beside(arguments: argparse.Namespace, report: Report, subject: Subject, case: Case, duos: dict[Mode, Duo]) -> None:
+    assert report.ceilings is not None
+    rates, work = report.ceilings.rates, (case.first_work, case.step_work)
+    turns = next(iter(duos.values())).in_turn(report.effort)
+    for mode, duo in duos.items():
+        found = duo.beside(arguments.seconds or (_QUICK_S if report.quick else _FULL_S))
+        slowdowns = found.first_s / turns.first.median, found.step_s / turns.second.median
+        gain, best = sum(1 / slowdown for slowdown in slowdowns), best_gain(*work, rates)
+        counts = found.num_firsts, found.num_steps
+        mix = [part.times(count) for parts, count in zip(work, counts, strict=True) for part in parts]
+        # Each encode and each step reads its weights, so parts are summed one by one.
+        least = sum(count * serial_s(parts, rates) for parts, count in zip(work, counts, strict=True))
+        report.row(
+            f"{case.what}, beside, {mode.name}",
+            found.steps,
+            work=case.step_work,
+            inputs={**case.inputs, "firsts": counts[0], "steps": counts[1], "whole_s": found.whole_s},
+            peers={"alone": turns.second},
+            model=subject.name,
+            gain=gain,
+            gain_best=best,
+            share_of_best=gain_share(1.0, 1 / gain, 1 / best),
+            gain_bound=least / overlap_s(mix, rates),
+            first_slowdown=slowdowns[0],
+            decode_slowdown=slowdowns[1],
+            alone_s={"first": turns.first._asdict(), "decode": turns.second._asdict()},
+        )
+        text = (
+            f"steady-state gain {gain:.2f} of {best:.2f}; decodes {slowdowns[1]:.2f}x slower, other {slowdowns[0]:.2f}x"
+        )
+        print(f"{'':60}{text}", flush=True)
+
+
+def _pairs(report: Report, subject: Subject, case: Case, duos: dict[Mode, Duo]) -> None:
+    turns = next(iter(duos.values())).in_turn(report.effort)
+    serial = turns.first.median + turns.second.median
+    for mode, duo in duos.items():
+        times = duo.together(report.effort)
+        report.row(
             f"{case.what}, pair, {mode.name}",
             times.whole,
             work=case.work,
@@ -215,55 +272,12 @@ def _pairs(report: Report, subject: Subject, case: Case, vision: Lane, language:
             inputs=case.inputs,
             peers={"in turn": turns.whole},
             model=subject.name,
-            **gains,
-        )
-        print(f"{'':60}gain {row['gain']:.2f} of {row['gain_bound']:.2f}, decode {row['decode_slowdown']:.2f}x")
-
-
-def _gains(report: Report, case: Case, turns: Together, found: Together) -> dict[str, Any]:
-    assert report.ceilings is not None
-    rates, serial = report.ceilings.rates, turns.first.median + turns.second.median
-    bound = serial_s(case.work, rates) / overlap_s(case.work, rates)
-    return {
-        "gain": serial / found.whole.median,
-        "gain_bound": bound,
-        "gain_share": gain_share(serial, found.whole.median, serial / bound),
-        "gain_share_to_floor": gain_share(serial, found.whole.median, overlap_s(case.work, rates)),
-        "decode_slowdown": found.second.median / turns.second.median,
-        "first_slowdown": found.first.median / turns.first.median,
-        "alone_s": {"first": turns.first._asdict(), "decode": turns.second._asdict()},
-    }
-
-
-def _beside(report: Report, subject: Subject, case: Case, vision: Lane, language: Lane) -> None:
-    assert report.ceilings is not None
-    turns = _duo(subject, case, 0, vision, language).in_turn(report.effort)
-    count = max(3, int(_BESIDE_S / turns.first.median))
-    for mode in [mode for mode in modes(subject) if mode.partition in case.steps]:
-        found = _duo(subject, case, mode.partition, vision, language).beside(count)
-        serial = count * turns.first.median + found.num_steps * turns.second.median
-        mix = [part.times(count) for part in case.first_work] + [part.times(found.num_steps) for part in case.step_work]
-        # Each encode and each step reads its weights, so parts are summed one by one.
-        rates = report.ceilings.rates
-        least = count * serial_s(case.first_work, rates) + found.num_steps * serial_s(case.step_work, rates)
-        bound = least / overlap_s(mix, rates)
-        report.row(
-            f"{case.what}, beside, {mode.name}",
-            found.steps,
-            work=case.step_work,
-            inputs={**case.inputs, "firsts": found.num_firsts, "steps": found.num_steps, "whole_s": found.whole_s},
-            peers={"alone": turns.second},
-            model=subject.name,
-            gain=serial / found.whole_s,
-            gain_bound=bound,
-            gain_share=gain_share(serial, found.whole_s, serial / bound),
-            decode_slowdown=found.steps.median / turns.second.median,
-            first_slowdown=found.whole_s / count / turns.first.median,
+            serial_over_pair=serial / times.whole.median,
         )
 
 
-def _duo(subject: Subject, case: Case, partition: int, vision: Lane, language: Lane) -> Duo:
-    return Duo(subject.backend.device, vision, language, case.first, case.steps[partition], partition)
+def _duo(subject: Subject, case: Case, mode: Mode, vision: Lane, language: Lane) -> Duo:
+    return Duo(subject.backend.device, vision, language, case.first, case.steps[mode], mode.partition)
 
 
 def _one_batch(arguments: argparse.Namespace, report: Report, subject: Subject, language: Lane) -> None:
@@ -312,9 +326,7 @@ def _merged(prefill: list[Work], decode: list[Work]) -> list[Work]:
 def main() -> None:
     arguments = parse(__doc__, options)
     with torch.inference_mode():
-        run_models(
-            "colocate", arguments, lambda report, subject: measure(arguments, report, subject), splits(arguments)
-        )
+        run_models("colocate", arguments, partial(measure, arguments), sharings(arguments))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from bench.micro.ceilings import measure, show
 from bench.micro.floors import decode_work
 from bench.micro.harness import Effort, Report, agree, parse, timed
 from bench.micro.peers import HfPeer
-from bench.micro.subject import Row, Step, Subject
+from bench.micro.steps import Row, Step
+from bench.micro.subject import Subject
 from hydra_engine.backend.select import create_backend
 from tools.miniatures import TINY
 from tools.miniatures.base import save_processor

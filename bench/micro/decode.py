@@ -18,7 +18,8 @@ from bench.micro.encode import numbers
 from bench.micro.floors import decode_work
 from bench.micro.harness import Report, Run, Seconds, agree, captured, parse, require, timed
 from bench.micro.peers import HfPeer, compiled, peer_of
-from bench.micro.subject import Graphed, Row, Step, Subject, noise, release, run_bench
+from bench.micro.steps import Graphed, Row, Step
+from bench.micro.subject import Subject, noise, release, run_bench
 
 QUICK_ROWS, FULL_ROWS = (1, 8, 64, 128), (1, 2, 4, 8, 16, 32, 64, 128, 192, 224, 256, 384, 512)
 SMALL_ROWS = (1, 4, 16)  # of a processor

@@ -79,7 +79,7 @@ GOALS = (
     Goal("quantized", r" int8 T=(\d|1[0-6])$", OF_FLOOR, 0.75, 0.9),
     Goal("quantized", r" int4 T=(\d|1[0-6])$", OF_FLOOR, 0.6, 0.85),
     Goal("quantized", r" int[48] T=\d{4}$", "over_peers.bfloat16", 0.6, 0.9, "x"),
-    Goal("colocate", r"", "gain_share", 0.5, 0.75),
+    Goal("colocate", r", beside, ", "share_of_best", 0.5, 0.75),
     Goal("migrate", r"^map", "p95_us", 1000.0, 150.0, "us", ANYWHERE),
     Goal("migrate", r"^(copy|pull)", OF_FLOOR, 0.8, 0.9, devices=ANYWHERE),
     Goal("migrate", r"^through host memory", OF_FLOOR, 0.6, 0.8),

@@ -21,7 +21,8 @@ from bench.micro.encode import numbers
 from bench.micro.floors import Work, attention_work
 from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_turn, parse, scaled, timed
 from bench.micro.machine import on_gpu
-from bench.micro.subject import BLOCK, run_ops
+from bench.micro.steps import BLOCK
+from bench.micro.subject import run_ops
 from hydra_engine.backend.base import Backend, Normed, PackedLinear, PagedCache
 from hydra_engine.backend.composed import ComposedOps
 

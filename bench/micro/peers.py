@@ -15,7 +15,8 @@ import transformers
 from torch import Tensor
 
 from bench.micro.harness import Report
-from bench.micro.subject import Encode, Step, Subject
+from bench.micro.steps import Step
+from bench.micro.subject import Encode, Subject
 from hydra_engine.models.build import vision_class
 from hydra_engine.models.loading.random_weights import NamedDraws
 from hydra_engine.models.loading.safetensors_checkpoint import canonical_name

@@ -15,7 +15,8 @@ from bench.micro.encode import numbers
 from bench.micro.floors import prefill_work
 from bench.micro.harness import Report, Run, agree, parse, require, timed
 from bench.micro.peers import HfPeer, compiled, peer_of
-from bench.micro.subject import Row, Subject, noise, release, run_bench
+from bench.micro.steps import Row
+from bench.micro.subject import Subject, noise, release, run_bench
 
 QUICK_TOKENS, FULL_TOKENS = (1024, 2048), (256, 676, 1024, 2048, 4096)
 QUICK_ROWS, FULL_ROWS = (1,), (1, 4, 8)

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench.micro.encode import numbers, picture_of
 from bench.micro.floors import Work, decode_work, encode_work, image_work, prefill_work
 from bench.micro.harness import Report, Run, parse, timed
-from bench.micro.subject import Row, Subject, release, run_bench
+from bench.micro.steps import Row
+from bench.micro.subject import Subject, release, run_bench
 
 ROWS, SMALL_ROWS = (1, 8, 64), (1, 4)  # decodes; of a processor
 _CONTEXT, _SMALL_CONTEXT = 1024, 256

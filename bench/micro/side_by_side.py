@@ -1,4 +1,4 @@
-"""Two pieces of work on two lanes of one device: one after the other, both at once, and one all along beside the other.
+"""Two pieces of work on two lanes of one device: one after the other, without end beside each other, and each once.
 
 Begins and ends are read from the clock in the lanes' threads, after each has waited for what it launched: some tens of
 microseconds in steps of milliseconds. Does not know what the work is.
@@ -15,7 +15,7 @@ from bench.micro.harness import Effort, Run, Seconds
 from bench.micro.subject import in_lane
 from hydra_engine.backend.device import Device, Lane
 
-_MOST_STEPS = 10_000
+LEAST_FIRSTS = 3
 
 T = TypeVar("T")
 
@@ -38,12 +38,22 @@ class Together(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """`steps`: of the second work, those that lie within the time of the first. `whole_s` is that time."""
+    """Both without end. `steps`: of the second work, those that lie within the time of the first. `whole_s` is that
+    time."""
 
     steps: Seconds
     num_steps: float  # in that time, the one cut by its end counted in part
     num_firsts: int
     whole_s: float
+
+    @property
+    def first_s(self) -> float:
+        """From one first work to the next."""
+        return self.whole_s / self.num_firsts
+
+    @property
+    def step_s(self) -> float:
+        return self.whole_s / self.num_steps
 
 
 class Duo:
@@ -74,30 +84,34 @@ class Duo:
             spans.append((waits[0].result(), waits[1].result()))
         return _of_spans(spans[1:])
 
-    def beside(self, num_firsts: int) -> Beside:
-        """The second work over and over while the first is done `num_firsts` times."""
+    def beside(self, seconds: float) -> Beside:
+        """Both over and over for so long, and until the first work has been done `LEAST_FIRSTS` times."""
         barrier, over = threading.Barrier(2), threading.Event()
 
-        def firsts() -> Span:
-            began = perf_counter()
-            for _ in range(num_firsts):
-                self._timed(self._first)
-            over.set()
-            return Span(began, perf_counter())
+        def firsts() -> list[Span]:
+            try:
+                spans = [self._timed(self._first)]
+                while spans[-1].ended - spans[0].began < seconds or len(spans) < LEAST_FIRSTS:
+                    spans.append(self._timed(self._first))
+                return spans
+            finally:
+                over.set()
 
-        def seconds() -> list[Span]:
+        def steps() -> list[Span]:
             spans = [self._timed(self._second)]  # one at least, however short the first work is
-            while not over.is_set() and len(spans) < _MOST_STEPS:
+            while not over.is_set():
                 spans.append(self._timed(self._second))
             return spans
 
         one = in_lane(self._vision, self._after(barrier, firsts))
-        other = in_lane(self._language, self._after(barrier, seconds))
-        whole, spans = one.result(), other.result()
+        other = in_lane(self._language, self._after(barrier, steps))
+        first_spans, spans = one.result(), other.result()
+        whole = Span(first_spans[0].began, first_spans[-1].ended)
         inside = [span.seconds for span in spans if whole.began <= span.began and span.ended <= whole.ended]
         parts = [(min(s.ended, whole.ended) - max(s.began, whole.began)) / max(s.seconds, 1e-9) for s in spans]
         counted = inside or [span.seconds for span in spans]  # a step may be longer than all of the first
-        return Beside(Seconds.of(counted), sum(max(part, 0.0) for part in parts), num_firsts, whole.seconds)
+        num_steps = sum(max(part, 0.0) for part in parts)
+        return Beside(Seconds.of(counted), num_steps, len(first_spans), whole.seconds)
 
     def _from(self, barrier: threading.Barrier, run: Run) -> Callable[[], Span]:
         return self._after(barrier, lambda: self._timed(run))

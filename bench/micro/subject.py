@@ -21,7 +21,8 @@ from bench.micro.ceilings import measure, show
 from bench.micro.floors import Ceilings, Matrices
 from bench.micro.harness import Report
 from bench.micro.machine import on_gpu
-from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from bench.micro.steps import BLOCK, Row, Step
+from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Lane
 from hydra_engine.backend.select import create_backend, resolve_dtype, weights_dtype
 from hydra_engine.config import DEMO_MODEL, EngineConfig
@@ -29,24 +30,16 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import BackendError, HydraError
 from hydra_engine.models.build import load_model
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.worker.vision.graphs import EncodeGraphs
 
-BLOCK = 16
 IMAGE_BLOCK = 64
 _PIECE = 1 << 28  # numbers drawn at once
 
 T = TypeVar("T")
-
-
-class Row(NamedTuple):
-    """One request of a language step: `new` tokens behind `start` that are in the cache."""
-
-    start: int
-    new: int = 1
 
 
 def directory_of(name: str) -> Path:
@@ -110,6 +103,11 @@ class Subject:
     @property
     def on_gpu(self) -> bool:
         return on_gpu(self.device)
+
+    @property
+    def served_context(self) -> int:
+        """Tokens that an engine's block tables have room for, unless it is told otherwise or its caches hold fewer."""
+        return self.spec.language.max_position
 
     @property
     def free_bytes(self) -> int:
@@ -205,84 +203,23 @@ class Encode:
         return data[:, 0, 0, :, 0].reshape(-1, data.shape[-1])[: self.num_tokens]
 
 
-class Step:
-    """One language step. Calling it plans and runs it, as the engine does without graphs, and returns the logits of
-    every request's last token."""
-
-    def __init__(self, subject: Subject, rows: Sequence[Row], cache: PagedCache) -> None:
-        language, device = subject.spec.language, subject.device
-        self._subject, self.rows, self.cache = subject, tuple(rows), cache
-        generator = torch.Generator().manual_seed(2)
-        width = max(-(-(row.start + row.new) // BLOCK) for row in rows)
-        assert len(rows) * width <= cache.num_blocks, "each request has blocks of its own"
-        order = torch.randperm(cache.num_blocks, generator=generator).to(torch.int32)
-        self.tables = order[: len(rows) * width].view(len(rows), width).contiguous()
-        counts = torch.tensor([row.new for row in rows], dtype=torch.int32)
-        self._cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
-        self.num_context = torch.tensor([row.start + row.new for row in rows], dtype=torch.int32)
-        places = torch.cat([torch.arange(row.start, row.start + row.new) for row in rows])
-        owner = torch.repeat_interleave(torch.arange(len(rows)), counts.long())
-        slots = self.tables[owner, places // BLOCK].long() * BLOCK + places % BLOCK
-        highest = min(language.vocab_size, 1000)
-        self.token_ids = torch.randint(10, highest, (len(places),), generator=generator).to(device)
-        self.positions = (places if language.rope_sections is None else places.repeat(3, 1)).to(device)
-        self.slots, self.last_rows = slots.to(device), (self._cu_q[1:].long() - 1).to(device)
-
-    def __call__(self) -> Tensor:
-        return self.forward(self._subject.backend.ops.plan_attention(self._cu_q, self.num_context, self.tables))
-
-    def forward(self, plan: AttentionPlan) -> Tensor:
-        inputs = LanguageInput(
-            token_ids=self.token_ids,
-            positions=self.positions,
-            slots=self.slots,
-            attention=plan,
-            logit_rows=self.last_rows,
-            position_end=int(self.num_context.max()),
-        )
-        return self._subject.model.forward(inputs, self.cache, None)
-
-    def graph(self) -> Graphed:
-        """The step of decodes as one graph of the device, captured by the calling lane."""
-        assert all(row.new == 1 for row in self.rows), "graphs are of decodes"
-        return Graphed(self._subject, self)
-
-
-class Graphed:
-    """`replay` makes the step again; `logits` are those of the last replay, until the next graph is replayed."""
-
-    def __init__(self, subject: Subject, step: Step) -> None:
-        context, tables = step.num_context.to(subject.device), step.tables.to(subject.device)
-        plan = subject.backend.ops.plan_decode(context, tables)
-        found: list[Tensor] = []
-
-        def launch() -> None:
-            found[:] = [step.forward(plan)]
-
-        self._kept = (context, tables)  # the graph reads them
-        self._graph = subject.backend.device.capture(launch)
-        self._found = found
-
-    @property
-    def logits(self) -> Tensor:
-        return self._found[0]
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-def create(name: str, arguments: argparse.Namespace, sm_split: Sequence[int] = ()) -> Subject:
+def create(name: str, arguments: argparse.Namespace, sharing: Sharing | None = None) -> Subject:
     """The model called `name` on the device of the arguments. Raises HydraError where that cannot be divided so."""
     directory = directory_of(name)
     dtype = dtype_of(directory, arguments.device)
-    return Subject(Path(name).name, directory, backend_of(arguments, dtype, sm_split), arguments.quantization)
+    return Subject(Path(name).name, directory, backend_of(arguments, dtype, sharing), arguments.quantization)
 
 
-def backend_of(arguments: argparse.Namespace, dtype: torch.dtype, sm_split: Sequence[int] = ()) -> Backend:
+def backend_of(arguments: argparse.Namespace, dtype: torch.dtype, sharing: Sharing | None = None) -> Backend:
     """Batch-invariant on a processor, where that costs nothing, and elsewhere if asked for."""
-    deterministic = arguments.device == "cpu" or arguments.deterministic
+    priority, split = sharing or Sharing()
     return create_backend(
-        arguments.device, dtype, deterministic=deterministic, threads=arguments.threads, sm_split=sm_split
+        arguments.device,
+        dtype,
+        deterministic=arguments.device == "cpu" or arguments.deterministic,
+        threads=arguments.threads,
+        lane_priority=priority,
+        sm_split=split,
     )
 
 
@@ -302,7 +239,11 @@ def run_ops(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Ba
 
 def run_bench(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None]) -> None:
     """As `run_ops`, for every model of the arguments, one at a time."""
-    run_models(bench, arguments, lambda report, subject: _in_own_lane(subject.backend, partial(job, report, subject)))
+
+    def in_lane_of_its_own(report: Report, subject: Subject, _: Sharing) -> None:
+        _in_own_lane(subject.backend, partial(job, report, subject))
+
+    run_models(bench, arguments, in_lane_of_its_own)
 
 
 def run_together(
@@ -333,31 +274,45 @@ def run_together(
     return problems
 
 
+class Sharing(NamedTuple):
+    """Of a device by two lanes: whose work comes first, a key of `PRIORITIES`, and the language lane's multiprocessors
+    in each partition."""
+
+    lane_priority: str = "balanced"
+    split: tuple[int, ...] = ()
+
+
 def run_models(
-    bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None], sm_split: Sequence[int] = ()
+    bench: str,
+    arguments: argparse.Namespace,
+    job: Callable[[Report, Subject, Sharing], None],
+    sharings: Sequence[Sharing] = (Sharing(),),
 ) -> None:
-    """As `run_bench`, for a job that makes its lanes itself, on a device that is divided by `sm_split` if it can be."""
+    """As `run_bench`, for a job that makes its lanes itself, once for each of `sharings`, of which the job gets what
+    the device can do. Graphs keep the priority of the stream that they are captured on, so each has a model of its
+    own."""
     device = torch.device(arguments.device)
     names = (arguments.model or default_models(device)).split(",")
     _, ceilings = _begin(arguments, dtype_of(directory_of(names[0]), arguments.device))
     with Report(bench, arguments, ceilings) as report:
         report.note("models", names)
         for name in names:
-            subject = _divided(report, name, arguments, sm_split) or create(name, arguments)
-            job(report, subject)
-            del subject
-            release(device)
+            for wanted in sharings:
+                subject, sharing = _sharing(report, name, arguments, wanted)
+                job(report, subject, sharing)
+                del subject
+                release(device)
 
 
-def _divided(report: Report, name: str, arguments: argparse.Namespace, sm_split: Sequence[int]) -> Subject | None:
-    """None where there is nothing to divide, or nothing can."""
-    if not sm_split:
-        return None
-    try:
-        return create(name, arguments, sm_split)
-    except HydraError as error:
-        report.skip(f"{name} on parts of the device", error.message)
-        return None
+def _sharing(report: Report, name: str, arguments: argparse.Namespace, wanted: Sharing) -> tuple[Subject, Sharing]:
+    """Without a split where the device cannot be divided so."""
+    if wanted.split:
+        try:
+            return create(name, arguments, wanted), wanted
+        except HydraError as error:
+            report.skip(f"{name} on parts of the device", error.message)
+    whole = wanted._replace(split=())
+    return create(name, arguments, whole), whole
 
 
 def _begin(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[Backend, Ceilings]:

@@ -15,6 +15,7 @@ from bench.micro.goals import BENCHES, Goal, goal_of, value_of
 
 TABLE, PICTURE = "summary.md", "summary.png"
 _PEERS_SHOWN = 3
+_BESIDE = ("gain", "gain_best", "decode_slowdown", "first_slowdown")
 _KERNELS_SHOWN, _KERNEL_LENGTH = 15, 100
 
 
@@ -111,6 +112,7 @@ def table(documents: Sequence[Document], notes: Iterable[str] = ()) -> str:
         lines += ["", f"## {document.name} ({document.mode})", ""]
         if rates := _rates(document.ceilings):
             lines += [f"Ceilings of the same run: {rates}.", ""]
+        lines += _steady_state(document.rows)
         if document.rows:
             lines += [
                 "| what | time | floor | of floor | sustained | of it | goal: par, moonshot | got | | over peers |"
@@ -139,6 +141,18 @@ def _cells(row: Row) -> str:
 
 def _of_floor(row: Row, floor_s: float | None) -> tuple[str, str]:
     return duration(floor_s), "" if floor_s is None or not row.seconds else f"{floor_s / row.seconds:.2f}"
+
+
+def _steady_state(rows: Sequence[Row]) -> list[str]:
+    """Of work beside decodes without end: what both gain over one after the other, and what it costs each."""
+    lines = ["| beside each other | steady-state gain | at most | decodes slower | other slower |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        gain, most, *slowdowns = (value_of(row.made, name) for name in _BESIDE)
+        if gain is not None and ", beside, " in row.what:
+            cells = ["" if value is None else f"{value:.2f}" for value in (gain, most, *slowdowns)]
+            lines.append(f"| {row.what.replace('|', '/')} | {' | '.join(cells)} |")
+    return [*lines, ""] if len(lines) > 2 else []
 
 
 def _kernels(row: Row) -> list[str]:

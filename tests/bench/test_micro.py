@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from bench.micro import ceilings
-from bench.micro.colocate import options, splits
+from bench.micro.colocate import options, sharings
 from bench.micro.floors import Ceilings, Rates, Work, overlap_s, serial_s
 from bench.micro.harness import OVERLAP, Effort, Report, Seconds, agree, in_turn, parse, require, scaled, timed
 from bench.micro.profile import Launch, gaps_of, kernels_of
-from bench.micro.side_by_side import Duo
-from bench.micro.subject import _divided, run_together
+from bench.micro.side_by_side import LEAST_FIRSTS, Duo
+from bench.micro.subject import Sharing, _sharing, run_together
 from bench.summary import table
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.device import WholeDevice
@@ -75,19 +75,21 @@ def test_decodes_next_to_transformers_and_torch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_encodes_and_prompts_beside_decodes(tmp_path: Path) -> None:
-    sizes = ("--rows", "2", "--context", "40", "--prompt", "24")
+    sizes = ("--rows", "2", "--context", "40", "--prompt", "24", "--seconds", "0.2")
     document = document_of("colocate", tmp_path / "colocate.json", *sizes)
     check_rows(document)
-    pair, beside, *_ = document["rows"]
+    beside, pair, *_ = document["rows"]
+    assert beside["what"] == "demo encode b=1 || decode B=2, beside, two streams"
     assert pair["what"] == "demo encode b=1 || decode B=2, pair, two streams" and pair["formula"] == OVERLAP
-    alone = pair["alone_s"]
-    serial = alone["first"]["median"] + alone["decode"]["median"]
-    assert pair["gain"] == pytest.approx(serial / pair["seconds"]["median"])
-    if pair["gain_share"] is not None:
-        share = (1 - 1 / pair["gain"]) / (1 - 1 / pair["gain_bound"])
-        assert pair["gain_share"] == pytest.approx(share)
-    assert beside["decode_slowdown"] == pytest.approx(beside["seconds"]["median"] / beside["peers"]["alone"]["median"])
-    assert beside["inputs"]["steps"] > 0 and document["rows"][-1]["what"].endswith("one batch")
+    assert pair["serial_over_pair"] > 0 and "gain" not in pair, "a pair says how unequal both are"
+    ran, alone = beside["inputs"], beside["alone_s"]
+    assert ran["whole_s"] >= 0.2 and ran["firsts"] >= 3 and ran["steps"] > 0
+    rates = [ran[count] * alone[name]["median"] for count, name in (("firsts", "first"), ("steps", "decode"))]
+    assert beside["gain"] == pytest.approx(sum(rates) / ran["whole_s"])
+    assert beside["gain"] == pytest.approx(1 / beside["first_slowdown"] + 1 / beside["decode_slowdown"])
+    if beside["share_of_best"] is not None:
+        assert beside["share_of_best"] == pytest.approx((1 - 1 / beside["gain"]) / (1 - 1 / beside["gain_best"]))
+    assert document["rows"][-1]["what"].endswith("one batch")
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -195,7 +197,8 @@ def test_work_is_held_on_the_partition_that_is_measured(partition: int) -> None:
 
 def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:
     report = Report("x", arguments())
-    assert _divided(report, "demo", parse(None, argv=["--device", "cpu"]), (32,)) is None
+    subject, sharing = _sharing(report, "demo", parse(None, argv=["--device", "cpu"]), Sharing(split=(32,)))
+    assert sharing == Sharing() and subject.name == "demo"
     (skipped,) = report.document()["skipped"]
     assert skipped["what"] == "demo on parts of the device" and "sm_split" in skipped["reason"]
 
@@ -203,14 +206,24 @@ def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (["--device", "cuda:0"], (64,)),
-        (["--device", "cuda:0", "--full"], (32, 64, 96)),
-        (["--device", "cuda:0", "--splits", "0"], ()),
-        (["--device", "cpu"], ()),
+        (["--device", "cuda:0"], [Sharing("throughput", (64,))]),
+        (["--device", "cuda:0", "--full"], [Sharing("throughput", (32, 64, 96))]),
+        (["--device", "cuda:0", "--splits", "0"], [Sharing("throughput")]),
+        (
+            ["--device", "cuda:0", "--splits", "32,48", "--priority", "equal,language"],
+            [Sharing("throughput", (32, 48)), Sharing("balanced")],
+        ),
+        (["--device", "cuda:0", "--priority", "language"], [Sharing("balanced", (64,))]),
+        (["--device", "cpu", "--priority", "language"], [Sharing()]),
     ],
 )
-def test_parts_of_a_gpu_are_measured_unless_told_otherwise(flags: list[str], wanted: tuple[int, ...]) -> None:
-    assert splits(parse(None, options, flags)) == wanted
+def test_a_gpu_is_shared_by_streams_and_in_parts_unless_told_otherwise(flags: list[str], wanted: list[Sharing]) -> None:
+    assert sharings(parse(None, options, flags)) == wanted
+
+
+def test_a_priority_that_there_is_not_is_refused() -> None:
+    with pytest.raises(SystemExit, match="there are equal, language, not 'vision'"):
+        sharings(parse(None, options, ["--device", "cuda:0", "--priority", "vision"]))
 
 
 def test_two_lanes_run_at_once() -> None:
@@ -220,8 +233,12 @@ def test_two_lanes_run_at_once() -> None:
     try:
         found = Duo(device, vision, language, lambda: met.wait(10), lambda: met.wait(10)).together(Effort(2, 0.0, 1.0))
         assert found.whole.turns == 2 and found.whole.median >= max(found.first.median, found.second.median)
-        alone = Duo(device, vision, language, lambda: None, lambda: None).beside(3)
-        assert alone.num_firsts == 3 and alone.whole_s > 0
+        beside = Duo(device, vision, language, lambda: None, lambda: None).beside(0.01)
+        assert beside.num_firsts >= LEAST_FIRSTS and beside.whole_s >= 0.01 and beside.num_steps > 0
+        assert beside.first_s * beside.num_firsts == pytest.approx(beside.whole_s)
+        broken = Duo(device, vision, language, lambda: 1 // 0, lambda: None)
+        with pytest.raises(ZeroDivisionError):  # and the steps end
+            broken.beside(0.01)
     finally:
         vision.close()
         language.close()

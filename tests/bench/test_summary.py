@@ -111,6 +111,19 @@ def test_the_table_has_every_row_with_its_ratio() -> None:
     assert text.count("| what | time |") == 2
 
 
+def test_what_runs_beside_decodes_is_headed_by_its_steady_state_gain() -> None:
+    what = "m encode b=2 || decode B=8, beside, 64 SMs for decodes"
+    both = {"gain": 1.307, "decode_slowdown": 1.406, "first_slowdown": 1.681}
+    rows = [row(what, 7e-3, 4e-3, gain_best=1.83, share_of_best=0.52, **both), row(what[:-22], 6e-3, **both)]
+    found = document_of("colocate", document("colocate", *rows, row("m, pair, 64 SMs for decodes", 1.0, gain=2.0)))
+    text = table([found])
+    assert "| m encode b=2 // decode B=8, beside, 64 SMs for decodes | 1.31 | 1.83 | 1.41 | 1.68 |" in text
+    assert text.index("steady-state gain") < text.index("| what |") and "| 2.00 |" not in text
+    assert [r.verdict for r in found.rows] == ["par", "", ""], "older documents do not say what is possible"
+    older = table([document_of("colocate", document("colocate", row(what, 7e-3, **both)))])
+    assert "| 1.31 |  | 1.41 | 1.68 |" in older
+
+
 def test_what_was_skipped_is_said() -> None:
     made = document("decode", skipped=[{"what": "B=512", "reason": "137 GB of KV do not fit"}])
     assert "Skipped: B=512: 137 GB of KV do not fit" in table([document_of("decode", made)])

@@ -34,6 +34,7 @@ from bench.micro.ceilings import Sizes
 from bench.micro.harness import Effort
 from hydra_engine.backend.cuda import attention
 from hydra_engine.backend.cuda.attention_choice import Tower
+from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_kernels import decode_attention
 from tests.emulated.conftest import Models
 from tests.emulated.cuda import Torch
@@ -223,14 +224,33 @@ def test_encodes(run: Run, model: str) -> None:
 @pytest.mark.slow
 def test_encodes_and_prompts_beside_decodes(run: Run, model: str) -> None:
     sizes = ("--counts", "1", "--rows", "2", "--context", "24", "--prompt", "20", "--picture", "56x56", "--splits", "4")
-    document = run("colocate", "--model", model, *sizes)
-    modes = ["pair, two streams", "pair, partition 1", "beside, two streams", "beside, partition 1"]
-    first, second = "encode b=1", "prefill S=20"
+    document = run("colocate", "--model", model, *sizes, "--seconds", "0.01")
+    forms = ["equal priority", "4 SMs for decodes"]
+    modes = [*(f"beside, {form}" for form in forms), *(f"pair, {form}" for form in forms)]
+    works = "encode b=1", "prefill S=20"
     assert whats(document) == [
-        *(f"tiny {work} || decode B=2, {mode}" for work in (first, second) for mode in modes),
+        *(f"tiny {work} || decode B=2, {mode}" for work in works for mode in modes),
         "tiny prefill S=20 with decode B=2, one batch",
     ]
     assert {row["inputs"].get("encode") for row in document["rows"][:4]} == {"graph"}
+
+
+@pytest.mark.parametrize("model", ["llava"], indirect=True)
+def test_streams_of_both_priorities_beside_each_other(run: Run, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    asked: list[tuple[str, int]] = []
+    make = CudaDevice.lane
+
+    def lane(self: CudaDevice, name: str) -> Any:
+        asked.append((name, self._priorities.get(name, 0)))
+        return make(self, name)
+
+    monkeypatch.setattr(CudaDevice, "lane", lane)
+    sizes = ("--counts", "1", "--rows", "2", "--context", "24", "--prompt", "0", "--picture", "56x56", "--splits", "0")
+    flags = ("--beside-only", "--seconds", "0.01", "--priority", "equal,language")
+    document = run("colocate", "--model", model, *sizes, *flags)
+    forms = ["equal priority", "language first"]
+    assert whats(document) == [f"tiny encode b=1 || decode B=2, beside, {form}" for form in forms]
+    assert asked == [("vision", 0), ("language", 0), ("vision", 0), ("language", -1)]
 
 
 @pytest.mark.slow
@@ -251,8 +271,8 @@ def test_decodes_whose_sums_have_another_order_on_a_part_of_the_device_are_right
 
     monkeypatch.setattr(attention, "decode_attention", noisy)
     sizes = ("--counts", "1", "--rows", "2", "--context", "24", "--prompt", "0", "--picture", "56x56", "--splits", "2")
-    document = run("colocate", "--model", model, *sizes)
-    assert seen == {2, 4} and "tiny encode b=1 || decode B=2, pair, partition 1" in whats(document)
+    document = run("colocate", "--model", model, *sizes, "--seconds", "0.01")
+    assert seen == {2, 4} and "tiny encode b=1 || decode B=2, beside, 2 SMs for decodes" in whats(document)
 
 
 @pytest.mark.slow
