@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from hydra_engine.backend.base import AttentionPlan, MixedRows, PagedCache
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.language.mixed_graphs import MOST_CHUNKS, MixedSize
+from hydra_engine.worker.language.mixed_graphs import MixedSize
 
 if TYPE_CHECKING:
     from bench.micro.subject import Subject
@@ -95,7 +95,7 @@ class Step:
         cu_q = filled(self._cu_q, size.rows + 1, num_tokens)
         context = filled(self.num_context, size.rows, 0)
         rows = MixedRows(cu_q, cu_q, context, torch.zeros_like(context), self._tables_of(size.rows, table_tokens))
-        plan = subject.backend.ops.plan_mixed(rows, size.tokens, MOST_CHUNKS)
+        plan = subject.backend.ops.plan_mixed(rows, size.tokens, size.rows)
         inputs = replace(
             self._inputs(plan),
             token_ids=filled(self.token_ids, size.tokens, 0),
