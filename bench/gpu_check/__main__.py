@@ -29,7 +29,7 @@ from typing import Any
 from bench.common import ROOT, commit
 from bench.gpu_check import outcomes, wheels
 from bench.gpu_check.archive import ARCHIVE, SITE, SUMMARY, Archive
-from bench.gpu_check.machine import PACKAGES, Machine, look, too_old, versions
+from bench.gpu_check.machine import OPTIONAL, PACKAGES, Machine, look, too_old, versions
 from bench.gpu_check.plan import BUDGET_S, CALLS, INI, SUMMARY_S, Setup, chosen, parts_of
 from bench.micro.parts import ENDING, Interrupted, Outcome, Part, Runner, ended_by_signals, missing
 from bench.summary import table
@@ -73,15 +73,19 @@ class Check:
         self._runner.run(parts)
 
     def _provide(self, parts: Sequence[Part]) -> None:
-        """Packages that are absent or too old, from wheels; without them it is refused to start."""
+        """Packages that are absent or too old, from wheels; without them, but for those that are optional, it is
+        refused to start."""
         needed = {name for part in parts for name in part.packages} | {"pytest_timeout", "xdist"}
         wanted = [name for name in PACKAGES if name in needed and (missing((name,)) or too_old(name))]
         site = self._scratch / SITE
         problem = wheels.install(wanted, wheels.FOLDER, site)
+        if left_out := wheels.install([name for name in OPTIONAL if missing((name,))], wheels.FOLDER, site):
+            self._remarks.append(f"FlashInfer is left out, its wheels cannot be installed: {left_out}")
         sys.path.insert(0, str(site))
         importlib.invalidate_caches()
         paths = (str(site), str(ROOT), str(ROOT / "kernels"), *filter(None, (os.environ.get("PYTHONPATH"),)))
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        os.environ["FLASHINFER_DISABLE_JIT"] = "1"  # compiling one of its kernels takes longer than a test may
         if problem:
             raise Refused(f"wheels of {wheels.FOLDER} cannot be installed: {problem}")
         absent = missing(wanted)

@@ -43,7 +43,17 @@ PACKAGES = {
     "yaml": ("pyyaml", "the command line"),
     "llguidance": ("llguidance", "grammars"),
     "matplotlib": ("matplotlib", "summary.png"),
+    "flashinfer": ("flashinfer-python", "FlashInfer's attention"),
+    "tvm_ffi": ("apache-tvm-ffi", "FlashInfer's attention"),
+    "pynvml": ("nvidia-ml-py", "FlashInfer's attention"),
+    "requests": ("requests", "FlashInfer's attention"),
+    "urllib3": ("urllib3", "FlashInfer's attention"),
+    "certifi": ("certifi", "FlashInfer's attention"),
+    "idna": ("idna", "FlashInfer's attention"),
+    "charset_normalizer": ("charset-normalizer", "FlashInfer's attention"),
 }
+# Taken where they are here or have a wheel; no part needs them.
+OPTIONAL = ("flashinfer", "tvm_ffi", "pynvml", "requests", "urllib3", "certifi", "idna", "charset_normalizer")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Wheels for a machine without a network. `make gpu-wheels` downloads into .whl/ what an image for CUDA work usually
-lacks, in the versions of constraints.txt; gpu-check installs from there what its machine lacks, into a folder of its
-own. Standard library only.
+lacks, in the versions of constraints.txt, and FlashInfer, cut to what the engine uses of it, with kernels that are
+compiled here where there is an nvcc; gpu-check installs from there what its machine lacks, into a folder of its own.
+Standard library only.
 
-`python -m bench.gpu_check.wheels [--python 3.12] [NAMES]`; names are distributions besides those of `USUALLY_ABSENT`,
-for example flashinfer-python==0.7.2. What they need in turn is not followed: the last lines name it.
+`python -m bench.gpu_check.wheels [--python 3.12] [--kernels decode-128,fa2-128] [NAMES]`; names are distributions
+besides those of `USUALLY_ABSENT`, for example mypy==1.18.1. What they need in turn is not followed: the last lines name
+it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from bench.common import ROOT
+from bench.gpu_check import flashinfer_kernels, flashinfer_wheel
 from bench.gpu_check.machine import PACKAGES, canonical
 
 FOLDER = ROOT / ".whl"
+MOST_BYTES = 64 << 20  # that can be carried along
 USUALLY_ABSENT = ("msgspec", "simplejpeg", "llguidance", "setuptools", "pybind11")  # the last two: may be too old
+BESIDE_FLASHINFER = (  # what its import needs and an image for CUDA work may lack
+    *("apache-tvm-ffi==0.1.15.post2", "nvidia-ml-py==13.615.71"),
+    *("requests", "urllib3", "certifi", "idna", "charset-normalizer"),
+)
 # pip takes a wheel only of a platform that it is told by name.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
@@ -55,6 +63,31 @@ def download(folder: Path, names: Sequence[str], python: str) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
+def carry_flashinfer(folder: Path, kernels: Sequence[str]) -> Path:
+    """Cuts its wheel and compiles `kernels`, in build/flashinfer, where what was made before is taken again."""
+    scratch, version = ROOT / "build" / "flashinfer", flashinfer_wheel.VERSION
+    scratch.mkdir(parents=True, exist_ok=True)
+    whole = scratch / f"flashinfer_python-{version}-py3-none-any.whl"
+    if not whole.exists():
+        wanted = ("-d", str(scratch), f"flashinfer-python=={version}")
+        subprocess.run([*_PIP, "download", "-q", "--no-deps", "--only-binary=:all:", *wanted], check=True)
+    cuda, built = flashinfer_kernels.toolkit(), {}
+    if kernels and cuda is None:
+        print("no nvcc with libcudart_static.a: FlashInfer is carried without compiled kernels, and cannot compute")
+    elif kernels:
+        assert cuda is not None
+        package, site = scratch / version, scratch / "site"
+        if not package.exists():
+            with zipfile.ZipFile(whole) as archive:
+                archive.extractall(package)
+        flags = ("--no-deps", "--upgrade", "--target", str(site))
+        subprocess.run([*_PIP, "install", "-q", *flags, *pinned(BESIDE_FLASHINFER)], check=True)
+        built = flashinfer_kernels.build(package, site, kernels, cuda, scratch)
+    for old in folder.glob("flashinfer_python-*.whl"):
+        old.unlink()
+    return flashinfer_wheel.cut(whole, folder, built)
+
+
 def wheel_of(folder: Path, distribution: str) -> Path | None:
     """The newest by time, where there are several."""
     found = [path for path in folder.glob("*.whl") if canonical(path.name.split("-")[0]) == canonical(distribution)]
@@ -86,12 +119,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help=f"besides {', '.join(USUALLY_ABSENT)}")
     parser.add_argument("--python", default="3.12", help="CPython of the machine with the GPU")
     parser.add_argument("--dir", type=Path, default=FOLDER, help="where they go")
+    default = ",".join(flashinfer_kernels.DEFAULT)
+    kinds, dims = "|".join(flashinfer_kernels.KINDS), "|".join(map(str, flashinfer_kernels.HEAD_DIMS))
+    parser.add_argument(
+        "--kernels", default=default, help=f"FlashInfer's that are compiled, {kinds}-{dims} with commas ({default})"
+    )
+    parser.add_argument("--no-flashinfer", action="store_true", help="leaves FlashInfer out")
     options = parser.parse_args(argv)
-    wheels = download(options.dir, (*USUALLY_ABSENT, *options.names), options.python)
+    kernels = flashinfer_kernels.checked([*filter(None, options.kernels.split(","))])
+    beside = () if options.no_flashinfer else BESIDE_FLASHINFER
+    wheels = download(options.dir, (*USUALLY_ABSENT, *beside, *options.names), options.python)
+    if not options.no_flashinfer:
+        carry_flashinfer(options.dir, kernels)
+        wheels = sorted(options.dir.glob("*.whl"))
     for wheel in wheels:
         asks = f"; needs {', '.join(needs(wheel))}" if needs(wheel) else ""
         print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB{asks}")
-    print(f"{sum(wheel.stat().st_size for wheel in wheels) / 1e6:.1f} MB in {options.dir}")
+    total = sum(wheel.stat().st_size for wheel in wheels)
+    print(f"{total / 1e6:.1f} MB in {options.dir}")
+    if total > MOST_BYTES:
+        print(f"that is more than the {MOST_BYTES >> 20} MiB that can be carried: delete some, or --no-flashinfer")
+        return 1
     return 0
 
 

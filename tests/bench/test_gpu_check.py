@@ -220,6 +220,36 @@ def test_a_machine_without_a_gpu_and_a_wrong_word_are_refused_at_once(
     assert "there is no part 'nonsense'" in refusal(monkeypatch, tmp_path, capsys, "--only", "nonsense", **found)
 
 
+def test_an_optional_package_that_cannot_be_installed_is_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(PACKAGES, "no_such_module_here", ("no-such-module", "an example"))
+    monkeypatch.setattr(command, "OPTIONAL", ("no_such_module_here", "pytest"))
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    asked: list[list[str]] = []
+
+    def install(modules: list[str], folder: Path, target: Path) -> str:
+        asked.append(modules)
+        return "no wheel for this Python" if modules else ""
+
+    def one(call: str, setup: Setup) -> list[Part]:
+        return [Part("parts", ("true",), 9.0)]
+
+    monkeypatch.setattr(wheels, "install", install)
+    assert command.main(["--dir", str(tmp_path)], lambda: HOPPER, one) == 0
+    assert asked == [[], ["no_such_module_here"]]
+    said = "FlashInfer is left out, its wheels cannot be installed: no wheel for this Python"
+    assert said in (tmp_path / "summary.md").read_text()
+    assert os.environ["FLASHINFER_DISABLE_JIT"] == "1", "no part waits for a kernel to be compiled"
+
+
+def test_flashinfers_tests_are_among_those_of_operations() -> None:
+    ops, *_ = files_by_kind()
+    assert "tests/gpu/test_flashinfer.py" in ops
+
+
 # ---- wheels
 
 

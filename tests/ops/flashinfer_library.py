@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cuda import flashinfer_attention
+from hydra_engine.backend.cuda import flashinfer_attention, flashinfer_kernels
+from hydra_engine.backend.cuda.flashinfer_kernels import FlashKernels
 from hydra_engine.backend.reference.attention import causal
 
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "flashinfer_signatures.json").read_text())
@@ -249,8 +250,15 @@ def send(arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
     return tuple(torch.from_numpy(array.copy()) for array in arrays)
 
 
-def install(patch: pytest.MonkeyPatch, *, dtypes: tuple[torch.dtype, ...] = (), dims: tuple[int, ...] = ()) -> Library:
-    """`dtypes`, `dims`: which the library is to take besides its own."""
+def install(
+    patch: pytest.MonkeyPatch,
+    *,
+    dtypes: tuple[torch.dtype, ...] = (),
+    dims: tuple[int, ...] = (),
+    kernels: FlashKernels | None = None,
+) -> Library:
+    """`dtypes`, `dims`: which the library is to take besides its own; `kernels`: those that it has, all by default."""
+    patch.setattr(flashinfer_kernels, "installed", lambda: kernels or FlashKernels())
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(flashinfer_attention, "DTYPES", (*flashinfer_attention.DTYPES, *dtypes))
     patch.setattr(flashinfer_attention, "HEAD_DIMS", (*flashinfer_attention.HEAD_DIMS, *dims))

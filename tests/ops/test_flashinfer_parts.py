@@ -1,7 +1,6 @@
-"""What FlashInfer is asked for, and when it is refused. The package itself is not needed: `flashinfer_library` has its
+"""What FlashInfer is asked for. The package itself is not needed: `flashinfer_library` has its
 calls, and computes what it is told, so that wrong pages give wrong numbers."""
 
-import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -16,11 +15,9 @@ from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import Heads, resolve_attention
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention, Wrappers
 from hydra_engine.backend.cuda.flashinfer_graphs import Kind, pages_of, workspace_bytes
 from hydra_engine.backend.reference.ops import ReferenceOps
-from hydra_engine.errors import BackendError, ConfigError
 from tests.ops.flashinfer_library import NUM_SMS, Event, Library, install, send
 
 BLOCK, SCALE = 8, 0.125
@@ -313,47 +310,3 @@ def test_a_wrapper_is_planned_anew_only_once_its_plan_was_copied(monkeypatch: py
         wrapper = wrappers.planned(key, partial(noted, key))
         assert wrapper[-1] == key and Event.waits == waits
     assert made == [["a"], ["b", "c", "b"]]
-
-
-# ---- the choice
-
-
-def choose(wanted: str, *, head_dim: int = 128, block_size: int = 16, **changes: Any) -> str:
-    given: dict[str, Any] = {"on_gpu": True, "dtype": torch.bfloat16, "deterministic": False}
-    return resolve_attention(wanted, **(given | {"heads": Heads(8, 4, head_dim, block_size)} | changes))
-
-
-def test_auto_measures_where_there_is_something_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FlashInfer or without: there are other candidates."""
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert choose("auto") == choose("auto", head_dim=80) == "auto" and choose("triton") == "triton"
-    for wrong in ({"deterministic": True}, {"on_gpu": False}, {"dtype": torch.float32}):
-        assert choose("auto", **wrong) == "triton"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"on_gpu": False}, "flashinfer runs on a GPU; set attention_backend to auto or device to cuda:0"),
-        ({"dtype": torch.float32}, "computes in bfloat16 and float16, not in float32; set attention_backend to triton"),
-        ({"head_dim": 72}, "takes head dims of 64, 128 or 256, the model's is 72"),
-        ({"head_dim": 80}, "the model's is 80"),
-        ({"block_size": 12}, "takes a block_size of 8, 16, 32, 64 or 128, not 12"),
-        ({"deterministic": True}, "so it is not deterministic"),
-    ],
-)
-def test_what_flashinfer_cannot_do_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
-        choose("flashinfer", **changes)
-    assert refused.value.param == "attention_backend"
-
-
-def test_flashinfer_is_refused_where_it_is_not_installed_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(BackendError, match="the package is not installed; `pip install -U hydra-engine"):
-        choose("flashinfer")
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
-    with pytest.raises(BackendError, match=r"the package is older than 0\.4; `pip install"):
-        choose("flashinfer")
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(fast_decode_plan=None))
-    assert choose("flashinfer") == "flashinfer"

@@ -44,6 +44,51 @@ def compute(signatures: Mapping[str, inspect.Signature]) -> set[str]:
     return library.called
 
 
+# What our calls give by position.
+_PAGES = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+_SHAPE = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
+_SHAPE_QK = ("num_qo_heads", "num_kv_heads", "head_dim_qk")
+POSITIONAL: dict[str, tuple[str, ...]] = {
+    "BatchDecodeWithPagedKVCacheWrapper.__init__": ("self", "float_workspace_buffer"),
+    "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": (
+        *("self", "float_workspace_buffer", "int_workspace_buffer"),
+    ),
+    "BatchDecodeWithPagedKVCacheWrapper.plan": ("self", "indptr", "indices", "last_page_len", *_SHAPE),
+    "BatchDecodeWithPagedKVCacheWrapper.run": ("self", "q", "paged_kv_cache"),
+    "BatchPrefillWithPagedKVCacheWrapper.__init__": ("self", "float_workspace_buffer"),
+    "BatchPrefillWithPagedKVCacheWrapper.plan": ("self", "qo_indptr", *_PAGES, *_SHAPE_QK, "page_size"),
+    "BatchPrefillWithPagedKVCacheWrapper.run": ("self", "q", "paged_kv_cache"),
+    "BatchPrefillWithRaggedKVCacheWrapper.__init__": ("self", "float_workspace_buffer"),
+    "BatchPrefillWithRaggedKVCacheWrapper.plan": ("self", "qo_indptr", "kv_indptr", *_SHAPE_QK),
+    "BatchPrefillWithRaggedKVCacheWrapper.run": ("self", "q", "k", "v"),
+    "fast_decode_plan": ("self", "indptr", "indices", "last_page_len", *_SHAPE),
+}
+
+
+def check_order(signatures: Mapping[str, inspect.Signature]) -> None:
+    for name, wanted in POSITIONAL.items():
+        assert (*signatures[name].parameters,)[: len(wanted)] == wanted, name
+
+
+def installed_signatures(package: Any) -> dict[str, inspect.Signature]:
+    def one(name: str) -> inspect.Signature:
+        outer, _, method = name.partition(".")
+        owner = getattr(package, outer)
+        return inspect.signature(getattr(owner, method) if method else owner)
+
+    return {name: one(name) for name in SIGNATURES}
+
+
+def test_what_is_given_by_position_has_its_place_in_the_released_package() -> None:
+    check_order(SIGNATURES)
+    assert POSITIONAL.keys() == SIGNATURES.keys()
+    text = str(SIGNATURES["fast_decode_plan"])
+    namespace: dict[str, Any] = {}
+    exec(f"def call{text.replace('num_qo_heads, num_kv_heads', 'num_kv_heads, num_qo_heads')}: ...", namespace)
+    with pytest.raises(AssertionError, match="fast_decode_plan"):
+        check_order(SIGNATURES | {"fast_decode_plan": inspect.signature(namespace["call"])})
+
+
 def test_every_call_fits_the_released_package(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     assert compute(SIGNATURES) == SIGNATURES.keys(), "a signature that nothing needs"
@@ -52,13 +97,10 @@ def test_every_call_fits_the_released_package(monkeypatch: pytest.MonkeyPatch) -
 def test_every_call_fits_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     package = pytest.importorskip("flashinfer", exc_type=ImportError)
 
-    def installed(name: str) -> inspect.Signature:
-        outer, _, method = name.partition(".")
-        owner = getattr(package, outer)
-        return inspect.signature(getattr(owner, method) if method else owner)
-
+    signatures = installed_signatures(package)
     install(monkeypatch)
-    compute({name: installed(name) for name in SIGNATURES})
+    compute(signatures)
+    check_order(signatures)
 
 
 @pytest.mark.parametrize("name", ["BatchDecodeWithPagedKVCacheWrapper.plan", "fast_decode_plan"])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.errors import BackendError, ConfigError
 
 FLASHINFER, TRITON, AUTO = "flashinfer", "triton", "auto"
@@ -102,7 +103,10 @@ def by_name(name: str) -> ChosenAttention:
     """FLASHINFER or TRITON for all that it can do."""
     if name == TRITON:
         return ChosenAttention()
+    kernels = flashinfer_kernels.installed()
     others = f"asked for by name; head dims other than {_listed(HEAD_DIMS, 'and')}"
+    if kernels.problem:
+        others = f"asked for by name; of its kernels there are {kernels.listed()}, and {kernels.problem}; others"
     paged, packed = f"{others} take Triton", f"{others}, and encodes that are captured, take Triton"
     return ChosenAttention(
         dict.fromkeys((DECODES, PROMPTS, PICTURES, WINDOWS), FLASHINFER),
@@ -146,7 +150,21 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
             "triton",
             param="attention_backend",
         )
+    if lacking := _lacking(dtype, heads):
+        raise BackendError(
+            f"attention_backend flashinfer: its kernel {lacking}; install the whole package with nvcc and ninja, or "
+            "have `make gpu-wheels` compile it (--kernels), or set attention_backend to triton",
+            param="attention_backend",
+        )
     return FLASHINFER
+
+
+def _lacking(dtype: torch.dtype, heads: Heads) -> str:
+    """Of kernels for decodes and prompts, as FlashKernels.lacks says it."""
+    kernels = flashinfer_kernels.installed()
+    decode = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
+    decodes, fa2, fa3 = (kernels.lacks(name, dtype, heads.head_dim) for name in (decode, "fa2", "fa3"))
+    return decodes or (fa3 and fa2)
 
 
 def flashinfer_problem(dtype: torch.dtype, head_dim: int, block_size: int, deterministic: bool = False) -> str:

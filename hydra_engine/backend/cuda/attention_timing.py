@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, PagedCache, Segments
 from hydra_engine.backend.cuda import attention_kept as kept
+from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.backend.cuda.attention import CudaAttention
 from hydra_engine.backend.cuda.attention_choice import (
     CAPTURED_PICTURES,
@@ -182,11 +183,12 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
     def made(make: Callable[[], Attention]) -> Callable[[], Attend]:
         return lambda: prepared(make(), case, cache, heads)
 
-    def by_flashinfer(prompts: str) -> FlashInferAttention:
-        problem = flashinfer_problem(cache.data.dtype, heads.head_dim, heads.block_size) or flashinfer_missing()
-        if problem:
+    def by_flashinfer(kernel: str) -> FlashInferAttention:
+        dtype, head_dim = cache.data.dtype, heads.head_dim
+        problem = flashinfer_problem(dtype, head_dim, heads.block_size) or flashinfer_missing()
+        if problem := problem or flashinfer_kernels.installed().lacks(kernel, dtype, head_dim):
             raise Refusal(problem)
-        return site.flashinfer(prompts)
+        return site.flashinfer("auto" if case.use == DECODES else kernel)
 
     def by_descriptors() -> CudaAttention:
         if not takes_cache(cache.data[:, 0, 0], cache.data[:, 0, 1]):
@@ -194,7 +196,8 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
         return site.triton(tma_prompts=True)
 
     if case.use == DECODES:
-        yield Candidate(FLASHINFER, made(partial(by_flashinfer, "auto")))
+        kernel = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
+        yield Candidate(FLASHINFER, made(partial(by_flashinfer, kernel)))
     else:
         yield Candidate(TRITON_TMA, made(by_descriptors))
         for name, kernel in ((FLASHINFER_FA2, "fa2"), (FLASHINFER_FA3, "fa3")):

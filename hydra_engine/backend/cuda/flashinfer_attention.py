@@ -3,8 +3,8 @@
 FlashInfer plans on the host, once for a step and a kind of layer, into a wrapper that all these layers then run.
 Decodes that are captured as graphs have wrappers of their own (flashinfer_graphs.py), which the host plans before each
 replay. Decodes take its kernels for Ampere, which are as fast where memory is what bounds; for prompts and segments it
-has some for Hopper too ("fa3"). Head dims that FlashInfer lacks take our kernels. Importing this needs Triton; the
-package itself is imported when the class is made.
+has some for Hopper too ("fa3"). Head dims that FlashInfer lacks, and kernels that are neither compiled nor can be, take
+ours. Importing this needs Triton; the package itself is imported when the class is made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, MixedRows, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Int32s, num_leading_decodes
 from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS
 from hydra_engine.backend.cuda.flashinfer_graphs import (
@@ -36,6 +37,7 @@ from hydra_engine.backend.cuda.flashinfer_graphs import (
 )
 from hydra_engine.backend.device import Send
 
+_HOPPER = 9  # of its compute capability
 NUM_STEPS = 2  # plans of steps that a lane holds: one is planned while another runs
 NUM_PACKED = 4  # lists of segments: towers alternate between whole pictures and windows
 
@@ -128,8 +130,9 @@ class FlashInferAttention:
         self._send = send
         self._by_triton = by_triton
         self._decodes = decodes
-        self._prompts = prompts
+        self._wanted_prompts = prompts
         self._library = importlib.import_module("flashinfer") if library is None else library
+        self._kernels = flashinfer_kernels.installed()
         self._of_thread = threading.local()
 
     # ---- plans
@@ -169,7 +172,8 @@ class FlashInferAttention:
         if isinstance(native, CudaPlan):
             return self._by_triton.paged(q, cache, layer, plan, scale)
         assert isinstance(native, FlashPlan | GraphPlan), "a plan of other ops"
-        if not _fits(q):
+        decodes, prompts = self._takes_decodes(q, cache.data.shape[4]), self._prompts(q)
+        if not decodes and (prompts is None or isinstance(native, GraphPlan)):
             return self._by_triton.paged(q, cache, layer, replace(plan, native=native.triton), scale)
         checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
         num_tokens = native.triton.num_tokens
@@ -182,22 +186,23 @@ class FlashInferAttention:
             self._captured(kind, native).run(q, kv, out=out)
             return out
         split = native.num_decodes
-        if not self._decodes:
+        if not decodes:
             self._by_triton.decodes(q, cache, layer, plan, native.triton, scale, out)
         elif split:
             self._decode(kind, native).run(q[:split], kv, out=out[:split])
-        if self._prompts is None:
+        if prompts is None:
             self._by_triton.prompts(q, cache, layer, plan, native.triton, scale, out)
         elif split < num_tokens:
-            self._prefill(kind, native).run(q[split:], kv, out=out[split:])
+            self._prefill(kind, native, prompts).run(q[split:], kv, out=out[split:])
         return out
 
     def takes_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
         """Whether `packed` is FlashInfer's here: it plans on the host, which has to know the segments."""
-        return _fits(q) and not isinstance(cu_seqlens, PackedPlan)
+        return not isinstance(cu_seqlens, PackedPlan) and self._segments(q) is not None
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
-        if isinstance(cu_seqlens, PackedPlan) or not _fits(q) or not q.shape[0]:
+        kernel = self._segments(q)
+        if isinstance(cu_seqlens, PackedPlan) or kernel is None or not q.shape[0]:
             return self._by_triton.packed(q, k, v, cu_seqlens, scale)
         bounds = tuple(cu_seqlens)
         checks.check_packed(q, k, v, bounds)
@@ -211,9 +216,31 @@ class FlashInferAttention:
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         size = workspace_bytes(kind, self._num_sms)
-        wrappers = self._lane.wrappers("PrefillWithRagged", size, NUM_PACKED, backend="auto")
+        wrappers = self._lane.wrappers("PrefillWithRagged", size, NUM_PACKED, backend=kernel)
         wrappers.planned((bounds, kind), plan).run(q, k, v, out=out)
         return out
+
+    # ---- kernels
+
+    def _takes_decodes(self, q: Tensor, kv_heads: int) -> bool:
+        _, heads, head_dim = q.shape
+        kernel = flashinfer_kernels.decode_kernel(heads, kv_heads, head_dim)
+        return self._decodes and _fits(q) and not self._kernels.lacks(kernel, q.dtype, head_dim)
+
+    def _prompts(self, q: Tensor) -> str | None:
+        return None if self._wanted_prompts is None else self._tiled(self._wanted_prompts, q)
+
+    def _segments(self, q: Tensor) -> str | None:
+        return self._tiled("auto", q)
+
+    def _tiled(self, wanted: str, q: Tensor) -> str | None:
+        """The library's name of its kernels that are taken; None: Triton's."""
+        hopper = bool(self._kernels.problem) and self._hopper
+        return self._kernels.prompts(wanted, q.dtype, q.shape[2], hopper=hopper) if _fits(q) else None
+
+    @cached_property
+    def _hopper(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.get_device_capability(self._device)[0] == _HOPPER
 
     # ---- wrappers
 
@@ -246,13 +273,13 @@ class FlashInferAttention:
         wrappers = self._lane.wrappers("DecodeWithPaged", size, NUM_STEPS, backend="fa2", use_tensor_cores=cores)
         return wrappers.planned((native, kind), plan)
 
-    def _prefill(self, kind: Kind, native: FlashPlan) -> Any:
+    def _prefill(self, kind: Kind, native: FlashPlan, kernel: str) -> Any:
         def plan(wrapper: Any) -> None:
             pages = self._pages(native, slice(native.num_decodes, None), kind)
             wrapper.plan(*pages, *kind.shape, causal=True, **kind.settings)
 
         size = workspace_bytes(kind, self._num_sms)
-        wrappers = self._lane.wrappers("PrefillWithPaged", size, NUM_STEPS, backend=self._prompts)
+        wrappers = self._lane.wrappers("PrefillWithPaged", size, NUM_STEPS, backend=kernel)
         return wrappers.planned((native, kind), plan)
 
     def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.cuda.attention import CudaPlan, Int32s
+from hydra_engine.backend.cuda.flashinfer_kernels import takes_tensor_cores
 from hydra_engine.backend.device import Send
 
 # A schedule has a few words for each block of its largest launch; what a wrapper makes for itself is 16 times as large.
 SCHEDULE_BYTES = 512 << 10
 _TILES = (16, 64, 128)  # rows of a tile of queries, of which FlashInfer takes the first that holds them
 _BLOCKS_PER_SM = 2  # that its kernels with tensor cores cut their work for
-_PLAIN_GROUPS = (1, 2)  # query heads for each KV head up to which decodes take no tensor cores
-_PLAIN_HEAD_DIM = 128  # up to which they do so
 
 
 class Pages(NamedTuple):
@@ -78,7 +77,7 @@ class Kind(NamedTuple):
     @property
     def tensor_cores(self) -> bool:
         """Whether decodes take them."""
-        return self.heads // self.kv_heads not in _PLAIN_GROUPS or self.head_dim > _PLAIN_HEAD_DIM
+        return takes_tensor_cores(self.heads, self.kv_heads, self.head_dim)
 
 
 def workspace_bytes(kind: Kind, num_sms: int, captured_batch: int = 0) -> int:
