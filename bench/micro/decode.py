@@ -1,5 +1,10 @@
 """One step of decodes: 1 to 512 requests with 256 to 4096 tokens of context each, as one graph and launch by launch.
 
+`--uneven`: also contexts that differ, one request of eight times the context among others of half of it, and lengths
+that rise evenly with the same mean. `--served-width`: also the graph whose block tables have room for as many tokens as
+the model takes, as an engine's have: it chooses the splits of contexts from that. `--repeat 3` measures one request so
+many times, with caches and graphs of their own, and `spread` of the row says how far the medians are apart.
+
 Every request has blocks of its own, full of random numbers. The floor is the reading of layers, head and contexts at
 the read bandwidth of the same run, or the arithmetic where that takes longer, part by part. A step ends with logits;
 sampling is not in it. Launch by launch ("eager"), planning the attention is. Peers have the same weights and contexts:
@@ -10,15 +15,16 @@ there are graphs. Logits are compared first. `hydra-engine bench decode [--full]
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bench.micro.encode import numbers
 from bench.micro.floors import decode_work
 from bench.micro.harness import Report, Run, Seconds, agree, captured, parse, require, timed
 from bench.micro.peers import HfPeer, compiled, peer_of
-from bench.micro.steps import Graphed, Row, Step
+from bench.micro.steps import Row, Step
 from bench.micro.subject import Subject, noise, release, run_bench
 
 QUICK_ROWS, FULL_ROWS = (1, 8, 64, 128), (1, 2, 4, 8, 16, 32, 64, 128, 192, 224, 256, 384, 512)
@@ -31,12 +37,42 @@ _SPARE_BYTES = 4 << 30  # of a GPU, for what a step computes
 class Case(NamedTuple):
     rows: int
     context: int
+    form: str = ""  # of contexts that differ
 
     def what(self, subject: Subject, how: str) -> str:
-        return f"{subject.name} decode {how} B={self.rows} KV={self.context}"
+        contexts = self.contexts(subject)
+        seen = {"": f"{self.context}", ONE_LONG: f"{contexts[-1]} but one of {contexts[0]}"}
+        context = seen.get(self.form, f"{contexts[0]} to {contexts[-1]}")
+        return f"{subject.name} decode {how} B={self.rows} KV={context}"
+
+    def contexts(self, subject: Subject) -> list[int]:
+        """Of each request, none longer than the model takes."""
+        longest = subject.spec.language.max_position
+        if self.form == ONE_LONG:
+            found = [8 * self.context, *[self.context // 2] * (self.rows - 1)]
+        elif self.form == SPREAD:
+            least = self.context // 16
+            step = 2 * (self.context - least) / max(1, self.rows - 1)
+            found = [round(least + step * row) for row in range(self.rows)]
+        else:
+            return [self.context] * self.rows
+        return [max(1, min(longest, context)) for context in found]
+
+    def requests(self, subject: Subject) -> list[Row]:
+        return [Row(context - 1) for context in self.contexts(subject)]
 
 
+SERVED = "graph, served width"
+ONE_LONG, SPREAD = "one long", "spread"
 _COMPARED = tuple(Case(rows, 1024) for rows in (1, 8, 64))  # with peers, on a GPU
+
+
+class Wanted(NamedTuple):
+    """Of each case."""
+
+    compiled: bool
+    served_width: bool
+    repeat: int  # of one request
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +80,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", help="tokens that each request sees, with commas")
     parser.add_argument("--no-peers", action="store_true", help="without transformers and torch")
     parser.add_argument("--compile", action="store_true", help="also the plain torch step under torch.compile")
+    parser.add_argument("--uneven", action="store_true", help="also contexts that differ")
+    parser.add_argument("--served-width", action="store_true", help="also block tables as wide as an engine's")
+    parser.add_argument("--repeat", type=int, default=1, help="measure one request so many times")
 
 
 def cases(arguments: argparse.Namespace, quick: bool, subject: Subject) -> list[Case]:
@@ -51,9 +90,10 @@ def cases(arguments: argparse.Namespace, quick: bool, subject: Subject) -> list[
     many_rows = FULL_ROWS if subject.on_gpu else (*SMALL_ROWS, 32)
     contexts = (QUICK_CONTEXTS, FULL_CONTEXTS) if subject.on_gpu else (SMALL_CONTEXTS, (*SMALL_CONTEXTS, 1024))
     return [
-        Case(rows, context)
+        Case(rows, context, form)
         for context in numbers(arguments.contexts, quick, *contexts)
         for rows in numbers(arguments.rows, quick, few_rows, many_rows)
+        for form in ("", *((ONE_LONG, SPREAD) if arguments.uneven and rows > 1 else ()))
     ]
 
 
@@ -63,41 +103,64 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> 
     chosen = cases(arguments, report.quick, subject)
     compared = [case for case in chosen if with_peers and (not subject.on_gpu or case in _COMPARED)]
     peer = peer_of(report, subject) if compared else None
+    wanted = Wanted(arguments.compile, arguments.served_width, arguments.repeat)
     for case in compared + [case for case in chosen if case not in compared]:
         if case not in compared and peer is not None:
             peer = None
             release(report.device)
+        kv_bytes = subject.kv_bytes(case.requests(subject))
         if case.context > subject.spec.language.max_position:
             report.skip(case.what(subject, "step"), "longer than the model takes")
-        elif subject.on_gpu and subject.kv_bytes(*case) + _SPARE_BYTES > subject.free_bytes:
-            report.skip(case.what(subject, "step"), f"{subject.kv_bytes(*case) / 1e9:.0f} GB of KV do not fit")
+        elif subject.on_gpu and kv_bytes + _SPARE_BYTES > subject.free_bytes:
+            report.skip(case.what(subject, "step"), f"{kv_bytes / 1e9:.0f} GB of KV do not fit")
         else:
             with report.case(case.what(subject, "step")):
-                _measure(report, subject, case, peer, with_compiled=arguments.compile)
+                _measure(report, subject, case, peer, wanted)
             release(report.device)
 
 
-def _measure(report: Report, subject: Subject, case: Case, peer: HfPeer | None, *, with_compiled: bool) -> None:
-    step = subject.language([Row(case.context - 1)] * case.rows, subject.kv_cache(*case))
+def _measure(report: Report, subject: Subject, case: Case, peer: HfPeer | None, wanted: Wanted) -> None:
+    times = []
+    for _ in range(wanted.repeat if case.rows == 1 else 1):
+        times.append(_timed(report, subject, case, peer, wanted))
+        release(report.device)
+    ours, peers = times[0]
+    for how in ours:
+        found = sorted((each[how] for each, _ in times), key=lambda seconds: seconds.median)
+        _row(report, subject, case, how, found, peers)
+
+
+def _timed(
+    report: Report, subject: Subject, case: Case, peer: HfPeer | None, wanted: Wanted
+) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
+    """Ours by how they ran, and the peers'."""
+    rows = case.requests(subject)
+    step = subject.language(rows, subject.kv_cache_of(rows))
     expected = step()
     require(bool(torch.isfinite(expected).all()), case.what(subject, "step"))
-    runs: dict[str, Run] = {"eager": step}
-    graph: Graphed | None = None
+    runs: dict[str, Run] = {}
     if subject.on_gpu:
-        graph = step.graph()
-        graph.replay()
-        agree(case.what(subject, "graph"), graph.logits, expected)
-        runs["graph"] = graph.replay
-        if not report.quick and case.context != 1024:
-            del runs["eager"]
-    if peer is not None and subject.on_gpu and 2 * subject.kv_bytes(*case) + _SPARE_BYTES > subject.free_bytes:
+        runs["graph"] = _graph(subject, case, step, expected, 0)
+        if wanted.served_width:
+            runs[SERVED] = _graph(subject, case, step, expected, subject.served_context)
+    if not subject.on_gpu or report.quick or case.context == 1024:
+        runs["eager"] = step
+    own = list(runs)
+    if peer is not None and subject.on_gpu and 2 * subject.kv_bytes(rows) + _SPARE_BYTES > subject.free_bytes:
         report.skip(case.what(subject, "of peers"), "two more copies of the contexts do not fit")
     elif peer is not None:
-        runs |= _peer_runs(report, subject, case, step, peer, with_compiled=with_compiled)
+        runs |= _peer_runs(report, subject, case, step, peer, with_compiled=wanted.compiled)
     seconds = timed(report.device, runs, report.effort)
-    ours = {how: seconds.pop(how) for how in ("graph", "eager") if how in seconds}
-    for how, value in ours.items():
-        _row(report, subject, case, how, value, seconds)
+    return {how: seconds.pop(how) for how in own}, seconds
+
+
+def _graph(subject: Subject, case: Case, step: Step, expected: Tensor, table_tokens: int) -> Run:
+    """Its sums have the order of other splits where tables are wider."""
+    graph = step.graph(table_tokens)
+    graph.replay()
+    what = case.what(subject, f"graph, tables of {table_tokens}" if table_tokens else "graph")
+    agree(what, graph.logits, expected, tolerance=noise(subject.spec.language.num_layers) if table_tokens else 0.02)
+    return graph.replay
 
 
 def _peer_runs(
@@ -121,15 +184,29 @@ def _peer_runs(
     return runs
 
 
-def _row(report: Report, subject: Subject, case: Case, how: str, seconds: Seconds, peers: dict[str, Seconds]) -> None:
+def _row(
+    report: Report, subject: Subject, case: Case, how: str, found: list[Seconds], peers: dict[str, Seconds]
+) -> None:
+    """`found`: of each repetition, ascending."""
+    seconds, medians = found[len(found) // 2], [each.median for each in found]
+    contexts = case.contexts(subject)
+    mean, inputs = sum(contexts) / case.rows, {"rows": case.rows, "context": case.context, "how": how}
+    if case.form:
+        inputs |= {"contexts": [min(contexts), max(contexts)], "mean_context": mean}
+    more: dict[str, Any] = {}
+    if len(found) > 1:
+        more = {"repeats_s": medians, "spread": medians[-1] / medians[0] - 1}
+        print(f"{'':60}{len(found)} times, {more['spread']:.1%} apart", flush=True)
+    served = how == SERVED
     report.row(
-        case.what(subject, how),
+        case.what(subject, "graph" if served else how) + (f", tables of {subject.served_context}" if served else ""),
         seconds,
-        work=decode_work(subject.spec.language, case.rows, case.context, subject.width, subject.matrices),
-        inputs={**case._asdict(), "how": how},
+        work=decode_work(subject.spec.language, case.rows, mean, subject.width, subject.matrices),
+        inputs=inputs,
         peers=peers,
         model=subject.name,
         tokens_per_s=case.rows / seconds.median,
+        **more,
     )
 
 

@@ -83,6 +83,18 @@ def parse(
 ) -> argparse.Namespace:
     """quick (bool), device ("cpu", "cuda:N"), model (names with commas, or None), threads, deterministic,
     quantization, seed, json and ceilings (Path or None), and what `add` adds."""
+    return _completed(_parser(doc, add).parse_args(argv))
+
+
+def parse_known(
+    doc: str | None, add: Callable[[argparse.ArgumentParser], None], argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """As `parse`, and the words that this benchmark does not know."""
+    arguments, unknown = _parser(doc, add).parse_known_args(argv)
+    return _completed(arguments), unknown
+
+
+def _parser(doc: str | None, add: Callable[[argparse.ArgumentParser], None] | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="under a minute (the default)")
@@ -97,7 +109,10 @@ def parse(
     parser.add_argument("--ceilings", type=Path, metavar="PATH", help="those of this document, if it is there")
     if add is not None:
         add(parser)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def _completed(arguments: argparse.Namespace) -> argparse.Namespace:
     arguments.quick = not arguments.full
     if arguments.device == "auto":
         arguments.device = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -107,8 +122,11 @@ def parse(
 # ---- timing
 
 
-def timed(device: torch.device, candidates: Mapping[str, Run], effort: Effort = QUICK) -> dict[str, Seconds]:
-    """Seconds of one call of each candidate. Warms each up first."""
+def timed(
+    device: torch.device, candidates: Mapping[str, Run], effort: Effort = QUICK, *, idle_s: float = 0.0
+) -> dict[str, Seconds]:
+    """Seconds of one call of each candidate. Warms each up first. `idle_s`: before each turn, so that the board is not
+    at its power cap."""
     one_turn = functools.partial(_cuda_turn, device) if on_gpu(device) else _host_turn
     calls = {name: _calls(one_turn, run, effort.min_seconds) for name, run in candidates.items()}
     found: dict[str, list[float]] = {name: [] for name in candidates}
@@ -117,6 +135,8 @@ def timed(device: torch.device, candidates: Mapping[str, Run], effort: Effort = 
             values = found[name]
             if len(values) >= 3 and sum(values) * calls[name] > effort.max_seconds:
                 continue
+            if idle_s:
+                time.sleep(idle_s)
             values.append(one_turn(run, calls[name]) / calls[name])
     return {name: Seconds.of(values) for name, values in found.items()}
 

@@ -30,6 +30,10 @@ class Row(NamedTuple):
     start: int
     new: int = 1
 
+    @property
+    def num_blocks(self) -> int:
+        return -(-(self.start + self.new) // BLOCK)
+
 
 class Step:
     """One language step. Calling it plans and runs it, as the engine does without graphs, and returns the logits of
@@ -39,10 +43,12 @@ class Step:
         language, device = subject.spec.language, subject.device
         self._subject, self.rows, self.cache = subject, tuple(rows), cache
         generator = torch.Generator().manual_seed(2)
-        width = max(-(-(row.start + row.new) // BLOCK) for row in rows)
-        assert len(rows) * width <= cache.num_blocks, "each request has blocks of its own"
+        needs = [row.num_blocks for row in rows]
+        assert sum(needs) <= cache.num_blocks, "each request has blocks of its own"
         order = torch.randperm(cache.num_blocks, generator=generator).to(torch.int32)
-        self.tables = order[: len(rows) * width].view(len(rows), width).contiguous()
+        self.tables = torch.zeros((len(rows), max(needs)), dtype=torch.int32)
+        for table, count, blocks in zip(self.tables, needs, order[: sum(needs)].split(needs), strict=True):
+            table[:count] = blocks
         counts = torch.tensor([row.new for row in rows], dtype=torch.int32)
         self._cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
         self.num_context = torch.tensor([row.start + row.new for row in rows], dtype=torch.int32)
@@ -69,11 +75,6 @@ class Step:
             logit_rows=self.last_rows,
             position_end=int(self.num_context.max()),
         )
-
-    @property
-    def context(self) -> int:
-        """Of all rows together."""
-        return int(self.num_context.sum())
 
     def graph(self, table_tokens: int = 0) -> Graphed:
         """The step of decodes as one graph of the device, captured by the calling lane. Block tables have room for

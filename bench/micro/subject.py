@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -122,13 +122,15 @@ class Subject:
 
     # ---- caches
 
-    def kv_bytes(self, rows: int, tokens: int) -> int:
-        return rows * -(-tokens // BLOCK) * BLOCK * self.spec.language.kv_bytes_per_token(self.width)
+    def kv_bytes(self, rows: Iterable[Row]) -> int:
+        return sum(row.num_blocks for row in rows) * BLOCK * self.spec.language.kv_bytes_per_token(self.width)
 
     def kv_cache(self, rows: int, tokens: int) -> PagedCache:
         """For `rows` requests of up to `tokens`."""
-        language = self.spec.language
-        blocks = rows * -(-tokens // BLOCK)
+        return self.kv_cache_of([Row(0, tokens)] * rows)
+
+    def kv_cache_of(self, rows: Iterable[Row]) -> PagedCache:
+        language, blocks = self.spec.language, sum(row.num_blocks for row in rows)
         return PagedCache(
             self.random_like((blocks, language.num_kv_layers, 2, BLOCK, language.num_kv_heads, language.head_dim))
         )

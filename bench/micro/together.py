@@ -2,7 +2,8 @@
 
 `python -m bench.micro.together decode,profile --model NAME --dir DIR` runs those of a model, without `--model` those of
 single operations; DIR gets each one's document, `PREFIXdecode-NAME.json`. One that fails takes nothing from the next.
-With `--resume` only those are run that have no document: what a run that crashed has not begun.
+With `--resume` only those are run that have no document: what a run that crashed has not begun. Any other flag goes to
+the benchmarks that know it, `--rows 1,8` to all of these and `--repeat 3` to one.
 """
 
 from __future__ import annotations
@@ -40,25 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not paths:
         print("nothing is left to run")
         return 0
-    return _run(options, flags, paths)
+    return _run(parser, options, flags, paths)
 
 
-def _run(options: argparse.Namespace, flags: list[str], paths: dict[str, Path]) -> int:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, flags: list[str], paths: dict[str, Path]) -> int:
     import torch
 
     from bench.micro import profile
-    from bench.micro.harness import parse
+    from bench.micro.harness import parse_known
     from bench.micro.subject import run_together
 
-    benches = {}
+    benches, unknown = {}, [word for word in flags if word.startswith("--")]
     for bench, path in paths.items():
         module = importlib.import_module(f"bench.micro.{bench}")
         model = [] if options.model is None else ["--model", options.model]
-        arguments = parse(module.__doc__, module.options, [*flags, *model, "--json", str(path)])
+        given = [*flags, *model, "--json", str(path)]
+        arguments, others = parse_known(module.__doc__, module.options, given)
+        unknown = [word for word in unknown if word in others]
         arguments.no_peers = options.no_peers
         benches[bench] = arguments, module.measure
         if module is profile:
             profile.prepare(torch.device(arguments.device))
+    if unknown:
+        parser.error(f"none of {', '.join(paths)} knows {unknown[0]}")
     problems = run_together(benches, options.model)
     for problem in problems:
         print(problem, file=sys.stderr)

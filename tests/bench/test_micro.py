@@ -9,17 +9,19 @@ import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bench.micro import ceilings
+from bench.micro import ceilings, decode, subject, together
 from bench.micro.colocate import options, sharings
 from bench.micro.floors import Ceilings, Rates, Work, overlap_s, serial_s
 from bench.micro.harness import OVERLAP, Effort, Report, Seconds, agree, in_turn, parse, require, scaled, timed
 from bench.micro.profile import Launch, gaps_of, kernels_of
 from bench.micro.side_by_side import LEAST_FIRSTS, Duo
+from bench.micro.steps import Step
 from bench.micro.subject import Sharing, _sharing, run_together
 from bench.summary import table
 from hydra_engine.backend.cpu.device import CpuDevice
@@ -197,8 +199,8 @@ def test_work_is_held_on_the_partition_that_is_measured(partition: int) -> None:
 
 def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:
     report = Report("x", arguments())
-    subject, sharing = _sharing(report, "demo", parse(None, argv=["--device", "cpu"]), Sharing(split=(32,)))
-    assert sharing == Sharing() and subject.name == "demo"
+    model, sharing = _sharing(report, "demo", parse(None, argv=["--device", "cpu"]), Sharing(split=(32,)))
+    assert sharing == Sharing() and model.name == "demo"
     (skipped,) = report.document()["skipped"]
     assert skipped["what"] == "demo on parts of the device" and "sm_split" in skipped["reason"]
 
@@ -226,6 +228,34 @@ def test_a_priority_that_there_is_not_is_refused() -> None:
         sharings(parse(None, options, ["--device", "cuda:0", "--priority", "vision"]))
 
 
+@pytest.mark.parametrize(
+    ("form", "contexts", "named"),
+    [
+        ("", [1024] * 5, "1024"),
+        (decode.ONE_LONG, [8192, 512, 512, 512, 512], "512 but one of 8192"),
+        (decode.SPREAD, [64, 544, 1024, 1504, 1984], "64 to 1984"),
+    ],
+)
+def test_contexts_that_differ_have_blocks_of_their_own(form: str, contexts: list[int], named: str) -> None:
+    language = SimpleNamespace(max_position=8192, vocab_size=100, rope_sections=None)
+    model: Any = SimpleNamespace(name="m", device=CPU, spec=SimpleNamespace(language=language))
+    case = decode.Case(5, 1024, form)
+    assert case.contexts(model) == contexts and case.what(model, "graph") == f"m decode graph B=5 KV={named}"
+    language.max_position = 1500
+    assert max(case.contexts(model)) <= 1500
+    language.max_position = 8192
+    rows, blocks = case.requests(model), sum(-(-context // 16) for context in contexts)
+    cache: Any = SimpleNamespace(num_blocks=blocks)
+    step = Step(model, rows, cache)
+    used = [step.tables[row, : -(-context // 16)].tolist() for row, context in enumerate(contexts)]
+    assert sorted(block for blocks in used for block in blocks) == list(range(blocks)), "each block has one request"
+    last = [(context - 1) % 16 + 16 * used[row][-1] for row, context in enumerate(contexts)]
+    assert step.slots.tolist() == last and step.num_context.tolist() == contexts
+    cache.num_blocks -= 1
+    with pytest.raises(AssertionError, match="blocks of its own"):
+        Step(model, rows, cache)
+
+
 def test_two_lanes_run_at_once() -> None:
     """Each waits for the other inside its work, so both come to an end only if they run together."""
     device = CpuDevice(1)
@@ -242,6 +272,27 @@ def test_two_lanes_run_at_once() -> None:
     finally:
         vision.close()
         language.close()
+
+
+def test_flags_of_several_benchmarks_go_to_those_that_know_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen: dict[str, argparse.Namespace] = {}
+
+    def run(benches: dict[str, tuple[argparse.Namespace, Any]], model: str | None) -> list[str]:
+        seen.update({name: arguments for name, (arguments, _) in benches.items()})
+        return []
+
+    monkeypatch.setattr(subject, "run_together", run)
+    common = ["decode,profile", "--model", "demo", "--dir", str(tmp_path), "--no-peers", "--device", "cpu", "--quick"]
+    flags = ["--rows", "1,8,24", "--uneven", "--served-width", "--repeat", "3", "--prompt", "0"]
+    assert together.main([*common, *flags]) == 0
+    assert seen["decode"].rows == seen["profile"].rows == "1,8,24"
+    assert (seen["decode"].uneven, seen["decode"].served_width, seen["decode"].repeat) == (True, True, 3)
+    assert seen["profile"].prompt == 0 and not hasattr(seen["profile"], "repeat")
+    with pytest.raises(SystemExit):
+        together.main([*common, "--repeat", "3", "--tokens", "676"])
+    assert "none of decode, profile knows --tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -210,9 +210,54 @@ def test_decode_steps(run: Run, monkeypatch: pytest.MonkeyPatch, model: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
+def test_decodes_of_contexts_that_differ_with_tables_that_are_served(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setattr(decode, "_SPARE_BYTES", 0)
+    widths: list[tuple[int, ...]] = []
+    plan = attention.CudaAttention.plan_decode
+
+    def plan_decode(self: Any, num_context: Tensor, tables: Tensor) -> Any:
+        widths.append(tuple(tables.shape))
+        return plan(self, num_context, tables)
+
+    monkeypatch.setattr(attention.CudaAttention, "plan_decode", plan_decode)
+    flags = ("--no-peers", "--uneven", "--served-width", "--repeat", "3")
+    document = run("decode", "--model", model, "--rows", "1,3", "--contexts", "32", *flags)
+    most = document["rows"][1]["what"].split()[-1]
+    kinds = ("graph", "graph, tables", "eager")
+    assert [row["what"].split(" decode ")[1] for row in document["rows"]] == [
+        f"{kind.split(',')[0]} B={rows} KV={context}{f', tables of {most}' if 'tables' in kind else ''}"
+        for rows, contexts in ((1, ("32",)), (3, ("32", "16 but one of 256", "2 to 62")))
+        for context in contexts
+        for kind in kinds
+    ]
+    for row in document["rows"]:
+        one = row["inputs"]["rows"] == 1
+        assert len(row.get("repeats_s", ())) == (3 if one else 0)
+        if one:
+            assert row["spread"] == pytest.approx(row["repeats_s"][2] / row["repeats_s"][0] - 1)
+            assert row["seconds"]["median"] == row["repeats_s"][1]
+    uneven = [row for row in document["rows"] if "contexts" in row["inputs"]]
+    assert [row["inputs"]["mean_context"] for row in uneven[::3]] == [(256 + 2 * 16) / 3, 32]
+    of_attention = {row["inputs"]["mean_context"]: row["work"][2]["read_bytes"] for row in uneven}
+    assert of_attention[96] == 3 * of_attention[32], "floors are of what all contexts together have"
+    served = -(-int(most) // 16)
+    assert widths == [(1, 2), (1, served)] * 3 + [(3, 2), (3, served), (3, 16), (3, served), (3, 4), (3, served)]
+
+
+RESTS = ("", ", 0.001 s of rest")
+
+
+@pytest.mark.slow
 def test_prefills(run: Run, model: str) -> None:
-    document = run("prefill", "--model", model, "--rows", "2", "--tokens", "20")
-    assert whats(document) == ["tiny prefill b=2 S=20"] and peers(document) == {"transformers"}
+    document = run("prefill", "--model", model, "--rows", "2", "--tokens", "20", "--graph", "--idle", "0.001")
+    assert whats(document) == [f"tiny prefill b=2 S=20{how}{rest}" for rest in RESTS for how in ("", " graph")]
+    assert peers(document) == {"transformers", "without rest"}
+    # As the engine captures it: 64 tokens for 40, 8 rows for 2.
+    assert [row["inputs"].get("graph") for row in document["rows"]] == [None, [64, 8]] * 2
+    assert all(row["tokens_per_s"] * row["seconds"]["median"] == pytest.approx(40) for row in document["rows"])
 
 
 @pytest.mark.slow
@@ -235,6 +280,7 @@ def test_encodes_and_prompts_beside_decodes(run: Run, model: str) -> None:
     assert {row["inputs"].get("encode") for row in document["rows"][:4]} == {"graph"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llava"], indirect=True)
 def test_streams_of_both_priorities_beside_each_other(run: Run, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     asked: list[tuple[str, int]] = []
