@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ARCHS = "FLASHINFER_CUDA_ARCH_LIST"
+_FLAGS = "FLASHINFER_EXTRA_CUDAFLAGS"
 # Decodes with one or two query heads for each KV head take "decode", all others and prompts "fa2", prompts on Hopper
 # "fa3" if it is there. CPU seconds of one on a core: decode 45, fa2 190, fa3 about 1,200.
 KINDS = ("decode", "fa2", "fa3")
@@ -78,6 +79,12 @@ def checked(kernels: Sequence[str]) -> list[str]:
     return [*dict.fromkeys(kernels)]
 
 
+def headers(kernels: Sequence[str], cuda: Toolkit) -> list[str]:
+    """Distributions with headers that the toolkit lacks: FA3's sources include cuRAND's."""
+    needed = any(kernel.startswith("fa3") for kernel in kernels)
+    return ["nvidia-curand"] if needed and not (cuda.root / "include" / "curand_kernel.h").exists() else []
+
+
 def build(package: Path, site: Path, kernels: Sequence[str], cuda: Toolkit, folder: Path) -> dict[str, Path]:
     """The modules of `kernels` for bfloat16, by FlashInfer's names, in `folder`, where those of an earlier call are
     taken. `package`: an unpacked wheel, whole; `site`: a folder with what its import needs and this Python lacks."""
@@ -92,6 +99,8 @@ def build(package: Path, site: Path, kernels: Sequence[str], cuda: Toolkit, fold
         ARCHS: archs,
         "FLASHINFER_WORKSPACE_BASE": str(work),
     }
+    flags = (environment.get(_FLAGS, ""), *(f"-I{path}" for path in sorted(site.glob("nvidia/cu*/include"))))
+    environment[_FLAGS] = " ".join(filter(None, flags))
     asked = (sys.executable, "-c", _COMMANDS, *kernels)
     done = subprocess.run(asked, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -80,8 +80,9 @@ def carry_flashinfer(folder: Path, kernels: Sequence[str]) -> Path:
         if not package.exists():
             with zipfile.ZipFile(whole) as archive:
                 archive.extractall(package)
+        wanted = [*pinned(BESIDE_FLASHINFER), *flashinfer_kernels.headers(kernels, cuda)]
         flags = ("--no-deps", "--upgrade", "--target", str(site))
-        subprocess.run([*_PIP, "install", "-q", *flags, *pinned(BESIDE_FLASHINFER)], check=True)
+        subprocess.run([*_PIP, "install", "-q", *flags, *wanted], check=True)
         built = flashinfer_kernels.build(package, site, kernels, cuda, scratch)
     for old in folder.glob("flashinfer_python-*.whl"):
         old.unlink()

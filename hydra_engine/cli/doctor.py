@@ -92,8 +92,8 @@ def _build(cpu: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cuda(cuda: Any) -> list[tuple[str, str]]:
-    """Rows about the driver, the extension, torch and Triton; `cuda` of backend/devices.py."""
-    rows = [("nvcc", "found" if shutil.which("nvcc") else "none")]
+    """Rows about the driver, the extension, torch, Triton and FlashInfer; `cuda` of backend/devices.py."""
+    rows = [("nvcc", "found" if shutil.which("nvcc") else "none"), ("flashinfer", _flashinfer())]
     probe = cuda.probe
     if probe.status == "no_extension":
         return [*rows, ("extension", probe.problem)]
@@ -108,6 +108,15 @@ def _cuda(cuda: Any) -> list[tuple[str, str]]:
         return [*rows, ("problem", probe.problem)]
     rows.append(("torch", cuda.torch_problem or "can use CUDA"))
     return [*rows, ("triton", cuda.triton_problem or "can be imported")]
+
+
+def _flashinfer() -> str:
+    """Why it cannot be used, or which of its kernels there are. Imports it."""
+    missing = import_module("hydra_engine.backend.cuda.attention_choice").flashinfer_missing()
+    if missing:
+        return f"{missing}; `pip install -U hydra-engine[cuda]` adds it, Triton's kernels do without"
+    kernels = import_module("hydra_engine.backend.cuda.flashinfer_kernels").installed()
+    return f"{kernels.listed()} are compiled; {kernels.problem}" if kernels.problem else "compiles at first use"
 
 
 def _version(number: int) -> str:

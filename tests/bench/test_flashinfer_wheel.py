@@ -203,6 +203,15 @@ def test_kernels_are_compiled_by_the_packages_commands_and_once(
     assert "-shared" in linked and "work/batch_decode/part.o" in linked and f"{tmp_path}/libcudart_static.a" in linked
 
 
+def test_fa3_needs_headers_that_a_toolkit_may_lack(tmp_path: Path) -> None:
+    cuda = Toolkit(tmp_path, "13.0", tmp_path / "libcudart_static.a")
+    asked = ["decode-128"], ["decode-128", "fa3-128"]
+    assert [flashinfer_kernels.headers(kernels, cuda) for kernels in asked] == [[], ["nvidia-curand"]]
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "curand_kernel.h").touch()
+    assert flashinfer_kernels.headers(["fa3-64"], cuda) == []
+
+
 def test_kernels_that_there_are_not_are_refused_by_name() -> None:
     assert flashinfer_kernels.checked(["fa3-64", "fa3-64"]) == ["fa3-64"]
     with pytest.raises(SystemExit, match="no kernels 'fa4-128' for the engine; there are decode-64, decode-128"):

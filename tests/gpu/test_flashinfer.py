@@ -1,4 +1,4 @@
-"""FlashInfer's attention beside the reference, where the package is installed and can build its kernels."""
+"""FlashInfer's attention beside the reference, where the package is installed, with kernels or what compiles them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.backend.cuda.attention import CudaAttention
+from hydra_engine.backend.cuda.attention_choice import HEAD_DIMS
 from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.reference.ops import ReferenceOps
@@ -27,6 +29,18 @@ STEPS = [
     [(1, 9), (0, 8), (5, 16)],
 ]
 HEADS = [(8, 8, 128), (28, 4, 128), (16, 8, 64), (4, 2, 256)]
+
+
+def needs(heads: tuple[int, int, int], *kernels: str) -> None:
+    """Skips where one is not compiled and cannot be."""
+    for name in kernels:
+        if lacking := flashinfer_kernels.installed().lacks(name, torch.bfloat16, heads[2]):
+            pytest.skip(f"FlashInfer's {lacking}")
+
+
+def prompts_of(attention: FlashInferAttention) -> str:
+    assert attention.wanted_prompts is not None
+    return attention.wanted_prompts
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,7 @@ def attention(cuda: torch.device, device: CudaDevice, request: pytest.FixtureReq
 def test_paged_attention_over_a_layer_of_a_block_major_cache(
     attention: FlashInferAttention, cuda: torch.device, rows: list[tuple[int, int]], heads: tuple[int, int, int]
 ) -> None:
+    needs(heads, flashinfer_kernels.decode_kernel(*heads), prompts_of(attention))
     scale = heads[2] ** -0.5
     step = make_step(rows, heads, 16, torch.bfloat16)
     plan = attention.plan(step.cu_q, step.num_context, step.block_tables)
@@ -63,6 +78,7 @@ def test_steps_that_were_planned_ahead_do_not_disturb_each_other(
     attention: FlashInferAttention, cuda: torch.device
 ) -> None:
     """More plans than a lane holds, made while the device has computed none of them."""
+    needs((8, 8, 128), "decode", prompts_of(attention))
     steps = [make_step([(1, 30 + 90 * i), (9, 40 + i)], (8, 8, 128), 16, torch.bfloat16, seed=i) for i in range(6)]
     inputs = [(step.q.to(cuda), PagedCache(step.cache.data.to(cuda))) for step in steps]
     scale = 128**-0.5
@@ -136,6 +152,7 @@ def test_decodes_in_a_graph_are_of_what_was_planned_last(
     device: CudaDevice, attention: FlashInferAttention, heads: tuple[int, int, int]
 ) -> None:
     """With and without tensor cores; lengths that are split into many parts, and padding."""
+    needs(heads, flashinfer_kernels.decode_kernel(*heads))
     decode = Decode(device, attention, heads, 4)
     for seed, contexts in enumerate(CONTEXTS):
         got, expected = decode.begin(contexts, seed)
@@ -144,6 +161,7 @@ def test_decodes_in_a_graph_are_of_what_was_planned_last(
 
 def test_graphs_take_turns_while_the_device_is_behind(device: CudaDevice, attention: FlashInferAttention) -> None:
     """The host plans as far ahead as it may: nothing that a graph still needs is written over."""
+    needs((28, 4, 128), "fa2")
     decodes = [Decode(device, attention, (28, 4, 128), size) for size in (4, 2)]
     torch.cuda.synchronize()
     torch.cuda._sleep(100_000_000)
@@ -159,5 +177,8 @@ def test_packed_attention(attention: FlashInferAttention, cuda: torch.device, bo
     fused = torch.randn(bounds[-1], 3, 4, dim).to(torch.bfloat16)
     q, k, v = fused.unbind(1)
     expected = ReferenceOps().attention_packed(q, k, v, bounds, dim**-0.5)
-    got = attention.packed(*fused.to(cuda).unbind(1), bounds, dim**-0.5)
+    there = fused.to(cuda).unbind(1)
+    if not attention.takes_packed(there[0], bounds) and dim in HEAD_DIMS:
+        needs((4, 4, dim), "fa2")
+    got = attention.packed(*there, bounds, dim**-0.5)
     assert_attention_close(got.cpu(), expected)

@@ -16,6 +16,7 @@ from hydra_engine.backend.cuda.attention import CudaAttention
 from hydra_engine.backend.cuda.attention_choice import Heads, by_name, resolve_attention
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.flashinfer_kernels import FlashKernel, FlashKernels
+from hydra_engine.cli import doctor
 from hydra_engine.errors import BackendError, ConfigError
 from tests.ops.flashinfer_library import NUM_SMS, install, send
 from tests.ops.test_flashinfer_parts import SCALE, ints, random_cache, step
@@ -194,3 +195,14 @@ def test_what_is_chosen_by_name_says_which_kernels_there_are(monkeypatch: pytest
         "there are fa2-128, and its package has no sources to compile more; others take Triton"
         in reasons["attention_paged"]
     )
+
+
+def test_the_doctor_says_what_is_missing_and_which_kernels_there_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert doctor._flashinfer().startswith("the package is not installed; `pip install -U hydra-engine[cuda]` adds it")
+    monkeypatch.setitem(sys.modules, "flashinfer", installation(tmp_path, FA2_128, DECODE_128, sources=False))
+    assert doctor._flashinfer() == "decode-128, fa2-128 are compiled; its package has no sources to compile more"
+    monkeypatch.setattr(flashinfer_kernels, "installed", FlashKernels)
+    assert doctor._flashinfer() == "compiles at first use"

@@ -130,7 +130,7 @@ class FlashInferAttention:
         self._send = send
         self._by_triton = by_triton
         self._decodes = decodes
-        self._wanted_prompts = prompts
+        self.wanted_prompts = prompts
         self._library = importlib.import_module("flashinfer") if library is None else library
         self._kernels = flashinfer_kernels.installed()
         self._of_thread = threading.local()
@@ -228,7 +228,7 @@ class FlashInferAttention:
         return self._decodes and _fits(q) and not self._kernels.lacks(kernel, q.dtype, head_dim)
 
     def _prompts(self, q: Tensor) -> str | None:
-        return None if self._wanted_prompts is None else self._tiled(self._wanted_prompts, q)
+        return None if self.wanted_prompts is None else self._tiled(self.wanted_prompts, q)
 
     def _segments(self, q: Tensor) -> str | None:
         return self._tiled("auto", q)
