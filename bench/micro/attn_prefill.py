@@ -2,8 +2,9 @@
 
 Candidates are those of the measurement at start, with its shapes' makers and its comparison with ours; each is a graph
 of eight launches. Ours is the plain Triton kernel, the others are its peers, so `over_peers` below 1 is what a choice
-gains. The floor is the FLOP (half of them where attention is causal) at the rate of the same run's best matrix product.
-GPUs only: a processor has one kernel, in `bench.ops.attention`. `hydra-engine bench attn_prefill [--full]`.
+gains. Prompts are one, as most steps of an engine have, and as many as make 16k tokens (`--prompts`). The floor is the
+FLOP (half of them where attention is causal) at the rate of the same run's best matrix product. GPUs only: a processor
+has one kernel, in `bench.ops.attention`. `hydra-engine bench attn_prefill [--full]`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from hydra_engine.backend.base import Backend, PackedPlan, Segments
 from hydra_engine.backend.cuda.attention_choice import PROMPTS, TRITON, Heads, Tower
 
 LAUNCHES = 8
-TOKENS = 16384  # of all prompts of a case together
+TOKENS = 16384  # of all prompts of a case together, where there are several
 QUICK_LENGTHS, FULL_LENGTHS = (2048,), (512, 1024, 2048, 16384)
 BLOCKS = (16, 64)  # tokens; descriptors read the larger ones
 SHAPES = {"MHA": (32, 32, 128), "GQA": (28, 4, 128)}  # query heads, KV heads, dim
@@ -52,6 +53,7 @@ Attend = Callable[[], Tensor]
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", help="of prompts, with commas")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of all prompts of a case together")
+    parser.add_argument("--prompts", help="at once, with commas; default: 1, and as many as make --tokens")
 
 
 def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> None:
@@ -69,6 +71,7 @@ def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> 
     ):
         with report.case(what):
             _measure(report, timing, what, work, list(candidates), layers)
+    report.skip("FlashAttention-4 for prompts and towers", "not built")
 
 
 def _prompts(
@@ -76,8 +79,10 @@ def _prompts(
 ) -> Iterator[tuple[str, Work, Iterator[Any], int]]:
     for kind, shape in SHAPES.items():
         for length in numbers(arguments.lengths, quick, QUICK_LENGTHS, FULL_LENGTHS):
-            for block in BLOCKS:
-                rows, heads = max(1, arguments.tokens // length), Heads(*shape, block)
+            many = max(1, arguments.tokens // length)
+            counts = dict.fromkeys(numbers(arguments.prompts, quick, (1, many), (1, many)))
+            for rows, block in product(counts, BLOCKS):
+                heads = Heads(*shape, block)
                 case = timing.Case(PROMPTS, rows, length, length)
                 what = f"prompts {kind} {shape[0]}:{shape[1]}x{shape[2]} S={length} b={rows} blocks of {block}"
                 flops = 2.0 * rows * length * (length + 1) * shape[0] * shape[2]

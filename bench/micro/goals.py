@@ -22,6 +22,7 @@ BENCHES = (
     "attn_prefill",
     "cache_write",
     "quantized",
+    "products",
     "colocate",
     "migrate",
     "sched",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 OF_MODEL = ("decode", "profile", "prefill", "encode")
-OF_OPERATIONS = ("layer", "attn_decode", "cache_write", "quantized", "attn_prefill")
+OF_OPERATIONS = ("layer", "attn_decode", "cache_write", "quantized", "attn_prefill", "products")
 
 
 def document_of(folder: Path, prefix: str, bench: str, model: str | None) -> Path:

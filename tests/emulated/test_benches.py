@@ -25,6 +25,7 @@ from bench.micro import (
     harness,
     migrate,
     probe_kernels,
+    products,
     profile,
     quantized,
     ring,
@@ -126,12 +127,16 @@ def test_prompts_and_towers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     tower = attn_prefill.Layers(Tower(2, 80, 24, 8), 4, 28)
     monkeypatch.setattr(attn_prefill, "TOWERS", {"tiny": tower})
     document = run("attn_prefill", "--lengths", "32", "--tokens", "64", failed=6)
-    assert len(whats(document)) == 2 + 4 and peers(document) == {"triton-tma"}
-    assert whats(document)[0] == "prompts GQA 4:2x64 S=32 b=2 blocks of 16"
+    assert len(whats(document)) == 4 + 4 and peers(document) == {"triton-tma"}
+    prompts = [f"prompts GQA 4:2x64 S=32 b={rows} blocks of {block}" for rows in (1, 2) for block in (16, 64)]
+    assert whats(document)[:4] == prompts
     for row in document["rows"]:
         assert row["work"][0]["flops"] > 0 and row["fastest"] in row["tflops"]
     skipped = {row["what"] for row in document["skipped"]}
-    assert "prompts GQA 4:2x64 S=32 b=2 blocks of 16, triton-tma" in skipped
+    assert {
+        "prompts GQA 4:2x64 S=32 b=2 blocks of 16, triton-tma",
+        "FlashAttention-4 for prompts and towers",
+    } <= skipped
 
 
 @pytest.mark.quick
@@ -141,6 +146,23 @@ def test_a_layer_kernel_by_kernel(run: Run) -> None:
     kernels.append("layer")
     assert whats(document) == [f"any B=2 {kernel}" for kernel in kernels]
     assert peers(document) == {"ops", "begun when the last has ended"}
+    alone = {row["what"]: row["seconds"]["median"] for row in document["rows"][:-1]}
+    assert document["rows"][-1]["parts_s"] == pytest.approx(sum(alone.values()) - 2 * alone["any B=2 add + norm"])
+    assert [skipped["reason"] for skipped in document["skipped"]] == ["not built"]
+
+
+@pytest.mark.slow
+def test_products_and_what_follows_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [each._replace(num_out=each.num_out // 64, num_in=64, rows=(20,)) for each in products.PRODUCTS[2:4]]
+    monkeypatch.setattr(products, "PRODUCTS", tuple(few))
+    document = run("products")
+    assert whats(document) == [
+        "tower of Qwen2.5-VL gate/up 20 x 106 x 64 + silu",
+        "tower of Qwen2-VL fc1 20 x 80 x 64 + quick_gelu",
+    ]
+    assert peers(document) == {"product"} and "not built" in document["skipped"][0]["reason"]
+    for row in document["rows"]:
+        assert row["activation_s"] == row["seconds"]["median"] - row["peers"]["product"]["median"]
 
 
 @pytest.mark.slow
