@@ -123,7 +123,7 @@ def resolve_deterministic(deterministic: bool | None, device: str) -> tuple[bool
 
 def resolve_sm_split(sm_split: str, num_sms: int) -> str:
     """`EngineConfig.sm_split` without "auto", for a device with so many multiprocessors; 0: a processor. Quarters: each
-    part more has a set of captured decode steps, and what lies between two is left to the gate between the lanes."""
+    part more has a set of captured language steps, and what lies between two is left to the gate between the lanes."""
     if sm_split.strip().lower() != "auto":
         return sm_split
     counts = [num_sms * part // 4 // SM_GRANULE * SM_GRANULE for part in (1, 2, 3)]

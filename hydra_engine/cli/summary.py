@@ -99,14 +99,14 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
 
 
 def _captured(summaries: Sequence[InstanceSummary]) -> list[str]:
-    most = max(s.graph_bytes for s in summaries)
+    number, most = max(s.num_graphs for s in summaries), max(s.graph_bytes for s in summaries)
     patches = max(s.captured_patches for s in summaries)
     kinds = ["decode steps"] if any(s.graph_bytes and "D" in s.role for s in summaries) else []
     tokens = max(s.captured_tokens for s in summaries)
     kinds += [f"steps with prompts of up to {tokens} tokens"] if tokens else []
     kinds += [f"encodes of up to {patches} patches"] if patches else []
     each = "" if len(summaries) == 1 else ", in each instance at most"
-    return [f"  graphs       {size(most)} for captured {_listed(kinds)}{each}"] if most else []
+    return [f"  graphs       {number}, {size(most)} for captured {_listed(kinds)}{each}"] if most else []
 
 
 def _listed(kinds: Sequence[str]) -> str:

@@ -237,8 +237,8 @@ class EngineConfig:
     backend: str = opt("auto", "CPU implementation of the ops", choices=("auto", "native", "reference"))
     enforce_eager: bool = opt(
         False,
-        "launch every op of every step; off: on a GPU, encodes, steps of decodes and small steps with prompts replay "
-        "captured graphs",
+        "launch every op of every step; off: on a GPU, encodes, steps of decodes and steps of up to 2048 tokens with "
+        "prompts replay captured graphs",
     )
     cuda_graph_sizes: tuple[int, ...] = opt(
         (),

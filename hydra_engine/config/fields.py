@@ -17,7 +17,7 @@ LOG_FORMATS = ("text", "json")
 MAX_GRAPHS = 256  # sizes for which steps of a kind are captured
 MAX_GRAPH_SIZE = 4096  # rows of decodes
 MAX_ENCODE_SIZE = 1 << 16  # patches
-MAX_SM_SPLITS = 4  # each has its own set of captured decode steps
+MAX_SM_SPLITS = 4  # each has its own set of captured language steps
 
 _SM_COUNT = re.compile(r"[1-9][0-9]{0,3}")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?(ms|s|m|)")

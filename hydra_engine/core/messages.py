@@ -160,6 +160,7 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     device_bytes: int = 0  # of the device's memory, all of it
     activation_bytes: int = 0  # of the largest steps, measured; 0: in host memory, where they are not counted
     graph_bytes: int = 0  # that captured steps took
+    num_graphs: int = 0  # of them, those of special rows included
     max_num_seqs: int = 0  # requests that hold KV blocks at once
     one_picture: bool = False  # a request, whatever is configured
     captured_patches: int = 0  # of the largest encode that is replayed; 0: none is

@@ -106,6 +106,7 @@ def _summary(
         device_bytes=device_bytes,
         activation_bytes=plan.working.activation_bytes,
         graph_bytes=stack.worker.graph_bytes,
+        num_graphs=stack.worker.num_graphs,
         captured_patches=stack.worker.captured_patches,
         captured_tokens=stack.worker.captured_tokens,
         free_bytes=free_bytes,

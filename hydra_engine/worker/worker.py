@@ -28,14 +28,17 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import LaneResult, LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.errors import BackendError
+from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.constraints import Constraints
 from hydra_engine.worker.language.lane import LanguageLane
+from hydra_engine.worker.language.mixed_graphs import MOST_TOKENS
 from hydra_engine.worker.language.sampler import SamplingState
+from hydra_engine.worker.language.step_graphs import StepGraphs
 from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, ServedModel, WorkerRequest
+from hydra_engine.worker.vision.graphs import EncodeGraphs
 from hydra_engine.worker.vision.lane import VisionLane
 
 logger = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ class Worker:
     """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller.
     `gate` holds up the vision lane for the language lane, where both are on the device. `asynchronous`: language steps
     are launched before the one before was read, and steps of both lanes may be replayed; None: where the device works
-    so."""
+    so. `captured_tokens`: of the largest step with prompts that may be."""
 
     PIECE_ROWS = 64  # rows of a layer after which an encode can pause; whole layers without a limit between tokens
 
@@ -65,13 +68,16 @@ class Worker:
         states: StateCache | None = None,
         gate: Gate = NO_GATE,
         asynchronous: bool | None = None,
+        captured_tokens: int = MOST_TOKENS,
     ) -> None:
+        self._device = backend.device
         self._multimodal = spec.language.rope_sections is not None
         self._constraints = Constraints(config.model_path)
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
         self._results: deque[LaneResult] = deque()
+        self._left_out: dict[str, set[tuple[int, int]]] = {}  # graphs that the device had no memory for
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
         self.faults = faults if faults is not None else FaultPoints()
         self._closing: list[Callable[[], None]] = []
@@ -87,7 +93,15 @@ class Worker:
             )
         if role.needs_language and kv_cache is not None:
             self._language = LanguageLane(
-                model, backend, spec, kv_cache, image_cache, states, *lane, asynchronous=asynchronous
+                model,
+                backend,
+                spec,
+                kv_cache,
+                image_cache,
+                states,
+                *lane,
+                asynchronous=asynchronous,
+                captured_tokens=captured_tokens,
             )
 
     # ---- requests
@@ -128,7 +142,14 @@ class Worker:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how steps are run, a sentence each."""
-        return tuple(lane.note for lane in self._lanes if lane.note)
+        notes = [lane.note for lane in self._lanes if lane.note]
+        notes += [
+            f"{len(graphs)} graphs of {captures} are left out, the device has no memory for them: such steps are "
+            "launched op by op, which takes longer; smaller caches leave room"
+            for captures, graphs in self._left_out.items()
+            if graphs
+        ]
+        return tuple(notes)
 
     # ---- steps
 
@@ -173,22 +194,46 @@ class Worker:
         jobs = [(lane.thread, job) for lane in self._lanes for job in lane.warm_up_jobs]
         progress(0, len(jobs))
         for done, (thread, job) in enumerate(jobs, start=1):
-            if _failed(thread, "warm-up", job):
+            if self._in_lane(thread, "warm-up", job) is not None:
                 raise BackendError("the model cannot run its warm-up steps on this backend; the log says why")
             progress(done, len(jobs))
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
-        """After the warm-up, where steps are to be replayed: progress is not called where they are not. Raises
-        BackendError."""
-        jobs: list[tuple[Lane, Job, str, str]] = []
+        """After the warm-up, where steps are to be replayed: progress is not called where they are not. Graphs that
+        memory is missing for are left out. Raises BackendError."""
+        jobs: list[tuple[VisionLane | LanguageLane, EncodeGraphs | StepGraphs, tuple[int, int]]] = []
         for lane in reversed(self._lanes):
             if lane.graphs is not None:
-                names = lane.captures, lane.size_option
-                _capture(lane.thread, lane.graphs.prepare, *names)
-                jobs += [(lane.thread, partial(lane.graphs.capture, *graph), *names) for graph in lane.graphs.wanted]
-        for done, job in enumerate(jobs, start=1):
-            _capture(*job)
+                self._capture(lane, lane.graphs.prepare)
+                jobs += [(lane, lane.graphs, graph) for graph in lane.graphs.wanted]
+        for done, (lane, graphs, graph) in enumerate(jobs, start=1):
+            left_out = self._left_out.setdefault(lane.captures, set())
+            if graph not in left_out and not self._capture(lane, partial(graphs.capture, *graph)):
+                left_out.update(graphs.left_out_with(*graph))
             progress(done, len(jobs))
+
+    def _capture(self, lane: VisionLane | LanguageLane, job: Job) -> bool:
+        """False: the device has no memory for it."""
+        error = self._in_lane(lane.thread, "graph capture", job)
+        if error is None or error is OUT_OF_MEMORY:
+            return error is None
+        raise BackendError(
+            f"{lane.captures} cannot be captured on this backend; the log says why, enforce_eager does without"
+        )
+
+    def _in_lane(self, thread: Lane, what: str, job: Job) -> ErrorInfo | None:
+        """Runs the job in the lane and waits for it; what it raised."""
+        answers: SimpleQueue[ErrorInfo | None] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put(attempt_step(self._device, what, job))
+            except BackendError as error:
+                logger.error("%s: %s", what, error)
+                answers.put(error.info())
+
+        thread.submit(run)
+        return answers.get()
 
     @property
     def _lanes(self) -> list[VisionLane | LanguageLane]:
@@ -212,6 +257,10 @@ class Worker:
         return sum(lane.graphs.num_bytes for lane in self._lanes if lane.graphs is not None)
 
     @property
+    def num_graphs(self) -> int:
+        return sum(lane.graphs.num_graphs for lane in self._lanes if lane.graphs is not None)
+
+    @property
     def captured_patches(self) -> int:
         """Of the largest encode that is replayed; 0: none is."""
         graphs = None if self._vision is None else self._vision.graphs
@@ -229,26 +278,3 @@ class Worker:
         for close in self._closing:
             close()
         self._constraints.close()
-
-
-def _capture(thread: Lane, job: Job, what: str, option: str) -> None:
-    if _failed(thread, "graph capture", job):
-        raise BackendError(
-            f"{what} cannot be captured on this backend; the log says why, enforce_eager does without, and where "
-            f"memory is missing fewer {option} take less of it"
-        )
-
-
-def _failed(thread: Lane, what: str, job: Job) -> bool:
-    """Runs the job in the lane and waits for it."""
-    answers: SimpleQueue[bool] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put(attempt(what, job) is not None)
-        except BackendError as error:
-            logger.error("%s: %s", what, error)
-            answers.put(True)
-
-    thread.submit(run)
-    return answers.get()

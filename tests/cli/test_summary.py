@@ -169,14 +169,18 @@ def test_one_instance_is_told_as_ever() -> None:
 
 def test_on_a_gpu_it_says_what_steps_take() -> None:
     gpu = {"device": "cuda:0", "activation_bytes": 3 * GIB, "free_bytes": 9 * GIB, "device_bytes": 80 * GIB}
-    one = instance("pd0", "PD", graph_bytes=GIB // 2, **gpu)
+    one = instance("pd0", "PD", num_graphs=54, graph_bytes=GIB // 2, captured_tokens=2048, **gpu)
     lines = start_lines([one])
     assert lines[4] == "  steps        activations 3 GiB, 9 GiB of 80 GiB free"
-    assert lines[5] == "  graphs       512 MiB for captured decode steps"
-    whole = instance("epd0", "EPD", graph_bytes=GIB, captured_patches=4096, **gpu)
-    assert "  graphs       1 GiB for captured decode steps and encodes of up to 4096 patches" in start_lines([whole])
-    encoding = instance("e0", "E", graph_bytes=GIB // 4, captured_patches=640, **gpu)
-    assert "  graphs       256 MiB for captured encodes of up to 640 patches" in start_lines([encoding])
+    assert (
+        lines[5] == "  graphs       54, 512 MiB for captured decode steps and steps with prompts of up to 2048 tokens"
+    )
+    whole = instance("epd0", "EPD", num_graphs=70, graph_bytes=GIB, captured_patches=4096, **gpu)
+    assert "  graphs       70, 1 GiB for captured decode steps and encodes of up to 4096 patches" in start_lines(
+        [whole]
+    )
+    encoding = instance("e0", "E", num_graphs=7, graph_bytes=GIB // 4, captured_patches=640, **gpu)
+    assert "  graphs       7, 256 MiB for captured encodes of up to 640 patches" in start_lines([encoding])
     lines = start_lines([instance("e0", "E", **gpu), one])
     assert lines[6:8] == [
         "  steps        e0: activations 3 GiB, 9 GiB of 80 GiB free",

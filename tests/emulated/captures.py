@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class Pool:
-    """Memory of graphs."""
+    """Memory of graphs: as much as the one of them that computes in most takes."""
 
     def __init__(self) -> None:
         self.uses = 0
+        self.num_bytes = 0
+        self.give_back: Callable[[int], None] = lambda num_bytes: None
+
+    def __del__(self) -> None:
+        self.give_back(self.num_bytes)
 
 
 class Captures:

@@ -6,14 +6,18 @@ are left out, as tests/gpu has the device itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hydra_engine.backend.select import create_backend
+from tests.emulated.graphs import CUDAGraph
 from tests.emulated.streams import Streams
+from tests.worker.fakes import Rig
+from tests.worker.test_real_model import make_rig
 from tools.miniatures import make_tiny
 
 collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() else []
@@ -23,6 +27,8 @@ MAY_WAIT = {
     "worker/language/samples.py PromptScoring._take": "logits of prompt tokens come in slices, so that they fit",
     "worker/transfer/lane.py checksums_of": "checksums are for those who check transfers",
 }
+Rigs = Callable[..., Rig]
+
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 HYBRID_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
@@ -69,6 +75,41 @@ class Models:
             make_tiny("minicpmv4_6" if family == "hybrid" else family, directory, seed=7, **options)
             self._made[family] = directory
         return self._made[family]
+
+
+@pytest.fixture
+def on_device(streams: Streams, models: Models) -> Any:
+    """Rigs that serve."""
+    made: list[Rig] = []
+
+    def make(family: str, *, sm_split: tuple[int, ...] = (), **options: Any) -> Rig:
+        backend = create_backend("cuda", torch.float32, threads=1, sm_split=sm_split)
+        options = {"num_seq_slots": 12, "token_budget": 24, "cuda_graph_sizes": (1, 2, 8), **options}
+        rig = make_rig(models(family), "", asynchronous=True, backend=backend, **options)
+        made.append(rig)
+        rig.worker.warm_up(lambda done, total: None)
+        rig.worker.capture_graphs(lambda done, total: None)
+        streams.serving = True
+        return rig
+
+    yield make
+    streams.working.set()
+    for rig in made:
+        rig.worker.close()
+    assert_clean(streams)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[CUDAGraph]:
+    seen: list[CUDAGraph] = []
+    replay = CUDAGraph.replay
+
+    def seen_replay(self: CUDAGraph) -> None:
+        seen.append(self)
+        replay(self)
+
+    monkeypatch.setattr(CUDAGraph, "replay", seen_replay)
+    return seen
 
 
 def assert_clean(streams: Streams) -> None:

@@ -115,10 +115,13 @@ class Capturing:
         self._before = self._streams.current
         self._streams.use(self._stream)
         self._streams.captures.begin(self._pool)
+        self._taken = self._streams.memory.captured_in(self._pool)
+        self._taken.__enter__()
         self._stream.trace = self._graph.trace
 
     def __exit__(self, *_: object) -> None:
         self._stream.trace = None
+        self._taken.__exit__(None, None, None)
         if self._graph.trace.is_invalid:  # nobody is told, and the thread stays on the stream
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self._streams.captures.end(self._pool)

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class Streams:
         self.working.set()
         self.waiting = threading.Event()  # somebody waits, or did
         self.captures = Captures()
+        self.memory: Any = None  # of the device: `Present` of tensors.py
 
     def make(self, name: str = "", multiprocessors: int = 0) -> Stream:
         with self.lock:

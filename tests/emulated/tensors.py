@@ -8,7 +8,8 @@ garbage before it is written and after it is freed. Torch's dispatcher sees a de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.emulated.captures import Pool
 from tests.emulated.clock import Clock
 from tests.emulated.graphs import GARBAGE
 from tests.emulated.streams import Stream, Streams
@@ -45,6 +47,7 @@ class Present:
     def begin(cls, total_bytes: int, clock: Clock | None = None) -> Streams:
         cls.streams, cls.total_bytes, cls.blocks = Streams(clock), total_bytes, {}
         cls.used_bytes = cls.reserved_bytes = cls.peak_bytes = cls.peak_reserved_bytes = 0
+        cls.streams.memory = cls
         return cls.streams
 
     @classmethod
@@ -53,6 +56,26 @@ class Present:
         cls.reserved_bytes = max(cls.reserved_bytes, cls.used_bytes)
         cls.peak_bytes = max(cls.peak_bytes, cls.used_bytes)
         cls.peak_reserved_bytes = max(cls.peak_reserved_bytes, cls.reserved_bytes)
+
+    @classmethod
+    @contextmanager
+    def captured_in(cls, pool: Pool) -> Iterator[None]:
+        """What is taken inside is the pool's, which keeps it while a graph has the pool."""
+        peak_bytes, before = cls.peak_bytes, cls.used_bytes
+        cls.used_bytes = cls.peak_bytes = before - pool.num_bytes
+        try:
+            yield
+        finally:
+            more = max(0, cls.peak_bytes - before)
+            cls.peak_bytes = max(cls.peak_bytes, peak_bytes)
+            pool.num_bytes += more
+            pool.give_back = partial(cls._give_back, cls.streams)
+            cls.take(pool.num_bytes)
+
+    @classmethod
+    def _give_back(cls, streams: Streams, num_bytes: int) -> None:
+        if streams is cls.streams:
+            cls.used_bytes -= num_bytes
 
 
 class Accesses:

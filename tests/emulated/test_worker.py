@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,10 +19,10 @@ from hydra_engine.core.pools import PoolKind
 from hydra_engine.models.layers.rotary import RotaryTable
 from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.registry import load_spec
-from tests.emulated.conftest import Models, assert_clean
+from tests.emulated.conftest import Models, Rigs, assert_clean
 from tests.emulated.graphs import CUDAGraph
 from tests.emulated.streams import Stream, Streams
-from tests.worker.fakes import Rig, make_request, outcomes_of
+from tests.worker.fakes import make_request, outcomes_of
 from tests.worker.pulling import VALID, connect, pull
 from tests.worker.pulling import make_rig as make_peer
 from tests.worker.test_graphs import requests
@@ -31,44 +30,7 @@ from tests.worker.test_mixed_graphs import expected_texts, joining
 from tests.worker.test_mixed_graphs import texts as mixed_texts
 from tests.worker.test_real_model import ask, make_rig, texts, with_pictures
 
-SIZES = (1, 2, 8)
 POINTS = ("eng.before_step", "eng.mid_step")
-Rigs = Callable[..., Rig]
-
-
-@pytest.fixture
-def on_device(streams: Streams, models: Models) -> Any:
-    """Rigs that serve."""
-    made: list[Rig] = []
-
-    def make(family: str, *, sm_split: tuple[int, ...] = (), **options: Any) -> Rig:
-        backend = create_backend("cuda", torch.float32, threads=1, sm_split=sm_split)
-        options = {"num_seq_slots": 12, "token_budget": 24, "cuda_graph_sizes": SIZES, **options}
-        rig = make_rig(models(family), "", asynchronous=True, backend=backend, **options)
-        made.append(rig)
-        rig.worker.warm_up(lambda done, total: None)
-        rig.worker.capture_graphs(lambda done, total: None)
-        streams.serving = True
-        return rig
-
-    yield make
-    streams.working.set()
-    for rig in made:
-        rig.worker.close()
-    assert_clean(streams)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[CUDAGraph]:
-    seen: list[CUDAGraph] = []
-    replay = CUDAGraph.replay
-
-    def seen_replay(self: CUDAGraph) -> None:
-        seen.append(self)
-        replay(self)
-
-    monkeypatch.setattr(CUDAGraph, "replay", seen_replay)
-    return seen
 
 
 @cache

@@ -438,16 +438,25 @@ def test_ops_that_plan_from_contents_are_not_captured(
     rig.worker.close()
 
 
-def test_a_capture_that_fails_says_what_to_change(checkpoints: Callable[[str], Path]) -> None:
-    class Small(LateDevice):
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_capture_that_fails_says_so(checkpoints: Callable[[str], Path], error: type[Exception]) -> None:
+    """Where it is memory that is missing the encode is launched op by op."""
+
+    class Failing(LateDevice):
         def capture(self, launch: Any) -> Any:
             if threading.current_thread().name == "lane-vision":
-                raise torch.OutOfMemoryError("no room for a pool")
+                raise error("no room for a pool")
             return super().capture(launch)
 
-    rig = make_rig(checkpoints("llava"), "reference", asynchronous=True, device=Small(), cuda_graph_sizes=(1,))
-    with pytest.raises(BackendError, match=r"encodes cannot be captured .* fewer encoder_cuda_graph_sizes"):
+    rig = make_rig(checkpoints("llava"), "reference", asynchronous=True, device=Failing(), cuda_graph_sizes=(1,))
+    if error is RuntimeError:
+        with pytest.raises(BackendError, match=r"encodes cannot be captured .* enforce_eager does without"):
+            rig.worker.capture_graphs(lambda done, total: None)
+    else:
         rig.worker.capture_graphs(lambda done, total: None)
+        assert any("graphs of encodes are left out" in note for note in rig.worker.notes)
+        (failure,) = rig.vision(rig.item(with_pictures(rig, 1, (60, 40)), 0))
+        assert failure is None and rig.worker.captured_patches == 0
     rig.worker.close()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from hydra_engine.instance import compute_stack
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, View
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.worker.language.mixed_graphs import mixed_sizes
 from hydra_engine.worker.memory.measure import measure
 from hydra_engine.worker.memory.plan import MARGIN_BYTES, CachePlan, Filling, WorkingMemory, own_part, plan_memory
 from hydra_engine.worker.memory.working import (
     ENCODE_GRAPH_BYTES,
     GRAPH_BYTES,
+    MIXED_GRAPH_BYTES,
+    FewerGraphs,
     counts_of_largest,
     estimate,
     largest_encode,
@@ -269,10 +273,12 @@ def test_graphs_take_memory_on_every_partition(tiny: Path) -> None:
     backend = Backend(device, create_backend("cpu", torch.float32, threads=1).ops, torch.float32, 1)
     made = plan_memory(spec, Role.D, settings, 4, 0, filling=Filling(device.total_bytes))
     model = load_model(tiny, spec, backend, Role.D, random_weights=True)
+    num_mixed = 0 if spec.language.has_states else len(mixed_sizes(24, 4))
     with torch.inference_mode():
-        assert measure(model, backend, spec, Role.D, settings, made).graph_bytes == 3 * (
-            40 + GRAPH_BYTES + special_row_bytes(spec, settings)
-        )
+        found = measure(model, backend, spec, Role.D, settings, made)
+    graphs = GRAPH_BYTES + num_mixed * MIXED_GRAPH_BYTES
+    assert found.graph_bytes == 3 * (40 + graphs + special_row_bytes(spec, settings))
+    assert found.captured_tokens == (32 if num_mixed else 0)
 
 
 def test_estimates_count_what_the_role_runs() -> None:
@@ -284,15 +290,56 @@ def test_estimates_count_what_the_role_runs() -> None:
     encodes = whole.encode_bytes + ENCODE_GRAPH_BYTES  # the largest is captured too
     special = special_row_bytes(spec, settings)
     assert special == (10 + 1) * 4 * (spec.language.vocab_size + 4)
-    assert whole.graph_bytes == decode + GRAPH_BYTES + encodes + special
+    captured, mixed = 1024 * 3 * 2 * 4, mixed_sizes(1000, 10)
+    assert whole.captured_tokens == 1024 and whole.language_bytes > captured > decode
+    assert whole.graph_bytes == captured + GRAPH_BYTES + len(mixed) * MIXED_GRAPH_BYTES + encodes + special
     assert estimate(spec, Role.E, settings, 4) == WorkingMemory(whole.encode_bytes, 0, encodes)
     few, eager = replace(settings, encoder_cuda_graph_sizes=(5,)), replace(settings, enforce_eager=True)
     assert estimate(spec, Role.E, few, 4).graph_bytes == whole.encode_bytes // 2 + ENCODE_GRAPH_BYTES
     assert estimate(spec, Role.E, eager, 4).graph_bytes == 0
     paused = replace(settings, scheduler=replace(settings.scheduler, tpot_slo=0.05))
     assert estimate(spec, EPD, paused, 4) == whole, "encodes that pause are captured too"
-    assert estimate(spec, Role.P, settings, 4) == WorkingMemory(0, whole.language_bytes, special)
-    assert estimate(spec, Role.D, settings, 4).language_bytes == decode
+    assert estimate(spec, EPD, eager, 4).graph_bytes == special
+    prompts, decodes = estimate(spec, Role.P, settings, 4), estimate(spec, Role.D, settings, 4)
+    assert (prompts.graph_bytes, prompts.language_bytes) == (whole.graph_bytes - encodes, whole.language_bytes)
+    assert decodes.language_bytes == decode and decodes.captured_tokens == 256
+
+
+def test_where_graphs_do_not_fit_the_plan_has_fewer() -> None:
+    """The largest steps with prompts are left out first, and all of them before a start is refused."""
+    working = WorkingMemory(3, 2, 9 * MIB, 2048, (FewerGraphs(1024, 5 * MIB), FewerGraphs(0, MIB)))
+    least = WEIGHTS["EPD"] + MARGIN_BYTES + 5
+    said = "are launched op by op, theirs have no room beside weights and caches"
+    reasons = {2048: [], 1024: [f"graphs: steps with prompts of more than 1024 tokens {said}"]}
+    reasons[0] = [f"graphs: steps with prompts {said}"]
+    for graphs, tokens in ((9 * MIB, 2048), (5 * MIB, 1024), (MIB, 0)):
+        for room in (MIB, 3 * MIB):
+            made = plan(least + graphs + room, working=working)
+            assert (made.working.captured_tokens, made.working.graph_bytes) == (tokens, graphs)
+            assert made.num_kv_blocks > 0
+            assert [reason for reason in made.reasons if "op by op" in reason] == reasons[tokens]
+    with pytest.raises(ResourceError, match="working memory 1 MiB"):
+        plan(least + MIB, working=working)
+    with pytest.raises(ResourceError):  # caches of given sizes come first as well
+        plan(least + 2 * MIB, working=working, num_kv_blocks=2 * MIB // KV_BLOCK)
+    assert plan(least + 6 * MIB, working=working, kv_cache_gib=4 / 1024).working.captured_tokens == 0
+
+
+def test_fewer_graphs_take_what_their_largest_step_computes_in() -> None:
+    spec, settings = fake_spec(), config(token_budget=2048, max_num_seqs=10)
+    working: WorkingMemory | None = estimate(spec, EPD, settings, 4)
+    seen = []
+    while working is not None:
+        seen.append(working)
+        working = working.with_fewer_graphs()
+    assert [each.captured_tokens for each in seen] == [2048, 1024, 512, 256, 0]
+    sizes = mixed_sizes(2048, 10)
+    decode = 4 * 10 * spec.language.vocab_size * 4  # which all of them compute in
+    for more, less in pairwise(seen):
+        number = sum(less.captured_tokens < size.tokens <= more.captured_tokens for size in sizes)
+        computed_in = [max(decode, each.captured_tokens * 3 * 2 * 4) for each in (more, less)]
+        saved = number * MIXED_GRAPH_BYTES + computed_in[0] - computed_in[1]
+        assert more.graph_bytes - less.graph_bytes == saved
 
 
 def test_every_partition_of_a_divided_device_keeps_memory_of_its_own() -> None:

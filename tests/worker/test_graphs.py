@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError, ConfigError
+from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.layers.rotary import RotaryTable
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.graphs import default_sizes
@@ -299,13 +301,13 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(model
     rig.worker.capture_graphs(lambda done, total: seen.append((done, total)))
     graphs, encodes = rig.worker._language.graphs, rig.worker._vision.graphs
     assert graphs is not None and encodes is not None
-    mixed = [(tokens, 6) for tokens in (256, 128, 64, 32, 16)]
+    mixed = [(tokens, 6) for tokens in (512, 384, 256, 128, 64, 32, 16)]
     assert [graphs._order[number] for _, number in graphs.wanted] == [*mixed, 6, 4, 2, 1] * 2
-    total = 18 + len(encodes.wanted)
+    total = 22 + len(encodes.wanted)
     assert seen == [(done, total) for done in range(1, total + 1)]
     assert graphs.special._inputs is not None  # which all sizes share, as the counts of tokens
     tables = *graphs.special._inputs, graphs.special._slot_table.counts(0)
-    assert rig.worker.graph_bytes == 1000 * (total + 18) + sum(table.nbytes for table in tables)
+    assert rig.worker.graph_bytes == 1000 * (total + 22) + sum(table.nbytes for table in tables)
     device.replays.clear()
     device.partitions.here = 1
     rig.add(request := make_request(1, [5, 6, 7]))
@@ -357,14 +359,59 @@ def test_ops_that_plan_from_contents_are_not_captured(model_dir: Path, caplog: p
     rig.worker.close()
 
 
+@pytest.mark.quick("[llava")
 def test_a_capture_that_fails_says_what_to_change(model_dir: Path) -> None:
-    class Small(LateDevice):
+    class Failing(LateDevice):
         def capture(self, launch: Any) -> Any:
-            raise torch.OutOfMemoryError("no room for a pool")
+            raise RuntimeError("an op that cannot be captured")
 
-    rig = make_rig(model_dir, "reference", asynchronous=True, device=Small(), num_seq_slots=4)
+    rig = make_rig(model_dir, "reference", asynchronous=True, device=Failing(), num_seq_slots=4)
     with pytest.raises(BackendError, match="enforce_eager"):
         rig.worker.capture_graphs(lambda done, total: None)
+    rig.worker.close()
+
+
+@pytest.mark.quick("[llava")
+@pytest.mark.parametrize("most_tokens", [0, 70, 300])
+def test_graphs_that_do_not_fit_are_left_out_and_requests_served(model_dir: Path, most_tokens: int) -> None:
+    """The largest first, and with one all steps of more than half its tokens, so that what is launched op by op finds
+    memory."""
+
+    class Small(LateDevice):
+        def capture(self, launch: Any) -> Any:
+            graph = super().capture(launch)
+            if seen and seen[-1] > most_tokens:
+                raise torch.OutOfMemoryError("no room for a pool")
+            return graph
+
+    device, seen = Small(), list[int]()  # tokens of steps
+    rig = make_rig(model_dir, "reference", asynchronous=True, device=device, num_seq_slots=8, cuda_graph_sizes=SIZES)
+    rig.worker._vision.graphs = None
+    forward = rig.model.forward
+
+    def watched(inputs: LanguageInput, *caches: Any) -> Tensor:
+        seen.append(inputs.slots.shape[0])
+        logits: Tensor = forward(inputs, *caches)
+        return logits
+
+    rig.model.forward = watched
+    rig.worker.capture_graphs(lambda done, total: None)
+    graphs = rig.worker._language.graphs
+    assert graphs is not None
+    assert [size.tokens for _, size in [*graphs.mixed._captured][::-1]] == {
+        0: [],
+        70: [16, 32, 64],
+        300: [16, 32, 64, 128, 256],
+    }[most_tokens]
+    assert bool(graphs.decodes._captured) == (most_tokens > 0)
+    number = len(graphs.wanted) - len(graphs.mixed._captured) - len(graphs.decodes._captured)
+    (note,) = rig.worker.notes
+    assert note.startswith(f"{number} graphs of language steps are left out, the device has no memory for them")
+    device.replays.clear()
+    made = requests(rig, 20, special=True)
+    assert rig.generate_ahead(*made, chunk=40) == expected(model_dir, special=True)
+    assert bool(device.replays) == (most_tokens > 0)
+    assert device.trims
     rig.worker.close()
 
 

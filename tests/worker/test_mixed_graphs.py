@@ -1,4 +1,4 @@
-"""Small steps of decodes beside prompts, replayed over real miniatures: the tokens of the steps that are over when they
+"""Steps of decodes beside prompts, replayed over real miniatures: the tokens of the steps that are over when they
 return, and which steps are replayed."""
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hydra_engine.core.request import Request
-from hydra_engine.worker.language.mixed_graphs import MOST_CHUNKS, MixedSize, mixed_sizes
+from hydra_engine.worker.language.mixed_graphs import MOST_TOKENS, MixedSize, mixed_sizes
 from tests.worker.fakes import Rig, Row, make_request, outcomes_of
 from tests.worker.late import LateDevice
-from tests.worker.test_graphs import expected, graph_rig, requests
+from tests.worker.test_graphs import expected, graph_rig, leave, requests
 from tests.worker.test_real_model import make_rig
 from tools.miniatures import make_tiny
 
@@ -113,7 +112,7 @@ def test_mixed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model_di
 
 @pytest.mark.quick("[llava")
 def test_which_steps_are_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
-    made = [make_request(number, range(20, 22)) for number in range(1, MOST_CHUNKS + 2)]
+    made = [make_request(number, range(20, 22)) for number in range(1, 9)]
     scored = make_request(40, range(20, 24), prompt_logprobs=1)
     for request in (*made, scored):
         rig.add(request)
@@ -124,8 +123,7 @@ def test_which_steps_are_replayed(rig: Rig, device: LateDevice, model_dir: Path)
         return len(device.replays)
 
     prompts = [rig.row(r, 0, r.prompt_token_ids, 0) for r in made]
-    assert replays(*prompts) == 0, "more prompts than a graph has room for"
-    assert replays(*prompts[:MOST_CHUNKS]) == 1
+    assert replays(*prompts) == 1
     assert replays(prompts[0], *(rig.row(r, 2, [-1], 1) for r in made[1:])) == 1
     prompt: Any = rig.row(scored, 0, scored.prompt_token_ids, 0)
     assert replays(replace(prompt, scored=True)) == 0
@@ -136,12 +134,18 @@ def test_which_steps_are_replayed(rig: Rig, device: LateDevice, model_dir: Path)
 
 
 @pytest.mark.quick("[llava")
-def test_chunks_with_pictures_are_launched_op_by_op(rig: Rig, device: LateDevice, model_dir: Path) -> None:
-    """And what follows them goes on from there."""
-    device.replays.clear()
-    made = requests(rig, 70, special=True)
-    assert rig.generate_ahead(*made, chunk=4) == expected(model_dir, special=True)
-    assert device.replays
+def test_prompts_with_pictures_are_replayed(model_dir: Path) -> None:
+    """Pictures whole and cut across chunks, several in a chunk, beside texts and decodes: every step is a replay, and
+    the ones with special rows two."""
+    device = LateDevice()
+    rig = graph_rig(model_dir, device, num_seq_slots=12, token_budget=300)
+    for number, chunk in enumerate((4, 1000), start=1):
+        made, before = requests(rig, 70 * number, special=True), rig.next_step()
+        assert rig.generate_ahead(*made, chunk=chunk) == expected(model_dir, special=True)
+        num_steps = rig.next_step() - before - 1
+        assert num_steps >= 8 and num_steps < len(device.replays) <= 2 * num_steps
+        leave(rig, made)
+    rig.worker.close()
 
 
 @pytest.mark.quick("[llava")
@@ -158,10 +162,14 @@ def test_a_row_that_is_not_finite_fails_alone(rig: Rig, device: LateDevice) -> N
 
 
 def test_sizes() -> None:
-    assert mixed_sizes(4096, 256) == (
-        *((16, 8), (16, 16), (32, 8), (32, 32), (64, 8), (64, 64)),
-        *((128, 16), (128, 128), (256, 32), (256, 256)),
-    )
+    """Up to the tile of products that a budget ends in, with few rows, some and as many as may run."""
+    large = [(tokens, rows) for tokens in range(256, MOST_TOKENS + 1, 128) for rows in (8, 32, 256)]
+    small = [(16, 8), (16, 16), (32, 8), (32, 32), (64, 8), (64, 32), (64, 64), (128, 8), (128, 32), (128, 128)]
+    assert mixed_sizes(4096, 256) == mixed_sizes(2048, 256) == (*small, *large)
+    assert {(512, 8), (768, 32), (1024, 8), (1536, 32), (2048, 8), (2048, 32)} < {*mixed_sizes(2048, 64)}
+    assert mixed_sizes(520, 64)[-1] == (640, 64) and mixed_sizes(520, 64, most_tokens=256)[-1] == (256, 64)
     assert mixed_sizes(24, 6) == (MixedSize(16, 6), MixedSize(32, 6))
     assert mixed_sizes(1, 64) == (MixedSize(16, 8), MixedSize(16, 16))
-    assert np.diff([size.tokens for size in mixed_sizes(512, 100)]).min() >= 0
+    assert mixed_sizes(2048, 256, most_tokens=0) == ()
+    assert [MixedSize(2048, rows).chunks for rows in (8, 32, 256)] == [8, 32, 64]
+    assert [MixedSize(tokens, 256).chunks for tokens in (256, 1024)] == [16, 32]

@@ -75,13 +75,13 @@ def make_rig(
         **options,
     )
     plan, on = plan_memory(spec, EPD, config, 4, 1 << 30), backend.device.torch_device
-    images = allocate_image_cache(spec, plan, IMAGE_BLOCK, torch.float32, device=on)
     caches = (
         allocate_kv_cache(spec, plan, BLOCK, torch.float32, device=on),
-        PagedCache(torch.zeros(1, 1, 1, IMAGE_BLOCK, 1, 1)) if images is None else images,
+        allocate_image_cache(spec, plan, IMAGE_BLOCK, torch.float32, device=on),
     )
     states = allocate_states(spec, plan, torch.float32, device=on)
-    poisoned(*(cache.data for cache in caches), *(() if states is None else (states.conv, states.recurrent)))
+    poisoned(*(cache.data for cache in caches if cache is not None))
+    poisoned(*(() if states is None else (states.conv, states.recurrent)))
     return Rig(
         load_model(model_dir, spec, backend, EPD),
         backend=backend,

@@ -28,7 +28,7 @@ def limits(model: str, own_bytes: int, role: Role = EPD, **given: int) -> tuple[
         ("llava-1.5-7b", 140, (2048, 256)),
         ("llava-1.5-7b", 48, (2048, 128)),  # whose KV is large
         ("llava-1.5-7b", 24, (2048, 64)),
-        ("llava-1.5-7b", 16, (1024, 64)),
+        ("llava-1.5-7b", 16, (512, 64)),  # graphs of steps with prompts count too
         ("llava-1.5-7b", 15, (512, 64)),
         ("qwen2-vl-7b", 140, (2048, 256)),
         ("qwen2-vl-7b", 32, (2048, 256)),

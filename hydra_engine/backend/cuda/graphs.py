@@ -52,7 +52,8 @@ class GraphPools:
 
     def capture_pieces(self, launch: Launch) -> tuple[CudaGraph, ...]:
         """On the calling thread's current stream, or beside it where that is the default one, which cannot be captured.
-        Other threads may launch meanwhile, on other streams. Raises BackendError where `launch` cannot be captured."""
+        Other threads may launch meanwhile, on other streams. Raises BackendError where `launch` cannot be captured, and
+        torch.OutOfMemoryError."""
         with _CAPTURING, torch.inference_mode():
             stream = torch.cuda.current_stream(self._device)
             if stream == torch.cuda.default_stream(self._device):
@@ -82,6 +83,8 @@ class GraphPools:
         except RuntimeError as error:
             # The end of a capture says no more than that something failed in it before.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
             raise failure(self._device, cause) from error
         self._last[stream.cuda_stream] = graphs[-1]
         num_bytes = max(0, free_before - free_after)

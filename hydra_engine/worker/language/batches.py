@@ -63,7 +63,8 @@ def sent_input(
     beside: Sequence[npt.NDArray[np.generic]] = (),
 ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
     """`rows` of the plan on the device, and the arrays `beside` them."""
-    merges = _image_merges(plan, rows.cu_q, image_block_size) if plan.chunks else ()
+    pieces = image_merges(plan, rows.cu_q, image_block_size)
+    merges = tuple(np.concatenate(part) for part in zip(*pieces, strict=True))
     attention = ops.plan_attention(
         torch.from_numpy(rows.cu_q), torch.from_numpy(rows.num_context), torch.from_numpy(rows.block_tables)
     )
@@ -170,14 +171,12 @@ def _block_tables(plan: LanguagePlan, num_blocks: Int64s) -> BlockIds:
     return tables
 
 
-def _image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> tuple[Int64s, ...]:
-    """(rows of the step that take image features, their slots in the image cache), or nothing."""
-    targets: list[Int64s] = []
-    sources: list[Int64s] = []
+def image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> list[tuple[Int64s, Int64s]]:
+    """(rows of the step that take image features, their slots in the image cache) of each picture in each chunk."""
+    merges: list[tuple[Int64s, Int64s]] = []
     for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
         for piece in chunk.images:
             assert piece.row + piece.count <= len(chunk.token_ids), "image slice reaches beyond its chunk"
             first = begin + piece.row
-            targets.append(np.arange(first, first + piece.count))
-            sources.append(piece.slots(image_block_size))
-    return (np.concatenate(targets), np.concatenate(sources)) if targets else ()
+            merges.append((np.arange(first, first + piece.count), piece.slots(image_block_size)))
+    return merges

@@ -127,6 +127,10 @@ class DecodeGraphs:
                 self._parts.model.reserve_positions(self._max_model_len)
 
     @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    @property
     def captured_sizes(self) -> tuple[int, ...]:
         return tuple(sorted({size for _, size in self._captured}))
 

@@ -154,11 +154,11 @@ class StepOrder:
 
 
 class LanguageLane:
-    """`asynchronous`: steps are launched before the ones before them have been read, and those of decodes and small
-    ones with prompts may be replayed; then the gate is that of whole steps, and else of their forwards. `run` is called
-    in the lane's threads."""
+    """`asynchronous`: steps are launched before the ones before them have been read, and those of decodes and those
+    with prompts of at most `captured_tokens` may be replayed; then the gate is that of whole steps, and else of their
+    forwards. `run` is called in the lane's threads."""
 
-    captures, size_option = "language steps", "cuda_graph_sizes"
+    captures = "language steps"
 
     def __init__(
         self,
@@ -175,6 +175,7 @@ class LanguageLane:
         run: Guard,
         *,
         asynchronous: bool,
+        captured_tokens: int,
     ) -> None:
         self.graphs: StepGraphs | None = None
         self._readers: Lane | None = None  # where results are waited for
@@ -195,7 +196,7 @@ class LanguageLane:
             self._slot_table = slot_table = DeviceSlotTable(num_seq_slots, device.torch_device)
             if model.can_be_captured and not config.enforce_eager:
                 scheduler = config.scheduler
-                mixed = mixed_sizes(scheduler.most_tokens, scheduler.most_requests)
+                mixed = mixed_sizes(scheduler.most_tokens, scheduler.most_requests, captured_tokens)
                 self.graphs = StepGraphs(parts, slot_table, _graph_sizes(config), mixed, max_model_len)
             self._step = AsynchronousStep(parts, slot_table, self.graphs)
             self._order = StepOrder(slot_table, clock, gate)

@@ -1,12 +1,12 @@
-"""Small steps of decodes beside prompts, captured for some numbers of tokens and rows: computing them takes less time
-than launching them.
+"""Steps of decodes beside prompts, captured for some numbers of tokens and rows: up to about a thousand tokens of a
+model of 7B they take less time to compute than to launch.
 
 A bucket has room for so many tokens and so many rows of a token or more. Rows behind a step's last one have no tokens;
-tokens behind them write no KV, and what they compute nobody reads. Of the two numbers of rows that a number of tokens
-has, the few give the contexts of few decodes splits enough for the device, and compute few logits. Attention reads
-which tokens are whose from tensors (`Ops.plan_mixed`). Left to launches op by op: chunks that take features of
-pictures, which mostly have more tokens than that by themselves; prompts that are scored; models that keep recurrent
-states, whose tiles are planned from contents. Does not know requests.
+tokens behind them write no KV, and what they compute nobody reads. Of a number of tokens there are two or three numbers
+of rows: with few, the contexts of few decodes get splits enough for the device, and few logits are computed. Attention
+reads which tokens are whose from tensors (`Ops.plan_mixed`). Where there is an image cache, every token may take a
+feature: those that take none have slot -1 there. Left to launches op by op: prompts that are scored, larger steps, and
+models that keep recurrent states, whose tiles are planned from contents. Does not know requests.
 """
 
 from __future__ import annotations
@@ -26,17 +26,28 @@ from hydra_engine.backend.base import MixedRows, SamplingTensors
 from hydra_engine.backend.device import Graph
 from hydra_engine.core.plans import Int64s, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.language.batches import StepRows
+from hydra_engine.worker.language.batches import StepRows, image_merges
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
 from hydra_engine.worker.language.special_graphs import SpecialGraph, SpecialGraphs
 from hydra_engine.worker.language.step import StepParts
 
 logger = logging.getLogger(__name__)
 
-MOST_CHUNKS = 8  # each may have a tile of queries that is not full, and programs are launched for all of them
+# Products are computed in tiles of so many tokens: padding inside of one costs nothing. A bucket for each number of
+# tiles, rather than for 512, 1024, 1536 and 2048 tokens, because the last three are bound by arithmetic: on an H200 a
+# tile of a model of 7B takes 2.6 ms, so 1025 tokens would take 33 ms as 1536, and 23 launch by launch, which the
+# processor does in 20. Fifteen numbers of tokens instead of six cost some two seconds at start and little memory, for
+# all of them compute in that of the largest.
+_TILE = 128
+MOST_TOKENS = 2048  # from about there on launches are hidden behind what they compute, for models of 3B as well
+FEW_TOKENS = 2 * _TILE  # of an instance that only decodes, where a prompt is what a preemption has left
+_TOKENS = (16, 32, 64, *range(_TILE, MOST_TOKENS + 1, _TILE))
+_ROWS = (8, 32)  # besides as many as may run
 
-_TOKENS = (16, 32, 64, 128, 256)
-_FEWEST_ROWS, _TOKENS_PER_ROW = 8, 8  # of the smaller number of rows
+# A prompt may have a tile of queries that is not full, and programs are launched for as many tiles, one for each head
+# of keys and values. Those without a tile end within 2 us, on 264 places of an H200: for 32 prompts with 32 heads 7 us
+# a layer, a hundredth of what 1024 tokens take. So steps of more than 32 rows, most of which decode, have fewer.
+_FEWEST_CHUNKS, _TOKENS_PER_CHUNK = 16, 32
 
 _Column = TypeVar("_Column")
 
@@ -45,13 +56,22 @@ class MixedSize(NamedTuple):
     tokens: int
     rows: int
 
+    @property
+    def chunks(self) -> int:
+        """Prompts that a step may have."""
+        if self.rows <= _ROWS[-1]:
+            return self.rows
+        return min(self.rows, max(_FEWEST_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
 
-def mixed_sizes(token_budget: int, max_num_seqs: int) -> tuple[MixedSize, ...]:
-    """Ascending. The largest number of rows of each is that of steps of one token a row, or what may run at all."""
+
+def mixed_sizes(token_budget: int, max_num_seqs: int, most_tokens: int = MOST_TOKENS) -> tuple[MixedSize, ...]:
+    """Ascending, of at most `most_tokens`. The largest number of rows of each is that of steps of one token a row, or
+    what may run at all."""
     sizes: list[MixedSize] = []
     for tokens in _TOKENS[: bisect_left(_TOKENS, token_budget) + 1]:
-        few = max(_FEWEST_ROWS, tokens // _TOKENS_PER_ROW)
-        sizes += [MixedSize(tokens, rows) for rows in sorted({min(few, max_num_seqs), min(tokens, max_num_seqs)})]
+        if tokens <= most_tokens:
+            counts = {min(rows, tokens, max_num_seqs) for rows in (*_ROWS, max_num_seqs)}
+            sizes += [MixedSize(tokens, rows) for rows in sorted(counts)]
     return tuple(sizes)
 
 
@@ -61,6 +81,7 @@ class _Columns(NamedTuple, Generic[_Column]):
     token_ids: _Column  # [T] int64
     positions: _Column  # [axes * T]
     slots: _Column  # [T]
+    image_slots: _Column  # [T], or [0] without an image cache
     seq_slots: _Column  # [B] of the rows that sample, as what follows
     logit_rows: _Column
     cu_q: _Column  # [B + 1] int32, of all rows, as the three that follow: see `MixedRows`
@@ -79,21 +100,27 @@ class _Columns(NamedTuple, Generic[_Column]):
         return SamplingTensors(*tensors)
 
 
-def _counts(size: MixedSize, axes: int) -> tuple[list[int], list[int], list[int]]:
-    """Of the columns of int64, int32 and float32."""
-    tokens, rows = size
-    return [tokens, axes * tokens, tokens, rows, rows], [rows + 1, rows + 1, rows, rows, rows], [rows] * 4
+class _Layout(NamedTuple):
+    """What a token has."""
+
+    axes: int  # of positions
+    features: int  # 1 where it may take a picture's, else 0
+
+    def counts(self, size: MixedSize) -> tuple[list[int], list[int], list[int]]:
+        """Of the columns of int64, int32 and float32."""
+        tokens, rows = size
+        long = [tokens, self.axes * tokens, tokens, self.features * tokens, rows, rows]
+        return long, [rows + 1, rows + 1, rows, rows, rows], [rows] * 4
+
+    def num_words(self, size: MixedSize) -> int:
+        long, *short = self.counts(size)
+        return sum(long) + sum(-(-count // 2) for counts in short for count in counts)
 
 
-def _num_words(size: MixedSize, axes: int) -> int:
-    long, *short = _counts(size, axes)
-    return sum(long) + sum(-(-count // 2) for counts in short for count in counts)
-
-
-def _columns(packed: Any, size: MixedSize, axes: int, types: tuple[Any, Any, Any]) -> _Columns[Any]:
+def _columns(packed: Any, size: MixedSize, layout: _Layout, types: tuple[Any, Any, Any]) -> _Columns[Any]:
     """Of an array or a tensor of int64, which takes its own library's `types` (int64, int32, float32)."""
     columns, begin = [], 0
-    for dtype, width, counts in zip(types, (1, 2, 2), _counts(size, axes), strict=True):
+    for dtype, width, counts in zip(types, (1, 2, 2), layout.counts(size), strict=True):
         for count in counts:
             end = begin + -(-count // width)
             columns.append(packed[begin:end].view(dtype)[:count])
@@ -129,7 +156,7 @@ class MixedGraphs:
         self._slot_table = slot_table
         self._special = special
         self._max_model_len = max_model_len
-        self._axes = 3 if parts.multimodal_rope else 1
+        self._layout = _Layout(3 if parts.multimodal_rope else 1, 0 if parts.image_cache is None else 1)
         self._width = -(-max_model_len // parts.kv_cache.block_size)
         self._captured: dict[tuple[int, MixedSize], _Captured] = {}  # by partition
 
@@ -137,11 +164,13 @@ class MixedGraphs:
 
     def prepare(self) -> None:
         """Before the first capture: makes what graphs read, and finds out whether the ops plan without contents."""
+        if not self.sizes:
+            return
         reason = "recurrent states are planned from contents" if self._parts.states is not None else ""
         with torch.inference_mode():
             try:
                 least = self.sizes[0]
-                self._parts.ops.plan_mixed(self._rows(self._of(least), least), least.tokens, MOST_CHUNKS)
+                self._parts.ops.plan_mixed(self._rows(self._of(least), least), least.tokens, least.chunks)
             except ValueError as error:
                 reason = str(error)
         if reason:
@@ -163,14 +192,16 @@ class MixedGraphs:
         self._captured[partition, size] = _Captured(graph, results, special)
 
     def _inputs(self, columns: _Columns[Tensor], size: MixedSize) -> LanguageInput:
-        positions = columns.positions.view(3, -1) if self._axes == 3 else columns.positions
+        positions = columns.positions.view(3, -1) if self._layout.axes == 3 else columns.positions
         return LanguageInput(
             token_ids=columns.token_ids,
             positions=positions,
             slots=columns.slots,
-            attention=self._parts.ops.plan_mixed(self._rows(columns, size), size.tokens, MOST_CHUNKS),
+            attention=self._parts.ops.plan_mixed(self._rows(columns, size), size.tokens, size.chunks),
             logit_rows=columns.logit_rows,
             position_end=self._max_model_len,
+            image_rows=self._every_token[: size.tokens] if self._layout.features else None,
+            image_slots=columns.image_slots if self._layout.features else None,
         )
 
     def _launch(self, inputs: LanguageInput, columns: _Columns[Tensor], results: list[Tensor]) -> None:
@@ -178,7 +209,7 @@ class MixedGraphs:
         slot_table, parts, num_rows = self._slot_table, self._parts, len(columns.seq_slots)
         head, rest = columns.token_ids[:num_rows], columns.token_ids[num_rows:]
         token_ids = torch.cat((slot_table.resolve(head, columns.seq_slots), rest))
-        logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, None)
+        logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, parts.image_cache)
         results[:] = *parts.ops.sample(logits, columns.sampling), logits
         slot_table.write(columns.seq_slots, results[0])
 
@@ -187,12 +218,12 @@ class MixedGraphs:
         return MixedRows(columns.cu_q, columns.rest_cu_q, columns.num_context, columns.decode_context, tables)
 
     def _of(self, size: MixedSize) -> _Columns[Tensor]:
-        columns: _Columns[Tensor] = _columns(self._packed, size, self._axes, _TENSORS)
+        columns: _Columns[Tensor] = _columns(self._packed, size, self._layout, _TENSORS)
         return columns
 
     @cached_property
     def _packed(self) -> Tensor:
-        words = _num_words(self.sizes[-1], self._axes)
+        words = self._layout.num_words(self.sizes[-1])
         return torch.zeros(words, dtype=torch.int64, device=self._parts.device.torch_device)
 
     @cached_property
@@ -200,25 +231,38 @@ class MixedGraphs:
         shape = (self.sizes[-1].rows, self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
+    @cached_property
+    def _every_token(self) -> Tensor:
+        return torch.arange(self.sizes[-1].tokens, device=self._parts.device.torch_device)
+
     def _blank(self, size: MixedSize) -> Int64s:
         """Without a row that has tokens."""
-        packed = np.zeros(_num_words(size, self._axes), dtype=np.int64)
-        columns = _columns(packed, size, self._axes, _ARRAYS)
-        columns.slots[:], columns.seq_slots[:] = -1, self._slot_table.padding
+        packed = np.zeros(self._layout.num_words(size), dtype=np.int64)
+        columns = _columns(packed, size, self._layout, _ARRAYS)
+        columns.slots[:], columns.image_slots[:], columns.seq_slots[:] = -1, -1, self._slot_table.padding
         return packed
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    @property
+    def captured_tokens(self) -> int:
+        """Of the largest; 0: there is none."""
+        return max((size.tokens for _, size in self._captured), default=0)
 
     # ---- replay
 
     def size_of(self, plan: LanguagePlan, rows: StepRows) -> MixedSize | None:
-        """Of the graph of this step, None: there is none."""
-        if not self._captured or len(plan.chunks) > MOST_CHUNKS or rows.position_end > self._max_model_len:
+        """Of the graph of this step, None: there is none, or none that takes at most a tile more than the step has."""
+        if rows.position_end > self._max_model_len:
             return None
-        if any(chunk.images for chunk in plan.chunks):
-            return None
-        num_tokens, num_rows = len(rows.token_ids), plan.num_rows
+        num_tokens, num_rows, num_chunks = len(rows.token_ids), plan.num_rows, len(plan.chunks)
         partition = self._parts.device.partitions.current()
-        for size in self.sizes:
-            if size.tokens >= num_tokens and size.rows >= num_rows and (partition, size) in self._captured:
+        for size in self.sizes[bisect_left(self.sizes, (num_tokens, num_rows)) :]:
+            if size.tokens >= num_tokens + 2 * _TILE:
+                break
+            if size.rows >= num_rows and size.chunks >= num_chunks and (partition, size) in self._captured:
                 return size
         return None
 
@@ -230,9 +274,12 @@ class MixedGraphs:
         device, num_decodes, num_rows = self._parts.device, len(plan.decodes), plan.num_rows
         num_tokens, num_sampled = len(rows.token_ids), len(seq_slots)
         packed = self._blank(size)
-        columns = _columns(packed, size, self._axes, _ARRAYS)
+        columns = _columns(packed, size, self._layout, _ARRAYS)
         columns.token_ids[:num_tokens], columns.slots[:num_tokens] = rows.token_ids, rows.slots
-        columns.positions.reshape(self._axes, -1)[:, :num_tokens] = rows.positions
+        columns.positions.reshape(self._layout.axes, -1)[:, :num_tokens] = rows.positions
+        if self._parts.image_cache is not None:
+            for targets, sources in image_merges(plan, rows.cu_q, self._parts.image_cache.block_size):
+                columns.image_slots[targets] = sources
         columns.seq_slots[:num_sampled], columns.logit_rows[:num_sampled] = seq_slots, rows.logit_rows
         columns.cu_q[: num_rows + 1], columns.cu_q[num_rows + 1 :] = rows.cu_q, num_tokens
         columns.rest_cu_q[:] = np.maximum(columns.cu_q, num_decodes)

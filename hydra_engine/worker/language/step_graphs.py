@@ -22,7 +22,7 @@ class StepGraphs:
         max_model_len: int,
     ) -> None:
         self._device = parts.device
-        most_rows = max(decode_sizes[-1], *(size.rows for size in mixed_sizes))
+        most_rows = max(decode_sizes[-1], *(size.rows for size in mixed_sizes[-1:]))
         self.special = SpecialGraphs(parts.ops, parts.device, slot_table, most_rows)
         self.decodes = DecodeGraphs(parts, slot_table, self.special, decode_sizes, max_model_len)
         self.mixed = MixedGraphs(parts, slot_table, self.special, mixed_sizes, max_model_len)
@@ -51,10 +51,24 @@ class StepGraphs:
         else:
             self.decodes.capture(partition, size)
 
+    def left_out_with(self, partition: int, number: int) -> list[tuple[int, int]]:
+        """The graphs that there are not if the device has no memory for this one: of steps with prompts those of more
+        than half its tokens, so that some is left for what is launched op by op."""
+        size, *rest = self._order[number:]
+        if not isinstance(size, MixedSize):
+            return [(partition, number)]
+        count = sum(isinstance(other, MixedSize) and 2 * other.tokens > size.tokens for other in rest)
+        return [(partition, index) for index in range(number, number + 1 + count)]
+
     @property
     def num_bytes(self) -> int:
         """Of device memory that graphs took."""
         return self.decodes.num_bytes + self.mixed.num_bytes + self.special.num_bytes
+
+    @property
+    def num_graphs(self) -> int:
+        """Each step has one behind it for special rows."""
+        return 2 * (self.decodes.num_captured + self.mixed.num_captured)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
@@ -64,4 +78,4 @@ class StepGraphs:
     @property
     def captured_tokens(self) -> int:
         """Of the largest step with prompts; 0: none is."""
-        return self.mixed.sizes[-1].tokens if self.mixed.sizes else 0
+        return self.mixed.captured_tokens

@@ -11,6 +11,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, draw_blank
+from hydra_engine.worker.language.mixed_graphs import MixedSize
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import CachePlan
 from hydra_engine.worker.memory.working import (
@@ -72,7 +73,11 @@ class _Peaks:
     def prefill(self) -> int:
         scheduler = self._config.scheduler
         counts = counts_of_largest(scheduler.most_tokens, scheduler.most_requests, self._max_model_len)
-        return self._peak(partial(self._forward, counts, scored=True))
+        return self._peak(partial(self._forward, counts, scored=True, merged=True))
+
+    def captured(self, size: MixedSize) -> int:
+        counts = counts_of_largest(*size, self._max_model_len)
+        return self._peak(partial(self._forward, counts, scored=False, merged=True))
 
     def _peak(self, job: partial[None]) -> int:
         peak = self._backend.device.peak_bytes(job)
@@ -84,13 +89,13 @@ class _Peaks:
         device = self._backend.device.torch_device
         self._model.encode(blank_pictures(largest.span, largest.picture, largest.num_spans, device), self._image_cache)
 
-    def _forward(self, counts: Sequence[int], *, scored: bool) -> None:
-        """Every row at the end of the longest context. `scored`: it is a prefill, with features under all tokens."""
+    def _forward(self, counts: Sequence[int], *, scored: bool, merged: bool = False) -> None:
+        """Every row at the end of the longest context. `merged`: features under all tokens."""
         ops, device = self._backend.ops, self._backend.device.torch_device
         contexts = [max(self._max_model_len, *counts)] * len(counts)
-        merged = sum(counts) if scored and self._image_cache is not None else 0
+        num_merged = sum(counts) if merged and self._image_cache is not None else 0
         language, cache, states = self._spec.language, self._kv_cache, self._states
-        inputs = blank_rows(ops, language, cache, states, counts, contexts, device, merged=merged, scored=scored)
+        inputs = blank_rows(ops, language, cache, states, counts, contexts, device, merged=num_merged, scored=scored)
         logits = self._model.forward(inputs, cache, self._image_cache)
         if self._backend.device.asynchronous:
             draw_blank(ops, logits)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.core.units import GIB, size
-from hydra_engine.errors import ConfigError
+from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.worker.memory import refusals
 from hydra_engine.worker.memory.refusals import CacheSize, typed_gib
@@ -172,8 +172,26 @@ def plan_memory(
     """`dtype_bytes` of an activation, `weight_bytes` of a weight where that is less. `free_bytes` is what is free
     before the weights are loaded, which `shares` instances on the device divide; `filling` says instead what this one
     has. Sizes that the configuration gives are those of each instance; no more than `total_bytes` of host memory are
-    taken for them. Raises ResourceError, saying what to change, when the longest request cannot be served."""
-    needs, reasons = Needs(spec, role, config, dtype_bytes, weight_bytes), list[str]()
+    taken for them. Where a device that is filled has no room for all graphs there are fewer. Raises ResourceError,
+    saying what to change, when the longest request cannot be served."""
+    needs = Needs(spec, role, config, dtype_bytes, weight_bytes)
+    reasons = () if filling is None else filling.reasons
+    while filling is not None and (fewer := filling.working.with_fewer_graphs()) is not None:
+        try:
+            return _plan(needs, free_bytes, shares, filling, total_bytes)
+        except ResourceError:
+            filling = replace(filling, working=fewer, reasons=(*reasons, _left_out(fewer.captured_tokens)))
+    return _plan(needs, free_bytes, shares, filling, total_bytes)
+
+
+def _left_out(captured_tokens: int) -> str:
+    steps = f"steps with prompts of more than {captured_tokens} tokens" if captured_tokens else "steps with prompts"
+    return f"graphs: {steps} are launched op by op, theirs have no room beside weights and caches"
+
+
+def _plan(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int) -> CachePlan:
+    spec, role, config, dtype_bytes = needs.spec, needs.role, needs.config, needs.dtype_bytes
+    reasons = list[str]()
     weights_bytes = sum(needs.weights)
     device = refusals.DevicePart(spec, role, dtype_bytes, shares, filling is not None)
     if filling is None:

@@ -2,22 +2,26 @@
 
 The largest step of each stage that a role runs, as a scheduler may plan it: one largest picture, or as many as the
 image budget holds; a prefill of the token budget at the end of the longest context, with as many rows that are sampled
-as may run; a decode of all of them. On each partition of a divided device a lane has another stream, and the allocator
-gives no stream what it keeps for another: all of it counts once for every partition. Does not know lanes or requests.
+as may run; a decode of all of them. Captured steps compute in memory of their own, as much as the largest of them
+takes: where a device has no room for that, the largest steps with prompts have no graphs. On each partition of a
+divided device a lane has another stream, and the allocator gives no stream what it keeps for another: all of it counts
+once for every partition. Does not know lanes or requests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.inputs import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
+from hydra_engine.worker.language.mixed_graphs import FEW_TOKENS, MOST_TOKENS, MixedSize, mixed_sizes
 from hydra_engine.worker.vision.graphs import most_captured
 
 GRAPH_BYTES = 1 << 28  # what captured decode steps take on a partition, besides the memory that they compute in
+MIXED_GRAPH_BYTES = 1 << 22  # and each captured step with prompts, of about 360 kernels of a model of 7B
 ENCODE_GRAPH_BYTES = 1 << 26  # and captured encodes
 DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution come near it
 
@@ -27,14 +31,22 @@ _VALUES_PER_PATCH = 4  # times the features' width: what a tower, the narrower o
 _LOGIT_COPIES = 4  # of the rows that are sampled: the logits, their probabilities, sorted, summed up
 
 
+class FewerGraphs(NamedTuple):
+    captured_tokens: int
+    graph_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class WorkingMemory:
     """What an instance's steps take beside weights and caches, in bytes. An encode and a language step run at the same
-    time, each at its largest. `graph_bytes` is kept free for captured steps and what special rows need."""
+    time, each at its largest. `graph_bytes` is kept free for captured steps and what special rows need; of steps with
+    prompts those of at most `captured_tokens` are captured. `fewer`: what less graphs would take, the most first."""
 
     encode_bytes: int = 0
     language_bytes: int = 0
     graph_bytes: int = 0
+    captured_tokens: int = MOST_TOKENS
+    fewer: tuple[FewerGraphs, ...] = ()
 
     @property
     def activation_bytes(self) -> int:
@@ -45,9 +57,20 @@ class WorkingMemory:
         return self.activation_bytes + self.graph_bytes
 
     def times(self, partitions: int) -> WorkingMemory:
-        return WorkingMemory(
-            *(size * partitions for size in (self.encode_bytes, self.language_bytes, self.graph_bytes))
+        return replace(
+            self,
+            encode_bytes=self.encode_bytes * partitions,
+            language_bytes=self.language_bytes * partitions,
+            graph_bytes=self.graph_bytes * partitions,
+            fewer=tuple(less._replace(graph_bytes=less.graph_bytes * partitions) for less in self.fewer),
         )
+
+    def with_fewer_graphs(self) -> WorkingMemory | None:
+        """None: there are none to leave out."""
+        if not self.fewer:
+            return None
+        less, *rest = self.fewer
+        return replace(self, **less._asdict(), fewer=tuple(rest))
 
 
 NOT_COUNTED = WorkingMemory()
@@ -94,12 +117,15 @@ class LargestSteps(Protocol):
 
     def prefill(self) -> int: ...
 
+    def captured(self, size: MixedSize) -> int: ...
+
 
 def working_memory(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, *, captures: bool, partitions: int
 ) -> WorkingMemory:
-    """Of the steps that the role runs. `captures`: encodes and decodes may be replayed."""
+    """Of the steps that the role runs. `captures`: the device replays steps, unless the configuration says no."""
     encode = language = graphs = 0
+    of_steps = [FewerGraphs(MOST_TOKENS, 0)]
     if spec.vision is not None and role.needs_vision:
         encode = steps.encode(spec.vision)
         graphs += encode_graph_bytes(spec.vision, config, encode) if captures else 0
@@ -107,8 +133,27 @@ def working_memory(
         graphs += special_row_bytes(spec, config) if captures else 0
         decode = steps.decode()
         language = max(decode, steps.prefill() if Role.P in role else 0)
-        graphs += decode + GRAPH_BYTES if captures and Role.D in role else 0
-    return WorkingMemory(encode, language, graphs).times(partitions)
+        if captures and not config.enforce_eager:
+            of_steps = _step_graphs(steps, spec, role, config, decode)
+    most, *fewer = (FewerGraphs(tokens, graphs + num_bytes) for tokens, num_bytes in of_steps)
+    return WorkingMemory(encode, language, most.graph_bytes, most.captured_tokens, tuple(fewer)).times(partitions)
+
+
+def _step_graphs(
+    steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, decode_bytes: int
+) -> list[FewerGraphs]:
+    """What the graphs of language steps take, and what fewer do. They share the memory that they compute in."""
+    scheduler, most = config.scheduler, MOST_TOKENS if Role.P in role else FEW_TOKENS
+    sizes = () if spec.language.has_states else mixed_sizes(scheduler.most_tokens, scheduler.most_requests, most)
+    if not sizes:
+        return [FewerGraphs(0, decode_bytes + GRAPH_BYTES)]
+    largest, found = sizes[-1].tokens, list[FewerGraphs]()
+    bytes_of_largest = steps.captured(sizes[-1])
+    for tokens in (largest, *(largest >> halved for halved in range(1, 4) if largest >> halved >= FEW_TOKENS), 0):
+        computed_in = max(decode_bytes, -(-bytes_of_largest * tokens // largest))
+        number = sum(size.tokens <= tokens for size in sizes)
+        found.append(FewerGraphs(tokens, computed_in + GRAPH_BYTES + number * MIXED_GRAPH_BYTES))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +170,9 @@ class _Estimates:
 
     def prefill(self) -> int:
         return self._step(self.config.scheduler.most_tokens, SCORED_ROWS)
+
+    def captured(self, size: MixedSize) -> int:
+        return self._step(size.tokens, 0)
 
     def _step(self, num_tokens: int, num_scored: int) -> int:
         language, num_rows = self.spec.language, self.config.scheduler.most_requests

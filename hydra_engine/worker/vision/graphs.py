@@ -140,6 +140,10 @@ class EncodeGraphs:
         else:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
+    def left_out_with(self, partition: int, size: int) -> list[tuple[int, int]]:
+        """The graphs that there are not if the device has no memory for this one."""
+        return [(partition, size)]
+
     def _layers_of_piece(self, partition: int, packing: Packing) -> int | None:
         """How many checkpoints apart an encode is cut; None: it is one graph. By what the largest one takes launch by
         launch, where launches are no more than half of it; the first time compiles."""
@@ -197,6 +201,10 @@ class EncodeGraphs:
     def largest(self) -> int:
         """Patches of the largest encode that is replayed; 0: there is none."""
         return max((size for _, size in self._captured), default=0)
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(map(len, self._captured.values()))
 
     @property
     def num_pieces(self) -> int:

@@ -59,7 +59,7 @@ class VisionLane:
     processor's: on an asynchronous device launches would take longer than what they launch. `note`: what a user should
     know of how encodes are run."""
 
-    captures, size_option = "encodes", "encoder_cuda_graph_sizes"
+    captures = "encodes"
 
     def __init__(
         self,
