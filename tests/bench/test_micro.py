@@ -263,7 +263,14 @@ def test_two_lanes_run_at_once() -> None:
     try:
         found = Duo(device, vision, language, lambda: met.wait(10), lambda: met.wait(10)).together(Effort(2, 0.0, 1.0))
         assert found.whole.turns == 2 and found.whole.median >= max(found.first.median, found.second.median)
-        beside = Duo(device, vision, language, lambda: None, lambda: None).beside(0.01)
+        steps = threading.Semaphore(0)
+
+        def one_more_step() -> None:
+            while steps.acquire(blocking=False):
+                pass
+            assert steps.acquire(timeout=10)
+
+        beside = Duo(device, vision, language, one_more_step, steps.release).beside(0.01)
         assert beside.num_firsts >= LEAST_FIRSTS and beside.whole_s >= 0.01 and beside.num_steps > 0
         assert beside.first_s * beside.num_firsts == pytest.approx(beside.whole_s)
         broken = Duo(device, vision, language, lambda: 1 // 0, lambda: None)
