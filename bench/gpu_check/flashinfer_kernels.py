@@ -19,9 +19,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-ARCHS = "FLASHINFER_CUDA_ARCH_LIST"
+ARCHS, DEFAULT_ARCHS = "FLASHINFER_CUDA_ARCH_LIST", "9.0a"
 _FLAGS = "FLASHINFER_EXTRA_CUDAFLAGS"
 # Decodes with one or two query heads for each KV head take "decode", all others and prompts "fa2", prompts on Hopper
 # "fa3" if it is there. CPU seconds of one on a core: decode 45, fa2 190, fa3 about 1,200.
@@ -85,42 +86,54 @@ def headers(kernels: Sequence[str], cuda: Toolkit) -> list[str]:
     return ["nvidia-curand"] if needed and not (cuda.root / "include" / "curand_kernel.h").exists() else []
 
 
-def build(package: Path, site: Path, kernels: Sequence[str], cuda: Toolkit, folder: Path) -> dict[str, Path]:
-    """The modules of `kernels` for bfloat16, by FlashInfer's names, in `folder`, where those of an earlier call are
-    taken. `package`: an unpacked wheel, whole; `site`: a folder with what its import needs and this Python lacks."""
-    work = folder / "work"
-    shutil.rmtree(work, ignore_errors=True)
-    archs = os.environ.get(ARCHS, "9.0a")
-    paths = os.pathsep.join((str(package), str(site)))
+def compiled(folder: Path, kernel: str, cuda: Toolkit) -> Path | None:
+    """The module that `build` made in an earlier call, under FlashInfer's name of it."""
+    return next(_place(folder, kernel, cuda).glob("*.so"), None)
+
+
+def build(package: Path, site: Path, kernels: Sequence[str], cuda: Toolkit, folder: Path) -> None:
+    """Compiles modules of `kernels` for bfloat16 into `folder`. `package`: an unpacked wheel, whole; `site`: a folder
+    with what its import needs and this Python lacks."""
+    with TemporaryDirectory(prefix="flashinfer-") as work:
+        jobs = int(os.environ.get("HYDRA_BUILD_JOBS") or min(len(os.sched_getaffinity(0)), 8))
+        commands = _commands(package, site, kernels, cuda, Path(work))
+        with ThreadPoolExecutor(jobs) as pool:
+            for kernel, (name, lines) in zip(kernels, commands, strict=True):
+                began = time.monotonic()
+                print(f"compiling FlashInfer's {kernel}, {len(lines)} files", flush=True)
+                objects = [*pool.map(_compiled, lines)]
+                module = _place(folder, kernel, cuda) / f"{name}.so"
+                module.parent.mkdir(parents=True, exist_ok=True)
+                fresh = module.with_suffix(".fresh")
+                runtime = (str(cuda.runtime), "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL", "-s")
+                _run([os.environ.get("CXX", "c++"), "-shared", *objects, *runtime, "-o", str(fresh)])
+                fresh.replace(module)
+                print(f"  {time.monotonic() - began:.0f} s, {module.stat().st_size / 2**20:.2f} MiB", flush=True)
+
+
+def _place(folder: Path, kernel: str, cuda: Toolkit) -> Path:
+    archs = os.environ.get(ARCHS, DEFAULT_ARCHS).replace(" ", "-")
+    return folder / f"{kernel}-sm{archs}-cuda{cuda.version}"
+
+
+def _commands(
+    package: Path, site: Path, kernels: Sequence[str], cuda: Toolkit, work: Path
+) -> list[tuple[str, list[str]]]:
+    """For each kernel the name of its module, and what compiles its files."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASHINFER_DISABLE")}
+    flags = (environment.get(_FLAGS, ""), *(f"-I{path}" for path in sorted(site.glob("nvidia/cu*/include"))))
     environment |= {
-        "PYTHONPATH": paths,
+        "PYTHONPATH": os.pathsep.join((str(package), str(site))),
         "CUDA_HOME": str(cuda.root),
-        ARCHS: archs,
+        ARCHS: os.environ.get(ARCHS, DEFAULT_ARCHS),
+        _FLAGS: " ".join(filter(None, flags)),
         "FLASHINFER_WORKSPACE_BASE": str(work),
     }
-    flags = (environment.get(_FLAGS, ""), *(f"-I{path}" for path in sorted(site.glob("nvidia/cu*/include"))))
-    environment[_FLAGS] = " ".join(filter(None, flags))
     asked = (sys.executable, "-c", _COMMANDS, *kernels)
-    done = subprocess.run(asked, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(asked, env=environment, cwd=work, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"FlashInfer names no commands for its kernels: {_last(done.stderr)}")
-    jobs = int(os.environ.get("HYDRA_BUILD_JOBS") or min(len(os.sched_getaffinity(0)), 8))
-    found = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        for kernel, (name, commands) in zip(kernels, json.loads(done.stdout.splitlines()[-1]), strict=True):
-            found[name] = module = folder / f"{name}-{archs.replace(' ', '-')}-cuda{cuda.version}.so"
-            if module.exists():
-                continue
-            began = time.monotonic()
-            print(f"compiling FlashInfer's {kernel}, {len(commands)} files", flush=True)
-            objects = [*pool.map(_compiled, commands)]
-            fresh = module.with_suffix(".fresh")
-            runtime = (str(cuda.runtime), "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL", "-s")
-            _run([os.environ.get("CXX", "c++"), "-shared", *objects, *runtime, "-o", str(fresh)])
-            fresh.replace(module)
-            print(f"  {time.monotonic() - began:.0f} s, {module.stat().st_size / 2**20:.2f} MiB", flush=True)
-    shutil.rmtree(work, ignore_errors=True)
+    found: list[tuple[str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -14,7 +14,7 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from email.parser import HeaderParser
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,8 +36,8 @@ IMPORTED = {"apache-tvm-ffi", "numpy", "nvidia-ml-py", "packaging", "requests", 
 _PLATFORM = "linux_x86_64"
 
 
-def cut(wheel: Path, folder: Path, built: Mapping[str, Path]) -> Path:
-    """Writes the cut wheel into `folder`. `built`: modules of kernels, by FlashInfer's names. SystemExit says why a
+def cut(wheel: Path, folder: Path, built: Sequence[Path]) -> Path:
+    """Writes the cut wheel into `folder`. `built`: modules of kernels, with FlashInfer's names. SystemExit says why a
     wheel is not one that this can cut."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
@@ -60,8 +60,8 @@ def cut(wheel: Path, folder: Path, built: Mapping[str, Path]) -> Path:
     ).encode("utf-8")
     files[f"{info}/top_level.txt"] = b"flashinfer\n"
     files[f"{info}/CHANGES"] = _changes(wheel.name, built).encode("utf-8")
-    for name, module in built.items():
-        files[f"flashinfer/data/aot/{name}/{name}.so"] = module.read_bytes()
+    for module in built:
+        files[f"flashinfer/data/aot/{module.stem}/{module.name}"] = module.read_bytes()
     renamed = {name.replace(f"{info}/", f"{named}.dist-info/", 1): content for name, content in files.items()}
     path = folder / f"{named}-{tag}.whl"
     _write(path, renamed, f"{named}.dist-info/RECORD")
@@ -107,10 +107,10 @@ def _replaced(text: str, fields: Mapping[str, str]) -> str:
     return text
 
 
-def _changes(name: str, built: Mapping[str, Path]) -> str:
+def _changes(name: str, built: Sequence[Path]) -> str:
     lines = [f"Made from {name} by hydra-engine (bench/gpu_check/flashinfer_wheel.py).", "Left out:"]
     lines += [*_CUT, "but for:", *_KEPT, "METADATA names the requirements of the import alone.", "Compiled ahead:"]
-    return "\n".join([*lines, *(built or ["nothing"]), ""])
+    return "\n".join([*lines, *([module.stem for module in built] or ["nothing"]), ""])
 
 
 def _write(path: Path, files: Mapping[str, bytes], record: str) -> None:

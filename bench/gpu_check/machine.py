@@ -142,7 +142,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def versions() -> str:
-    names = ("torch", "triton", "transformers", "numpy", "setuptools", "pybind11", "pytest")
+    names = ("torch", "triton", "transformers", "numpy", "setuptools", "pybind11", "pytest", "flashinfer-python")
     found = []
     for name in names:
         try:

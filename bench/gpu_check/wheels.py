@@ -14,6 +14,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from email.parser import HeaderParser
@@ -65,28 +66,34 @@ def download(folder: Path, names: Sequence[str], python: str) -> list[Path]:
 
 def carry_flashinfer(folder: Path, kernels: Sequence[str]) -> Path:
     """Cuts its wheel and compiles `kernels`, in build/flashinfer, where what was made before is taken again."""
-    scratch, version = ROOT / "build" / "flashinfer", flashinfer_wheel.VERSION
+    version = flashinfer_wheel.VERSION
+    scratch = ROOT / "build" / "flashinfer" / version
     scratch.mkdir(parents=True, exist_ok=True)
     whole = scratch / f"flashinfer_python-{version}-py3-none-any.whl"
     if not whole.exists():
         wanted = ("-d", str(scratch), f"flashinfer-python=={version}")
         subprocess.run([*_PIP, "download", "-q", "--no-deps", "--only-binary=:all:", *wanted], check=True)
-    cuda, built = flashinfer_kernels.toolkit(), {}
+    cuda = flashinfer_kernels.toolkit()
     if kernels and cuda is None:
         print("no nvcc with libcudart_static.a: FlashInfer is carried without compiled kernels, and cannot compute")
-    elif kernels:
-        assert cuda is not None
-        package, site = scratch / version, scratch / "site"
-        if not package.exists():
-            with zipfile.ZipFile(whole) as archive:
-                archive.extractall(package)
-        wanted = [*pinned(BESIDE_FLASHINFER), *flashinfer_kernels.headers(kernels, cuda)]
-        flags = ("--no-deps", "--upgrade", "--target", str(site))
-        subprocess.run([*_PIP, "install", "-q", *flags, *wanted], check=True)
-        built = flashinfer_kernels.build(package, site, kernels, cuda, scratch)
+    built = [] if cuda is None else _compiled(whole, scratch, kernels, cuda)
     for old in folder.glob("flashinfer_python-*.whl"):
         old.unlink()
     return flashinfer_wheel.cut(whole, folder, built)
+
+
+def _compiled(whole: Path, scratch: Path, kernels: Sequence[str], cuda: flashinfer_kernels.Toolkit) -> list[Path]:
+    absent = [kernel for kernel in kernels if flashinfer_kernels.compiled(scratch, kernel, cuda) is None]
+    if absent:
+        with tempfile.TemporaryDirectory(prefix="flashinfer-") as name:
+            package, site = Path(name, "package"), Path(name, "site")
+            with zipfile.ZipFile(whole) as archive:
+                archive.extractall(package)
+            wanted = [*pinned(BESIDE_FLASHINFER), *flashinfer_kernels.headers(absent, cuda)]
+            subprocess.run([*_PIP, "install", "-q", "--no-deps", "--target", str(site), *wanted], check=True)
+            flashinfer_kernels.build(package, site, absent, cuda, scratch)
+    found = (flashinfer_kernels.compiled(scratch, kernel, cuda) for kernel in kernels)
+    return [module for module in found if module is not None]
 
 
 def wheel_of(folder: Path, distribution: str) -> Path | None:

@@ -69,16 +69,16 @@ def contents(wheel: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def module(tmp_path: Path) -> dict[str, Path]:
-    path = tmp_path / "batch_decode-9.0a.so"
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "batch_decode.so"
     path.write_bytes(b"machine code")
-    return {"batch_decode": path}
+    return path
 
 
 def test_what_is_used_stays_and_the_kernels_lie_where_the_package_looks(
     tmp_path: Path, module: dict[str, Path]
 ) -> None:
-    cut = flashinfer_wheel.cut(miniature(tmp_path), tmp_path, module)
+    cut = flashinfer_wheel.cut(miniature(tmp_path), tmp_path, [module])
     assert cut.name == "flashinfer_python-0.7.2.post1+attention-py3-none-linux_x86_64.whl"
     info, files = INFO.replace(".dist-info", "+attention.dist-info"), contents(cut)
     assert files.keys() == {
@@ -101,8 +101,8 @@ def test_what_is_used_stays_and_the_kernels_lie_where_the_package_looks(
     assert "flashinfer/data/*\n" in files[f"{info}/CHANGES"] and "\nbatch_decode\n" in files[f"{info}/CHANGES"]
 
 
-def test_the_record_has_every_file_with_its_hash(tmp_path: Path, module: dict[str, Path]) -> None:
-    files = contents(flashinfer_wheel.cut(miniature(tmp_path), tmp_path, module))
+def test_the_record_has_every_file_with_its_hash(tmp_path: Path, module: Path) -> None:
+    files = contents(flashinfer_wheel.cut(miniature(tmp_path), tmp_path, [module]))
     (record,) = (name for name in files if name.endswith("/RECORD"))
     rows = {name: (digest, size) for name, digest, size in csv.reader(files[record].splitlines())}
     assert rows.keys() == files.keys() and rows.pop(record) == ("", "")
@@ -113,8 +113,8 @@ def test_the_record_has_every_file_with_its_hash(tmp_path: Path, module: dict[st
 
 
 @pytest.mark.slow
-def test_pip_takes_what_was_cut(tmp_path: Path, module: dict[str, Path]) -> None:
-    cut = flashinfer_wheel.cut(miniature(tmp_path), tmp_path, module)
+def test_pip_takes_what_was_cut(tmp_path: Path, module: Path) -> None:
+    cut = flashinfer_wheel.cut(miniature(tmp_path), tmp_path, [module])
     site, flags = tmp_path / "site", ("--no-index", "--no-deps", "--no-cache-dir")
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *flags, "--target", str(site), str(cut)], check=True)
     code = "import flashinfer, importlib.metadata as m; print(m.version('flashinfer-python'))"
@@ -138,13 +138,13 @@ def test_pip_takes_what_was_cut(tmp_path: Path, module: dict[str, Path]) -> None
 def test_a_release_that_is_laid_out_otherwise_is_refused(tmp_path: Path, gone: str, said: str) -> None:
     wheel = miniature(tmp_path, {name: content for name, content in FILES.items() if name != gone})
     with pytest.raises(SystemExit, match=said):
-        flashinfer_wheel.cut(wheel, tmp_path, {})
+        flashinfer_wheel.cut(wheel, tmp_path, [])
 
 
 def test_what_is_larger_than_can_be_carried_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_wheel, "MOST_BYTES", 1000)
     with pytest.raises(SystemExit, match="cut and with 0 kernels is 0 MiB: more than 20"):
-        flashinfer_wheel.cut(miniature(tmp_path), tmp_path, {})
+        flashinfer_wheel.cut(miniature(tmp_path), tmp_path, [])
     assert [path.name for path in tmp_path.glob("*.whl")] == ["flashinfer_python-0.7.2.post1-py3-none-any.whl"]
 
 
@@ -154,8 +154,9 @@ def test_without_nvcc_it_is_carried_without_kernels_and_that_is_said(
     """The cut wheel of an earlier call goes."""
     monkeypatch.setattr(wheels, "ROOT", tmp_path)
     monkeypatch.setattr(flashinfer_kernels, "toolkit", lambda: None)
-    (tmp_path / "build" / "flashinfer").mkdir(parents=True)
-    miniature(tmp_path / "build" / "flashinfer")
+    kept = tmp_path / "build" / "flashinfer" / flashinfer_wheel.VERSION
+    kept.mkdir(parents=True)
+    miniature(kept)
     folder = tmp_path / ".whl"
     folder.mkdir()
     (folder / "flashinfer_python-0.7.1+attention-py3-none-any.whl").write_bytes(b"")
@@ -180,7 +181,7 @@ def gen_batch_decode_module(*given):
 """
 
 
-def test_kernels_are_compiled_by_the_packages_commands_and_once(
+def test_kernels_are_compiled_by_the_packages_commands_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The compilers here write down what they are told."""
@@ -195,12 +196,16 @@ def test_kernels_are_compiled_by_the_packages_commands_and_once(
     monkeypatch.setenv(flashinfer_kernels.ARCHS, "8.0 9.0a")
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     cuda = Toolkit(tmp_path, "13.0", tmp_path / "libcudart_static.a")
-    for printed in ("compiling FlashInfer's decode-128, 1 files", ""):
-        built = flashinfer_kernels.build(tmp_path / "package", tmp_path, ["decode-128"], cuda, tmp_path)
-        assert built == {"batch_decode": tmp_path / "batch_decode-8.0-9.0a-cuda13.0.so"}
-        assert capsys.readouterr().out.splitlines()[:1] == [*filter(None, [printed])]
-    linked = built["batch_decode"].read_text()
-    assert "-shared" in linked and "work/batch_decode/part.o" in linked and f"{tmp_path}/libcudart_static.a" in linked
+    assert flashinfer_kernels.compiled(tmp_path, "decode-128", cuda) is None
+    flashinfer_kernels.build(tmp_path / "package", tmp_path, ["decode-128"], cuda, tmp_path)
+    assert capsys.readouterr().out.startswith("compiling FlashInfer's decode-128, 1 files\n")
+    module = flashinfer_kernels.compiled(tmp_path, "decode-128", cuda)
+    assert module == tmp_path / "decode-128-sm8.0-9.0a-cuda13.0" / "batch_decode.so"
+    linked = module.read_text()
+    assert "-shared" in linked and "/batch_decode/part.o " in linked and f" {tmp_path}/libcudart_static.a " in linked
+    for other in (cuda._replace(version="13.1"), cuda):
+        monkeypatch.setenv(flashinfer_kernels.ARCHS, "8.0 9.0a" if other != cuda else "9.0a")
+        assert flashinfer_kernels.compiled(tmp_path, "decode-128", other) is None, "those are others"
 
 
 def test_fa3_needs_headers_that_a_toolkit_may_lack(tmp_path: Path) -> None:
