@@ -64,6 +64,7 @@ class ChosenDevice:
     index: int | None  # of the GPU
     num_sms: int
     reason: str
+    capability: tuple[int, int] | None = None  # of the GPU
 
 
 def probe() -> CudaProbe:
@@ -167,7 +168,8 @@ def load_extension() -> tuple[ModuleType | None, str | None]:
 
 
 def _chosen(support: CudaSupport, index: int, reason: str) -> ChosenDevice:
-    return ChosenDevice(f"cuda:{index}", index, support.probe.devices[index].num_sms, reason)
+    info = support.probe.devices[index]
+    return ChosenDevice(f"cuda:{index}", index, info.num_sms, reason, info.capability)
 
 
 def _torch_problem() -> str:

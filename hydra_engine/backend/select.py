@@ -22,6 +22,7 @@ from hydra_engine.backend.base import Backend, OpChoice, Ops
 from hydra_engine.backend.cpu.device import CpuDevice, usable_cores
 from hydra_engine.backend.cpu.lanes import set_torch_threads
 from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Shapes, by_name
+from hydra_engine.backend.cuda.lanes import priorities, priority_note
 from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.core.options import NICENESS
@@ -130,6 +131,11 @@ def resolve_sm_split(sm_split: str, num_sms: int) -> str:
     return ",".join(map(str, counts)) if counts[0] else "off"
 
 
+def lane_note(lane_priority: str, chosen: ChosenDevice) -> str | None:
+    """What to say where the streams of a GPU do not have the priorities that `lane_priority` names."""
+    return priority_note(lane_priority, chosen.capability)
+
+
 def resolve_dtype(
     dtype: str, checkpoint_dtype: str, backend: str = "auto", device: str = CPU
 ) -> tuple[torch.dtype, str]:
@@ -195,11 +201,11 @@ def _on_cuda(
     # All of these import GPU libraries, which only now are known to be there and wanted.
     host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
     cuda: Any = importlib.import_module("hydra_engine.backend.cuda.ops")
-    split: Any = None
+    of_lanes, split = priorities(lane_priority, chosen.capability), None
     if sm_split:
         sms: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
-        split = sms.SplitDevice(torch.device("cuda", index), sm_split, host.PRIORITIES[lane_priority])
-    device = host.CudaDevice(index, threads, _set_threads, lane_priority, split)
+        split = sms.SplitDevice(torch.device("cuda", index), sm_split, of_lanes)
+    device = host.CudaDevice(index, threads, _set_threads, of_lanes, split)
     if attention == AUTO:
         assert shapes is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")

@@ -25,6 +25,7 @@ from hydra_engine.backend.devices import ChosenDevice, gpu_name, takes_turns
 from hydra_engine.backend.select import (
     all_cores,
     create_backend,
+    lane_note,
     resolve_deterministic,
     resolve_device,
     resolve_dtype,
@@ -91,7 +92,7 @@ def build_worker(
     _check_kv_dtype(config, spec, dtype, chosen.name)
     sm_split = resolve_sm_split(config.sm_split, chosen.num_sms)
     decided = replace(config, deterministic=deterministic, sm_split=sm_split)
-    backend, split_note = _backend(decided, spec, context.role, chosen, dtype)
+    backend, sharing_notes = _backend(decided, spec, context.role, chosen, dtype)
     resolved, plan, model = _load_and_size(decided, spec, backend, context, partial(progress, "weights"))
     faults = FaultPoints(enabled=fault_points_enabled())
     share = backend.device.share if context.has_peers else None
@@ -134,7 +135,8 @@ def build_worker(
     worker.warm_up(partial(progress, "warm-up"))
     worker.capture_graphs(partial(progress, "capturing graphs"))
     lane_notes = (*backend.notes, *model.notes, *worker.notes, *plan.reasons)
-    notes = (dtype_reason, *filter(None, (deterministic_note, split_note, _turns(chosen, context))), *lane_notes)
+    of_device = (deterministic_note, *sharing_notes, _turns(chosen, context))
+    notes = (dtype_reason, *filter(None, of_device), *lane_notes)
     caches = kv_cache, image_cache
     return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, faults, notes)
 
@@ -246,8 +248,8 @@ def _memory_for(what: str) -> Iterator[None]:
 
 def _backend(
     config: EngineConfig, spec: ModelSpec, role: Role, chosen: ChosenDevice, dtype: torch.dtype
-) -> tuple[Backend, str | None]:
-    """The backend, and a note where the device is not divided although that was asked for."""
+) -> tuple[Backend, tuple[str | None, ...]]:
+    """The backend, and notes where both models do not share the device as was asked for."""
     language = spec.language
     heads = Heads(language.num_heads, language.num_kv_heads, language.head_dim, config.cache.block_size)
     attention = resolve_attention(
@@ -274,7 +276,8 @@ def _backend(
         shapes=shapes,
         profiles=config.profile_folder if attention == AUTO else None,
     )
-    return backend, None if both or not config.sm_counts else "sm_split: not divided, this instance runs one model"
+    undivided = None if both or not config.sm_counts else "sm_split: not divided, this instance runs one model"
+    return backend, (undivided, lane_note(config.lane_order, chosen) if both else None)
 
 
 def _tower(spec: ModelSpec) -> Tower | None:

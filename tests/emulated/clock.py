@@ -6,10 +6,16 @@ there. Nothing depends on the real time. Does not know tensors: works are given.
 
 How kernels share. A kernel alone takes the longer of its FLOP and its bytes over the machine's rates, and a gap before
 it. Streams of the whole device share its multiprocessors equally while they have kernels, and a kernel that begins
-beside another one on the same multiprocessors first waits for blocks of that one to end; streams with multiprocessors
-of their own neither share them nor wait. Products are as fast as the share is large; reads are at full speed from
-`read_share` of the multiprocessors on, and all streams share the bandwidth. The processor's threads do not slow each
-other, and the device has no power limit.
+beside another one on the same multiprocessors first waits for blocks of that one to end, which are long where it
+multiplies; streams with multiprocessors of their own neither share them nor wait. Products are as fast as the share is
+large; reads are at full speed from `read_share` of the multiprocessors on, and all streams share the bandwidth. The
+processor's threads do not slow each other, and the device has no power limit.
+
+Priorities. A stream that goes first leaves the others `left_share` of the multiprocessors while a kernel of it runs,
+and all of them in its gaps and while its kernel waits for their blocks. Kernels that begin early (dependent launch)
+take that away: the programs of the next one stand ready while the one before it runs, and take each place that falls
+free. A graph has the priority of the stream on which it was captured. `left_share` is what encodes of two pictures
+beside steps of 8 requests were measured to have on an H200; figures of other pairs follow (test_clock.py).
 """
 
 from __future__ import annotations
@@ -27,10 +33,11 @@ SHORTEST_S = 1e-9  # of a kernel's work
 
 
 class Work(NamedTuple):
-    """What a kernel computes and moves."""
+    """What a kernel computes and moves. `is_dependent`: it is launched to begin early, and lets the next one do so."""
 
     flop: float = 0.0
     num_bytes: float = 0.0
+    is_dependent: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Machine:
     gap_s: float = 1.3e-6  # from kernel to kernel of a stream
     graph_s: float = 5e-6  # more before the first kernel of a graph
     block_s: float = 20e-6  # of a large kernel's blocks, for which one that begins beside it waits
+    left_share: float = 0.058  # of the multiprocessors, beside a kernel that goes first
     launch_s: float = 10e-6  # of the processor, for one kernel from Python
     replay_s: float = 20e-6  # of the processor, for one graph
     wake_s: float = 10e-6  # from a mark on the device to the thread that waits for it
@@ -71,22 +79,35 @@ class _Order(NamedTuple):
 
 
 class _Kernel:
-    """`left`: of its work, 1 to 0. `delay_s`: of its gap, and of its wait for blocks of another one."""
+    """`left`: of its work, 1 to 0. `delay_s`: of its gap, and of its wait for blocks of another one. `is_early`: its
+    programs stand ready while the kernel before it runs."""
 
-    def __init__(self, issued_s: float, work: Work, gap_s: float) -> None:
+    def __init__(self, issued_s: float, work: Work, gap_s: float, priority: int, *, is_early: bool) -> None:
         self.issued_s, self.work, self.gap_s = issued_s, work, gap_s
+        self.priority, self.is_early = priority, is_early
         self.begun_s: float | None = None
         self.delay_s = 0.0
         self.left = 1.0
 
 
 class Line:
-    """What was issued to a stream and is not over. `multiprocessors`: of its own, 0: the device's, which it shares."""
+    """What was issued to a stream and is not over. `multiprocessors`: of its own, 0: the device's, which it shares.
+    `priority`: the smaller, the earlier its blocks begin."""
 
-    def __init__(self, multiprocessors: int) -> None:
-        self.multiprocessors = multiprocessors
+    def __init__(self, multiprocessors: int, priority: int = 0) -> None:
+        self.multiprocessors, self.priority = multiprocessors, priority
         self.items: deque[_Kernel | Mark | _Order] = deque()
+        self.lets_next_begin = False  # the last launch, to one right behind it
         self.spans: list[tuple[float, float]] = []  # of each kernel that has ended, its gap before it included
+
+    def add_kernel(self, issued_s: float, work: Work, gap_s: float, priority: int) -> None:
+        is_early = work.is_dependent and self.lets_next_begin
+        self.items.append(_Kernel(issued_s, work, gap_s, priority, is_early=is_early))
+        self.lets_next_begin = work.is_dependent
+
+    def add_point(self, item: Mark | _Order) -> None:
+        self.items.append(item)
+        self.lets_next_begin = False
 
     @property
     def running(self) -> _Kernel | None:
@@ -103,8 +124,8 @@ class Clock:
         self._lines: list[Line] = []
         self._now_s = 0.0
 
-    def line(self, multiprocessors: int = 0) -> Line:
-        self._lines.append(made := Line(multiprocessors))
+    def line(self, multiprocessors: int = 0, priority: int = 0) -> Line:
+        self._lines.append(made := Line(multiprocessors, priority))
         return made
 
     # ---- threads
@@ -114,22 +135,25 @@ class Clock:
         return self.time.now()
 
     def launch(self, line: Line, work: Work) -> None:
-        line.items.append(_Kernel(self.now() + self.machine.launch_s, work, self.machine.gap_s))
+        line.add_kernel(self.now() + self.machine.launch_s, work, self.machine.gap_s, line.priority)
         self.time.spend(self.machine.launch_s)
 
-    def replay(self, line: Line, works: Sequence[Work]) -> None:
+    def replay(self, line: Line, works: Sequence[Work], priority: int | None = None) -> None:
+        """`priority`: of the stream on which the graph was captured, if it was not this one."""
         issued_s = self.now() + self.machine.replay_s
         gaps_s = chain((self.machine.gap_s + self.machine.graph_s,), repeat(self.machine.gap_s))
-        line.items.extend(_Kernel(issued_s, work, gap_s) for work, gap_s in zip(works, gaps_s, strict=False))
+        line.lets_next_begin = False
+        for work, gap_s in zip(works, gaps_s, strict=False):
+            line.add_kernel(issued_s, work, gap_s, line.priority if priority is None else priority)
         self.time.spend(self.machine.replay_s)
 
     def record(self, line: Line) -> Mark:
-        line.items.append(mark := Mark(self.now()))
+        line.add_point(mark := Mark(self.now()))
         return mark
 
     def order(self, line: Line, behind: Mark) -> None:
         """What is launched on the line from now on begins behind the mark."""
-        line.items.append(_Order(self.now(), behind))
+        line.add_point(_Order(self.now(), behind))
 
     def wait(self, mark: Mark) -> None:
         self.time.turn()
@@ -171,7 +195,7 @@ class Clock:
                     head = line.items[0]
                     if isinstance(head, _Kernel):
                         if head.begun_s is None:
-                            head.begun_s, head.delay_s = self._now_s, head.gap_s + self._wait_s(line)
+                            head.begun_s, head.delay_s = self._now_s, head.gap_s + self._wait_s(line, head)
                         if head.left > 0:
                             break
                         line.spans.append((head.begun_s, self._now_s))
@@ -186,20 +210,27 @@ class Clock:
                     changed = False
         return woken
 
-    def _wait_s(self, line: Line) -> float:
-        """Of a kernel that begins there, for blocks of others to end."""
+    def _wait_s(self, line: Line, begins: _Kernel) -> float:
+        """For blocks of others to end. One that begins early has had its places as those of its own stream fell free,
+        unless another stream was as good."""
         if line.multiprocessors:
             return 0.0
         others = [other.running for other in self._lines if other is not line and not other.multiprocessors]
-        left = (kernel.left * self.machine.alone_s(kernel.work) for kernel in others if kernel and not kernel.delay_s)
+        left = (
+            kernel.left * kernel.work.flop / self.machine.flop_per_s
+            for kernel in others
+            if kernel and not kernel.delay_s and not (begins.is_early and begins.priority < kernel.priority)
+        )
         return min(self.machine.block_s, max(left, default=0.0))
 
     def _rates(self, lines: Sequence[Line], kernels: Sequence[_Kernel]) -> list[float]:
         """Of its whole work, a second, each."""
         machine = self.machine
-        working = [kernel.delay_s == 0 for kernel in kernels]
-        sharing = sum(works and not line.multiprocessors for line, works in zip(lines, working, strict=True))
-        shares = [line.multiprocessors / machine.multiprocessors or 1 / max(1, sharing) for line in lines]
+        shared = [kernel for line, kernel in zip(lines, kernels, strict=True) if not line.multiprocessors]
+        shares = [
+            line.multiprocessors / machine.multiprocessors or self._share(kernel, shared)
+            for line, kernel in zip(lines, kernels, strict=True)
+        ]
         rates = [
             1 / max(SHORTEST_S, machine.alone_s(kernel.work, share))
             for kernel, share in zip(kernels, shares, strict=True)
@@ -208,6 +239,15 @@ class Clock:
         flop = sum(rate * work.flop for rate, work in asked) / machine.flop_per_s
         num_bytes = sum(rate * work.num_bytes for rate, work in asked) / machine.bytes_per_s
         return [rate / max(1.0, flop, num_bytes) for rate in rates]
+
+    def _share(self, kernel: _Kernel, shared: Sequence[_Kernel]) -> float:
+        """Of the multiprocessors of all streams, for one of these kernels."""
+        left = self.machine.left_share
+        working = [other.priority for other in shared if not other.delay_s]
+        alike = max(1, working.count(kernel.priority))
+        if any(other.priority < kernel.priority and (not other.delay_s or other.is_early) for other in shared):
+            return left / alike
+        return (1 - left * any(other > kernel.priority for other in working)) / alike
 
 
 def _pass(kernel: _Kernel, seconds: float, rate: float, *, ends_now: bool) -> None:

@@ -67,7 +67,7 @@ class TorchCuda:
     # ---- streams
 
     def Stream(self, device: Any = None, priority: int = 0) -> streams.Stream:
-        return self._streams.make()
+        return self._streams.make(priority=priority)
 
     def ExternalStream(self, handle: int, device: Any = None) -> streams.Stream:
         return self._streams.by_handle[handle]
@@ -256,7 +256,7 @@ def emulated_cuda(*, total_bytes: int = 1 << 32, clock: Clock | None = None) -> 
     present = Present.begin(total_bytes, clock)
     fake: Any = Torch(present)
     multiprocessors = MULTIPROCESSORS if clock is None else clock.machine.multiprocessors
-    extension = Extension(lambda count: present.make(multiprocessors=count).cuda_stream, multiprocessors)
+    extension = Extension(present, multiprocessors)
     with pytest.MonkeyPatch.context() as patch:
         if clock is not None:
             for module in WITH_THREADS:
@@ -294,5 +294,5 @@ def backend_modules() -> list[ModuleType]:
 
 def _resolve(device: str) -> devices.ChosenDevice:
     if device.startswith("cuda"):
-        return devices.ChosenDevice("cuda:0", 0, 4, "emulated")
+        return devices.ChosenDevice("cuda:0", 0, 4, "emulated", (9, 0))
     return devices.ChosenDevice(devices.CPU, None, 0, "as asked")

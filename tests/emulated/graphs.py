@@ -29,6 +29,7 @@ class Trace:
         self.is_invalid = False  # something was done that no capture permits
         self._steps: list[Callable[[], Any]] = []
         self.works: list[Work] = []  # of its kernels
+        self.priority = 0  # of the stream that was captured, which its kernels keep
         self.launched: list[str] = []  # names of Triton's kernels, and "cache" for those of the extension
         self._kept: list[Tensor] = []
         self._made: list[tuple[weakref.ref[Memory], torch.UntypedStorage]] = []
@@ -74,7 +75,7 @@ class Trace:
             for step in self._steps:
                 step()
         if (clock := self._streams.timing) is not None:
-            clock.replay(stream.line, [stream.scaled(work) for work in self.works])
+            clock.replay(stream.line, [stream.scaled(work) for work in self.works], self.priority)
 
 
 class CUDAGraph:
@@ -118,6 +119,7 @@ class Capturing:
         self._taken = self._streams.memory.captured_in(self._pool)
         self._taken.__enter__()
         self._stream.trace = self._graph.trace
+        self._graph.trace.priority = self._stream.priority
 
     def __exit__(self, *_: object) -> None:
         self._stream.trace = None

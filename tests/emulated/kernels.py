@@ -40,12 +40,13 @@ from hydra_kernels.float8_rows import PART
 from hydra_kernels.quantized_linear import PackedWeight
 from tests.emulated.clock import Work
 from tests.emulated.graphs import GARBAGE
+from tests.emulated.streams import Streams
 from tests.emulated.tensors import Accesses, OnDevice, Present, flat, held_by, touch
 from tests.emulated.works import work_of_kernel
 from tests.kernels.quantized import dequantized
 
 OPS = ReferenceOps()
-_inside = threading.local()  # of a function that has a reference
+_inside = threading.local()  # of a function that has a reference, and how it launched its last kernel
 
 
 class Launches:
@@ -67,6 +68,7 @@ class Launches:
                 raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?): {self._name}")
         if (trace := Present.streams.current.trace) is not None:
             trace.launched.append(self._name)
+        _inside.is_dependent = bool(kwargs.get("launch_pdl"))
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +76,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     reference = REFERENCES[function.__name__]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        _inside.function = function.__name__
+        _inside.function, _inside.is_dependent = function.__name__, False
         try:
             result = function(*args, **kwargs)
         finally:
@@ -99,7 +101,8 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
                 CacheDesc.write_through(args[6], args[5])
         if streams.current.trace is not None:
             streams.current.trace.call(compute)
-        streams.launch(work_of_kernel(function.__name__, args, given, outs))
+        work = work_of_kernel(function.__name__, args, given, outs)
+        streams.launch(work._replace(is_dependent=_inside.is_dependent))
         return result
 
     return call
@@ -504,8 +507,8 @@ class Extension:
 
     CudaCacheDesc = CacheDesc
 
-    def __init__(self, make_stream: Callable[[int], int], multiprocessors: int) -> None:
-        self._make_stream = make_stream
+    def __init__(self, streams: Streams, multiprocessors: int) -> None:
+        self._streams = streams
         self._multiprocessors = multiprocessors
 
     def __getattr__(self, name: str) -> Any:
@@ -520,8 +523,17 @@ class Extension:
     def cuda_unpin(self, address: int, device: int) -> None: ...
 
     def cuda_split_streams(self, device: int, counts: Any, language: int, vision: int, spread: bool) -> list[Any]:
-        parts = [(count, self._multiprocessors - count) for count in counts]
-        return [(self._make_stream(one), self._make_stream(other), one, other) for one, other in parts]
+        """In groups of one multiprocessor."""
+        every = range(self._multiprocessors)
+        order = [*every[::2], *every[1::2]] if spread else [*every]
+        splits = []
+        for count in counts:
+            made = [
+                self._streams.make(part=frozenset(part), priority=priority)
+                for part, priority in ((order[:count], language), (order[count:], vision))
+            ]
+            splits.append((*(stream.cuda_stream for stream in made), *(len(stream.part) for stream in made)))
+        return splits
 
 
 def functions_of(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable[..., Any]]]:

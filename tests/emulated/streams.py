@@ -49,6 +49,7 @@ class Streams:
         self.lock = threading.RLock()
         self.findings: Counter[Finding] = Counter()
         self.serving = False  # from then on lanes must not wait for the device
+        self.begins_early = True  # kernels of the package do (dependent launch)
         self._handles = itertools.count()
         self.default = Stream(self, "default")
         self.by_handle = {self.default.cuda_stream: self.default}
@@ -59,9 +60,12 @@ class Streams:
         self.captures = Captures()
         self.memory: Any = None  # of the device: `Present` of tensors.py
 
-    def make(self, name: str = "", multiprocessors: int = 0) -> Stream:
+    def make(self, name: str = "", part: frozenset[int] = frozenset(), priority: int = 0) -> Stream:
+        """`part`: multiprocessors of its own; empty: it runs on all."""
+        if priority and self.begins_early:
+            self.found("a stream that goes first, on a device whose kernels begin early")
         with self.lock:
-            made = Stream(self, name, multiprocessors)
+            made = Stream(self, name, part, priority)
             self.by_handle[made.cuda_stream] = made
         return made
 
@@ -115,6 +119,8 @@ class Streams:
     def launch(self, work: Work) -> None:
         """A kernel on the calling thread's stream; without the lock, for other threads may run until it returns."""
         stream = self.current
+        if not self.begins_early:
+            work = work._replace(is_dependent=False)
         if stream.trace is not None:
             stream.trace.works.append(work)
         elif self.timing is not None:
@@ -145,8 +151,10 @@ class Stream:
     """`scale`: how many times the work of a kernel counts on the clock, where a small model stands for a large one,
     and `flop_scale` its FLOP besides."""
 
-    def __init__(self, streams: Streams, name: str, multiprocessors: int = 0) -> None:
-        self.line = Line(multiprocessors) if streams.clock is None else streams.clock.line(multiprocessors)
+    def __init__(self, streams: Streams, name: str, part: frozenset[int] = frozenset(), priority: int = 0) -> None:
+        make_line = Line if streams.clock is None else streams.clock.line
+        self.line = make_line(len(part), priority)
+        self.part, self.priority = part, priority
         self.scale = self.flop_scale = 1.0
         self.cuda_stream: int = next(streams._handles)
         self.name = name or f"stream {self.cuda_stream}"
@@ -176,7 +184,7 @@ class Stream:
             self.done = max(self.done, number)
 
     def scaled(self, work: Work) -> Work:
-        return Work(work.flop * self.scale * self.flop_scale, work.num_bytes * self.scale)
+        return work._replace(flop=work.flop * self.scale * self.flop_scale, num_bytes=work.num_bytes * self.scale)
 
     # ---- as torch.cuda.Stream
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time as real
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import bench
 from hydra_engine.backend.select import create_backend
 from tests.emulated.clock import Clock, Line, Machine, Mark, Work
 from tests.emulated.virtual_time import Stopped, VirtualTime
@@ -74,6 +81,91 @@ def test_streams_with_multiprocessors_of_their_own_share_bandwidth_alone() -> No
     assert reads == pytest.approx(100 * (10e-6 / (32 / 132 / 0.6) + 1.3e-6), rel=0.05)
     together = beside((66, 66), [READ] * 10, [READ] * 10)
     assert together == pytest.approx([2e-3, 2e-3], rel=0.05), "the bandwidth is one"
+
+
+RESULTS = Path(bench.__file__).parent / "results"
+SMALL_STEP = [(1e-6, 7 * 32)]  # of 8 rows: seven kernels a layer, about alike
+
+
+def measured(run: str, what: str) -> dict[str, Any]:
+    rows = json.loads((RESULTS / run / "colocate-llava-1.5-7b.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["what"] == f"llava-1.5-7b {what}, beside, two streams")
+    return row
+
+
+def profiled(what: str) -> list[tuple[float, int]]:
+    """Seconds and number of each kernel."""
+    rows = json.loads((RESULTS / "h200" / "profile-llava-1.5-7b.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["what"] == f"llava-1.5-7b {what}")
+    return [(kernel["us"] * 1e-6 / kernel["count"], int(kernel["count"])) for kernel in row["kernels"]]
+
+
+def kernels(about: list[tuple[float, int]], layers: int, alone_s: float, work: Callable[[float], Work]) -> list[Work]:
+    """Layer by layer, as long together as they were measured to be."""
+    seconds = [
+        each_s
+        for layer in range(layers)
+        for each_s, count in about
+        for _ in range(count * (layer + 1) // layers - count * layer // layers)
+    ]
+    scale = (alone_s - len(seconds) * MACHINE.gap_s) / sum(seconds)
+    return [work(each_s * scale) for each_s in seconds]
+
+
+def slowed(firsts: list[Work], steps: list[Work], priority: int, machine: Machine = MACHINE) -> tuple[float, float]:
+    """How many times as long as alone each takes, while both follow each other without end."""
+    clock, ended = Clock(machine), list[float]()
+
+    def endless(line: Line, works: list[Work], most: float) -> Iterator[int]:
+        marks = deque[Mark]()
+        while len(marks) < most and not ended:
+            clock.replay(line, works)
+            marks.append(clock.record(line))
+            if len(marks) > 1:
+                clock.wait(marks[-2])
+            yield len(marks) - 1
+        clock.wait(marks[-1])
+
+    def encode() -> None:
+        list(endless(first, firsts, 6))
+        ended.append(clock.now())
+
+    with clock.time:
+        first, second = clock.line(), clock.line(priority=priority)
+        thread = clock.time.threading.Thread(target=encode, name="encode")
+        thread.start()
+        num_steps = list(endless(second, steps, inf))[-1]
+        thread.join()
+    alone = [sum(clock.machine.alone_s(work) + MACHINE.gap_s for work in works) for works in (firsts, steps)]
+    return ended[0] / 6 / alone[0], ended[0] / num_steps / alone[1]
+
+
+@pytest.mark.quick("8 rows")
+@pytest.mark.parametrize(
+    ("run", "what", "block_s"),
+    [
+        pytest.param("h200", "encode b=2 || decode B=8", MACHINE.block_s, id="8 rows"),
+        pytest.param("h200-first", "encode b=2 || decode B=64", MACHINE.block_s, id="64 rows"),
+        pytest.param("h200-first", "encode b=8 || decode B=64", MACHINE.block_s, id="64 rows, many pictures"),
+        # Blocks of a prompt multiply four times as deep a matrix.
+        pytest.param("h200-first", "prefill S=1024 || decode B=64", 2 * MACHINE.block_s, id="64 rows, a prompt"),
+    ],
+)
+def test_a_stream_that_goes_first_slows_the_other_as_it_was_measured(run: str, what: str, block_s: float) -> None:
+    """On an H200, whose benchmark gave tokens the higher priority. Steps of 8 rows are kernels that begin early, those
+    of 64 mostly products that do not."""
+    found, few = measured(run, what), "B=8" in what
+    step_s = found["peers"]["alone"]["median"]
+    first_s = found["inputs"]["whole_s"] / found["inputs"]["firsts"] / found["first_slowdown"]
+    name, layers = ("prefill S=1024", 32) if "prefill" in what else ("encode b=1", 23)
+    firsts = kernels(profiled(name), layers, first_s, lambda s: Work(flop=s * MACHINE.flop_per_s))
+    about = SMALL_STEP if few else profiled("decode B=64 KV=1024")
+    steps = kernels(about, 32, step_s, lambda s: Work(num_bytes=s * MACHINE.bytes_per_s, is_dependent=few))
+    first, second = slowed(firsts, steps, -1, replace(MACHINE, block_s=block_s))
+    assert first == pytest.approx(found["first_slowdown"], rel=0.15)
+    assert second == pytest.approx(found["decode_slowdown"], rel=0.1)
+    equal, step = slowed(firsts, steps, 0, replace(MACHINE, block_s=block_s))
+    assert 1.0 < equal < 2.0 and 1.0 < step < 1.9, "of which a part is expected, and nothing was measured"
 
 
 def test_a_stream_waits_for_another_one() -> None:

@@ -80,6 +80,8 @@ def check(streams: Streams, model_dir: Path, *, like: Path | None = None, **opti
         assert ask(engine) == wanted, "with what the caches hold"
         assert_at_rest(engine)
         streams.serving = False
+        said = any(note.startswith("lane priority balanced: both") for note in engine.summary.notes)
+        assert said == ("tpot_slo" in options), "no lane goes first, which is said where one was to"
     assert_clean(streams)
 
 

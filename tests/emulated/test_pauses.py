@@ -105,11 +105,12 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(model_dir: Path, tpot_slo: float | None, **options: Any) -> Iterator[Busy]:
+def serving(model_dir: Path, tpot_slo: float | None, *, begins_early: bool = True, **options: Any) -> Iterator[Busy]:
     from tests.emulated.cuda import emulated_cuda  # torch learns of the device
 
     clock, sizes = Clock(), {"cuda_graph_sizes": (1,), "encoder_cuda_graph_sizes": (192, 256)}
     with pytest.MonkeyPatch.context() as patch, clock.time, emulated_cuda(clock=clock) as streams:
+        streams.begins_early = begins_early
         patch.setattr(fakes, "threading", clock.time.threading)
         patch.setattr(fakes, "MonotonicClock", lambda: clock.time)
         backend = create_backend("cuda", torch.float32, threads=1)

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from hydra_engine.backend import devices
 from hydra_engine.backend.cuda.sm_split import SplitLane
+from hydra_engine.backend.devices import ChosenDevice
 from hydra_engine.backend.select import create_backend
+from hydra_engine.core.options import NICENESS
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.models.layers.rotary import RotaryTable
 from hydra_engine.models.qwen_vl.model import PatchRotary
@@ -190,6 +193,33 @@ def test_a_lane_that_moves_between_partitions_keeps_its_order(
     assert [list(tokens) for tokens in zip(*found, strict=True)] == expected(models("llava"), special=False)
     assert len({id(graph.place) for graph in replays}) == 2 and len(replays) == 7
     with_pictures(rig, 50, seed=3, count=1)
+
+
+@pytest.mark.parametrize("sm_split", [(), (1, 3)], ids=["whole", "divided"])
+@pytest.mark.parametrize("lane_priority", NICENESS)
+def test_no_stream_goes_first_where_kernels_begin_early(
+    streams: Streams, lane_priority: str, sm_split: tuple[int, ...]
+) -> None:
+    """Whatever is asked for, and also those on parts of the device."""
+    device = create_backend("cuda", torch.float32, threads=1, lane_priority=lane_priority, sm_split=sm_split).device
+    for lane in [device.lane(name) for name in ("language", "vision", "peers")]:
+        lane.close()
+    assert len(streams.by_handle) == 4 + 2 * len(sm_split)
+    assert {stream.priority for stream in streams.by_handle.values()} == {0}
+    assert_clean(streams)
+
+
+@pytest.mark.parametrize("sm_split", [(), (1, 3)], ids=["whole", "divided"])
+def test_tokens_go_first_where_kernels_do_not(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch, sm_split: tuple[int, ...]
+) -> None:
+    streams.begins_early = False
+    monkeypatch.setattr(devices, "resolve", lambda device: ChosenDevice("cuda:0", 0, 4, "emulated", (8, 0)))
+    device = create_backend("cuda", torch.float32, threads=1, lane_priority="balanced", sm_split=sm_split).device
+    for name in ("language", "vision"):
+        device.lane(name).close()
+    assert [stream.priority for stream in streams.by_handle.values()] == [0, *[-1, 0] * (1 + len(sm_split))]
+    assert_clean(streams)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "tower"])

@@ -8,10 +8,11 @@ from hydra_engine.backend.cuda import copies as cuda_copies
 from hydra_engine.backend.cuda.attention import num_leading_decodes
 from hydra_engine.backend.cuda.copies import ALIGNMENT, fill, layout_of, views
 from hydra_engine.backend.cuda.device import CudaDevice
-from hydra_engine.backend.cuda.lanes import PRIORITIES
+from hydra_engine.backend.cuda.lanes import PRIORITIES, priorities, priority_note
 from hydra_engine.core.options import NICENESS
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import BackendError, TransferError
+from hydra_kernels import _common
 
 ARRAYS = [
     np.arange(7, dtype=np.int32),
@@ -68,6 +69,27 @@ def test_what_cuda_says_becomes_one_line_without_its_advice() -> None:
 def test_every_priority_of_lanes_has_a_meaning_here() -> None:
     assert PRIORITIES.keys() == NICENESS.keys()
     assert all(value <= 0 for lanes in PRIORITIES.values() for value in lanes.values())
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_no_lane_goes_first_where_kernels_begin_early(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """Launches of the package and streams of the lanes draw the line at the same capability."""
+    monkeypatch.setattr(_common, "INTERPRETING", False)
+    monkeypatch.setattr(_common, "capability_of", lambda device: 10 * capability[0] + capability[1])
+    begins_early = _common.dependent_launch(torch.device("cuda", 0))["launch_pdl"]
+    assert begins_early == (capability >= (9, 0))
+    for mode, wanted in PRIORITIES.items():
+        found, note = priorities(mode, capability), priority_note(mode, capability)
+        assert found == ({} if begins_early else wanted)
+        assert (note is None) == (found == wanted), "it is said where a lane was to go first"
+        if note is not None:
+            assert note.startswith(f"lane priority {mode}: both models have the same on this GPU")
+
+
+def test_a_processor_has_no_streams() -> None:
+    assert (priorities("balanced", None), priority_note("balanced", None)) == ({}, None)
 
 
 def test_a_device_is_not_touched_before_it_is_used() -> None:

@@ -7,7 +7,7 @@ on it; `select.py` puts the two together.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from hydra_engine.backend.cpu.shared_memory import map_pool
 from hydra_engine.backend.cuda import ipc as cuda_ipc
 from hydra_engine.backend.cuda.copies import CudaFetch, CudaMark, Sender, failure
 from hydra_engine.backend.cuda.graphs import GraphPools
-from hydra_engine.backend.cuda.lanes import PRIORITIES, CudaLane
+from hydra_engine.backend.cuda.lanes import CudaLane
 from hydra_engine.backend.cuda.sm_split import SplitDevice
 from hydra_engine.backend.cuda.staging import PeerStaging, StagingPool
 from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
@@ -31,8 +31,8 @@ from hydra_engine.errors import ResourceError, TransferError
 
 
 class CudaDevice:
-    """`set_threads` sets the processor threads of the thread that calls it; `lane_priority` is a key of PRIORITIES.
-    `split` None: the device is not divided."""
+    """`set_threads` sets the processor threads of the thread that calls it; `priorities`: of streams of lanes, 0 where
+    a lane is not named. `split` None: the device is not divided."""
 
     asynchronous = True
 
@@ -41,7 +41,7 @@ class CudaDevice:
         index: int,
         threads: int,
         set_threads: Callable[[int], None] = set_torch_threads,
-        lane_priority: str = "balanced",
+        priorities: Mapping[str, int] | None = None,
         split: SplitDevice | None = None,
     ) -> None:
         self.name = f"cuda:{index}"
@@ -49,7 +49,7 @@ class CudaDevice:
         self._index = index
         self._threads = threads
         self._set_threads = set_threads
-        self._priorities = PRIORITIES[lane_priority]
+        self._priorities = dict(priorities or {})
         self._host = CpuDevice(threads, set_threads)
         self._split = split
         self.partitions: Partitions = WholeDevice() if split is None else split

@@ -22,6 +22,27 @@ PRIORITIES: dict[str, dict[str, int]] = {
     "balanced": {"language": -1},
     "latency": {"language": -1},
 }
+# Compute capability from which kernels begin early (dependent launch, hydra_kernels/_common.py).
+BEGINS_EARLY = (9, 0)
+
+
+def priorities(lane_priority: str, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Of the lanes' streams on such a GPU, 0 where a lane is not named; `lane_priority` is a key of PRIORITIES.
+
+    Where kernels begin early no lane goes first: programs of its next kernel would stand ready all the time and take
+    every place that falls free, so that an encode beside steps of 8 requests was measured to take 15 times as long.
+    What an encode adds to a step is bounded by the gate there."""
+    return {} if capability is None or capability >= BEGINS_EARLY else PRIORITIES[lane_priority]
+
+
+def priority_note(lane_priority: str, capability: tuple[int, int] | None) -> str | None:
+    """For the start-up summary, where a lane was to go first and none does."""
+    if capability is None or not PRIORITIES[lane_priority] or priorities(lane_priority, capability):
+        return None
+    return (
+        f"lane priority {lane_priority}: both models have the same on this GPU, where encodes beside tokens that go "
+        "first would hardly get on; a TPOT limit holds encodes up between their pieces"
+    )
 
 
 class CudaLane(ThreadLane):

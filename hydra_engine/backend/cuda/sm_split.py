@@ -10,7 +10,7 @@ what a job does, nor which split is best: each language step says that (schedule
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
@@ -174,7 +174,7 @@ class SplitDevice:
         self,
         device: torch.device,
         counts: Sequence[int],
-        priorities: dict[str, int],
+        priorities: Mapping[str, int],
     ) -> None:
         self.torch_device = device
         splits = split(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
