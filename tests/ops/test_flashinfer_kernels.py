@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cuda import flashinfer_kernels
+from hydra_engine.backend.cuda import attention_timing, flashinfer_kernels
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import Heads, by_name, resolve_attention
+from hydra_engine.backend.cuda.attention_choice import DECODES, PROMPTS, Heads, Measured, by_name, resolve_attention
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.flashinfer_kernels import FlashKernel, FlashKernels
+from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.cli import doctor
 from hydra_engine.errors import BackendError, ConfigError
 from tests.ops.flashinfer_library import NUM_SMS, install, send
+from tests.ops.test_attention_timing import HEADS, SITE, timed
 from tests.ops.test_flashinfer_parts import SCALE, ints, random_cache, step
 
 DECODE_128 = (
@@ -116,6 +118,19 @@ def test_compiled_kernels_are_known_by_the_names_of_their_modules(
     assert kernels.prompts("auto", bf16, 64, hopper=False) is None
 
 
+def test_what_a_package_carries_is_known_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So that a measurement is made again once there are others."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert flashinfer_kernels.carried() == ""
+    about = tmp_path / "flashinfer_python-0.7.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: flashinfer-python\nVersion: 0.7.2\n")
+    installation(tmp_path / "flashinfer" / "data", FA2_128, sources=False)
+    assert flashinfer_kernels.carried() == "fa2-128; its package has no sources to compile more"
+    installation(tmp_path / "flashinfer" / "data", DECODE_128, sources=False)
+    assert flashinfer_kernels.carried() == "decode-128, fa2-128; its package has no sources to compile more"
+
+
 def test_a_package_with_sources_compiles_what_nvcc_and_ninja_are_there_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -185,6 +200,27 @@ def test_rows_whose_kernel_is_not_there_are_tritons(
     assert attention.takes_packed(q, [0, 1, 4]) == ("Packed" in planned)
     attention.packed(q, q, q, [0, 1, 4], SCALE)
     assert (library.plans, by_triton.asked) == (planned, asked)
+
+
+def test_a_kernel_that_is_not_compiled_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton's would be timed in its place."""
+    known = frozenset({FlashKernel("fa2", torch.bfloat16, HEADS.head_dim)})
+    library = install(monkeypatch, kernels=FlashKernels(known, "there is no nvcc to compile more"))
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    for name, small in (("NUM_ROWS", 4), ("CHUNK", 16), ("LAUNCHES", 1)):
+        monkeypatch.setattr(attention_timing, name, small)
+    cache = attention_timing.random_cache(HEADS, torch.bfloat16, torch.device("cpu"), num_bytes=1)
+    ops, result = ReferenceOps(), Measured({}, {}, "2026-11-28")
+    reference: Any = SimpleNamespace(plan=ops.plan_attention, plan_decode=ops.plan_decode, paged=ops.attention_paged)
+    for case, times in zip(attention_timing.cases(cache), ((2.0,), (2.0, 1.0)), strict=True):
+        ours = attention_timing.prepared(reference, case, cache, HEADS)
+        candidates = attention_timing.paged_candidates(SITE, case, cache, HEADS)
+        attention_timing.compare(case.use, ours, candidates, timed(*times), result)
+    said = f"-{HEADS.head_dim} for bfloat16 is not compiled, and there is no nvcc to compile more"
+    assert result.left_out[DECODES] == {"flashinfer": f"decode{said}"}
+    assert result.left_out[PROMPTS]["flashinfer-fa3"] == f"fa3{said}" and "flashinfer-fa2" in result.seconds[PROMPTS]
 
 
 def test_what_is_chosen_by_name_says_which_kernels_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

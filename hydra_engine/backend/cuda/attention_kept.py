@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from hydra_engine import __version__
+from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.backend.cuda.attention_choice import TRITON, Measured, Shapes
 from hydra_engine.core import profile_file
 
@@ -25,7 +26,7 @@ _LONGEST_S = 60.0
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`driver` is the newest CUDA that it runs; `libraries` are versions, "" where one is missing."""
+    """`driver` is the newest CUDA that it runs; `libraries` are versions and kernels, "" where one is missing."""
 
     gpu: str
     capability: tuple[int, int]
@@ -49,7 +50,8 @@ def key_of(device: torch.device, num_sms: int, driver: int, dtype: torch.dtype, 
         capability=torch.cuda.get_device_capability(device),
         num_sms=num_sms,
         driver=driver,
-        libraries={"torch": str(torch.__version__)} | {name: _version(name) for name in _LIBRARIES},
+        libraries={"torch": str(torch.__version__), "flashinfer's kernels": flashinfer_kernels.carried()}
+        | {name: _version(name) for name in _LIBRARIES},
         dtype=str(dtype).removeprefix("torch."),
         shapes=shapes,
     )

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,9 +76,23 @@ def installed() -> FlashKernels:
     """Of the package `flashinfer`, which is imported and has to be there."""
     library: Any = importlib.import_module("flashinfer")
     env = library.jit.env
-    names = {path.parent.name for path in env.FLASHINFER_AOT_DIR.glob("*/*.so")}
-    names.update(name for provider in getattr(env, "FLASHINFER_AOT_PROVIDERS", ()) for name in provider.modules)
-    return FlashKernels(frozenset(_kernels(names)), _problem(env.FLASHINFER_INCLUDE_DIR))
+    others = (name for provider in getattr(env, "FLASHINFER_AOT_PROVIDERS", ()) for name in provider.modules)
+    return _in_folders(env.FLASHINFER_AOT_DIR, env.FLASHINFER_INCLUDE_DIR, others)
+
+
+def carried() -> str:
+    """What the package has, without importing it, which takes seconds; "" where there is none."""
+    try:
+        folder = Path(str(metadata.distribution("flashinfer-python").locate_file("flashinfer"))) / "data"
+    except metadata.PackageNotFoundError:
+        return ""
+    kernels = _in_folders(folder / "aot", folder / "include")
+    return f"{kernels.listed()}; {kernels.problem}"
+
+
+def _in_folders(ahead: Path, headers: Path, others: Iterable[str] = ()) -> FlashKernels:
+    names = {path.parent.name for path in ahead.glob("*/*.so")}.union(others)
+    return FlashKernels(frozenset(_kernels(names)), _problem(headers))
 
 
 def _kernels(names: Iterable[str]) -> Iterable[FlashKernel]:
