@@ -19,7 +19,7 @@ help:
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
 	@echo "make peers   llama.cpp, OpenVINO GenAI and vLLM's CPU build for bench.compare, in build/peers: half an hour, 6 GB"
 	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
-	@echo "make gpu-wheels  the packages that such a machine may lack, in .whl"
+	@echo "make gpu-wheels  the packages that such a machine may lack, in .whl, and FlashInfer with kernels compiled ahead"
 	@echo "make build   the environment and the native extension only"
 	@echo "make dist    a wheel for the CPU and an sdist, in dist/"
 
@@ -98,7 +98,8 @@ peers:
 gpu-check:
 	@exec $(PYTHON) -m bench.gpu_check $(if $(DIR),--dir "$(DIR)") $(ARGS)
 
-# Where there is a network: what that machine lacks, into .whl, to be carried along. ARGS="--python 3.12 NAME==VERSION".
+# Where there is a network: what that machine lacks, into .whl, to be carried along, and FlashInfer with kernels that are compiled
+# here. ARGS="--python 3.12 --kernels decode-128,fa2-128 NAME==VERSION".
 gpu-wheels: build
 	@$(BIN)/python -m bench.gpu_check.wheels $(ARGS)
 

@@ -2,7 +2,7 @@
 
 FlashInfer compiles a kernel at its first use, by nvcc and ninja, from sources in its package. A package that was cut
 (`make gpu-wheels`) has no sources, and a machine that only serves no compiler: then there is what was compiled before.
-Loads no kernel and needs no GPU library; the package is the caller's.
+Loads no kernel, and no GPU library but the package where it is asked what is installed.
 """
 
 from __future__ import annotations
