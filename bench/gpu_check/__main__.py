@@ -2,7 +2,8 @@
 
 Takes the source tree as it is and the Python that runs it: no network, no virtual environment; packages that are
 missing come from .whl/ (`make gpu-wheels`). The parts are in bench/gpu_check/plan.py: the first call has what says
-most, `--second` the rest, `--full` all sizes. One that fails or hangs takes nothing from the others, and all of them
+most, `--second` the rest, `--full` all sizes, `--decide` what the next steps hang on. A card, driver or package that no
+check has run on is named before anything runs. One that fails or hangs takes nothing from the others, and all of them
 together end within `--budget` seconds. DIR gets gpu-check.tar.gz, with every part's output, one JSON document per
 benchmark and check.json, and summary.md beside it; both are refreshed after every part, every few seconds of one and on
 a signal. The last line says what failed; the exit status is 0 only if nothing did and all tests and the build ran, 2 if
@@ -27,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import ROOT, commit
-from bench.gpu_check import outcomes, wheels
+from bench.gpu_check import answers, outcomes, wheels
 from bench.gpu_check.archive import ARCHIVE, SITE, SUMMARY, Archive
-from bench.gpu_check.machine import OPTIONAL, PACKAGES, Machine, look, too_old, versions
-from bench.gpu_check.plan import BUDGET_S, CALLS, INI, SUMMARY_S, Setup, chosen, parts_of
+from bench.gpu_check.commands import INI, Setup
+from bench.gpu_check.machine import OPTIONAL, PACKAGES, Machine, look, too_old, unknown, versions
+from bench.gpu_check.plan import BUDGET_S, CALLS, DECIDE, SUMMARY_S, chosen, parts_of
 from bench.micro.parts import ENDING, Interrupted, Outcome, Part, Runner, ended_by_signals, missing
 from bench.summary import table
 
@@ -61,6 +63,9 @@ class Check:
         print(f"{versions()}\nGPU: {self._machine.gpu or 'none'}; nvcc: {self._machine.nvcc or 'none'}", flush=True)
         if not self._machine.usable:
             raise Refused(f"no GPU: {self._machine.problem}")
+        for text in unknown(self._machine):
+            self._remarks.append(f"not known: {text}")
+            print(f"not known: {text}", flush=True)
         options = self._options
         setup = Setup(self._scratch, self._machine, options.jobs)
         calls = CALLS if options.only else (options.call,)
@@ -142,10 +147,12 @@ class Check:
         return text + (f"; not run: {', '.join(left)}" if left else "")
 
     def notes(self) -> list[str]:
-        """Lines of the summary: each part, and of those with tests what failed and why."""
+        """Lines of the summary: each part, the answers of the decisive call, and of tests what failed and why."""
         lines = [*self._remarks, f"{self._machine.gpu or 'no GPU'}; {versions()}; call: {self._options.call}"]
         for outcome in self._outcomes():
             lines.append(f"**{outcome.name}**: {outcome.state}, {outcome.seconds:.0f} s. {outcome.said}".rstrip(". "))
+        if self._options.call == DECIDE:
+            lines += answers.lines(self._scratch)
         for path in sorted(self._scratch.glob("*.jsonl")):
             lines += outcomes.summary(path.stem, outcomes.read(path))
         return lines
@@ -185,6 +192,8 @@ def main(argv: Sequence[str] | None = None, find: Callable[[], Machine] = look, 
     call = parser.add_mutually_exclusive_group()
     call.add_argument("--second", dest="call", action="store_const", const="second", help="what the first call left")
     call.add_argument("--full", dest="call", action="store_const", const="full", help="all sizes")
+    text = "what the next steps hang on, each with a question (bench/gpu_check/decide.py)"
+    call.add_argument("--decide", dest="call", action="store_const", const=DECIDE, help=text)
     parser.set_defaults(call=CALLS[0])
     parser.add_argument(
         "--only", type=words, default=[], help="parts of all calls with commas: build,tests,colocate,..."

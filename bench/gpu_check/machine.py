@@ -56,14 +56,23 @@ PACKAGES = {
 OPTIONAL = ("flashinfer", "tvm_ffi", "pynvml", "requests", "urllib3", "certifi", "idna", "charset_normalizer")
 
 
+# What the figures and predictions of bench/NOTES.md are of. Another one may do as well, but nobody has tried.
+KNOWN_CARDS = ("NVIDIA H200",)
+KNOWN_DRIVER, KNOWN_NVCC, KNOWN_PYTHON = "580", "13.0", "3.12"
+KNOWN_PACKAGES = {"torch": "2.11", "triton": "3.6", "transformers": "5.17"}
+
+
 @dataclass(frozen=True)
 class Machine:
-    """`problem`: why no kernel can run here, empty where one can. `capability` as nvcc wants it: "90"."""
+    """`problem`: why no kernel can run here, empty where one can. `capability` as nvcc wants it: "90". `driver` and
+    `toolkit` are versions of the driver and of nvcc, empty where nothing says them."""
 
     problem: str
     gpu: str
     capability: str
     nvcc: str | None
+    driver: str = ""
+    toolkit: str = ""
 
     @property
     def usable(self) -> bool:
@@ -95,7 +104,34 @@ def look() -> Machine:
         return Machine(f"torch fails: {last[:200]}", "", "", nvcc)
     facts = json.loads(done.stdout.splitlines()[-1])
     problem = "" if facts["gpu"] else f"torch finds no GPU (built for CUDA {facts['cuda']})"
-    return Machine(problem, facts["gpu"], facts["capability"], nvcc)
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0].strip()
+    toolkit = re.search(r"release ([\d.]+)", _said(nvcc, "--version")) if nvcc else None
+    return Machine(problem, facts["gpu"], facts["capability"], nvcc, driver, toolkit[1] if toolkit else "")
+
+
+def _said(*command: str) -> str:
+    """Empty where there is no such program, or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def unknown(machine: Machine) -> list[str]:
+    """What of the machine no check has run on: a sentence for each, with what is known."""
+    known = ", ".join(KNOWN_CARDS)
+    found = []
+    if machine.gpu not in KNOWN_CARDS:
+        found.append(f"card {machine.gpu or 'without a name'}: known is {known}, whose figures the predictions are")
+    versions_of = {"driver": (machine.driver, KNOWN_DRIVER), "nvcc": (machine.toolkit, KNOWN_NVCC)}
+    versions_of["Python"] = (platform.python_version(), KNOWN_PYTHON)
+    versions_of |= {name: (_version(name), least) for name, least in KNOWN_PACKAGES.items()}
+    for name, (version, checked) in versions_of.items():
+        if not version:
+            found.append(f"{name}: nothing says its version; known is {checked}")
+        elif not f"{version}.".startswith(f"{checked}."):
+            found.append(f"{name} {version}: known is {checked}")
+    return found
 
 
 def sanitizer(machine: Machine) -> str | None:
@@ -126,11 +162,8 @@ def least_versions() -> dict[str, str]:
 def too_old(module: str) -> str:
     """Empty, or "setuptools 65.5 is older than 77"."""
     name, least = PACKAGES[module][0], least_versions().get(canonical(PACKAGES[module][0]))
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-    if least is None or _numbers(version) >= _numbers(least):
+    version = _version(name)
+    if not version or least is None or _numbers(version) >= _numbers(least):
         return ""
     return f"{name} {version} is older than {least}"
 
@@ -143,10 +176,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def versions() -> str:
     names = ("torch", "triton", "transformers", "numpy", "setuptools", "pybind11", "pytest", "flashinfer-python")
-    found = []
-    for name in names:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
+    found = [f"{name} {version}" for name in names if (version := _version(name))]
     return f"Python {platform.python_version()}, {', '.join(found)}; {os.cpu_count()} cores"
+
+
+def _version(name: str) -> str:
+    """Of a distribution, empty where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -96,6 +96,8 @@ def _document(
             "workload": "mixed" if len(workload.shapes) > 1 else workload.shapes[0],
             "arrivals": str(settings.arrivals),
             "requests": settings.requests,
+            "load_seconds": settings.load_s,
+            "alone": settings.alone,
             "rounds": settings.rounds,
         },
         "tail": {

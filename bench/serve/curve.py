@@ -1,6 +1,7 @@
 """Mode `curve`: SLO attainment over request rates for every server, and its goodput (HydraInfer, Figure 10).
 
 Where no rates are given, the first server's goodput is searched for and rates around it are taken, the same for all.
+With `--alone` each server answers requests one after another first: what one takes with nothing beside it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ def run(harness: Harness) -> dict[str, Any]:
     settings = harness.settings
     rates = settings.rates or _find_rates(harness)
     pooled: dict[str, Pooled] = {server.name: {} for server in settings.servers}
+    alone: dict[str, dict[str, Any]] = {}
+    alone_content = harness.next_content() if settings.alone else 0
     contents = {(rate, n): harness.next_content() for rate in rates for n in range(settings.rounds)}
     for server, round_number in harness.turns():
         target, by_rate = harness.serving(server), pooled[server.name]
+        if settings.alone and round_number == 0:
+            records = harness.alone(target, settings.alone, alone_content).records
+            alone[server.name] = summary(records, harness.limits)
         for rate in rates:
             done = harness.load(target, rate, contents[rate, round_number], round=round_number)
             by_rate.setdefault(rate, []).extend(done.records)
         if settings.rates and round_number == settings.rounds - 1:
             _narrow(harness, target, by_rate)
     results = {name: _result(harness, by_rate) for name, by_rate in pooled.items()}
+    for name, found in alone.items():
+        results[name]["alone"] = found
     harness.goodput = results[settings.servers[0].name]["goodput"]["rate"]
     return {"servers": results}
 
@@ -88,5 +96,9 @@ def report(result: dict[str, Any]) -> None:
                 f"{ttft:12.1f} {gap:11.2f} {p['tokens_per_s']:.1f}"
             )
     for name, server in result["servers"].items():
+        if "alone" in server:
+            ttft, gap = server["alone"]["ttft_ms"], server["alone"]["gap_ms"]
+            times = f"TTFT p50 {ttft['p50']} ms, gap p50 {gap['p50']} ms, p99 {gap['p99']} ms"
+            say(f"{name}, one request at a time: {times}")
         goodput = server["goodput"]
         say(f"goodput of {name}: {goodput['rate']:.3g} requests/s ({goodput['bound'].replace('_', ' ')})")

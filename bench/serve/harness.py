@@ -131,12 +131,19 @@ class Harness:
     def load(self, target: Target, rate: float, content: int, **facts: Any) -> Run:
         """The workload at `rate`, as it arrives."""
         settings = self.settings
-        specs = settings.workload.specs(settings.requests, content)
-        times_s = settings.arrivals.times(rate, settings.requests, settings.workload.seed)
+        count = settings.requests if settings.load_s is None else max(1, round(rate * settings.load_s))
+        specs = settings.workload.specs(count, content)
+        times_s = settings.arrivals.times(rate, count, settings.workload.seed)
         run = open_loop(target, specs, [float(time_s) for time_s in times_s], settings.drain_s)
         attained = self.limits.attainment(run.records)
         self.note(target, run, rate=rate, attainment=attained, **facts)
         say(f"{self.mode} {target.name}: {rate:.3g} requests/s, attainment {attained:.0%}{_remarks(run)}")
+        return run
+
+    def alone(self, target: Target, count: int, content: int) -> Run:
+        """So many requests, each sent when the one before has ended."""
+        run = closed_loop(target, self.settings.workload.specs(count, content), 1)
+        self.note(target, run, concurrency=1)
         return run
 
     def run_specs(self, target: Target, specs: Sequence[Spec], times_s: Sequence[float], **facts: Any) -> Run:
@@ -165,6 +172,7 @@ def summary(records: Sequence[Record], limits: Limits) -> dict[str, Any]:
         "met_says_server": sum(map(bool, verdicts)) / len(verdicts) if verdicts else None,
         "ttft_ms": _quantiles(ttfts),
         "gap_ms": _quantiles(gaps),
+        "requests_per_s": round(sum(record.ok for record in records) / span_s, 3),
         "tokens_per_s": round(sum(record.num_tokens for record in records) / span_s, 2),
         "cached_share": round(
             sum(record.cached_tokens for record in records) / max(sum(r.prompt_tokens for r in records), 1), 4

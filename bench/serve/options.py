@@ -41,7 +41,8 @@ _DEFAULTS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`rates` and `rate`: requests per second; empty or None are found. `limits` None: measured on the idle server."""
+    """`rates` and `rate`: requests per second; empty or None are found. `load_s`: how long a load lasts, in place of
+    `requests`. `alone`: requests of a client that waits for each. `limits` None: measured on the idle server."""
 
     modes: tuple[str, ...]
     model: str
@@ -50,6 +51,8 @@ class Settings:
     workload: Workload
     arrivals: Arrivals
     requests: int
+    load_s: float | None
+    alone: int
     rates: tuple[float, ...]
     rate: float | None
     rounds: int
@@ -95,6 +98,8 @@ def settings_from(arguments: Sequence[str] | None, description: str | None) -> S
             workload=Workload.named(given.workload, given.text_share, given.scale, not given.no_reuse, given.seed),
             arrivals=Arrivals.parse(given.arrivals),
             requests=given.requests,
+            load_s=given.load_seconds,
+            alone=given.alone,
             rates=tuple(float(rate) for rate in given.rates.split(",")) if given.rates else (),
             rate=given.rate,
             rounds=given.rounds,
@@ -201,6 +206,10 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--arrivals", default="poisson", help="poisson, gamma:CV (bursty above 1) or onoff:ON,OFF seconds"
     )
     group.add_argument("--requests", type=int, help="requests of each load")
+    group.add_argument(
+        "--load-seconds", type=float, metavar="S", help="so many requests as arrive in S seconds instead"
+    )
+    group.add_argument("--alone", type=int, default=0, metavar="N", help="curve: before, N requests one after another")
     group.add_argument("--rates", help="requests per second of a curve, for example 1,2,4; default: around goodput")
     group.add_argument("--rate", type=float, help="requests per second of a breakdown; default: half of goodput")
     group.add_argument("--rounds", type=int, help="repeats everything, servers in turns; requests are pooled")

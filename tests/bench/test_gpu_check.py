@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ import pytest
 
 from bench import common
 from bench.gpu_check import __main__ as command
+from bench.gpu_check import commands as runs
 from bench.gpu_check import machine as on_machine
 from bench.gpu_check import plan, wheels
-from bench.gpu_check.machine import PACKAGES, Machine, least_versions, too_old
-from bench.gpu_check.plan import CALLS, Setup, chosen, files_by_kind, parts_of
+from bench.gpu_check.commands import Setup, files_by_kind
+from bench.gpu_check.machine import PACKAGES, Machine, least_versions, too_old, unknown
+from bench.gpu_check.plan import CALLS, chosen, parts_of
 from bench.micro.goals import BENCHES
 from bench.micro.parts import Part
 
@@ -38,7 +41,7 @@ def names(call: str, *, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) 
 
 
 def test_what_says_most_in_a_second_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
+    monkeypatch.setattr(runs, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
     first = [name for name in names("first") if not name.endswith("-again")]
     assert first[:7] == [
         "build",
@@ -59,10 +62,10 @@ def test_what_says_most_in_a_second_comes_first(monkeypatch: pytest.MonkeyPatch)
     assert second[-2:] == ["peers-llava-1.5-7b", "peers-qwen2.5-vl-7b"]
 
 
-@pytest.mark.parametrize("call", ["first", "second"])
+@pytest.mark.parametrize("call", ["first", "second", "decide"])
 def test_the_seconds_of_a_call_fit_its_budget(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Each part gets what is planned for it, whatever the others take."""
-    monkeypatch.setattr(plan, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
+    monkeypatch.setattr(runs, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
     found = parts(call)
     beyond = {part.name for part in parts("second")} if call == "first" else set()
     own = [part for part in found if part.name not in beyond or part.name in ("build", "quick-ceilings")]
@@ -72,7 +75,7 @@ def test_the_seconds_of_a_call_fit_its_budget(monkeypatch: pytest.MonkeyPatch, c
 
 def test_the_sanitizer_leaves_out_a_test_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that would allocate while it captures."""
-    monkeypatch.setattr(plan, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
+    monkeypatch.setattr(runs, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
     (part,) = [part for part in parts("first") if part.name == "sanitizer"]
     path, _, test = part.command[part.command.index("--deselect") + 1].partition("::")
     assert path == part.command[-1] and f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")
@@ -133,7 +136,7 @@ def test_tests_run_in_processes_of_which_each_may_end(monkeypatch: pytest.Monkey
     assert "-n 14 --dist worksteal" in found["tests-ops"] and "-m cuda and not alone" in found["tests-ops"]
     assert "-n 1 --dist worksteal" in found["tests-device"]
     assert "--timeout=60 --timeout-method=thread" in found["tests-engine"]
-    monkeypatch.setattr(plan, "missing", lambda names: [name for name in names if name == "xdist"])
+    monkeypatch.setattr(runs, "missing", lambda names: [name for name in names if name == "xdist"])
     assert "-n " not in commands()["tests-ops"]
 
 
@@ -248,6 +251,25 @@ def test_an_optional_package_that_cannot_be_installed_is_left_out_and_named(
 def test_flashinfers_tests_are_among_those_of_operations() -> None:
     ops, *_ = files_by_kind()
     assert "tests/gpu/test_flashinfer.py" in ops
+
+
+def test_what_no_check_has_run_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0"}
+    monkeypatch.setattr(on_machine, "_version", installed.get)
+    monkeypatch.setattr(on_machine.platform, "python_version", lambda: "3.12.3")
+    known = Machine("", "NVIDIA H200", "90", "/usr/bin/nvcc", "580.159.04", "13.0")
+    assert unknown(known) == []
+    assert unknown(replace(known, driver="58.0")) == ["driver 58.0: known is 580"], "not by its first letters"
+    installed |= {"torch": "2.13.0", "triton": ""}
+    other = replace(known, gpu="NVIDIA B200", driver="", toolkit="13.1")
+    assert [text.partition(":")[0] for text in unknown(other)] == [
+        "card NVIDIA B200",
+        "driver",
+        "nvcc 13.1",
+        "torch 2.13.0",
+        "triton",
+    ]
+    assert "torch 2.13.0: known is 2.11" in unknown(other) and "nothing says its version" in unknown(other)[1]
 
 
 # ---- wheels

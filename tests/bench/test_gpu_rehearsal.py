@@ -106,6 +106,27 @@ def test_what_goes_wrong_is_named_and_takes_nothing_from_the_rest(tmp_path: Path
     assert not [*tmp_path.glob("gpu-check-*")], "nothing stays behind"
 
 
+@pytest.mark.slow
+def test_the_decisive_call_goes_on_where_parts_hang_fail_and_are_killed(tmp_path: Path) -> None:
+    """Every other part runs, the archive knows of each before the next begins, and nothing is left running."""
+    folder = tmp_path / "out"
+    check = start(folder, "-", "--decide")
+    said, _ = check.communicate(timeout=120)
+    assert check.returncode == 1, said
+    kept = Kept(folder)
+    bad = {"ring": "out of time", "layer": "failed", "llava-1.5-7b": "failed", "colocate-llava-1.5-7b": "out of time"}
+    assert {name: state for name, state in kept.states.items() if state != "ok"} == bad
+    names = [*kept.states]
+    assert names[0] == "build" and names[-1] == "serve-llava-1.5-7b" and "llava-1.5-7b-again" in names
+    for index, name in enumerate(names):
+        if name not in bad:
+            assert int(kept.data[f"{name}.log"]) == index, f"{name} began before what went before it was kept"
+    assert gone(int(kept.data["colocate-llava-1.5-7b.log"]))
+    assert "not known: card a GPU that is made up" in said.partition("1/")[0], "before anything runs"
+    assert "not known: card a GPU that is made up" in kept.summary and "call: decide" in kept.summary
+    assert said.splitlines()[-1].endswith("failed: ring, layer, llava-1.5-7b, colocate-llava-1.5-7b")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGALRM, marks=pytest.mark.slow)])
 def test_a_signal_keeps_what_there_is_and_ends_what_runs(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "out"

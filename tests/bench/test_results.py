@@ -148,14 +148,17 @@ def test_every_mode_has_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_from_the_command_line_ends_in_one_document(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.serve", "--quick", "--rates", "20", "--requests", "5", "--bisect", "0"]
+    command = [sys.executable, "-m", "bench.serve", "--quick", "--rates", "20", "--load-seconds", "0.25"]
+    command += ["--alone", "2", "--bisect", "0"]
     command += ["--ttft-slo", "20s", "--tpot-slo", "10s", "--server-args", "--threads 1", "--no-server-limits"]
     command += ["--output", str(tmp_path / "out.json"), "--pictures", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last == json.loads((tmp_path / "out.json").read_text())
-    (point,) = last["results"]["curve"]["servers"]["hydra-engine"]["points"]
+    server = last["results"]["curve"]["servers"]["hydra-engine"]
+    (point,) = server["points"]
+    assert (server["alone"]["requests"], server["alone"]["errors"], last["runs"][0]["concurrency"]) == (2, 0, 1)
     assert (point["requests"], point["attainment"], point["errors"]) == (5, 1.0, 0)
     records = last["runs"][0]["records"]
     assert all(sum(record["counts"]) == record["wanted_tokens"] for record in records)

@@ -1,0 +1,121 @@
+"""What documents of the decisive call say to its questions, and that each of its commands is one that there is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu_check.answers import lines
+from bench.gpu_check.commands import CEILINGS, LLAVA, QWEN, TWIN, Setup
+from bench.gpu_check.decide import QUESTIONS, decisive
+from bench.gpu_check.machine import Machine
+from bench.micro import profile, subject, together
+from bench.micro.harness import parse
+from bench.serve.options import settings_from
+
+HOPPER = Machine("", "a GPU", "90", "/usr/bin/nvcc")
+
+
+def row(what: str, seconds: float = 0.001, inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    timed = {"median": seconds, "p5": seconds, "p95": seconds}
+    return {"what": what, "seconds": timed, "inputs": inputs or {}, "peers": {}, **more}
+
+
+def write(folder: Path, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps({"rows": rows}))
+
+
+def answered(folder: Path) -> dict[str, str]:
+    """Part -> what was measured."""
+    return dict(zip(QUESTIONS, (line.split("**")[1] for line in lines(folder)), strict=True))
+
+
+def test_without_documents_every_question_stands_unanswered(tmp_path: Path) -> None:
+    (tmp_path / "ring.json").write_text('{"rows": [')
+    assert set(answered(tmp_path).values()) == {"not measured"}
+    assert all(QUESTIONS[part].means in line for part, line in zip(QUESTIONS, lines(tmp_path), strict=True))
+
+
+@pytest.mark.parametrize(("rate", "follows"), [(2700.0, "build it"), (2300.0, "between both"), (1900.0, "drop it")])
+def test_the_rate_of_48_multiprocessors_decides_what_is_built(tmp_path: Path, rate: float, follows: str) -> None:
+    others = [
+        row("read", inputs={"sms": 48, "held_kib": 96}, gb_per_s=1.0),
+        row("read", inputs={"sms": 64}, gb_per_s=2),
+    ]
+    write(tmp_path, "ring", [*others, row("read", inputs={"sms": 48, "held_kib": 192}, gb_per_s=rate)])
+    assert answered(tmp_path)["ring"] == f"{rate / 1e3:.2f} TB/s: {follows}"
+
+
+def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "layer", [row("LLaVA B=1 o + add", 3e-6), row("LLaVA B=1 layer", 12e-6, parts_s=7e-6)])
+    write(tmp_path, "products", [row("fc1 + silu", 1e-3, peers={"product": {"median": 9e-4}}, activation_s=9e-5)])
+    attention = {"work": [{"flops": 1e12}], "peers": {"cudnn": {"median": 2e-3}}}
+    write(tmp_path, "attn_prefill", [row("prompts MHA 32:32x128 S=1024 b=1 blocks of 16", 4e-3, **attention)])
+    eight = {"rows": 8, "how": "graph"}
+    decodes = [
+        row(f"{LLAVA} decode graph B=1 KV=1024", 4e-3, {"rows": 1, "how": "graph"}, spread=0.11, of_floor=0.7),
+        row(f"{LLAVA} decode graph B=8 KV=1024", 5e-3, eight, of_floor=0.8),
+        row(f"{LLAVA} decode graph B=8 KV=512 but one of 8192", 9e-3, {**eight, "contexts": [512, 8192]}, of_floor=0.4),
+        row(f"{LLAVA} decode graph B=8 KV=1024, tables of 4096", 6e-3, {**eight, "how": "graph, served width"}),
+    ]
+    write(tmp_path, f"decode-{LLAVA}", decodes)
+    write(tmp_path, f"encode-{QWEN}", [row(f"{QWEN} encode eager b=1", 0.02), row(f"{QWEN} encode graph b=1", 0.0121)])
+    kernels = [{"name": "packed_attention", "share": 0.4}, {"name": "gemm", "share": 0.5}]
+    write(tmp_path, f"profile-{TWIN}", [row(f"{TWIN} encode b=1", 0.0174, kernels=kernels)])
+    prompts = [("", 0.02), (" graph", 0.0164), (", 0.5 s of rest", 0.021), (" graph, 0.5 s of rest", 0.015)]
+    about = {"rows": 1, "tokens": 676}
+    write(tmp_path, f"prefill-{LLAVA}", [row(f"{LLAVA} prefill b=1 S=676{how}", s, about) for how, s in prompts])
+    what = f"{LLAVA} encode b=4 || decode B=64, beside, 64 SMs for decodes"
+    write(tmp_path, f"colocate-{LLAVA}", [row(what, gain=1.24, gain_best=1.4), row(f"{LLAVA} pair", gain=9)])
+    found = answered(tmp_path)
+    assert found["layer"] == "LLaVA B=1: 12.0 us, its kernels alone 7.0"
+    assert found["products"] == "fc1 + silu: 10.0% of the product"
+    assert found["attn_prefill"] == "TFLOP/s at 1,024 tokens: ours 250, cudnn 500"
+    assert found[LLAVA] == (
+        "B=1 4.00 ms, 11.0% apart; B=8 5.00 ms, 0.80 of its floor; one long context of them 0.40 of its floor; "
+        "served table 1.20 times as long"
+    )
+    assert found[QWEN] == "encode 12.1 ms" and found[TWIN] == "17.4 ms, attention 40% of it"
+    assert found["prefill"] == "676 tokens 20.0 ms, as a graph 16.4; rested 15.0"
+    assert found["colocate"] == "encode b=4 || decode B=64, 64 SMs for decodes 1.24 of 1.40"
+    assert found[CEILINGS] == found["serve"] == "not measured"
+
+
+def test_a_server_answers_with_its_first_token_alone_and_its_best_rate(tmp_path: Path) -> None:
+    points = [{"requests_per_s": rate} for rate in (8.0, 31.2, 30.9)]
+    servers = {"ours": {"alone": {"ttft_ms": {"p50": 24.06}}, "points": points}, "int8": {"points": points[:1]}}
+    (tmp_path / f"serve-{LLAVA}.json").write_text(json.dumps({"results": {"curve": {"servers": servers}}}))
+    assert (
+        answered(tmp_path)["serve"] == "ours: TTFT alone 24.1 ms, at most 31.2 requests/s; int8: at most 8.0 requests/s"
+    )
+
+
+def test_every_command_of_the_call_is_taken_by_what_it_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By each benchmark's own parser; a flag that it does not know would end the part on the device."""
+    parts = decisive(Setup(tmp_path, HOPPER, 16))
+    assert sum(part.planned_s for part in parts) == 456
+    begins = [part.name for part in parts if not part.name.startswith(("build", "tests"))]
+    assert all(any(name.startswith(part) for name in begins) for part in QUESTIONS), "each question has a part"
+    monkeypatch.setattr(profile, "prepare", lambda device: None)
+    for part in parts:
+        module, *flags = part.command[part.command.index("-m") + 1 :] if "-m" in part.command else ("",)
+        if module == "bench.serve":
+            assert settings_from(flags, None).alone == 20
+        elif module == "bench.micro.together":
+            taken: dict[str, Any] = {}
+
+            def begin(benches: dict[str, Any], model: str, taken: dict[str, Any] = taken) -> list[str]:
+                taken |= benches
+                return []
+
+            monkeypatch.setattr(subject, "run_together", begin)
+            assert together.main(flags) == 0 and [*taken] == flags[0].split(",")
+        elif module.startswith("bench.micro."):
+            bench = importlib.import_module(module)
+            given = parse(bench.__doc__, getattr(bench, "options", None), flags)
+            assert given.json.parent == tmp_path
