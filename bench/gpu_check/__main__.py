@@ -68,8 +68,10 @@ class Check:
             print(f"not known: {text}", flush=True)
         options = self._options
         setup = Setup(self._scratch, self._machine, options.jobs)
-        calls = CALLS if options.only else (options.call,)
-        named = {part.name: part for call in calls for part in plan(call, setup)}
+        calls = [options.call, *(call for call in CALLS if options.only and call != options.call)]
+        named: dict[str, Part] = {}
+        for part in (part for call in calls for part in plan(call, setup)):
+            named.setdefault(part.name, part)  # of this call, where another has one of that name
         try:
             parts = chosen([*named.values()], options.only, options.skip)
         except ValueError as error:

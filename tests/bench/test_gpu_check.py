@@ -153,6 +153,15 @@ def test_parts_are_chosen_by_name_by_beginning_and_by_benchmark() -> None:
         names("first", only=("sceilings",))
 
 
+def test_a_part_that_is_chosen_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[Part] = []
+    monkeypatch.setattr(command.Runner, "run", lambda self, parts: ran.extend(parts))
+    monkeypatch.setattr(command.Check, "_provide", lambda self, parts: None)
+    for call in ("--second", "--decide", ""):
+        command.main(["--dir", str(tmp_path), "--only", "colocate-llava", *filter(None, [call])], lambda: HOPPER)
+    assert ["--beside-only" in part.command for part in ran] == [False, True, False]
+
+
 def test_without_the_build_the_rest_takes_the_one_that_is_there() -> None:
     assert {part.after for part in chosen(parts("first"), ("tests",), ())} == {None}
     assert {part.after for part in chosen(parts("first"), ("build", "tests"), ())} == {None, "build"}
