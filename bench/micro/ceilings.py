@@ -9,6 +9,7 @@ keeps as much in flight as a multiprocessor holds, and torch's sum elsewhere. `h
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from functools import cached_property, partial
@@ -27,6 +28,7 @@ from hydra_engine.errors import HydraError
 
 _SM_STEP = 8  # partitions of compute capability 9.0 are multiples of this
 QUICK_COUNTS = (16, 32, 48, 64, 96)
+SPREAD = ", spread"  # every second group of them instead of groups that lie together
 
 
 class Sizes(NamedTuple):
@@ -183,21 +185,21 @@ def _measure(machine: Machine, quick: bool) -> tuple[Ceilings, dict[str, Seconds
 
 def sweep(report: Report, machine: Machine) -> None:
     """Matrix products and reads on 8, 16, .. multiprocessors, on the streams that the engine divides a device by: how
-    many of them a memory-bound step needs."""
+    many of them a memory-bound step needs, and whether it matters which ones."""
     total = machine.num_sms
     counts = QUICK_COUNTS if report.quick else range(_SM_STEP, total - _SM_STEP + 1, _SM_STEP)
     if machine.no_ring:
         report.skip("reads through a ring", machine.no_ring + ("" if machine.rings else "; torch's sum reads instead"))
-    for count in counts:
+    for count, spread in itertools.product(counts, (False, True)):
         try:
-            ((handle, _, found, _),) = split(machine.device, (count,), 0, 0)
+            ((handle, _, found, _),) = split(machine.device, (count,), 0, 0, spread=spread)
         except HydraError as error:  # the driver cannot divide, or the device not so
-            report.skip(f"{count} multiprocessors", error.message)
+            report.skip(f"{count} SMs{SPREAD if spread else ''}", error.message)
             continue
-        _on_part(report, machine, torch.cuda.ExternalStream(handle, device=machine.device), found)
+        _on_part(report, machine, torch.cuda.ExternalStream(handle, device=machine.device), found, spread)
 
 
-def _on_part(report: Report, machine: Machine, part: torch.cuda.Stream, found: int) -> None:
+def _on_part(report: Report, machine: Machine, part: torch.cuda.Stream, found: int, spread: bool) -> None:
     total, read = machine.num_sms, machine.reads()["sum of int64"]
     if machine.rings:
         read = partial(machine.ring, found, machine.rings[-1])
@@ -206,8 +208,10 @@ def _on_part(report: Report, machine: Machine, part: torch.cuda.Stream, found: i
         seconds = timed(machine.device, {"gemm": machine.gemm, "read": read}, Effort(3, 0.005, 0.5))
     work = {"gemm": Work("gemm", machine.flops), "read": Work("read", read_bytes=machine.read_bytes)}
     for name, part_of in work.items():
-        inputs = {"sms": found, "of_sms": total}
-        report.row(f"{name} on {found} of {total} SMs", seconds[name], work=[part_of], inputs=inputs)
+        inputs = {"sms": found, "of_sms": total, "spread": spread}
+        report.row(
+            f"{name} on {found} of {total} SMs{SPREAD if spread else ''}", seconds[name], work=[part_of], inputs=inputs
+        )
 
 
 def main() -> None:

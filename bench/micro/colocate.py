@@ -7,7 +7,8 @@ it is `gain_best`, by floors, at the best proportion of both; `share_of_best` is
 and `gain_bound` the same bound at the proportion in which both ran. A *pair*, behind these, is one encode and one
 decode step that begin together: it measures how unequal they are, not what serving gains. A prefill is also measured in
 one batch with the decodes, as the engine's language lane does it. Decodes are graphs where there are graphs, encodes
-where they can be captured. `--priority`: of the two streams. `hydra-engine bench colocate [--full] [--model NAMES]`.
+where they can be captured. `--priority`: of the two streams, also where an engine's have none.
+`hydra-engine bench colocate [--full] [--model NAMES]`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from bench.micro.floors import (
 from bench.micro.harness import Report, Run, agree, parse, timed
 from bench.micro.side_by_side import Duo
 from bench.micro.steps import Row, Step
-from bench.micro.subject import Sharing, Subject, in_lane, noise, release, run_models
+from bench.micro.subject import PRIORITIES, Sharing, Subject, in_lane, noise, release, run_models
 from hydra_engine.backend.device import Lane
 
 QUICK_COUNTS, FULL_COUNTS = (2, 8), (2, 4, 8, 16)  # pictures of a tower of a fraction of a TFLOP
@@ -47,8 +48,7 @@ _LARGE_FLOPS = 2e12  # a picture of more is encoded alone
 QUICK_SPLITS, FULL_SPLITS = (64,), (32, 64, 96)  # multiprocessors for decodes
 _PROMPT = 1024
 _QUICK_S, _FULL_S = 1.0, 3.0  # of both beside each other
-PRIORITIES = {"equal": "throughput", "language": "balanced"}  # as `lane_priority` calls them
-_WHOLE = {"throughput": "equal priority", "balanced": "language first"}
+_WHOLE = {"equal": "equal priority", "language": "language first"}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def modes(subject: Subject, sharing: Sharing) -> list[Mode]:
     if not subject.on_gpu:
         return [Mode("two streams", 0)]
     parts = [Mode(f"{count} SMs for decodes", number) for number, count in enumerate(sharing.split, 1)]
-    return [Mode(_WHOLE[sharing.lane_priority], 0), *parts]
+    return [Mode(_WHOLE[sharing.priority], 0), *parts]
 
 
 def sharings(arguments: argparse.Namespace) -> list[Sharing]:
@@ -104,7 +104,7 @@ def sharings(arguments: argparse.Namespace) -> list[Sharing]:
     if unknown := [word for word in words if word not in PRIORITIES]:
         raise SystemExit(f"--priority: there are {', '.join(PRIORITIES)}, not {unknown[0]!r}")
     split = tuple(filter(None, numbers(arguments.splits, arguments.quick, QUICK_SPLITS, FULL_SPLITS)))
-    first, *others = (Sharing(PRIORITIES[word]) for word in words)
+    first, *others = map(Sharing, words)
     return [first._replace(split=split), *others]
 
 

@@ -10,9 +10,11 @@ import argparse
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from bench.micro.floors import Ceilings, Matrices
 from bench.micro.harness import Report
 from bench.micro.machine import on_gpu
 from bench.micro.steps import BLOCK, Row, Step
+from hydra_engine.backend import select
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Lane
 from hydra_engine.backend.select import create_backend, resolve_dtype, weights_dtype
@@ -215,14 +218,14 @@ def create(name: str, arguments: argparse.Namespace, sharing: Sharing | None = N
 def backend_of(arguments: argparse.Namespace, dtype: torch.dtype, sharing: Sharing | None = None) -> Backend:
     """Batch-invariant on a processor, where that costs nothing, and elsewhere if asked for."""
     priority, split = sharing or Sharing()
-    return create_backend(
-        arguments.device,
-        dtype,
-        deterministic=arguments.device == "cpu" or arguments.deterministic,
-        threads=arguments.threads,
-        lane_priority=priority,
-        sm_split=split,
-    )
+    with patch.object(select, "priorities", lambda *_: PRIORITIES[priority]) if priority else nullcontext():
+        return create_backend(
+            arguments.device,
+            dtype,
+            deterministic=arguments.device == "cpu" or arguments.deterministic,
+            threads=arguments.threads,
+            sm_split=split,
+        )
 
 
 def dtype_of(directory: Path, device: str) -> torch.dtype:
@@ -277,11 +280,17 @@ def run_together(
 
 
 class Sharing(NamedTuple):
-    """Of a device by two lanes: whose work comes first, a key of `PRIORITIES`, and the language lane's multiprocessors
-    in each partition."""
+    """Of a GPU by two lanes: the priorities of their streams, and the language lane's multiprocessors in each
+    partition."""
 
-    lane_priority: str = "balanced"
+    priority: str = ""  # a key of PRIORITIES; "": as the engine has them
     split: tuple[int, ...] = ()
+
+
+PRIORITIES: dict[str, dict[str, int]] = {
+    "equal": {},
+    "language": {"language": -1},
+}  # of lanes' streams, 0 where one is not named
 
 
 def run_models(

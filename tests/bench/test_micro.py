@@ -208,14 +208,14 @@ def test_a_device_that_cannot_be_divided_is_measured_whole() -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (["--device", "cuda:0"], [Sharing("throughput", (64,))]),
-        (["--device", "cuda:0", "--full"], [Sharing("throughput", (32, 64, 96))]),
-        (["--device", "cuda:0", "--splits", "0"], [Sharing("throughput")]),
+        (["--device", "cuda:0"], [Sharing("equal", (64,))]),
+        (["--device", "cuda:0", "--full"], [Sharing("equal", (32, 64, 96))]),
+        (["--device", "cuda:0", "--splits", "0"], [Sharing("equal")]),
         (
             ["--device", "cuda:0", "--splits", "32,48", "--priority", "equal,language"],
-            [Sharing("throughput", (32, 48)), Sharing("balanced")],
+            [Sharing("equal", (32, 48)), Sharing("language")],
         ),
-        (["--device", "cuda:0", "--priority", "language"], [Sharing("balanced", (64,))]),
+        (["--device", "cuda:0", "--priority", "language"], [Sharing("language", (64,))]),
         (["--device", "cpu", "--priority", "language"], [Sharing()]),
     ],
 )

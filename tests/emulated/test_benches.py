@@ -185,7 +185,12 @@ def test_ceilings_of_the_device_and_of_its_parts(run: Run, monkeypatch: pytest.M
     document = run("ceilings", "--full")
     assert whats(document)[4:7] == [f"read, {held} KB in flight" for held in (48, 96, 192)]
     assert whats(document)[7:10] == ["launch", "graph", "graph, dependent launch"] and not document["skipped"]
-    assert whats(document)[10:] == [f"{what} on {count} of 8 SMs" for count in (2, 4, 6) for what in ("gemm", "read")]
+    assert whats(document)[10:] == [
+        f"{what} on {count} of 8 SMs{form}"
+        for count in (2, 4, 6)
+        for form in ("", ceilings.SPREAD)
+        for what in ("gemm", "read")
+    ]
     assert not streams.findings, "parts read what the device has written before"
 
 
