@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.core.request import Request
+from hydra_engine.worker.language import lane
 from hydra_engine.worker.language.mixed_graphs import MOST_TOKENS, MixedSize, mixed_sizes
 from tests.worker.fakes import Rig, Row, make_request, outcomes_of
 from tests.worker.late import LateDevice
@@ -145,6 +146,18 @@ def test_prompts_with_pictures_are_replayed(model_dir: Path) -> None:
         num_steps = rig.next_step() - before - 1
         assert num_steps >= 8 and num_steps < len(device.replays) <= 2 * num_steps
         leave(rig, made)
+    rig.worker.close()
+
+
+@pytest.mark.quick("[llava")
+def test_without_room_for_their_graphs_steps_with_prompts_are_launched_op_by_op(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "mixed_sizes", lambda *given: mixed_sizes(*given[:2], most_tokens=0))
+    device = LateDevice()
+    rig = graph_rig(model_dir, device)
+    assert rig.generate_ahead(*requests(rig, 20)) == expected(model_dir)
+    assert len(device.replays) == 7 and rig.worker.captured_tokens == 0 and not rig.worker.notes
     rig.worker.close()
 
 

@@ -1,0 +1,210 @@
+"""Every step of up to 2048 tokens is one graph on an emulated device, pictures included: the tokens are those of steps
+that are launched op by op, launches are counted, and so is what the graphs take of the device's memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import pytest
+
+from hydra_engine import Engine
+from hydra_engine.cli.summary import start_lines
+from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.units import size
+from hydra_engine.instance import compute_stack
+from hydra_engine.worker.language.asynchronous_step import AsynchronousStep
+from hydra_engine.worker.memory import working
+from hydra_engine.worker.memory.measure import measure
+from hydra_engine.worker.worker import Worker
+from tests.emulated import test_engine
+from tests.emulated.conftest import Models, Rigs
+from tests.emulated.cuda import emulated_cuda
+from tests.emulated.graphs import CUDAGraph
+from tests.emulated.streams import Streams
+from tests.emulated.tensors import Present
+from tests.worker.test_graphs import leave, requests
+from tests.worker.test_mixed_graphs import expected_texts, joining, texts
+from tests.worker.test_real_model import make_rig
+
+# Of a step that is a graph: what is sent, put in its place twice, the graph, and two copies to the host; and of rows
+# that are special eight for what they ask for, another graph and two more copies.
+LAUNCHES, SPECIAL_LAUNCHES = 6, 11
+
+
+@dataclass
+class Steps:
+    """Launches of each language step, by how it was run."""
+
+    graphs: list[int] = field(default_factory=list)
+    op_by_op: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)  # of those
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    seen = Steps()
+    launched: Counter[int] = Counter()  # by thread: others may encode meanwhile
+
+    def counts(name: str, into: list[int]) -> None:
+        run = getattr(AsynchronousStep, name)
+
+        def counted(self: AsynchronousStep, *given: Any) -> Any:
+            before = launched[get_ident()]
+            try:
+                return run(self, *given)
+            finally:
+                into.append(launched[get_ident()] - before)
+                *_, begun = given
+                if begun.scoring is not None:
+                    seen.scored.append(into[-1])
+
+        monkeypatch.setattr(AsynchronousStep, name, counted)
+
+    def launches(owner: Any, name: str) -> None:
+        launch = getattr(owner, name)
+
+        def counted(self: Any, *given: Any) -> Any:
+            launched[get_ident()] += 1
+            return launch(self, *given)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counts("_replayed", seen.graphs)
+    counts("_eager", seen.op_by_op)
+    launches(Streams, "launch")
+    launches(CUDAGraph, "replay")
+    return seen
+
+
+@cache
+def expected(model_dir: Path, *, special: bool) -> list[list[int]]:
+    rig = make_rig(model_dir, "reference")
+    tokens = rig.generate(*requests(rig, 10, special=special))
+    rig.worker.close()
+    return tokens
+
+
+WITH_PICTURES = ("llava", "qwen2_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl", "minicpmv4_6")
+SMALL: dict[str, Any] = {"num_seq_slots": 8, "cuda_graph_sizes": (8,), "encoder_cuda_graph_sizes": (1,)}
+
+
+@pytest.mark.quick("qwen3_vl-20-False")
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("chunk", [20, 1000])
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_step_with_pictures_is_one_graph(
+    on_device: Rigs, models: Models, steps: Steps, family: str, chunk: int, special: bool
+) -> None:
+    """Several pictures in several chunks, whole and cut, beside decodes and special rows, with positions on three axes
+    and DeepStack; then the same op by op."""
+    rig = on_device(family, token_budget=256, **SMALL)
+    made, wanted = requests(rig, 100, special=special), expected(models(family), special=special)
+    assert rig.generate_ahead(*made, chunk=chunk) == wanted
+    assert len(steps.graphs) >= 8 and not steps.op_by_op
+    assert max(steps.graphs) <= LAUNCHES + special * SPECIAL_LAUNCHES
+    leave(rig, made)
+    rig.worker._language._step._graphs = None  # type: ignore[union-attr]
+    assert rig.generate_ahead(*requests(rig, 200, special=special), chunk=chunk) == wanted
+    assert len(steps.op_by_op) == len(steps.graphs) and min(steps.op_by_op) >= 4 * LAUNCHES, "of two layers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *((family, "graphs") for family in WITH_PICTURES),
+        *(("qwen3_vl", form) for form in ("deterministic", "divided", "full", "sliced")),
+    ],
+)
+def test_every_family_computes_whole_prompts_in_graphs(
+    streams: Streams, models: Models, steps: Steps, family: str, form: str
+) -> None:
+    """Engines whose steps have room for several prompts with pictures; what is scored alone is launched op by op."""
+    options = test_engine.FORMS[form] | {"token_budget": 640}
+    test_engine.check(streams, models(family), **options)
+    assert len(steps.graphs) > 20 and max(steps.graphs) <= LAUNCHES + SPECIAL_LAUNCHES
+    assert steps.op_by_op == steps.scored and min(steps.scored) > 4 * LAUNCHES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_decoder_computes_prompts_in_graphs(on_device: Rigs, models: Models, steps: Steps, family: str) -> None:
+    rig, made = on_device(family, **SMALL | {"num_seq_slots": 12}), texts(10)
+    for request in made:
+        rig.add(request)
+    assert joining(rig, made, 4) == expected_texts(models(family))
+    assert len(steps.graphs) > 15 and not steps.op_by_op
+
+
+# ---- memory
+
+
+PLENTY: dict[str, Any] = {"token_budget": 2048, "cuda_graph_sizes": (6,), "encoder_cuda_graph_sizes": (1,)}
+
+
+def started(models: Models) -> tuple[InstanceSummary, list[tuple[int, ...]]]:
+    """And its answers."""
+    options = test_engine.SMALL | {"max_num_seqs": 6} | PLENTY
+    with Engine(models("llava"), device="cuda", **options) as engine:
+        return engine.summary, test_engine.ask(engine)
+
+
+@pytest.mark.slow
+def test_graphs_take_what_is_kept_free_for_them(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the largest captured step computes in, which is most of it here: of a graph itself the emulated device knows
+    no bytes."""
+    for name in ("GRAPH_BYTES", "MIXED_GRAPH_BYTES", "ENCODE_GRAPH_BYTES"):
+        monkeypatch.setattr(working, name, 0)
+    seen: list[working.WorkingMemory] = []
+
+    def measured(*given: Any) -> working.WorkingMemory:
+        seen.append(measure(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(compute_stack, "measure", measured)
+    with emulated_cuda():
+        summary, answers = started(models)
+    assert answers == test_engine.expected(models("llava"))
+    (kept,) = seen
+    assert summary.graph_bytes == pytest.approx(kept.graph_bytes, rel=0.1)
+    assert kept.fewer[0].graph_bytes < 0.7 * kept.graph_bytes, "half of the tokens"
+    # 19 numbers of tokens, and decodes of six; each of them has one more for special rows.
+    assert (summary.captured_tokens, summary.num_graphs) == (2048, 2 * 20 + 1)
+    (line,) = (line for line in start_lines([summary]) if line.startswith("  graphs"))
+    kinds = f"steps with prompts of up to 2048 tokens and encodes of up to {summary.captured_patches} patches"
+    assert line == f"  graphs       41, {size(summary.graph_bytes)} for captured decode steps, {kinds}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mib", "tokens"), [(970, 512), (963, 256), (950, 0)])
+def test_a_small_device_has_fewer_graphs(models: Models, steps: Steps, mib: int, tokens: int) -> None:
+    with emulated_cuda(total_bytes=mib << 20):
+        summary, answers = started(models)
+    assert answers == test_engine.expected(models("llava"))
+    assert summary.captured_tokens == tokens and any("theirs have no room" in note for note in summary.notes)
+    assert steps.graphs and (len(steps.op_by_op) > len(steps.scored)) == (tokens == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kib", [3000, 2500, 1500])
+def test_graphs_that_find_no_memory_are_left_out(
+    models: Models, monkeypatch: pytest.MonkeyPatch, steps: Steps, kib: int
+) -> None:
+    """Somebody else has taken it since caches were sized."""
+    capture = Worker.capture_graphs
+
+    def without_memory(worker: Worker, progress: Any) -> None:
+        Present.total_bytes = Present.used_bytes + (kib << 10)
+        capture(worker, progress)
+
+    monkeypatch.setattr(Worker, "capture_graphs", without_memory)
+    with emulated_cuda():
+        summary, answers = started(models)
+    assert answers == test_engine.expected(models("llava"))
+    assert summary.captured_tokens <= 512
+    assert any("graphs of language steps are left out, the device has no memory" in note for note in summary.notes)
