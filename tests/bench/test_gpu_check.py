@@ -83,7 +83,7 @@ def test_the_sanitizer_leaves_out_a_test_that_there_is(monkeypatch: pytest.Monke
 
 def test_every_benchmark_of_a_gpu_is_in_a_call() -> None:
     """By the words of the commands; each module exists, and so does every model."""
-    said = {word for call in ("first", "second") for part in parts(call) for word in part.command}
+    said = {word for call in ("first", "second", "decide") for part in parts(call) for word in part.command}
     said |= {bench for word in said for bench in word.split(",")}
     said |= {word.removeprefix("bench.micro.") for word in said}
     processor = {"sched", "step_parts", "preprocess", "frontend", "cpu_decode"}

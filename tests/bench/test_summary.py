@@ -80,7 +80,8 @@ def test_goals_of_a_gpu_are_not_asked_of_a_processor() -> None:
         ("encode", "llava-1.5-7b encode b=8", 1 / 1.13),
         ("encode", "qwen2-vl-7b encode b=1", 1 / 1.2),
         ("encode", "qwen2.5-vl-7b encode b=16", 1 / 1.12),
-        ("prefill", "qwen2.5-vl-7b prefill b=1 S=1024", 0.93),
+        ("prefill", "qwen2.5-vl-7b prefill b=1 S=1024", 0.97),
+        ("prefill", "qwen2.5-vl-7b prefill b=1 S=1024 graph, 0.5 s of rest", 0.88),
         ("decode", "qwen2-vl-7b decode graph B=512 KV=1024", 1.15),
         ("decode", "llava-1.5-7b decode graph B=128 KV=1024", 0.90),
         ("migrate", "copy llava-1.5-7b KV, 43 blocks", 0.9),
@@ -88,7 +89,7 @@ def test_goals_of_a_gpu_are_not_asked_of_a_processor() -> None:
     ],
 )
 def test_the_goals_of_the_stages(bench: str, what: str, goal: float) -> None:
-    found = goal_of(bench, row(what, 1.0, 0.5), "cuda:0")
+    found = goal_of(bench, row(what, 1.0, 0.5, of_sustained_floor=0.6), "cuda:0")
     assert found is not None and found.moonshot == pytest.approx(goal)
 
 
