@@ -63,6 +63,8 @@ class TorchCuda:
 
     def __init__(self, present: Streams) -> None:
         self._streams = present
+        clock = present.clock
+        self.multiprocessors = MULTIPROCESSORS if clock is None else clock.machine.multiprocessors
 
     # ---- streams
 
@@ -102,7 +104,7 @@ class TorchCuda:
         return SimpleNamespace(
             name="emulated",
             uuid="0",
-            multi_processor_count=MULTIPROCESSORS,
+            multi_processor_count=self.multiprocessors,
             L2_cache_size=1 << 14,
             total_memory=Present.total_bytes,
             major=9,
@@ -255,8 +257,7 @@ def emulated_cuda(*, total_bytes: int = 1 << 32, clock: Clock | None = None) -> 
     With a clock, the threads and waits of lanes are in its time, and whoever makes and ends them must take part."""
     present = Present.begin(total_bytes, clock)
     fake: Any = Torch(present)
-    multiprocessors = MULTIPROCESSORS if clock is None else clock.machine.multiprocessors
-    extension = Extension(present, multiprocessors)
+    extension = Extension(present, fake.cuda.multiprocessors)
     with pytest.MonkeyPatch.context() as patch:
         if clock is not None:
             for module in WITH_THREADS:

@@ -74,6 +74,7 @@ class Trace:
                     storage.fill_(GARBAGE)  # type: ignore[attr-defined]
             for step in self._steps:
                 step()
+        self._streams.check_part()
         if (clock := self._streams.timing) is not None:
             clock.replay(stream.line, [stream.scaled(work) for work in self.works], self.priority)
 

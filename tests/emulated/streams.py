@@ -116,6 +116,18 @@ class Streams:
         """The clock, for a thread that takes part in its time."""
         return self.clock if self.clock is not None and self.clock.time.takes_part else None
 
+    def check_part(self) -> None:
+        """Before kernels run on the calling thread's stream: no other one, unless this comes behind it, has kernels in
+        flight on some of its multiprocessors. Streams of the whole device share it on purpose."""
+        stream = self.current
+        if not stream.part or not self.serving:
+            return
+        with self.lock:
+            for other in self.by_handle.values():
+                if other.part & stream.part and not stream.is_behind(other, other.kernels):
+                    self.found("shares multiprocessors with another lane's part")
+            stream.kernels = stream.issued
+
     def launch(self, work: Work) -> None:
         """A kernel on the calling thread's stream; without the lock, for other threads may run until it returns."""
         stream = self.current
@@ -123,7 +135,9 @@ class Streams:
             work = work._replace(is_dependent=False)
         if stream.trace is not None:
             stream.trace.works.append(work)
-        elif self.timing is not None:
+            return
+        self.check_part()
+        if self.timing is not None:
             self.timing.launch(stream.line, stream.scaled(work))
 
     def wait_for_device(self) -> None:
@@ -160,6 +174,7 @@ class Stream:
         self.name = name or f"stream {self.cuda_stream}"
         self.issued = 0
         self.done = 0
+        self.kernels = 0  # the number of the last launch that runs on multiprocessors
         self.behind: dict[Stream, int] = {}  # what of other streams comes before all that is issued from now on
         self.trace: Trace | None = None  # a graph is captured from what is issued
         self._streams = streams

@@ -49,6 +49,28 @@ def test_a_divided_lane_knows_how_many_multiprocessors_it_gets(streams: Streams)
     assert found == [8, 2, 6] and device.partitions.num_sms(8) == 8  # type: ignore[attr-defined]
 
 
+def test_lanes_that_share_multiprocessors_of_their_parts_are_found(streams: Streams) -> None:
+    """But not one that comes behind the other, nor streams of the whole device."""
+    parts = [streams.make(part=frozenset(part)) for part in ((0, 1), (1, 2), (2, 3), ())]
+    first, beside, apart, whole = parts
+    values = [torch.zeros(1, device=DEVICE) for _ in parts]
+    streams.default.synchronize()
+    streams.serving = True
+    for stream, value in zip((first, apart, whole), values, strict=False):
+        with streams.using(stream):
+            value.add_(1)
+    assert not streams.findings
+    with streams.using(beside):
+        values[3].add_(1)
+    assert whats(streams) == ["shares multiprocessors with another lane's part"]
+    streams.findings.clear()
+    beside.wait_stream(first)
+    apart.synchronize()
+    with streams.using(beside):
+        values[3].add_(1)
+    assert not streams.findings
+
+
 AFTERWARDS = """
 import torch
 from tests.emulated.cuda import emulated_cuda

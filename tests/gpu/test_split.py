@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import smid
 
+from hydra_engine.backend.cuda import sm_split
 from hydra_engine.backend.cuda.device import CudaDevice
-from hydra_engine.backend.cuda.lanes import PRIORITIES
+from hydra_engine.backend.cuda.lanes import priorities
 from hydra_engine.backend.cuda.sm_split import SplitDevice
 from hydra_engine.backend.device import Lane
 from hydra_engine.errors import BackendError, ConfigError
@@ -42,10 +44,14 @@ def sms(out: Tensor) -> set[int]:
     return set(out.tolist())
 
 
+def divided(cuda: torch.device, *counts: int) -> SplitDevice:
+    return SplitDevice(cuda, counts, priorities("balanced", torch.cuda.get_device_capability(cuda)))
+
+
 @pytest.fixture(scope="module")
 def split(cuda: torch.device) -> SplitDevice:
     try:
-        return SplitDevice(cuda, (16, 32), PRIORITIES["balanced"])
+        return divided(cuda, 16, 32)
     except (BackendError, ConfigError) as error:
         pytest.skip(error.message)
 
@@ -117,6 +123,75 @@ def test_lanes_on_a_partition_run_on_disjoint_multiprocessors(
         assert len(sms(tokens) & sms(pictures)) <= LENT
         assert count <= len(sms(tokens)) < num_sms // 2
         assert len(sms(tokens)) + len(sms(pictures)) <= num_sms + LENT
+
+
+def test_parts_of_all_partitions_nest(
+    device: CudaDevice, language: Lane, vision: Lane, noted: Callable[[], Tensor]
+) -> None:
+    """So a lane on one partition shares nothing with the other one on a larger one."""
+    used: dict[tuple[str, int], set[int]] = {}
+    for (name, lane), partition in product((("language", language), ("vision", vision)), (1, 2)):
+        out = noted()
+
+        def job(out: Tensor = out, partition: int = partition) -> None:
+            with device.partitions.at(partition):
+                note(out)
+                device.finish()
+
+        wait(lane, job)
+        used[name, partition] = sms(out)
+    assert len(used["language", 1] - used["language", 2]) <= LENT
+    assert len(used["vision", 2] - used["vision", 1]) <= LENT
+    assert len(used["language", 1] & used["vision", 2]) <= LENT
+
+
+@pytest.mark.parametrize("count", [32, 64])
+def test_a_spread_part_is_another_one_and_shares_nothing_either(
+    cuda: torch.device, split: SplitDevice, noted: Callable[[], Tensor], count: int
+) -> None:
+    used = []
+    for spread in (False, True):
+        ((*handles, language_sms, vision_sms),) = sm_split.split(cuda, (count,), 0, 0, spread=spread)
+        parts = []
+        for handle in handles:
+            out = noted()
+            stream = torch.cuda.ExternalStream(handle, device=cuda)
+            stream.wait_stream(torch.cuda.current_stream(cuda))
+            with torch.cuda.stream(stream):
+                note(out)
+            stream.synchronize()
+            parts.append(sms(out))
+        assert len(parts[0] & parts[1]) <= LENT
+        assert count <= language_sms <= len(parts[0]) and vision_sms <= len(parts[1])
+        used.append(parts[0])
+    together, spread_out = used
+    assert len(together) == len(spread_out) and len(spread_out - together) > LENT
+
+
+def test_a_step_that_chose_more_stays_off_what_an_encode_has(
+    device: CudaDevice, split: SplitDevice, language: Lane, vision: Lane, noted: Callable[[], Tensor]
+) -> None:
+    tokens, pictures = noted(), noted()
+    begin, launched, places = threading.Event(), threading.Event(), list[int]()
+
+    def encode() -> None:
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        note(pictures)
+        launched.set()
+
+    def step() -> None:
+        split.choose(2)
+        places.append(device.partitions.current())
+        note(tokens)
+        device.finish()
+
+    language.submit(lambda: begin.wait(60))  # type: ignore[arg-type,return-value]
+    vision.submit(encode)  # beside a step, so on a part
+    assert launched.wait(60)
+    begin.set()
+    wait(language, step)
+    wait(vision, device.finish)
+    assert places == [1] and len(sms(tokens) & sms(pictures)) <= LENT
 
 
 def test_the_whole_device_is_used_on_partition_0(
@@ -268,7 +343,7 @@ def test_what_leaves_less_than_a_part_is_refused_by_its_name(cuda: torch.device,
     """Or taken, where the device makes parts as small."""
     num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
     try:
-        made = SplitDevice(cuda, (num_sms - 4,), PRIORITIES["balanced"])
+        made = divided(cuda, num_sms - 4)
     except ConfigError as error:
         assert "multiprocessors" in error.message and error.param == "sm_split"
     else:
@@ -278,4 +353,4 @@ def test_what_leaves_less_than_a_part_is_refused_by_its_name(cuda: torch.device,
 def test_more_than_there_is_cannot_be_split_off(cuda: torch.device, split: SplitDevice) -> None:
     for count in (4096, torch.cuda.get_device_properties(cuda).multi_processor_count):
         with pytest.raises(ConfigError, match=r"sm_split: expected 1 to [0-9]+ of the device's [0-9]+ multiproc"):
-            SplitDevice(cuda, (count,), PRIORITIES["balanced"])
+            divided(cuda, count)

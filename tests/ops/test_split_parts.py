@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hydra_engine import _C
 from hydra_engine.backend.cuda import sm_split as cuda_split
@@ -15,7 +17,7 @@ from hydra_engine.errors import BackendError, ConfigError
 
 def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
     sharing = Sharing()
-    sharing.choose(2)
+    assert sharing.choose(2) == 0 and not sharing.has_work(LANGUAGE)
     sharing.submitted(LANGUAGE)
     assert sharing.begin(LANGUAGE) == 0
     sharing.submitted(VISION)
@@ -81,6 +83,77 @@ def test_a_step_moves_to_the_partition_that_it_chooses_and_the_next_encode_follo
     assert sharing.begin(VISION) == 0
 
 
+def test_a_step_that_chose_more_stays_off_what_the_encode_has() -> None:
+    """Until that has ended: the next encode is on the larger partition's part, and the step after it follows."""
+    sharing, done = Sharing((32, 64)), [False]
+    sharing.submitted(LANGUAGE)
+    sharing.submitted(VISION)
+    assert (sharing.begin(LANGUAGE), sharing.choose(1), sharing.begin(VISION)) == (1, 1, 1)
+    sharing.launched(VISION, lambda: done[0])
+    sharing.submitted(VISION)
+    assert sharing.choose(2) == 1
+    assert sharing.begin(VISION) == 2
+    assert sharing.choose(2) == 1
+    done[0] = True
+    assert sharing.choose(2) == 2 and sharing.choose(1) == 1
+
+
+def test_an_encode_stays_off_what_a_step_has() -> None:
+    """Also where the steps behind that one have gone to a smaller part, or to the whole device."""
+    for chosen in (1, 0):
+        sharing, done = Sharing((32, 64)), [False]
+        sharing.submitted(VISION)
+        sharing.submitted(LANGUAGE)
+        assert (sharing.begin(LANGUAGE), sharing.choose(2)) == (1, 2)
+        sharing.launched(LANGUAGE, lambda done=done: done[0])  # type: ignore[misc]
+        sharing.submitted(LANGUAGE)
+        sharing.begin(LANGUAGE)
+        assert sharing.choose(chosen) == chosen
+        assert sharing.begin(VISION) == 2
+        sharing.launched(VISION, lambda: True)
+        done[0] = True
+        sharing.submitted(VISION)
+        assert sharing.begin(VISION) == chosen
+
+
+def test_a_job_that_was_withdrawn_is_no_work() -> None:
+    sharing = Sharing()
+    sharing.submitted(VISION)
+    assert sharing.has_work(VISION)
+    sharing.withdrawn(VISION)
+    assert not sharing.has_work(VISION)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.permutations([16, 32, 64, 96]),
+    events=st.lists(st.tuples(st.sampled_from(["step", "encode", "end"]), st.integers(0, 4)), max_size=40),
+)
+def test_parts_of_jobs_that_run_are_never_the_same(sizes: list[int], events: list[tuple[str, int]]) -> None:
+    """Whatever steps choose, and in whatever order jobs end."""
+    sharing = Sharing(sizes)
+    running: dict[str, list[list[int]]] = {LANGUAGE: [], VISION: []}  # [partition, 1 once it has ended]
+
+    def parts(lane: str) -> list[int]:
+        return [sizes[place - 1] for place, ended in running[lane] if place and not ended]
+
+    for event, number in events:
+        if event == "end":
+            lane = (LANGUAGE, VISION)[number % 2]
+            for job in [job for job in running[lane] if not job[1]][:1]:
+                job[1] = 1
+            continue
+        lane = LANGUAGE if event == "step" else VISION
+        sharing.submitted(lane)
+        place = sharing.begin(lane)
+        if lane == LANGUAGE:
+            place = sharing.choose(number)
+            assert place in (0, number) or parts(VISION), "it is where it chose, unless an encode is in its way"
+        running[lane].append(job := [place, 0])
+        sharing.launched(lane, lambda job=job: bool(job[1]))  # type: ignore[misc]
+        assert max(parts(LANGUAGE), default=0) <= min(parts(VISION), default=132), "a part of the one's lies outside"
+
+
 class Recording:
     """A stream that notes for whom it waits."""
 
@@ -121,6 +194,10 @@ def test_the_note_says_how_counts_were_rounded() -> None:
     assert note_of((32,), [(32, 100)]) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures; else all for either"
     )
+    assert note_of((32,), [(32, 96)], 132).endswith(
+        "else all for either; 4 left over, which the driver puts in no part"
+    )
+    assert note_of((32,), [(32, 100)], 132) == note_of((32,), [(32, 100)])
     assert note_of((30, 64), [(32, 100), (64, 68)]) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures (30 asked for, the device divides "
         "by more); else all for either; with a TPOT limit also 64 for tokens and 68 for pictures, step by step"

@@ -1,17 +1,20 @@
 """A device whose multiprocessors are divided between the lanes while both have work.
 
-A partition is one split: the language lane's part and the rest, which is the vision lane's. Both are green contexts,
-since ordinary streams run on every multiprocessor. Partition 0 is the whole device, where lanes run on their ordinary
-streams. Only multiprocessors are divided; bandwidth and L2 are not. A lane's jobs stay in order when it moves: its
-stream of the new partition waits for that of the old one. Other lanes than these two are never moved. Does not know
-what a job does, nor which split is best: each language step says that (scheduler/latency/partition_choice.py).
+A partition is the language lane's part and the rest, which is the vision lane's. All are made of the groups of one
+split, so that of two language parts the smaller one lies in the larger one. They are green contexts, since ordinary
+streams run on every multiprocessor. Partition 0 is the whole device, where lanes run on their ordinary streams. Only
+multiprocessors are divided; bandwidth and L2 are not. A lane's jobs stay in order when it moves: its stream of the new
+partition waits for that of the old one. Other lanes than these two are never moved. Does not know what a job does, nor
+which split is best: each language step says that (scheduler/latency/partition_choice.py).
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import NamedTuple
 
 import torch
 
@@ -25,14 +28,22 @@ LANGUAGE, VISION = "language", "vision"
 
 class Sharing:
     """Which lanes have work, and so the partition of a job that begins. A job has ended when the device has done what
-    it launched. From any thread."""
+    it launched. From any thread.
 
-    def __init__(self) -> None:
+    Neither lane gets a multiprocessor that a job of the other one has on an earlier partition: a step beside an encode
+    of partition p takes a language part that lies in p's, and an encode beside a step of partition p a vision part that
+    lies in p's, until that job has ended. Nothing waits for it. The undivided device is shared on purpose: by an encode
+    that began on it, and by a step that chose it, where the gate holds up the encode for the step's limit.
+
+    `language_sms`: of the language lane's part of each partition, from the first on; none: they grow."""
+
+    def __init__(self, language_sms: Sequence[int] = ()) -> None:
         self._lock = threading.Lock()
+        self._language_sms = language_sms
         self._chosen = 1  # while both lanes have work
         self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not launched all
-        self._last_is_done: dict[str, Callable[[], bool]] = {LANGUAGE: _is_done, VISION: _is_done}
-        self._fills_device = False  # the vision lane's latest job runs on the whole device
+        self._beginning: dict[str, int | None] = {LANGUAGE: None, VISION: None}  # where the one is that launches
+        self._launched: dict[str, deque[_Launched]] = {LANGUAGE: deque(), VISION: deque()}  # all that has not ended
         self._steps = 0  # of the language lane, begun
         self._steps_seen = 0  # when the vision lane's last job began
 
@@ -40,14 +51,21 @@ class Sharing:
         with self._lock:
             self._open[lane] += 1
 
+    def withdrawn(self, lane: str) -> None:
+        """What was submitted never begins."""
+        with self._lock:
+            self._open[lane] -= 1
+
     def launched(self, lane: str, is_done: Callable[[], bool]) -> None:
         """`is_done`: whether the device has done all of the job."""
         with self._lock:
             self._open[lane] -= 1
-            self._last_is_done[lane] = is_done
+            self._launched[lane].append(_Launched(self._beginning[lane] or 0, is_done))
+            self._beginning[lane] = None
 
     def has_work(self, lane: str) -> bool:
-        return self._open[lane] > 0 or not self._last_is_done[lane]()
+        with self._lock:
+            return self._has_work(lane)
 
     def begin(self, lane: str) -> int:
         """An encode is longer than a step, and between two steps the language lane has no work: so an encode shares the
@@ -55,26 +73,55 @@ class Sharing:
         with self._lock:
             if lane == LANGUAGE:
                 self._steps += 1
-                return self._of_step()
-            shares = self.has_work(LANGUAGE) or self._steps > self._steps_seen
-            self._steps_seen = self._steps
-            partition = self._chosen if shares else 0
-            self._fills_device = partition == 0
-            return partition
+                place = self._of_step()
+            else:
+                shares = self._has_work(LANGUAGE) or self._steps > self._steps_seen
+                self._steps_seen = self._steps
+                place = self._of_encode() if shares else 0
+            self._beginning[lane] = place
+            return place
 
     def choose(self, partition: int) -> int:
-        """The partition of the language lane's present job, now that this one was chosen."""
+        """The partition of the language lane's present job, if there is one, now that this one was chosen."""
         with self._lock:
             self._chosen = partition
-            return self._of_step()
+            place = self._of_step()
+            if self._beginning[LANGUAGE] is not None:
+                self._beginning[LANGUAGE] = place
+            return place
 
     def _of_step(self) -> int:
         """A step has the whole device once the vision lane has nothing to run, and as long as an encode fills it: on a
         part of it the step would wait for that encode's blocks all the same."""
-        if not self.has_work(VISION):
-            self._fills_device = False
+        if not self._has_work(VISION):
             return 0
-        return 0 if self._fills_device else self._chosen
+        encodes = self._places(VISION)
+        parts = [place for place in encodes if place]
+        if encodes and not parts:
+            return 0
+        return min([self._chosen, *parts], key=self._size) if self._chosen else 0
+
+    def _of_encode(self) -> int:
+        parts = [place for place in self._places(LANGUAGE) if place]
+        return max([self._chosen, *parts], key=self._size)
+
+    def _size(self, partition: int) -> int:
+        return self._language_sms[partition - 1] if partition and self._language_sms else partition
+
+    def _has_work(self, lane: str) -> bool:
+        return self._open[lane] > 0 or bool(self._places(lane))
+
+    def _places(self, lane: str) -> list[int]:
+        """Of the lane's jobs that have begun and not ended."""
+        launched, beginning = self._launched[lane], self._beginning[lane]
+        while launched and launched[0].is_done():  # a lane's jobs end in their order
+            launched.popleft()
+        return [job.place for job in launched] + ([] if beginning is None else [beginning])
+
+
+class _Launched(NamedTuple):
+    place: int
+    is_done: Callable[[], bool]
 
 
 def _is_done() -> bool:
@@ -138,7 +185,7 @@ class SplitLane(CudaLane):
         try:
             super().submit(job)
         except RuntimeError:  # the lane died or is closed
-            self._sharing.launched(self.name, _is_done)
+            self._sharing.withdrawn(self.name)
             raise
 
     def close(self) -> None:
@@ -183,10 +230,11 @@ class SplitDevice:
             for i, lane in enumerate((LANGUAGE, VISION))
         }
         self._sms = {lane: [sms[i] for _, _, *sms in splits] for i, lane in enumerate((LANGUAGE, VISION))}
-        self.sharing = Sharing()
+        self.sharing = Sharing(self._sms[LANGUAGE])
         self.of_thread = threading.local()
         self.count = 1 + len(splits)
-        self.note = note_of(counts, [sms for _, _, *sms in splits])
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.note = note_of(counts, [sms for _, _, *sms in splits], num_sms)
 
     def lane(self, name: str, whole: torch.cuda.Stream, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
         """One of each name, for both parts of a partition have one stream. `whole`: for the whole device."""
@@ -239,15 +287,18 @@ def split(
         ) from error
 
 
-def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]]) -> str:
-    """For the start-up summary. `sms`: of the language and of the vision lane, for each of `counts`."""
+def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int | None = None) -> str:
+    """For the start-up summary. `sms`: of the language and of the vision lane, for each of `counts`. `num_sms`: of the
+    device."""
     partitions = [
         f"{language} for tokens and {vision} for pictures"
         + (f" ({count} asked for, the device divides by more)" if count != language else "")
         for count, (language, vision) in zip(counts, sms, strict=True)
     ]
     others = f"; with a TPOT limit also {', '.join(partitions[1:])}, step by step" if len(partitions) > 1 else ""
-    return f"multiprocessors while both models run: {partitions[0]}; else all for either{others}"
+    unused = 0 if num_sms is None else num_sms - sum(sms[0])
+    left = f"; {unused} left over, which the driver puts in no part" if unused else ""
+    return f"multiprocessors while both models run: {partitions[0]}; else all for either{others}{left}"
 
 
 def _sentence(error: Exception) -> str:
