@@ -115,11 +115,7 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject, sha
     try:
         for case in cases(arguments, report, subject, both, vision, language):
             with report.case(case.what):
-                duos = {mode: _duo(subject, case, mode, vision, language) for mode in both if mode in case.steps}
-                _beside(arguments, report, subject, case, duos)
-                if not arguments.beside_only:
-                    _pairs(report, subject, case, duos)
-                del duos
+                _measure(arguments, report, subject, case, vision, language)
             del case  # the contexts of its steps leave no room for those of the next
             release(report.device)
         if arguments.prompt != 0 and not arguments.beside_only and sharing == sharings(arguments)[0]:
@@ -224,6 +220,15 @@ def _encode(subject: Subject, count: int, picture: tuple[int, int], image: Image
 
 
 # ---- what is measured
+
+
+def _measure(
+    arguments: argparse.Namespace, report: Report, subject: Subject, case: Case, vision: Lane, language: Lane
+) -> None:
+    duos = {mode: _duo(subject, case, mode, vision, language) for mode in case.steps}
+    _beside(arguments, report, subject, case, duos)
+    if not arguments.beside_only:
+        _pairs(report, subject, case, duos)
 
 
 def _beside(arguments: argparse.Namespace, report: Report, subject: Subject, case: Case, duos: dict[Mode, Duo]) -> None:

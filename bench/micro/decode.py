@@ -143,7 +143,7 @@ def _timed(
         runs["graph"] = _graph(subject, case, step, expected, 0)
         if wanted.served_width:
             runs[SERVED] = _graph(subject, case, step, expected, subject.served_context)
-    if not subject.on_gpu or report.quick or case.context == 1024:
+    if not subject.on_gpu or (not case.form and (report.quick or case.context == 1024)):
         runs["eager"] = step
     own = list(runs)
     if peer is not None and subject.on_gpu and 2 * subject.kv_bytes(rows) + _SPARE_BYTES > subject.free_bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -61,6 +62,7 @@ def compile_for(arch: str, nvcc: str, folder: Path) -> tuple[Path, str]:
     folder.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}")
     command = [nvcc, "-O3", "-std=c++17", f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}", "-Xptxas=-v"]
+    command += [f"-L{folder}" for folder in runtimes()]
     command += ["-Xcompiler=-fPIC", "-shared", "-cudart=static", "-o", str(fresh), str(FOLDER / SOURCES[0])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -75,6 +77,13 @@ def nvcc_here() -> str | None:
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
+def runtimes() -> list[Path]:
+    """Where torch brings a CUDA runtime along, as setup.py looks for one: not every nvcc has its own beside it."""
+    spec = importlib.util.find_spec("nvidia")
+    places = () if spec is None else spec.submodule_search_locations or ()
+    return [path.parent for place in places for path in sorted(Path(place).glob("cu*/lib/libcudart_static.a"))]
+
+
 @cache
 def library(device: torch.device) -> Any:
     """Raises NoReader where the device or the machine has none."""
@@ -85,6 +94,10 @@ def library(device: torch.device) -> Any:
     if nvcc is None:
         raise NoReader("there is no nvcc to compile the reader with")
     path, _ = compile_for(f"sm_{major}{minor}a", nvcc, ROOT / "build" / "bench")
+    return loaded(path)
+
+
+def loaded(path: Path) -> Any:
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:

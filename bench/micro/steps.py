@@ -85,8 +85,8 @@ class Step:
         return Graphed(subject, partial(self.forward, subject.backend.ops.plan_decode(context, tables)))
 
     def mixed_graph(self, size: MixedSize, table_tokens: int) -> Graphed:
-        """The step as the engine captures steps with prompts: of so many tokens and rows, planned from tensors, whose
-        first rows' logits are those of the step."""
+        """The step as the engine captures steps with prompts: of so many tokens and rows, planned from tensors, where
+        any token may take a picture's feature and here none does. The first rows' logits are those of the step."""
         assert all(row.new > 1 for row in self.rows), "a step of prompts"
         subject, num_tokens, num_rows = self._subject, len(self.token_ids), len(self.rows)
 
@@ -96,7 +96,7 @@ class Step:
         cu_q = filled(self._cu_q, size.rows + 1, num_tokens)
         context = filled(self.num_context, size.rows, 0)
         rows = MixedRows(cu_q, cu_q, context, torch.zeros_like(context), self._tables_of(size.rows, table_tokens))
-        plan = subject.backend.ops.plan_mixed(rows, size.tokens, size.rows)
+        plan = subject.backend.ops.plan_mixed(rows, size.tokens, size.chunks)
         inputs = replace(
             self._inputs(plan),
             token_ids=filled(self.token_ids, size.tokens, 0),
@@ -104,7 +104,11 @@ class Step:
             slots=filled(self.slots, size.tokens, -1),
             logit_rows=filled(self.last_rows, size.rows, 0),
         )
-        return Graphed(subject, lambda: subject.model.forward(inputs, self.cache, None)[:num_rows])
+        images = None
+        if subject.spec.vision is not None:
+            images, every_token = subject.image_cache(1), torch.arange(size.tokens, device=subject.device)
+            inputs = replace(inputs, image_rows=every_token, image_slots=torch.full_like(every_token, -1))
+        return Graphed(subject, lambda: subject.model.forward(inputs, self.cache, images)[:num_rows])
 
     def _tables_of(self, num_rows: int, tokens: int) -> Tensor:
         width = max(self.tables.shape[1], -(-tokens // BLOCK))

@@ -132,8 +132,12 @@ def _cells(row: Row) -> str:
         name = "" if row.goal.measure in ("of_floor", row.goal.unit) else f"{row.goal.measure} "
         goal = f"{name}{sign} {row.goal.par:.3g}, {row.goal.moonshot:.3g}{unit}"
         got = f"{row.value:.3g}{unit}"
+    elif (rate := value_of(row.made, "gb_per_s_sm")) is not None:
+        got = f"{row.made['gb_per_s']:.0f} GB/s, {rate:.1f} of each"
     peers = ", ".join(f"{name} {ratio:.2f}" for name, ratio in list(row.peers.items())[:_PEERS_SHOWN])
     what = row.what.replace("|", "/")
+    if (spread := value_of(row.made, "spread")) is not None:
+        what += f", {len(row.made['repeats_s'])} times, {spread:.1%} apart"
     of_floors = [*_of_floor(row, row.floor_s), *_of_floor(row, row.sustained_floor_s)]
     cells = (what, duration(row.seconds), *of_floors, goal, got, row.verdict, peers)
     return f"| {' | '.join(cells)} |"

@@ -18,7 +18,8 @@ import torch
 
 from bench.micro import ring_reader
 from bench.micro.ring import counts_of
-from bench.micro.ring_reader import FOLDER, RINGS, NoReader, compile_for, library, nvcc_here, ring_read
+from bench.micro.ring_reader import FOLDER, RINGS, NoReader, compile_for, library, loaded, nvcc_here, ring_read
+from bootstrap import has_driver
 
 # What a device does with barriers and copies, on the host: a buffer holds a piece from when it was asked for to when it
 # has been taken, and a wait for a parity passes once the barrier has completed a phase of that parity.
@@ -117,6 +118,11 @@ def test_pieces_come_by_bulk_copies_and_nothing_spills(arch: str, tmp_path: Path
     registers = re.search(r"REG:(\d+)", disassembled(path, "-res-usage"))
     assert registers is not None and int(registers[1]) <= 64
     assert compile_for(arch, nvcc, tmp_path) == (path, ""), "it is kept"
+    read = loaded(path).ring_read
+    assert read(0, None, 64, 1, 9, 4096, None, None) == b"a ring has 1 to 8 buffers"
+    assert read(0, None, 24, 1, 3, 4096, None, None) == b"pieces are multiples of 16 bytes"
+    if not has_driver():
+        assert b"CUDA driver" in read(0, None, 64, 1, 3, 4096, None, None), "it loads without a driver, and says so"
 
 
 def test_a_device_or_a_machine_that_cannot_read_so_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

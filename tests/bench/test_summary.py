@@ -125,6 +125,14 @@ def test_what_runs_beside_decodes_is_headed_by_its_steady_state_gain() -> None:
     assert "| 1.31 |  | 1.41 | 1.68 |" in older
 
 
+def test_rates_and_how_far_repetitions_are_apart_are_shown() -> None:
+    reads = document("ring", row("read on 48 of 132 SMs", 7e-4, gb_per_s=2880.0, gb_per_s_sm=60.0), ceilings=None)
+    again = row("m decode graph B=1 KV=1024", 4.4e-3, 3.1e-3, spread=0.11, repeats_s=[4.2e-3, 4.4e-3, 4.69e-3])
+    text = table([document_of("ring", reads), document_of("decode", document("decode", again))])
+    assert "| 2880 GB/s, 60.0 of each |" in text
+    assert "| m decode graph B=1 KV=1024, 3 times, 11.0% apart | 4.4 ms |" in text
+
+
 def test_what_was_skipped_is_said() -> None:
     made = document("decode", skipped=[{"what": "B=512", "reason": "137 GB of KV do not fit"}])
     assert "Skipped: B=512: 137 GB of KV do not fit" in table([document_of("decode", made)])

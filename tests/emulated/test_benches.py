@@ -259,6 +259,7 @@ def test_decodes_of_contexts_that_differ_with_tables_that_are_served(
         for rows, contexts in ((1, ("32",)), (3, ("32", "16 but one of 256", "2 to 62")))
         for context in contexts
         for kind in kinds
+        if kind != "eager" or context == "32"
     ]
     for row in document["rows"]:
         one = row["inputs"]["rows"] == 1
@@ -267,7 +268,7 @@ def test_decodes_of_contexts_that_differ_with_tables_that_are_served(
             assert row["spread"] == pytest.approx(row["repeats_s"][2] / row["repeats_s"][0] - 1)
             assert row["seconds"]["median"] == row["repeats_s"][1]
     uneven = [row for row in document["rows"] if "contexts" in row["inputs"]]
-    assert [row["inputs"]["mean_context"] for row in uneven[::3]] == [(256 + 2 * 16) / 3, 32]
+    assert [row["inputs"]["mean_context"] for row in uneven[::2]] == [(256 + 2 * 16) / 3, 32]
     of_attention = {row["inputs"]["mean_context"]: row["work"][2]["read_bytes"] for row in uneven}
     assert of_attention[96] == 3 * of_attention[32], "floors are of what all contexts together have"
     served = -(-int(most) // 16)
