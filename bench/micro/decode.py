@@ -103,6 +103,8 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> 
     chosen = cases(arguments, report.quick, subject)
     compared = [case for case in chosen if with_peers and (not subject.on_gpu or case in _COMPARED)]
     peer = peer_of(report, subject) if compared else None
+    if arguments.served_width and not subject.on_gpu:
+        report.skip("block tables as wide as an engine's", "they matter to graphs, which this device has none of")
     wanted = Wanted(arguments.compile, arguments.served_width, arguments.repeat)
     for case in compared + [case for case in chosen if case not in compared]:
         if case not in compared and peer is not None:
