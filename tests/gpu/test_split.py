@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hydra_engine.backend.cuda.device import CudaDevice
 from hydra_engine.backend.cuda.lanes import priorities
 from hydra_engine.backend.cuda.sm_split import SplitDevice
 from hydra_engine.backend.device import Lane
+from hydra_engine.backend.select import create_backend
 from hydra_engine.errors import BackendError, ConfigError
 
 pytestmark = [pytest.mark.cuda, pytest.mark.alone]
@@ -192,6 +194,16 @@ def test_a_step_that_chose_more_stays_off_what_an_encode_has(
     wait(language, step)
     wait(vision, device.finish)
     assert places == [1] and len(sms(tokens) & sms(pictures)) <= LENT
+
+
+def test_streams_have_the_priorities_of_their_device(cuda: torch.device, split: SplitDevice) -> None:
+    """None where kernels begin early, neither those of parts."""
+    backend = create_backend(f"cuda:{cuda.index}", torch.float32, threads=1, lane_priority="latency", sm_split=(16, 32))
+    wanted = priorities("latency", torch.cuda.get_device_capability(cuda))
+    for name in ("language", "vision"):
+        lane: Any = backend.device.lane(name)
+        assert [stream.priority for stream in lane._track.streams] == [wanted.get(name, 0)] * 3
+        lane.close()
 
 
 def test_the_whole_device_is_used_on_partition_0(
