@@ -1,5 +1,6 @@
 """A divided device as far as the host decides it: who shares when, in what order streams wait, what is refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,6 +115,21 @@ def test_an_encode_stays_off_what_a_step_has() -> None:
         done[0] = True
         sharing.submitted(VISION)
         assert sharing.begin(VISION) == chosen
+
+
+def test_jobs_that_have_ended_are_forgotten() -> None:
+    """Where one lane alone has work, too."""
+    sharing, asked = Sharing(), list[int]()
+
+    def ended(number: int) -> bool:
+        asked.append(number)
+        return True
+
+    for number in range(100):
+        sharing.submitted(LANGUAGE)
+        sharing.begin(LANGUAGE)
+        sharing.launched(LANGUAGE, partial(ended, number))
+    assert asked == [*range(99)], "each once, when the next one is launched"
 
 
 def test_a_job_that_was_withdrawn_is_no_work() -> None:

@@ -60,6 +60,7 @@ class Sharing:
         """`is_done`: whether the device has done all of the job."""
         with self._lock:
             self._open[lane] -= 1
+            self._forget_ended(lane)
             self._launched[lane].append(_Launched(self._beginning[lane] or 0, is_done))
             self._beginning[lane] = None
 
@@ -113,10 +114,14 @@ class Sharing:
 
     def _places(self, lane: str) -> list[int]:
         """Of the lane's jobs that have begun and not ended."""
-        launched, beginning = self._launched[lane], self._beginning[lane]
+        self._forget_ended(lane)
+        beginning = self._beginning[lane]
+        return [job.place for job in self._launched[lane]] + ([] if beginning is None else [beginning])
+
+    def _forget_ended(self, lane: str) -> None:
+        launched = self._launched[lane]
         while launched and launched[0].is_done():  # a lane's jobs end in their order
             launched.popleft()
-        return [job.place for job in launched] + ([] if beginning is None else [beginning])
 
 
 class _Launched(NamedTuple):
