@@ -1,4 +1,4 @@
-// The order in which a warp goes through its pieces: which buffer a piece comes to, and when a buffer is asked for again.
+// The order in which a warp goes through its pieces: which buffer a piece comes to, and when that is asked for again.
 // Plain C++, so that tests run it on the host.
 #pragma once
 

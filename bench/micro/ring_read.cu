@@ -1,6 +1,6 @@
 // Reads memory with as many bytes in flight on each multiprocessor as its shared memory holds, for measurements of how
-// fast so many multiprocessors can read. Compute capability 9.0 and newer: pieces come by bulk copies, which a barrier in
-// shared memory counts. Each warp has a ring of buffers of its own, so that no warp waits for another one.
+// fast so many multiprocessors can read. Compute capability 9.0 and newer: pieces come by bulk copies, which a barrier
+// in shared memory counts. Each warp has a ring of buffers of its own, so that no warp waits for another one.
 #include <cuda_runtime.h>
 
 #include "ring_order.h"
@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kMostStages = 8;              // of a warp
+constexpr uint64_t kPatience = 500'000'000;  // nanoseconds
 constexpr size_t kWhole = (114 << 10) + 1;  // of shared memory, so that a multiprocessor has one block
 
 __device__ __forceinline__ uint32_t shared_address(const void* place) {
@@ -30,6 +31,12 @@ __device__ __forceinline__ void copy(uint32_t to, const void* from, uint32_t byt
                : "memory");
 }
 
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 __device__ __forceinline__ bool has_completed(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -42,6 +49,16 @@ __device__ __forceinline__ bool has_completed(uint32_t barrier, uint32_t parity)
       : "r"(barrier), "r"(parity)
       : "memory");
   return done != 0;
+}
+
+// False where a piece does not come: then the sum is wrong, and nobody waits for ever.
+__device__ __forceinline__ bool has_come(uint32_t barrier, uint32_t parity) {
+  if (has_completed(barrier, parity)) return true;
+  const uint64_t began = nanoseconds();
+  while (!has_completed(barrier, parity)) {
+    if (nanoseconds() - began > kPatience) return false;
+  }
+  return true;
 }
 
 // `sums`[warp of the grid]: the sum of the 32-bit words that this warp read, which whoever asks can check.
@@ -58,19 +75,23 @@ __global__ void __launch_bounds__(kThreads) read_all(const char* data, uint64_t 
   char* const ring = buffers + static_cast<size_t>(warp) * stages * piece_bytes;
   const uint32_t ring_at = shared_address(ring), barrier_at = shared_address(barriers + warp * kMostStages);
   uint32_t sum = 0;
+  bool lost = false;
   const uint64_t pieces = (bytes + piece_bytes - 1) / piece_bytes;
   const uint64_t first = static_cast<uint64_t>(blockIdx.x) * kWarps + warp;
   const uint64_t step = static_cast<uint64_t>(gridDim.x) * kWarps;
   walk(
       pieces, first, step, stages,
       [&](uint64_t piece, int stage) {
-        if (lane != 0) return;
+        if (lane != 0 || lost) return;
         const uint32_t size = bytes_of(piece, bytes, piece_bytes), barrier = barrier_at + 8 * stage;
         expect(barrier, size);
         copy(ring_at + stage * piece_bytes, data + piece * piece_bytes, size, barrier);
       },
       [&](uint64_t piece, int stage, uint32_t parity) {
-        while (!has_completed(barrier_at + 8 * stage, parity)) {
+        lost = lost || !has_come(barrier_at + 8 * stage, parity);
+        if (__any_sync(0xffffffff, lost)) {
+          lost = true;
+          return;
         }
         const uint4* words = reinterpret_cast<const uint4*>(ring + static_cast<size_t>(stage) * piece_bytes);
         const uint32_t count = bytes_of(piece, bytes, piece_bytes) / sizeof(uint4);
@@ -92,7 +113,8 @@ __global__ void __launch_bounds__(kThreads) read_all(const char* data, uint64_t 
 extern "C" const char* ring_read(int device, const void* data, uint64_t bytes, int blocks, int stages,
                                  uint32_t piece_bytes, uint32_t* sums, void* stream) {
   if (stages < 1 || stages > kMostStages) return "a ring has 1 to 8 buffers";
-  if (bytes == 0 || bytes % 16 != 0 || piece_bytes == 0 || piece_bytes % 16 != 0) return "pieces are multiples of 16 bytes";
+  const bool whole_pieces = bytes != 0 && bytes % 16 == 0 && piece_bytes != 0 && piece_bytes % 16 == 0;
+  if (!whole_pieces) return "pieces are multiples of 16 bytes";
   size_t shared = static_cast<size_t>(kWarps) * stages * piece_bytes;
   int most = 0;
   cudaError_t error = cudaSetDevice(device);
@@ -103,8 +125,8 @@ extern "C" const char* ring_read(int device, const void* data, uint64_t bytes, i
   if (shared < whole) shared = whole;
   error = cudaFuncSetAttribute(read_all, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  read_all<<<blocks, kThreads, shared, static_cast<cudaStream_t>(stream)>>>(static_cast<const char*>(data), bytes, stages,
-                                                                            piece_bytes, sums);
+  read_all<<<blocks, kThreads, shared, static_cast<cudaStream_t>(stream)>>>(static_cast<const char*>(data), bytes,
+                                                                            stages, piece_bytes, sums);
   error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

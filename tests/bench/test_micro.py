@@ -336,7 +336,7 @@ def test_ceilings_of_another_device_or_of_half_a_run_are_measured_again(
 ) -> None:
     known, fresh = Ceilings(1.0, 2.0, 3.0), Ceilings(4.0, 5.0, 6.0)
     monkeypatch.setattr(ceilings, "Machine", lambda *_: None)
-    monkeypatch.setattr(ceilings, "_measure", lambda *_: (fresh, {}))
+    monkeypatch.setattr(ceilings, "_measure", lambda *_, through_rings: (fresh, {}))
     document = {"ceilings": known.as_dict(), "dtype": "torch.bfloat16", "complete": True, "card": {"device": "cpu"}}
     path = tmp_path / "ceilings.json"
 
