@@ -319,6 +319,7 @@ def step_times(
         sm_split=stack.config.sm_counts if backend.device.partitions.count > 1 else (),
         graph_sizes=stack.worker.graph_sizes,
         captured_patches=stack.worker.captured_patches,
+        captured_tokens=stack.worker.captured_tokens,
     )
     return surface_for(stack.config, subject, partial(progress, "step times"), fresh=fresh, deadline_s=deadline_s)
 

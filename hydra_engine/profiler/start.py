@@ -61,6 +61,7 @@ class Subject:
     sm_split: tuple[int, ...] = ()
     graph_sizes: tuple[int, ...] = ()  # of decode steps that were captured
     captured_patches: int = 0  # of the largest encode that was
+    captured_tokens: int = 0  # of the largest step with prompts that was
 
 
 class StepCosts(NamedTuple):
@@ -202,6 +203,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         model_impl="transformers" if subject.spec.family == "transformers" else "",
         kv_cache_dtype=subject.kv_cache_dtype,
         encode_graphs=_graphs(captured=subject.captured_patches > 0, chosen=config.encoder_cuda_graph_sizes),
+        step_graphs=subject.captured_tokens,
         quantization="" if subject.spec.at_load is None else config.quantization,
     )
 

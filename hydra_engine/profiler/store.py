@@ -57,9 +57,13 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encode_graphs: str = ""  # patches for which encodes are captured: "default", whatever the most are, or "256,1024"
     quantization: str = ""  # "int4": what unquantised weights became while they were loaded
     kv_cache_dtype: str = ""  # "int8": keys and values are quantized
+    step_graphs: int = 0  # tokens of the largest step with prompts that is captured
 
 
-_LATER = ("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs", "quantization", "kv_cache_dtype")
+_LATER = (
+    *("gpu", "attention", "sm_split", "graphs", "model_impl", "encode_graphs", "quantization", "kv_cache_dtype"),
+    "step_graphs",
+)
 
 
 class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,7 +167,7 @@ def _difference(then: Identity, now: Identity) -> str:
 def _had(name: str, value: object) -> str:
     if name == "model":
         return "another state of the model's files"
-    return f"no {name}" if value == "" else f"{name} {str(value)[:60]}"
+    return f"no {name}" if name in _LATER and not value else f"{name} {str(value)[:60]}"
 
 
 def _curve_problems(name: str, curve: Curve, least_s: float) -> Iterator[str | None]:

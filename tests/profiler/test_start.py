@@ -139,6 +139,7 @@ def test_what_changes_step_times_on_a_gpu_has_a_file_of_its_own(config: EngineCo
         {"sm_split": (32, 64)},
         {"graph_sizes": ()},
         {"captured_patches": 0},
+        {"captured_tokens": 2048},
     ]
     first = found(config, subject(**plain))
     files = {found(config, subject(**plain | change)).file for change in changes}

@@ -89,7 +89,7 @@ def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
 def test_another_machine_model_or_setting_is_refused_and_named(file: Path, name: str) -> None:
     value = getattr(IDENTITY, name)
     other = not value if isinstance(value, bool) else (value + 1 if isinstance(value, int) else value + "x")
-    had = f"no {name}$" if value == "" else f"{name} {value}"
+    had = f"no {name}$" if not value and not isinstance(value, bool) else f"{name} {value}"
     with pytest.raises(Refused, match="model's files" if name == "model" else f"measured with {had}"):
         load(file, msgspec.structs.replace(IDENTITY, **{name: other}), REACH)
 
