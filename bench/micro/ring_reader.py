@@ -126,6 +126,10 @@ def usable(words: Tensor, num_sms: int) -> tuple[list[int], str]:
     """KB in flight with which `ring_read` reads here, ascending, and why the others cannot be, empty if none. Each is
     held against the sum of some words on one multiprocessor, whose ring goes round many times, and on all, which have a
     piece or two each."""
+    try:
+        library(words.device)
+    except NoReader as reason:
+        return [], str(reason)
     few, found, reasons = words[:_CHECKED_WORDS], [], []
     expected = int(few.sum(dtype=torch.int64)) % _MODULUS
     for held in RINGS:

@@ -147,3 +147,18 @@ def test_a_device_or_a_machine_that_cannot_read_so_says_why(monkeypatch: pytest.
 def test_what_bulk_copies_cannot_read_is_refused(words: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="a multiple of 4"):
         ring_read(words, 1, 48)
+
+
+def test_a_ring_that_reads_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one multiprocessor buffers come round, which a read by all of so few words does not show."""
+    words, asked = torch.arange(1 << 12, dtype=torch.int32), []
+
+    def read(words: torch.Tensor, num_sms: int, held_kib: int) -> torch.Tensor:
+        asked.append((num_sms, held_kib))
+        return words[: -4 if (num_sms, held_kib) == (1, 96) else None]
+
+    monkeypatch.setattr(ring_reader, "library", lambda device: None)
+    monkeypatch.setattr(ring_reader, "ring_read", read)
+    found, why = ring_reader.usable(words, 132)
+    assert found == [48, 192] and why == "wrong result of the read with 96 KB in flight"
+    assert asked == [(count, held) for held in (48, 96, 192) for count in (1, 132)]
