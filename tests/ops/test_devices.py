@@ -68,7 +68,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name_and_left_out_by_auto(
     with caplog.at_level("INFO", logger="hydra_engine.backend.devices"):
         chosen = devices.resolve("auto")
     assert (chosen.name, chosen.index) == ("cpu", None)
-    (line,) = caplog.records
+    (line,) = (record for record in caplog.records if record.name == devices.__name__)
     assert line.message == f"device cpu is taken: {chosen.reason}" and chosen.reason == refusal(found, 0)
     assert (line.levelname == "WARNING") == loud
 
