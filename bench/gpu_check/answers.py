@@ -111,6 +111,15 @@ def _twin(documents: Documents) -> str:
     return ""
 
 
+def _decodes(documents: Documents) -> str:
+    found = []
+    for row in documents.rows("attn_decode", "B=64"):
+        peer = row["over_peers"].get("flashinfer")
+        found.append(f"{row['what'].removeprefix('attention ')} {row['of_floor']:.2f} of its floor")
+        found += [f"FlashInfer {1 / peer:.2f} times as fast"] if peer else []
+    return "; ".join(found)
+
+
 def _attention(documents: Documents) -> str:
     for row in documents.rows("attn_prefill", "MHA", "S=1024 b=1 ", "blocks of 16"):
         flops = sum(part["flops"] for part in row["work"])
@@ -165,6 +174,7 @@ _ANSWERS: dict[str, Callable[[Documents], str]] = {
     LLAVA: _decode,
     QWEN: _qwen,
     TWIN: _twin,
+    "attn_decode": _decodes,
     "attn_prefill": _attention,
     "products": _products,
     "prefill": _prefill,

@@ -2,15 +2,18 @@
 
 The floor is one read of the contexts at the read bandwidth of the same run. Layers take turns, so nothing is in a
 cache. Peers: torch's SDPA over contiguous keys and values, and over ones gathered out of the blocks first, which is
-what paging costs without a kernel of its own. Results are compared with SDPA in float32 first. Shapes are those of the
-models and, with --shape, any. `hydra-engine bench attn_decode [--full]`.
+what paging costs without a kernel of its own; and FlashInfer's, planned as for a captured step, where it is installed.
+`--uneven`: also one request of eight times the context among others of half of it, where SDPA has no such form.
+Results are compared with SDPA in float32 first. Shapes are those of the models and, with --shape, any. `hydra-engine
+bench attn_decode [--full]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,8 @@ from bench.micro.machine import on_gpu
 from bench.micro.steps import BLOCK
 from bench.micro.subject import run_ops
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache
+from hydra_engine.backend.cuda import flashinfer_kernels
+from hydra_engine.backend.cuda.attention_choice import flashinfer_missing, flashinfer_problem
 
 QUICK_ROWS, FULL_ROWS = (1, 16, 64), (1, 4, 16, 32, 64, 128)
 SMALL_ROWS = (1, 8)  # of a processor
@@ -37,48 +42,75 @@ class Case(NamedTuple):
     heads: tuple[int, int, int]
     rows: int
     context: int
+    uneven: bool = False
 
     def __str__(self) -> str:
         heads, kv_heads, dim = self.heads
-        return f"attention {self.kind} {heads}:{kv_heads}x{dim} B={self.rows} KV={self.context}"
+        contexts = self.contexts
+        seen = f"{contexts[-1]} but one of {contexts[0]}" if self.uneven else str(self.context)
+        return f"attention {self.kind} {heads}:{kv_heads}x{dim} B={self.rows} KV={seen}"
+
+    @property
+    def contexts(self) -> list[int]:
+        if self.uneven:
+            return [8 * self.context, *[max(1, self.context // 2)] * (self.rows - 1)]
+        return [self.context] * self.rows
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Of each request."""
+        return [-(-context // BLOCK) for context in self.contexts]
 
     def layer_bytes(self, width: int) -> int:
-        return self.rows * -(-self.context // BLOCK) * BLOCK * 2 * self.heads[1] * self.heads[2] * width
+        return sum(self.num_blocks) * BLOCK * 2 * self.heads[1] * self.heads[2] * width
 
 
 class Paged:
-    """Requests of one length over a cache of random numbers and as many layers as keep it cold."""
+    """Requests over a cache of random numbers and as many layers as keep it cold."""
 
     def __init__(self, case: Case, backend: Backend) -> None:
         heads, kv_heads, dim = case.heads
         device = backend.device.torch_device
         self._ops, self._case, self.scale = backend.ops, case, dim**-0.5
         self.layers = cold_copies(device, case.layer_bytes(backend.dtype.itemsize), most=32)
-        blocks = -(-case.context // BLOCK)
-        shape = (case.rows * blocks, self.layers, 2, BLOCK, kv_heads, dim)
+        blocks = case.num_blocks
+        shape = (sum(blocks), self.layers, 2, BLOCK, kv_heads, dim)
         self.cache = PagedCache(torch.empty(shape, dtype=backend.dtype, device=device).normal_())
-        self.tables = torch.randperm(case.rows * blocks, dtype=torch.int32).view(case.rows, blocks).to(device)
-        self._places = self.tables.long()
-        self._context = torch.full((case.rows,), case.context, dtype=torch.int32, device=device)
+        tables = torch.zeros((case.rows, max(blocks)), dtype=torch.int32)
+        for row, own in enumerate(torch.randperm(sum(blocks), dtype=torch.int32).split(blocks)):
+            tables[row, : len(own)] = own
+        self.tables, self._places = tables.to(device), tables.long().to(device)
+        self.context = torch.tensor(case.contexts, dtype=torch.int32).to(device)
         self.q = torch.randn((case.rows, heads, dim), device=device).to(backend.dtype)
         self.plan = self._planned(device)
 
     def _planned(self, device: torch.device) -> AttentionPlan:
         if on_gpu(device):
-            return self._ops.plan_decode(self._context, self.tables)
-        return self._ops.plan_attention(torch.arange(len(self.q) + 1, dtype=torch.int32), self._context, self.tables)
+            return self._ops.plan_decode(self.context, self.tables)
+        return self._ops.plan_attention(torch.arange(len(self.q) + 1, dtype=torch.int32), self.context, self.tables)
 
     def ours(self, layer: int) -> Tensor:
         return self._ops.attention_paged(self.q, self.cache, layer, self.plan, self.scale)
 
     def gathered(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, context, D]."""
-        rows = self.cache.data[:, layer][self._places]  # [B, W, 2, S, H, D]
-        both = rows.permute(2, 0, 4, 1, 3, 5).flatten(3, 4)[:, :, :, : self._case.context]
+        """Keys and values [B, Hkv, context, D] of requests of one length."""
+        return self._gathered(layer, slice(None), self._case.context)
+
+    def _gathered(self, layer: int, rows: slice, context: int) -> tuple[Tensor, Tensor]:
+        found = self.cache.data[:, layer][self._places[rows]]  # [B, W, 2, S, H, D]
+        both = found.permute(2, 0, 4, 1, 3, 5).flatten(3, 4)[:, :, :, :context]
         return both[0], both[1]
 
-    def sdpa(self, keys: Tensor, values: Tensor) -> Tensor:
-        q = self.q.to(keys.dtype)[:, :, None]
+    def exact(self) -> Tensor:
+        """In float32, of the first layer, request by request."""
+        found = []
+        for row, context in enumerate(self._case.contexts):
+            rows = slice(row, row + 1)
+            found.append(self.sdpa(*(x.float() for x in self._gathered(0, rows, context)), rows=rows))
+        return torch.cat(found)
+
+    def sdpa(self, keys: Tensor, values: Tensor, rows: slice = slice(None)) -> Tensor:
+        q = self.q[rows].to(keys.dtype)[:, :, None]
         gqa = self._case.heads[0] != self._case.heads[1]
         return F.scaled_dot_product_attention(q, keys, values, scale=self.scale, enable_gqa=gqa)[:, :, 0]
 
@@ -87,6 +119,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", help="query heads, KV heads and head dim with commas, instead of the models'")
     parser.add_argument("--rows", help="requests, with commas")
     parser.add_argument("--contexts", help="tokens that each request sees, with commas")
+    parser.add_argument("--uneven", action="store_true", help="also contexts that differ")
 
 
 def cases(arguments: argparse.Namespace, quick: bool, *, gpu: bool) -> Iterator[Case]:
@@ -99,6 +132,8 @@ def cases(arguments: argparse.Namespace, quick: bool, *, gpu: bool) -> Iterator[
         for context in numbers(arguments.contexts, quick, QUICK_CONTEXTS, FULL_CONTEXTS):
             for count in numbers(arguments.rows, quick, *rows):
                 yield Case(kind, shape, count, context)
+                if arguments.uneven and count > 1:
+                    yield Case(kind, shape, count, context, uneven=True)
 
 
 def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> None:
@@ -112,19 +147,28 @@ def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> 
 
 def _measure(report: Report, backend: Backend, case: Case) -> None:
     paged = Paged(case, backend)
-    agree(str(case), paged.ours(0), paged.sdpa(*(x.float() for x in paged.gathered(0))))
+    agree(str(case), paged.ours(0), paged.exact())
     runs = {"ours": all_layers(report.device, paged, paged.ours)}
-    contiguous = [tuple(x.contiguous() for x in paged.gathered(layer)) for layer in range(paged.layers)]
-    peers: dict[str, Callable[[int], object]] = {
-        "sdpa": lambda layer: paged.sdpa(contiguous[layer][0], contiguous[layer][1]),
-        "gather + sdpa": lambda layer: paged.sdpa(*paged.gathered(layer)),
-    }
+    peers: dict[str, Callable[[int], object]] = {}
+    if not case.uneven:
+        contiguous = [tuple(x.contiguous() for x in paged.gathered(layer)) for layer in range(paged.layers)]
+        peers["sdpa"] = lambda layer: paged.sdpa(contiguous[layer][0], contiguous[layer][1])
+        peers["gather + sdpa"] = lambda layer: paged.sdpa(*paged.gathered(layer))
+    if on_gpu(report.device):
+        with report.optional(f"{case}, flashinfer"):
+            attend = by_flashinfer(backend, case, paged)
+            if isinstance(attend, str):
+                report.skip(f"{case}, flashinfer", attend)
+            else:
+                agree(f"{case}, flashinfer", attend(0), paged.ours(0))
+                peers["flashinfer"] = attend
     for name, peer in peers.items():
         with report.optional(f"{case}, {name}"):
             runs[name] = all_layers(report.device, paged, peer)
     seconds = scaled(timed(report.device, runs, report.effort), paged.layers)
     ours = seconds.pop("ours")
-    work = attention_work(*case.heads, case.rows, case.context, backend.dtype.itemsize)
+    mean = sum(case.contexts) / case.rows
+    work = attention_work(*case.heads, case.rows, mean, backend.dtype.itemsize)
     report.row(
         str(case),
         ours,
@@ -133,6 +177,23 @@ def _measure(report: Report, backend: Backend, case: Case) -> None:
         peers=seconds,
         bytes_per_s=work.read_bytes / ours.median,
     )
+
+
+def by_flashinfer(backend: Backend, case: Case, paged: Paged) -> Callable[[int], Tensor] | str:
+    """Its decode of a layer, planned as before a replay; or why there is none."""
+    # Needs Triton.
+    timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
+    heads, kv_heads, dim = case.heads
+    problem = flashinfer_problem(backend.dtype, dim, BLOCK) or flashinfer_missing()
+    kernel = flashinfer_kernels.decode_kernel(heads, kv_heads, dim)
+    if problem := problem or flashinfer_kernels.installed().lacks(kernel, backend.dtype, dim):
+        return problem
+    num_sms = torch.cuda.get_device_properties(backend.device.torch_device).multi_processor_count
+    attention = timing.Site(backend.device.torch_device, num_sms, backend.device.send).flashinfer()
+    plan = attention.plan_decode(paged.context, paged.tables)
+    if plan.refresh is not None:
+        plan.refresh(paged.context.cpu().numpy(), paged.tables.cpu().numpy())
+    return lambda layer: attention.paged(paged.q, paged.cache, layer, plan, paged.scale)
 
 
 def all_layers(device: torch.device, paged: Paged, run: Callable[[int], object]) -> Run:

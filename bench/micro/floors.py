@@ -147,8 +147,8 @@ def prefill_work(
     ]
 
 
-def attention_work(heads: int, kv_heads: int, dim: int, rows: int, context: int, width: int) -> Work:
-    """Paged decode attention of one layer."""
+def attention_work(heads: int, kv_heads: int, dim: int, rows: int, context: float, width: int) -> Work:
+    """Paged decode attention of one layer; `context`: on average."""
     read = rows * context * 2 * kv_heads * dim * width
     return Work("attention", 4.0 * rows * context * heads * dim, read)
 

@@ -54,6 +54,8 @@ def test_the_rate_of_48_multiprocessors_decides_what_is_built(tmp_path: Path, ra
 def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     write(tmp_path, "layer", [row("LLaVA B=1 o + add", 3e-6), row("LLaVA B=1 layer", 12e-6, parts_s=7e-6)])
     write(tmp_path, "products", [row("fc1 + silu", 1e-3, peers={"product": {"median": 9e-4}}, activation_s=9e-5)])
+    decode = row("attention GQA B=64 KV=1024", of_floor=0.64, over_peers={"flashinfer": 0.8})
+    write(tmp_path, "attn_decode", [decode])
     attention = {"work": [{"flops": 1e12}], "peers": {"cudnn": {"median": 2e-3}}}
     write(tmp_path, "attn_prefill", [row("prompts MHA 32:32x128 S=1024 b=1 blocks of 16", 4e-3, **attention)])
     eight = {"rows": 8, "how": "graph"}
@@ -68,6 +70,8 @@ def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> No
     kernels = [{"name": "packed_attention", "share": 0.4}, {"name": "gemm", "share": 0.5}]
     write(tmp_path, f"profile-{TWIN}", [row(f"{TWIN} encode b=1", 0.0174, kernels=kernels)])
     prompts = [("", 0.02), (" graph", 0.0164), (", 0.5 s of rest", 0.021), (" graph, 0.5 s of rest", 0.015)]
+    reads = [(4e-4, 48, False), (3e-4, 48, True), (2e-4, 96, False)]
+    write(tmp_path, CEILINGS, [row("read on", s, {"sms": sms, "spread": spread}) for s, sms, spread in reads])
     about = {"rows": 1, "tokens": 676}
     write(tmp_path, f"prefill-{LLAVA}", [row(f"{LLAVA} prefill b=1 S=676{how}", s, about) for how, s in prompts])
     what = f"{LLAVA} encode b=4 || decode B=64, beside, 64 SMs for decodes"
@@ -75,6 +79,7 @@ def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> No
     found = answered(tmp_path)
     assert found["layer"] == "LLaVA B=1: 12.0 us, its kernels alone 7.0"
     assert found["products"] == "fc1 + silu: 10.0% of the product"
+    assert found["attn_decode"] == "GQA B=64 KV=1024 0.64 of its floor; FlashInfer 1.25 times as fast"
     assert found["attn_prefill"] == "TFLOP/s at 1,024 tokens: ours 250, cudnn 500"
     assert found[LLAVA] == (
         "B=1 4.00 ms, 11.0% apart; B=8 5.00 ms, 0.80 of its floor; one long context of them 0.40 of its floor; "
@@ -83,7 +88,8 @@ def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> No
     assert found[QWEN] == "encode 12.1 ms" and found[TWIN] == "17.4 ms, attention 40% of it"
     assert found["prefill"] == "676 tokens 20.0 ms, as a graph 16.4; rested 15.0"
     assert found["colocate"] == "encode b=4 || decode B=64, 64 SMs for decodes 1.24 of 1.40"
-    assert found[CEILINGS] == found["serve"] == "not measured"
+    assert found[CEILINGS] == "spread over contiguous, reads, by multiprocessors: 48: 1.33"
+    assert found["serve"] == "not measured"
 
 
 def test_a_server_answers_with_its_first_token_alone_and_its_best_rate(tmp_path: Path) -> None:

@@ -119,8 +119,12 @@ def whats(document: dict[str, Any]) -> list[str]:
 
 @pytest.mark.quick
 def test_decode_attention(run: Run) -> None:
-    document = run("attn_decode", "--shape", "4,2,16", "--rows", "2", "--contexts", "24")
-    assert whats(document) == ["attention GQA 4:2x16 B=2 KV=24"] and peers(document) == {"sdpa", "gather + sdpa"}
+    document = run("attn_decode", "--shape", "4,2,16", "--rows", "2", "--contexts", "24", "--uneven")
+    assert whats(document) == [f"attention GQA 4:2x16 B=2 KV={seen}" for seen in ("24", "12 but one of 192")]
+    even, uneven = document["rows"]
+    assert set(even["peers"]) == {"sdpa", "gather + sdpa"} and not uneven["peers"]
+    assert even["work"][0]["read_bytes"] * (192 + 12) == uneven["work"][0]["read_bytes"] * 48
+    assert {each["reason"] for each in document["skipped"]} == {"takes head dims of 64, 128 or 256, the model's is 16"}
 
 
 def test_prompts_and_towers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +175,10 @@ def test_products_and_what_follows_them(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_a_peer_that_cannot_be_captured_takes_nothing_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     sdpa = attn_decode.Paged.sdpa
 
-    def waiting(self: attn_decode.Paged, keys: Tensor, values: Tensor) -> Tensor:
+    def waiting(self: attn_decode.Paged, keys: Tensor, values: Tensor, rows: slice = slice(None)) -> Tensor:
         if values.is_contiguous():
             keys.sum().item()
-        return sdpa(self, keys, values)
+        return sdpa(self, keys, values, rows)
 
     monkeypatch.setattr(attn_decode.Paged, "sdpa", waiting)
     document = run("attn_decode", "--shape", "4,2,16", "--rows", "2", "--contexts", "24", failed=1)
