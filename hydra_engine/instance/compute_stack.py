@@ -129,7 +129,7 @@ def build_worker(
         faults=faults,
         states=states,
         role=context.role,
-        captured_tokens=plan.working.captured_tokens,
+        working=plan.working,
         gate=NO_GATE if make_gate is None else make_gate(backend.device, resolved.scheduler),
     )
     worker.warm_up(partial(progress, "warm-up"))

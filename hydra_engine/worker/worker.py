@@ -14,10 +14,13 @@ that copies blocks of other instances into our caches (`transfer/`), with `run_j
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+
+import torch
+from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.device import Lane
@@ -34,9 +37,9 @@ from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
 from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.constraints import Constraints
 from hydra_engine.worker.language.lane import LanguageLane
-from hydra_engine.worker.language.mixed_graphs import MOST_TOKENS
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.language.step_graphs import StepGraphs
+from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory
 from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs
 from hydra_engine.worker.vision.lane import VisionLane
@@ -48,7 +51,7 @@ class Worker:
     """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller.
     `gate` holds up the vision lane for the language lane, where both are on the device. `asynchronous`: language steps
     are launched before the one before was read, and steps of both lanes may be replayed; None: where the device works
-    so. `captured_tokens`: of the largest step with prompts that may be."""
+    so. `working`: what the device has room for, beside caches."""
 
     PIECE_ROWS = 64  # rows of a layer after which an encode can pause; whole layers without a limit between tokens
 
@@ -68,16 +71,17 @@ class Worker:
         states: StateCache | None = None,
         gate: Gate = NO_GATE,
         asynchronous: bool | None = None,
-        captured_tokens: int = MOST_TOKENS,
+        working: WorkingMemory = NOT_COUNTED,
     ) -> None:
         self._device = backend.device
+        self._working = working
         self._multimodal = spec.language.rope_sections is not None
         self._constraints = Constraints(config.model_path)
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
         self._results: deque[LaneResult] = deque()
-        self._left_out: dict[str, set[tuple[int, int]]] = {}  # graphs that the device had no memory for
+        self._left_out = Counter[str]()  # graphs that the device had no memory for
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
         self.faults = faults if faults is not None else FaultPoints()
         self._closing: list[Callable[[], None]] = []
@@ -101,7 +105,7 @@ class Worker:
                 states,
                 *lane,
                 asynchronous=asynchronous,
-                captured_tokens=captured_tokens,
+                captured_tokens=working.captured_tokens,
             )
 
     # ---- requests
@@ -144,10 +148,9 @@ class Worker:
         """What a user should know of how steps are run, a sentence each."""
         notes = [lane.note for lane in self._lanes if lane.note]
         notes += [
-            f"{len(graphs)} graphs of {captures} are left out, the device has no memory for them: such steps are "
-            "launched op by op, which takes longer; smaller caches leave room"
-            for captures, graphs in self._left_out.items()
-            if graphs
+            f"{count} graphs of {captures} are left out, the device has no memory for them: such steps are launched op "
+            "by op, which takes longer; smaller caches leave room"
+            for captures, count in self._left_out.items()
         ]
         return tuple(notes)
 
@@ -199,18 +202,27 @@ class Worker:
             progress(done, len(jobs))
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
-        """After the warm-up, where steps are to be replayed: progress is not called where they are not. Graphs that
-        memory is missing for are left out. Raises BackendError."""
+        """After the warm-up, where steps are to be replayed: progress is not called where they are not. Graphs are left
+        out that the device has no memory for beside what steps take that are launched op by op, which is held
+        meanwhile. Raises BackendError."""
         jobs: list[tuple[VisionLane | LanguageLane, EncodeGraphs | StepGraphs, tuple[int, int]]] = []
         for lane in reversed(self._lanes):
             if lane.graphs is not None:
                 self._capture(lane, lane.graphs.prepare)
                 jobs += [(lane, lane.graphs, graph) for graph in lane.graphs.wanted]
+        held: list[Tensor] = []
         for done, (lane, graphs, graph) in enumerate(jobs, start=1):
-            left_out = self._left_out.setdefault(lane.captures, set())
-            if graph not in left_out and not self._capture(lane, partial(graphs.capture, *graph)):
-                left_out.update(graphs.left_out_with(*graph))
+            has_room = held or self._capture(lane, partial(self._hold, held))
+            if not has_room or not self._capture(lane, partial(graphs.capture, *graph)):
+                self._left_out[lane.captures] += 1
             progress(done, len(jobs))
+        held.clear()
+        self._device.trim()
+
+    def _hold(self, held: list[Tensor]) -> None:
+        """Takes what the largest steps do."""
+        on = self._device.torch_device
+        held.append(torch.empty(self._working.activation_bytes, dtype=torch.uint8, device=on))
 
     def _capture(self, lane: VisionLane | LanguageLane, job: Job) -> bool:
         """False: the device has no memory for it."""

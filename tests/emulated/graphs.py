@@ -122,9 +122,9 @@ class Capturing:
         self._stream.trace = self._graph.trace
         self._graph.trace.priority = self._stream.priority
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._stream.trace = None
-        self._taken.__exit__(None, None, None)
+        self._taken.__exit__(*raised)
         if self._graph.trace.is_invalid:  # nobody is told, and the thread stays on the stream
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self._streams.captures.end(self._pool)

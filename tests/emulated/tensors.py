@@ -60,13 +60,14 @@ class Present:
     @classmethod
     @contextmanager
     def captured_in(cls, pool: Pool) -> Iterator[None]:
-        """What is taken inside is the pool's, which keeps it while a graph has the pool."""
+        """What is taken inside is the pool's, which keeps it while a graph has the pool, unless the capture fails."""
         peak_bytes, before = cls.peak_bytes, cls.used_bytes
         cls.used_bytes = cls.peak_bytes = before - pool.num_bytes
+        more = 0
         try:
             yield
-        finally:
             more = max(0, cls.peak_bytes - before)
+        finally:
             cls.peak_bytes = max(cls.peak_bytes, peak_bytes)
             pool.num_bytes += more
             pool.give_back = partial(cls._give_back, cls.streams)

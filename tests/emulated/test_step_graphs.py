@@ -4,7 +4,7 @@ that are launched op by op, launches are counted, and so is what the graphs take
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -22,14 +22,17 @@ from hydra_engine.worker.memory import working
 from hydra_engine.worker.memory.measure import measure
 from hydra_engine.worker.worker import Worker
 from tests.emulated import test_engine
+from tests.emulated.clock import Work
 from tests.emulated.conftest import Models, Rigs
 from tests.emulated.cuda import emulated_cuda
 from tests.emulated.graphs import CUDAGraph
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import Present
+from tests.emulated.test_pauses import serving
 from tests.worker.test_graphs import leave, requests
 from tests.worker.test_mixed_graphs import expected_texts, joining, texts
-from tests.worker.test_real_model import make_rig
+from tests.worker.test_real_model import make_rig, with_pictures
+from tools.miniatures import make_tiny
 
 # Of a step that is a graph: what is sent, put in its place twice, the graph, and two copies to the host; and of rows
 # that are special eight for what they ask for, another graph and two more copies.
@@ -191,11 +194,11 @@ def test_a_small_device_has_fewer_graphs(models: Models, steps: Steps, mib: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kib", [3000, 2500, 1500])
+@pytest.mark.parametrize(("kib", "tokens"), [(7500, range(64, 1024)), (5000, range(1))])
 def test_graphs_that_find_no_memory_are_left_out(
-    models: Models, monkeypatch: pytest.MonkeyPatch, steps: Steps, kib: int
+    models: Models, monkeypatch: pytest.MonkeyPatch, kib: int, tokens: range
 ) -> None:
-    """Somebody else has taken it since caches were sized."""
+    """Somebody else has taken it since caches were sized. What the largest steps take op by op is left to them."""
     capture = Worker.capture_graphs
 
     def without_memory(worker: Worker, progress: Any) -> None:
@@ -206,5 +209,48 @@ def test_graphs_that_find_no_memory_are_left_out(
     with emulated_cuda():
         summary, answers = started(models)
     assert answers == test_engine.expected(models("llava"))
-    assert summary.captured_tokens <= 512
+    assert summary.captured_tokens in tokens
     assert any("graphs of language steps are left out, the device has no memory" in note for note in summary.notes)
+
+
+# ---- time
+
+
+# Of the prompt of a picture with LLaVA-1.5-7B, as measured on an H200: launches of the processor, and what they launch.
+LAUNCHES_S, PROMPT_S = 356 * 55e-6, 15.6e-3
+
+
+@pytest.mark.slow
+def test_a_first_token_of_a_picture_does_not_wait_for_launches(tmp_path: Path, steps: Steps) -> None:
+    """By the emulated clock: launches and kernels of a miniature with as many layers as the model has stand for those
+    of 676 tokens. Op by op the device waits for the processor; a graph is there at once."""
+    make_tiny("llava", tmp_path, seed=3, text={"num_hidden_layers": 32})
+    with serving(tmp_path, None, token_budget=64, **SMALL) as busy:
+        rig, clock, language = busy.rig, busy.clock, busy.rig.worker._language
+        assert language is not None
+        stream = language.thread._stream  # type: ignore[attr-defined]
+
+        def first_token_s(request_id: int) -> float:
+            request = with_pictures(rig, request_id, seed=request_id, count=1)
+            begun = clock.now()
+            (outcome,) = rig.language(rig.row(request, 0, request.prompt_token_ids, 0))
+            assert outcome.error is None
+            return clock.now() - begun
+
+        seen = list[Work]()
+        stream.scale = stream.flop_scale = 1.0
+        stream.scaled = lambda work: seen.append(work) or work
+        first_token_s(40)
+        del stream.scaled
+        moved = sum(work.num_bytes for work in seen)
+        stream.scale = (PROMPT_S - len(seen) * clock.machine.gap_s) * clock.machine.bytes_per_s / moved
+        graphs, step = language.graphs, language._step
+        step._graphs = None  # type: ignore[union-attr]
+        first_token_s(41)
+        clock.machine = replace(clock.machine, launch_s=LAUNCHES_S / steps.op_by_op[-1])
+        op_by_op_s = first_token_s(42)
+        step._graphs = graphs  # type: ignore[union-attr]
+        as_graph_s = first_token_s(43)
+    assert steps.op_by_op[-1] > 250 and steps.graphs[-1] == LAUNCHES
+    assert as_graph_s == pytest.approx(PROMPT_S, rel=0.05)
+    assert op_by_op_s == pytest.approx(LAUNCHES_S, rel=0.05), "3.7 ms later"

@@ -374,8 +374,7 @@ def test_a_capture_that_fails_says_what_to_change(model_dir: Path) -> None:
 @pytest.mark.quick("[llava")
 @pytest.mark.parametrize("most_tokens", [0, 70, 300])
 def test_graphs_that_do_not_fit_are_left_out_and_requests_served(model_dir: Path, most_tokens: int) -> None:
-    """The largest first, and with one all steps of more than half its tokens, so that what is launched op by op finds
-    memory."""
+    """The largest first."""
 
     class Small(LateDevice):
         def capture(self, launch: Any) -> Any:

@@ -80,15 +80,21 @@ class GraphPools:
             free_before, _ = torch.cuda.mem_get_info(self._device)
             graphs = self._record(launch, pool, stream)
             free_after, _ = torch.cuda.mem_get_info(self._device)
+        except torch.OutOfMemoryError:
+            # Who captured the one before may give it up as well, and then its memory is wanted.
+            self._last.pop(stream.cuda_stream, None)
+            raise
         except RuntimeError as error:
-            # The end of a capture says no more than that something failed in it before.
-            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
-            raise failure(self._device, cause) from error
+            raise self._cause(error) from error
         self._last[stream.cuda_stream] = graphs[-1]
         num_bytes = max(0, free_before - free_after)
         return tuple(CudaGraph(graph, 0 if index else num_bytes, launch) for index, graph in enumerate(graphs))
+
+    def _cause(self, error: RuntimeError) -> Exception:
+        """The end of a capture says no more than that something failed in it before."""
+        if isinstance(error.__context__, torch.OutOfMemoryError):
+            return torch.OutOfMemoryError(str(error.__context__))  # another one: who is caught here keeps all memory
+        return failure(self._device, error.__context__ if isinstance(error.__context__, RuntimeError) else error)
 
     def _record(self, launch: Launch, pool: Pool, stream: torch.cuda.Stream) -> list[torch.cuda.CUDAGraph]:
         """On the current stream. Where it raises torch is as it was before, unless the device itself has failed."""

@@ -51,15 +51,6 @@ class StepGraphs:
         else:
             self.decodes.capture(partition, size)
 
-    def left_out_with(self, partition: int, number: int) -> list[tuple[int, int]]:
-        """The graphs that there are not if the device has no memory for this one: of steps with prompts those of more
-        than half its tokens, so that some is left for what is launched op by op."""
-        size, *rest = self._order[number:]
-        if not isinstance(size, MixedSize):
-            return [(partition, number)]
-        count = sum(isinstance(other, MixedSize) and 2 * other.tokens > size.tokens for other in rest)
-        return [(partition, index) for index in range(number, number + 1 + count)]
-
     @property
     def num_bytes(self) -> int:
         """Of device memory that graphs took."""

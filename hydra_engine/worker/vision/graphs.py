@@ -140,10 +140,6 @@ class EncodeGraphs:
         else:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
-    def left_out_with(self, partition: int, size: int) -> list[tuple[int, int]]:
-        """The graphs that there are not if the device has no memory for this one."""
-        return [(partition, size)]
-
     def _layers_of_piece(self, partition: int, packing: Packing) -> int | None:
         """How many checkpoints apart an encode is cut; None: it is one graph. By what the largest one takes launch by
         launch, where launches are no more than half of it; the first time compiles."""
