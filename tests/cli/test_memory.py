@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.cli.memory import report_lines
-from hydra_engine.config import CacheConfig, EngineConfig
+from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.roles import EPD
+from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.footprint import Footprints, footprints
 from hydra_engine.models.specs.registry import load_spec
@@ -117,6 +118,19 @@ def test_what_steps_take_of_a_gpu_is_estimated() -> None:
         match=r"^epd0 would not fit .* 16: weights .* lower --token-budget or --max-num-seqs or --image",
     ):
         footprints(EngineConfig(model="qwen2-vl-7b", device="cuda:0", dtype="bfloat16"), 16 * GIB)
+
+
+def test_where_graphs_do_not_fit_there_are_fewer() -> None:
+    scheduler = SchedulerConfig(token_budget=2048, max_num_seqs=64)
+    config = EngineConfig(model=LLAVA, topology="EPD@cuda:0", dtype="bfloat16", scheduler=scheduler)
+    graphs = []
+    for gib, tokens in ((24, 2048), (16.6, 1024), (16.4, 512), (16.3, 256)):
+        result = footprints(config, int(gib * GIB))
+        (one,) = result.instances
+        graphs.append(one.plan.working.graph_bytes)
+        said = f"graphs {size(graphs[-1])} (steps with prompts: up to {tokens} tokens); measured at start"
+        assert report_lines(result, "m")[3].endswith(said)
+    assert graphs == sorted(graphs, reverse=True) and graphs[0] > 1.5 * graphs[-1]
 
 
 QWEN = ("qwen2.5-vl-7b", "--load-format", "random", "--dtype", "bfloat16")

@@ -105,7 +105,7 @@ def test_a_step_with_pictures_is_one_graph(
 ) -> None:
     """Several pictures in several chunks, whole and cut, beside decodes and special rows, with positions on three axes
     and DeepStack; then the same op by op."""
-    rig = on_device(family, token_budget=256, **SMALL)
+    rig = on_device(family, token_budget=128 if chunk == 20 else 256, **SMALL)
     made, wanted = requests(rig, 100, special=special), expected(models(family), special=special)
     assert rig.generate_ahead(*made, chunk=chunk) == wanted
     assert len(steps.graphs) >= 8 and not steps.op_by_op
