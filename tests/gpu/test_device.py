@@ -302,6 +302,34 @@ def test_a_launch_that_cannot_be_captured_spoils_no_other_one(cuda: torch.device
     assert "the device cuda:0 failed" in refused and counted == "said: 4.0"
 
 
+_LARGE = """
+import torch
+from hydra_engine.backend.cuda.device import CudaDevice
+device, total, calls = CudaDevice(0, 1), torch.zeros(10, device="cuda:0"), []
+torch.cuda.synchronize()
+torch.cuda.set_stream(torch.cuda.Stream())
+graphs = [device.capture(lambda: total.add_(1))]
+def launch():
+    calls.append(total.add_(1))
+    if len(calls) >= {fails_at}:
+        torch.empty(2 * device.memory()[1], dtype=torch.uint8, device="cuda:0")
+try:
+    device.capture(launch)
+except torch.OutOfMemoryError as error:
+    print("said:", type(error).__name__)
+graphs.append(device.capture(lambda: total.add_(1)))
+for graph in graphs:
+    graph.replay()
+print("said:", total[0].item())
+"""
+
+
+@pytest.mark.parametrize("fails_at", [1, 2], ids=["before it records", "while it records"])
+def test_a_capture_that_runs_out_of_memory_says_so_and_spoils_no_other_one(cuda: torch.device, fails_at: int) -> None:
+    refused, counted = said_by(_LARGE.format(fails_at=fails_at))
+    assert refused == "said: OutOfMemoryError" and counted == "said: 5.0"
+
+
 _FAILING = """
 import torch
 from hydra_engine.backend.cuda.device import CudaDevice
