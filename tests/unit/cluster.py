@@ -459,12 +459,19 @@ class Cluster:
             return
         if event.reason in (Departure.RETURNED, Departure.WITHDRAWN):
             self._end_attempts(user)
-            if user.ended is None and user.attempt == number:
+            if user.ended is None and user.attempt == number and not self._has_last_token(user):
                 self._attempt(user)
         elif event.reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR):
             assert event.num_generated == len(user.tokens)
             user.ended = event
             self._end_attempts(user)
+
+    def _has_last_token(self, user: User) -> bool:
+        """Its end was on the way when the attempt was over."""
+        reason = user.request.finish_reason(len(user.tokens), user.tokens[-1]) if user.tokens else None
+        if reason is not None:
+            user.ended = Finished(RequestId(user.attempt), reason, len(user.tokens))
+        return reason is not None
 
     def _id(self) -> int:
         self._next_id += 1
