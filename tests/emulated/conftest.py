@@ -34,12 +34,13 @@ HYBRID_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
 
 @pytest.fixture
-def streams() -> Iterator[Streams]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     """Inside of a test `device="cuda"` is an emulated one."""
     from tests.emulated.cuda import emulated_cuda  # torch learns of the device
 
     with emulated_cuda() as streams:
         yield streams
+        monkeypatch.undo()  # or it would put parts of the emulated device back, after this is over
 
 
 @pytest.fixture(scope="session")
