@@ -86,6 +86,7 @@ def test_labels_name_the_worst_moments_once_each_in_order_of_time() -> None:
     assert [gap.start_s for gap, _ in labels] == sorted(gap.start_s for gap, _ in labels)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_drawn_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gantt.png"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

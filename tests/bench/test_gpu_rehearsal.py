@@ -148,6 +148,7 @@ def test_a_signal_keeps_what_there_is_and_ends_what_runs(tmp_path: Path, number:
     until(lambda: gone(pid))
 
 
+@pytest.mark.slow
 def test_a_build_without_cuda_ends_it_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     check = start(folder, "no-build,works")

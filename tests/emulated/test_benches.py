@@ -127,6 +127,7 @@ def test_decode_attention(run: Run) -> None:
     assert {each["reason"] for each in document["skipped"]} == {"takes head dims of 64, 128 or 256, the model's is 16"}
 
 
+@pytest.mark.slow
 def test_prompts_and_towers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate is tried; torch's do not run on this device, which the document says."""
     monkeypatch.setattr(attn_prefill, "SHAPES", {"GQA": (4, 2, 64)})

@@ -54,7 +54,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name: root / name for name in MODELS}
 
 
-@pytest.mark.quick("native-gpt_oss", "native-gemma2")
+@pytest.mark.quick("native-gpt_oss")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_match(name: str, directories: Mapping[str, Path], backend: Backend) -> None:
     pair = Pair(directories[name], backend)

@@ -351,6 +351,7 @@ def test_defaults_of_the_server_are_placeholders(served: Scripted, new_tab: Open
     assert tab.page.evaluate(narrow)
 
 
+@pytest.mark.slow
 def test_chat_engine_or_both_and_the_choice_is_remembered(served: Scripted, new_tab: OpenTab) -> None:
     show(served)
     tab = new_tab(served.url).open()

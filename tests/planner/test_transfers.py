@@ -106,7 +106,7 @@ def test_one_part_of_a_prompt_is_copied_while_the_next_is_computed() -> None:
     assert sooner_s < second_s - 2e-3, "although the prompt takes two steps"
 
 
-@pytest.mark.quick("30000000.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("link_bytes_per_s", [SLOW_LINK, 1e9])
 def test_parts_are_as_large_as_measured_copies_and_steps_make_it_worth_while(link_bytes_per_s: float) -> None:
     """Where copies are slow, those behind the first ones are hidden; where they are fast, no prompt is split."""

@@ -194,6 +194,7 @@ def test_text_and_arguments_are_not_held_back_longer_than_they_must() -> None:
     assert parser.feed("}</tool_call>") == [] and parser.finish() == []
 
 
+@pytest.mark.slow
 def test_a_long_text_takes_time_in_proportion() -> None:
     """Quadratic readers would take minutes for this."""
     text = '<tool_call>{"name": "clock", "arguments": {"a": "' + "x<" * 200_000 + '"}}</tool_call>' + "a <b " * 100_000

@@ -63,7 +63,7 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.quick("no_incarnation", "free_early")
+@pytest.mark.quick("no_incarnation")
 @pytest.mark.parametrize(
     "mutants,sizes,kind", MUTANTS, ids=lambda value: "+".join(value) if type(value) is tuple else ""
 )

@@ -38,7 +38,7 @@ def norm_of(num_in: int, dtype: torch.dtype) -> Tensor:
     return (1 + random(num_in, seed=8) / 4).to(dtype)
 
 
-@pytest.mark.quick("(37, 200)-torch.bfloat16-True", "(70, 588)-torch.float32-False")
+@pytest.mark.quick("(37, 200)-torch.bfloat16-True")
 @pytest.mark.parametrize("is_wide", [False, True])  # weights of the norm in float32
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(37, 200), (70, 588), (8, 5000)], ids=str)
