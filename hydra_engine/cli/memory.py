@@ -54,8 +54,9 @@ def report_lines(footprints: Any, model: str) -> list[str]:
         working = instance.plan.working
         if working.total_bytes:
             steps = f"activations about {size(working.activation_bytes)}, graphs {size(working.graph_bytes)}"
-            reach = f" (steps with prompts: up to {working.captured_tokens} tokens)" if instance.kv_tokens else ""
-            lines.append(f"  {instance.name}: {steps}{reach}; measured at start")
+            reach = f"up to {working.captured_tokens} tokens" if working.captured_tokens else "none"
+            of_prompts = f" (steps with prompts: {reach})" if instance.kv_tokens else ""
+            lines.append(f"  {instance.name}: {steps}{of_prompts}; measured at start")
     states = sum(instance.plan.state_bytes for instance in footprints.instances)
     if states:
         lines.append(f"  {size(states)} of that are recurrent states")

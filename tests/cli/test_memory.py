@@ -124,12 +124,14 @@ def test_where_graphs_do_not_fit_there_are_fewer() -> None:
     scheduler = SchedulerConfig(token_budget=2048, max_num_seqs=64)
     config = EngineConfig(model=LLAVA, topology="EPD@cuda:0", dtype="bfloat16", scheduler=scheduler)
     graphs = []
-    for gib, tokens in ((24, 2048), (16.6, 1024), (16.4, 512), (16.3, 256)):
+    for gib, tokens in ((24, 2048), (18.4, 1024), (18.25, 512), (18.2, 256), (17, 0)):
         result = footprints(config, int(gib * GIB))
         (one,) = result.instances
         graphs.append(one.plan.working.graph_bytes)
-        said = f"graphs {size(graphs[-1])} (steps with prompts: up to {tokens} tokens); measured at start"
+        reach = f"up to {tokens} tokens" if tokens else "none"
+        said = f"graphs {size(graphs[-1])} (steps with prompts: {reach}); measured at start"
         assert report_lines(result, "m")[3].endswith(said)
+        assert (one.plan.max_model_len == 4096) == (tokens > 0), "contexts are shorter only where no graph is left"
     assert graphs == sorted(graphs, reverse=True) and graphs[0] > 1.5 * graphs[-1]
 
 

@@ -172,16 +172,29 @@ def plan_memory(
     """`dtype_bytes` of an activation, `weight_bytes` of a weight where that is less. `free_bytes` is what is free
     before the weights are loaded, which `shares` instances on the device divide; `filling` says instead what this one
     has. Sizes that the configuration gives are those of each instance; no more than `total_bytes` of host memory are
-    taken for them. Where a device that is filled has no room for all graphs there are fewer. Raises ResourceError,
-    saying what to change, when the longest request cannot be served."""
+    taken for them. Where a device that is filled has no room for all graphs, or only with shorter contexts, there are
+    fewer. Raises ResourceError, saying what to change, when the longest request cannot be served."""
     needs = Needs(spec, role, config, dtype_bytes, weight_bytes)
+    made = _plan_or_refusal(needs, free_bytes, shares, filling, total_bytes)
     reasons = () if filling is None else filling.reasons
     while filling is not None and (fewer := filling.working.with_fewer_graphs()) is not None:
-        try:
-            return _plan(needs, free_bytes, shares, filling, total_bytes)
-        except ResourceError:
-            filling = replace(filling, working=fewer, reasons=(*reasons, _left_out(fewer.captured_tokens)))
-    return _plan(needs, free_bytes, shares, filling, total_bytes)
+        filling = replace(filling, working=fewer, reasons=(*reasons, _left_out(fewer.captured_tokens)))
+        other = _plan_or_refusal(needs, free_bytes, shares, filling, total_bytes)
+        if isinstance(made, CachePlan) and isinstance(other, CachePlan) and other.max_model_len <= made.max_model_len:
+            break
+        made = other
+    if isinstance(made, ResourceError):
+        raise made
+    return made
+
+
+def _plan_or_refusal(
+    needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int
+) -> CachePlan | ResourceError:
+    try:
+        return _plan(needs, free_bytes, shares, filling, total_bytes)
+    except ResourceError as error:
+        return error
 
 
 def _left_out(captured_tokens: int) -> str:
