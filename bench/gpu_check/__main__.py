@@ -31,7 +31,7 @@ from bench.common import ROOT, commit
 from bench.gpu_check import answers, outcomes, wheels
 from bench.gpu_check.archive import ARCHIVE, SITE, SUMMARY, Archive
 from bench.gpu_check.commands import INI, Setup
-from bench.gpu_check.machine import OPTIONAL, PACKAGES, Machine, look, too_old, unknown, versions
+from bench.gpu_check.machine import OPTIONAL, PACKAGES, Machine, known, look, too_old, unknown, versions
 from bench.gpu_check.plan import BUDGET_S, CALLS, DECIDE, SUMMARY_S, chosen, parts_of
 from bench.micro.parts import ENDING, Interrupted, Outcome, Part, Runner, ended_by_signals, missing
 from bench.summary import table
@@ -63,6 +63,7 @@ class Check:
         print(f"{versions()}\nGPU: {self._machine.gpu or 'none'}; nvcc: {self._machine.nvcc or 'none'}", flush=True)
         if not self._machine.usable:
             raise Refused(f"no GPU: {self._machine.problem}")
+        print(f"known: {known()}", flush=True)
         for text in unknown(self._machine):
             self._remarks.append(f"not known: {text}")
             print(f"not known: {text}", flush=True)

@@ -117,12 +117,17 @@ def _said(*command: str) -> str:
         return ""
 
 
+def known() -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in KNOWN_PACKAGES.items())
+    return f"{', '.join(KNOWN_CARDS)}; driver {KNOWN_DRIVER}, nvcc {KNOWN_NVCC}, Python {KNOWN_PYTHON}, {packages}"
+
+
 def unknown(machine: Machine) -> list[str]:
     """What of the machine no check has run on: a sentence for each, with what is known."""
-    known = ", ".join(KNOWN_CARDS)
     found = []
     if machine.gpu not in KNOWN_CARDS:
-        found.append(f"card {machine.gpu or 'without a name'}: known is {known}, whose figures the predictions are")
+        cards = ", ".join(KNOWN_CARDS)
+        found.append(f"card {machine.gpu or 'without a name'}: known is {cards}, whose figures the predictions are")
     versions_of = {"driver": (machine.driver, KNOWN_DRIVER), "nvcc": (machine.toolkit, KNOWN_NVCC)}
     versions_of["Python"] = (platform.python_version(), KNOWN_PYTHON)
     versions_of |= {name: (_version(name), least) for name, least in KNOWN_PACKAGES.items()}

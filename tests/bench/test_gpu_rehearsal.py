@@ -122,6 +122,7 @@ def test_the_decisive_call_goes_on_where_parts_hang_fail_and_are_killed(tmp_path
         if name not in bad:
             assert int(kept.data[f"{name}.log"]) == index, f"{name} began before what went before it was kept"
     assert gone(int(kept.data["colocate-llava-1.5-7b.log"]))
+    assert "known: NVIDIA H200; driver 580, nvcc 13.0, Python 3.12, torch 2.11, triton 3.6, transformers 5.17" in said
     assert "not known: card a GPU that is made up" in said.partition("1/")[0], "before anything runs"
     assert "not known: card a GPU that is made up" in kept.summary and "call: decide" in kept.summary
     assert said.splitlines()[-1].endswith("failed: ring, layer, llava-1.5-7b, colocate-llava-1.5-7b")
