@@ -17,13 +17,13 @@ Row = Mapping[str, Any]
 
 
 class Documents:
-    """Those in a folder, by the names that benchmarks give them."""
+    """The documents of a folder, by the names that benchmarks give them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self, name: str) -> Mapping[str, Any]:
-        """Empty where it is not there."""
+        """The document, empty where it is not there."""
         try:
             found: Mapping[str, Any] = json.loads((self._folder / f"{name}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -31,7 +31,7 @@ class Documents:
         return found
 
     def rows(self, name: str, *words: str) -> list[Row]:
-        """Whose `what` has all of the words."""
+        """The rows whose `what` has all of the words."""
         return [row for row in self.read(name).get("rows", ()) if all(word in row["what"] for word in words)]
 
 

@@ -42,7 +42,7 @@ class Tests(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """Where parts write, and what they are built for."""
+    """The folder that parts write to, and the machine that they are built for."""
 
     folder: Path
     machine: Machine

@@ -32,7 +32,7 @@ SERVE_RATES = "8,32,40,48"  # of requests a second; about 31 and 43 are what is 
 
 
 class Question(NamedTuple):
-    """Of a part: what is asked, and what each answer means."""
+    """What a part asks, and what each answer means."""
 
     asks: str
     means: str

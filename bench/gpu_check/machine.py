@@ -110,7 +110,7 @@ def look() -> Machine:
 
 
 def _said(*command: str) -> str:
-    """Empty where there is no such program, or it fails."""
+    """What the command prints, empty where there is no such program or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -186,7 +186,7 @@ def versions() -> str:
 
 
 def _version(name: str) -> str:
-    """Of a distribution, empty where it is not installed."""
+    """The version of a distribution, empty where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -36,7 +36,7 @@ CALLS = ("first", "second", "full", DECIDE)
 
 
 def parts_of(call: str, setup: Setup) -> list[Part]:
-    """Of one of `CALLS`, in order; each call begins with a build, which has nothing to do the second time on one
+    """The parts of one of `CALLS`, in order; each begins with a build, which has nothing to do the second time on one
     machine, and has ceilings, which the others read. A first call that has seconds left goes on with the parts of the
     second."""
     if call == DECIDE:

@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def num_blocks(self) -> list[int]:
-        """Of each request."""
+        """Blocks of each request."""
         return [-(-context // BLOCK) for context in self.contexts]
 
     def layer_bytes(self, width: int) -> int:

@@ -153,7 +153,7 @@ def measure(device: torch.device, dtype: torch.dtype, *, quick: bool, known: Pat
 
 
 def read_known(path: Path, device: torch.device, dtype: torch.dtype) -> Ceilings | None:
-    """Of a document of this benchmark; None where it is not there, not whole, or of another device or dtype."""
+    """The ceilings of a document of this benchmark; None if it is absent, not whole, or of another device or dtype."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -46,7 +46,7 @@ class Case(NamedTuple):
         return f"{subject.name} decode {how} B={self.rows} KV={context}"
 
     def contexts(self, subject: Subject) -> list[int]:
-        """Of each request, none longer than the model takes."""
+        """The context of each request, none longer than the model takes."""
         longest = subject.spec.language.max_position
         if self.form == ONE_LONG:
             found = [8 * self.context, *[self.context // 2] * (self.rows - 1)]
@@ -68,7 +68,7 @@ _COMPARED = tuple(Case(rows, 1024) for rows in (1, 8, 64))  # with peers, on a G
 
 
 class Wanted(NamedTuple):
-    """Of each case."""
+    """What is measured of each case."""
 
     compiled: bool
     served_width: bool

@@ -107,7 +107,7 @@ def layer_parameters(language: LanguageSpec) -> int:
 
 
 def parameters_behind_attention(language: LanguageSpec) -> int:
-    """Of them those of one layer's products of what attention gives."""
+    """Weights of the products behind a layer's attention."""
     c = language.hidden_size
     return language.num_heads * language.head_dim * c + 3 * c * language.intermediate_size
 

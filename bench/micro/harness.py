@@ -89,7 +89,7 @@ def parse(
 def parse_known(
     doc: str | None, add: Callable[[argparse.ArgumentParser], None], argv: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """As `parse`, and the words that this benchmark does not know."""
+    """What `parse` gives, and the words that this benchmark does not know."""
     arguments, unknown = _parser(doc, add).parse_known_args(argv)
     return _completed(arguments), unknown
 

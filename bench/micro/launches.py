@@ -339,7 +339,7 @@ def _measure(report: Report, case: Case, good: list[tuple[int, ...]]) -> list[st
 
 
 def _shares(row: dict[str, Any]) -> str:
-    """Of the floor at the burst and at the sustained rate."""
+    """The shares of the floor at the burst and at the sustained rate."""
     return f"{row['of_floor']:5.2f} {row.get('of_sustained_floor', row['of_floor']):5.2f}"
 
 

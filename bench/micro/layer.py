@@ -216,7 +216,7 @@ def _measure(report: Report, backend: Backend, name: str, shape: Shape, rows: in
 
 
 def _together(layers: Layers, alone: Mapping[str, float]) -> float:
-    """Where norms are nodes, the one between O and gate/up is in both parts."""
+    """Seconds of all parts. Where norms are nodes, the one between O and gate/up is in two of them."""
     norm, *parts, _ = alone.values()
     return sum(parts) - (0.0 if isinstance(layers.add("o", 0, layers.q.flatten(1))[0], Normed) else norm)
 

@@ -105,7 +105,7 @@ def _measure(arguments: argparse.Namespace, report: Report, subject: Subject, ca
 
 
 def size_of(case: Case) -> MixedSize:
-    """Of the engine's graph that takes this step; where it has none, one of just these tokens."""
+    """The size of the engine's graph that takes this step; where it has none, that of just these tokens."""
     tokens = case.rows * case.tokens
     fitting = [size for size in mixed_sizes(tokens, 256) if size.tokens >= tokens and size.rows >= case.rows]
     return fitting[0] if fitting else MixedSize(tokens, max(8, case.rows))

@@ -28,7 +28,7 @@ KIB = 1024
 
 
 class Ring(NamedTuple):
-    """Of each warp: so many buffers of so many bytes."""
+    """The buffers of each warp, and the bytes of each buffer."""
 
     stages: int
     piece_bytes: int
@@ -77,7 +77,7 @@ def nvcc_here() -> str | None:
 
 
 def runtimes() -> list[Path]:
-    """Where torch brings a CUDA runtime along, as setup.py looks for one: not every nvcc has its own beside it."""
+    """The folders of the CUDA runtimes that torch brings along: not every nvcc has its own beside it."""
     spec = importlib.util.find_spec("nvidia")
     places = () if spec is None else spec.submodule_search_locations or ()
     return [path.parent for place in places for path in sorted(Path(place).glob("cu*/lib/libcudart_static.a"))]

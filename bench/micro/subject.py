@@ -280,7 +280,7 @@ def run_together(
 
 
 class Sharing(NamedTuple):
-    """Of a GPU by two lanes: the priorities of their streams, and the language lane's multiprocessors in each
+    """How two lanes share a GPU: the priorities of their streams, and the language lane's multiprocessors in each
     partition."""
 
     priority: str = ""  # a key of PRIORITIES; "": as the engine has them
@@ -299,9 +299,9 @@ def run_models(
     job: Callable[[Report, Subject, Sharing], None],
     sharings: Sequence[Sharing] = (Sharing(),),
 ) -> None:
-    """As `run_bench`, for a job that makes its lanes itself, once for each of `sharings`, of which the job gets what
-    the device can do. Graphs keep the priority of the stream that they are captured on, so each has a model of its
-    own."""
+    """Does what `run_bench` does, for a job that makes its lanes itself, once for each of `sharings`, of which the job
+    gets what the device can do. Graphs keep the priority of the stream that they are captured on, so each has a model
+    of its own."""
     device = torch.device(arguments.device)
     names = (arguments.model or default_models(device)).split(",")
     _, ceilings = _begin(arguments, dtype_of(directory_of(names[0]), arguments.device))

@@ -148,7 +148,7 @@ def _of_floor(row: Row, floor_s: float | None) -> tuple[str, str]:
 
 
 def _steady_state(rows: Sequence[Row]) -> list[str]:
-    """Of work beside decodes without end: what both gain over one after the other, and what it costs each."""
+    """A table of work beside decodes without end: what both gain over one after the other, and what it costs each."""
     lines = ["| beside each other | steady-state gain | at most | decodes slower | other slower |"]
     lines += ["| --- | --- | --- | --- | --- |"]
     for row in rows:

@@ -160,7 +160,7 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
 
 
 def _lacking(dtype: torch.dtype, heads: Heads) -> str:
-    """Of kernels for decodes and prompts, as FlashKernels.lacks says it."""
+    """What `FlashKernels.lacks` says of the kernels for decodes and prompts."""
     kernels = flashinfer_kernels.installed()
     decode = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
     decodes, fa2, fa3 = (kernels.lacks(name, dtype, heads.head_dim) for name in (decode, "fa2", "fa3"))

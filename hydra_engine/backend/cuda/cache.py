@@ -146,7 +146,7 @@ class CudaCacheOps(CacheOps):
 
 
 def slots_on_device(cache: PagedCache, slots: Tensor) -> Tensor:
-    """As `step_indices`, of this cache; -1 skips a row."""
+    """What `step_indices` gives for slots of this cache; -1 skips a row."""
     return step_indices("slots", slots, cache.data.device, least=-1, size=cache.num_blocks * cache.block_size)
 
 

@@ -73,7 +73,7 @@ def decode_kernel(heads: int, kv_heads: int, head_dim: int) -> str:
 
 
 def installed() -> FlashKernels:
-    """Of the package `flashinfer`, which is imported and has to be there."""
+    """The kernels of the package `flashinfer`, which has to be there and is imported."""
     library: Any = importlib.import_module("flashinfer")
     env = library.jit.env
     others = (name for provider in getattr(env, "FLASHINFER_AOT_PROVIDERS", ()) for name in provider.modules)
@@ -102,7 +102,7 @@ def _kernels(names: Iterable[str]) -> Iterable[FlashKernel]:
 
 
 def _problem(headers: Path) -> str:
-    """Where it looks for a compiler, so do we."""
+    """Why FlashInfer cannot compile here, empty if it can: a compiler is looked for where it looks for one."""
     if not headers.exists():
         return "its package has no sources to compile more"
     if os.environ.get("FLASHINFER_DISABLE_JIT"):

@@ -27,7 +27,7 @@ BEGINS_EARLY = (9, 0)
 
 
 def priorities(lane_priority: str, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Of the lanes' streams on such a GPU, 0 where a lane is not named; `lane_priority` is a key of PRIORITIES.
+    """Priorities of the lanes' streams on such a GPU, 0 if a lane is not named; `lane_priority`: a key of PRIORITIES.
 
     Where kernels begin early no lane goes first: programs of its next kernel would stand ready all the time and take
     every place that falls free, so that an encode beside steps of 8 requests was measured to take 15 times as long.

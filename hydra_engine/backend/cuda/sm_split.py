@@ -113,7 +113,7 @@ class Sharing:
         return self._open[lane] > 0 or bool(self._places(lane))
 
     def _places(self, lane: str) -> list[int]:
-        """Of the lane's jobs that have begun and not ended."""
+        """The partitions of the lane's jobs that have begun and not ended."""
         self._forget_ended(lane)
         beginning = self._beginning[lane]
         return [job.place for job in self._launched[lane]] + ([] if beginning is None else [beginning])

@@ -107,7 +107,7 @@ class _Layout(NamedTuple):
     features: int  # 1 where it may take a picture's, else 0
 
     def counts(self, size: MixedSize) -> tuple[list[int], list[int], list[int]]:
-        """Of the columns of int64, int32 and float32."""
+        """Lengths of the columns of int64, int32 and float32."""
         tokens, rows = size
         long = [tokens, self.axes * tokens, tokens, self.features * tokens, rows, rows]
         return long, [rows + 1, rows + 1, rows, rows, rows], [rows] * 4
@@ -248,13 +248,13 @@ class MixedGraphs:
 
     @property
     def captured_tokens(self) -> int:
-        """Of the largest; 0: there is none."""
+        """Tokens of the largest; 0: there is none."""
         return max((size.tokens for _, size in self._captured), default=0)
 
     # ---- replay
 
     def size_of(self, plan: LanguagePlan, rows: StepRows) -> MixedSize | None:
-        """Of the graph of this step, None: there is none, or none that takes at most a tile more than the step has."""
+        """The size of this step's graph; None: no graph takes the step, or only with more than a tile of padding."""
         if rows.position_end > self._max_model_len:
             return None
         num_tokens, num_rows, num_chunks = len(rows.token_ids), plan.num_rows, len(plan.chunks)

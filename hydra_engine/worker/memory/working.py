@@ -123,7 +123,7 @@ class LargestSteps(Protocol):
 def working_memory(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, *, captures: bool, partitions: int
 ) -> WorkingMemory:
-    """Of the steps that the role runs. `captures`: the device replays steps, unless the configuration says no."""
+    """What the steps of the role take. `captures`: the device replays steps, unless the configuration says no."""
     encode = language = graphs = 0
     of_steps = [FewerGraphs(MOST_TOKENS, 0)]
     if spec.vision is not None and role.needs_vision:
