@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,13 @@ class Times(NamedTuple):
     median: float
     best: float
     turns: tuple[float, ...] = ()  # each one's, in order
+
+
+def nvcc_here() -> str | None:
+    """The path of nvcc, as the build looks for it."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*homes, "/usr/local/cuda"))]
+    return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def card() -> dict[str, Any]:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from bench.common import nvcc_here
 
 ARCHS, DEFAULT_ARCHS = "FLASHINFER_CUDA_ARCH_LIST", "9.0a"
 _FLAGS = "FLASHINFER_EXTRA_CUDAFLAGS"
@@ -56,9 +57,7 @@ class Toolkit(NamedTuple):
 
 
 def toolkit() -> Toolkit | None:
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*homes, "/usr/local/cuda"))]
-    nvcc = next(filter(shutil.which, candidates), None)
+    nvcc = nvcc_here()
     if nvcc is None:
         return None
     # The nvcc on the path may be a script somewhere else: only the program itself knows its root.

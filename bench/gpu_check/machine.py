@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
-from bench.common import ROOT
+from bench.common import ROOT, nvcc_here
 
 # Modules -> the distribution that has them, and what goes without them.
 PACKAGES = {
@@ -92,9 +92,7 @@ print(json.dumps({"gpu": card.name if card else "", "capability": f"{card.major}
 
 def look() -> Machine:
     """Asks torch in a process of its own: one that hangs over a broken driver ends."""
-    toolkits = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*toolkits, "/usr/local/cuda"))]
-    nvcc = next((path for name in candidates if (path := shutil.which(name))), None)
+    nvcc = nvcc_here()
     try:
         done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, timeout=90, check=False)
     except subprocess.TimeoutExpired:

@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.common import ROOT
+from bench.common import ROOT, nvcc_here
 
 FOLDER = Path(__file__).parent
 SOURCES = ("ring_read.cu", "ring_order.h")
@@ -68,12 +67,6 @@ def compile_for(arch: str, nvcc: str, folder: Path) -> tuple[Path, str]:
         raise NoReader(f"nvcc does not compile {SOURCES[0]} for {arch}: {' '.join(done.stderr.split())[:200]}")
     os.replace(fresh, path)
     return path, done.stdout + done.stderr
-
-
-def nvcc_here() -> str | None:
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    candidates = [os.environ.get("NVCC", "nvcc"), *(f"{home}/bin/nvcc" for home in (*homes, "/usr/local/cuda"))]
-    return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def runtimes() -> list[Path]:

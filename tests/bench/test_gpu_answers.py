@@ -102,7 +102,7 @@ def test_a_server_answers_with_its_first_token_alone_and_its_best_rate(tmp_path:
 
 
 def test_every_command_of_the_call_is_taken_by_what_it_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By each benchmark's own parser; a flag that it does not know would end the part on the device."""
+    """Asks each benchmark's own parser: a flag that it does not know would end the part on the device."""
     parts = decisive(Setup(tmp_path, HOPPER, 16))
     assert sum(part.planned_s for part in parts) == 456
     begins = [part.name for part in parts if not part.name.startswith(("build", "tests"))]

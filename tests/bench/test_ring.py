@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.common import nvcc_here
 from bench.micro import ring_reader
 from bench.micro.ring import counts_of
-from bench.micro.ring_reader import FOLDER, RINGS, NoReader, compile_for, library, loaded, nvcc_here, ring_read
+from bench.micro.ring_reader import FOLDER, RINGS, NoReader, compile_for, library, loaded, ring_read
 from bootstrap import has_driver
 
 # What a device does with barriers and copies, on the host: a buffer holds a piece from when it was asked for to when it

@@ -241,7 +241,7 @@ class Clock:
         return [rate / max(1.0, flop, num_bytes) for rate in rates]
 
     def _share(self, kernel: _Kernel, shared: Sequence[_Kernel]) -> float:
-        """Of the multiprocessors of all streams, for one of these kernels."""
+        """The share of the streams' multiprocessors that one of these kernels has."""
         left = self.machine.left_share
         working = [other.priority for other in shared if not other.delay_s]
         alike = max(1, working.count(kernel.priority))

@@ -49,8 +49,7 @@ class Serving:
     def _scale(
         self, stream: Stream, job: Callable[[], object], alone_s: float, moved: float, flop: float | None
     ) -> None:
-        """Of the kernels of a job, so that it takes what it took there. `flop` None: that is what its time follows
-        from."""
+        """Scales the kernels of a job, so that it takes what it took there. `flop` None: its time follows from that."""
         stream.scale = stream.flop_scale = 1.0
         seen, machine = list[Work](), self.clock.machine
         stream.scaled = lambda work: seen.append(work) or work  # type: ignore[method-assign, func-returns-value]
@@ -114,7 +113,7 @@ def test_an_encode_gets_on_beside_small_steps_with_a_limit(models: Models) -> No
 
 @pytest.mark.slow
 def test_it_does_not_where_tokens_go_first(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was, and as it was measured: 42 ms for 2.8. Of so small a model's step more kernels do not begin early."""
+    """Repeats what was measured: 42 ms for 2.8. Of so small a model's step more kernels do not begin early."""
     monkeypatch.setattr(lanes, "BEGINS_EARLY", (99, 0))
     with pytest.raises(AssertionError, match="a stream that goes first"), loaded(models) as both:
         took, steps = both.beside(1)
@@ -124,7 +123,7 @@ def test_it_does_not_where_tokens_go_first(models: Models, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_where_kernels_do_not_begin_early_tokens_may_go_first(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on compute capability 8.0. The gaps between kernels, and waits for blocks, are the encode's."""
+    """Compute capability 8.0. The gaps between kernels, and waits for blocks, are the encode's."""
     monkeypatch.setattr(lanes, "BEGINS_EARLY", (99, 0))
     with loaded(models, begins_early=False) as both:
         assert (both.language.priority, both.vision.priority) == (-1, 0)

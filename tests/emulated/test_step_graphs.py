@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -29,9 +28,10 @@ from tests.emulated.graphs import CUDAGraph
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import Present
 from tests.emulated.test_pauses import serving
+from tests.emulated.test_worker import expected
 from tests.worker.test_graphs import leave, requests
 from tests.worker.test_mixed_graphs import expected_texts, joining, texts
-from tests.worker.test_real_model import make_rig, with_pictures
+from tests.worker.test_real_model import with_pictures
 from tools.miniatures import make_tiny
 
 # Of a step that is a graph: what is sent, put in its place twice, the graph, and two copies to the host; and of rows
@@ -82,14 +82,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     launches(Streams, "launch")
     launches(CUDAGraph, "replay")
     return seen
-
-
-@cache
-def expected(model_dir: Path, *, special: bool) -> list[list[int]]:
-    rig = make_rig(model_dir, "reference")
-    tokens = rig.generate(*requests(rig, 10, special=special))
-    rig.worker.close()
-    return tokens
 
 
 WITH_PICTURES = ("llava", "qwen2_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl", "minicpmv4_6")
@@ -222,8 +214,8 @@ LAUNCHES_S, PROMPT_S = 356 * 55e-6, 15.6e-3
 
 @pytest.mark.slow
 def test_a_first_token_of_a_picture_does_not_wait_for_launches(tmp_path: Path, steps: Steps) -> None:
-    """By the emulated clock: launches and kernels of a miniature with as many layers as the model has stand for those
-    of 676 tokens. Op by op the device waits for the processor; a graph is there at once."""
+    """The emulated clock says it: launches and kernels of a miniature with as many layers as the model has stand for
+    those of 676 tokens. Op by op the device waits for the processor; a graph is there at once."""
     make_tiny("llava", tmp_path, seed=3, text={"num_hidden_layers": 32})
     with serving(tmp_path, None, token_budget=64, **SMALL) as busy:
         rig, clock, language = busy.rig, busy.clock, busy.rig.worker._language

@@ -28,7 +28,7 @@ def answers(model: Path, attention: str, **options: Any) -> list[Any]:
 
 
 def check_agreement(expected: Sequence[Any], got: Sequence[Any]) -> None:
-    """Of prompts everywhere; of answers up to the first other token, which has to have been nearly as probable."""
+    """Compares prompts everywhere, answers up to the first other token, which has to have been nearly as probable."""
     for case, (ours, theirs) in enumerate(zip(expected, got, strict=True)):
         prompts = zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True)
         assert max(abs(a.logprob - b.logprob) for a, b in prompts) < CLOSE, case

@@ -85,7 +85,7 @@ def test_a_step_moves_to_the_partition_that_it_chooses_and_the_next_encode_follo
 
 
 def test_a_step_that_chose_more_stays_off_what_the_encode_has() -> None:
-    """Until that has ended: the next encode is on the larger partition's part, and the step after it follows."""
+    """Once that has ended the next encode is on the larger partition's part, and the step after it follows."""
     sharing, done = Sharing((32, 64)), [False]
     sharing.submitted(LANGUAGE)
     sharing.submitted(VISION)
@@ -118,7 +118,7 @@ def test_an_encode_stays_off_what_a_step_has() -> None:
 
 
 def test_jobs_that_have_ended_are_forgotten() -> None:
-    """Where one lane alone has work, too."""
+    """Jobs are forgotten where one lane alone has work, too."""
     sharing, asked = Sharing(), list[int]()
 
     def ended(number: int) -> bool:
@@ -207,14 +207,13 @@ def test_a_scope_on_a_partition_is_left_even_when_it_raises() -> None:
 
 
 def test_the_note_says_how_counts_were_rounded() -> None:
-    assert note_of((32,), [(32, 100)]) == (
+    assert note_of((32,), [(32, 100)], 132) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures; else all for either"
     )
     assert note_of((32,), [(32, 96)], 132).endswith(
         "else all for either; 4 left over, which the driver puts in no part"
     )
-    assert note_of((32,), [(32, 100)], 132) == note_of((32,), [(32, 100)])
-    assert note_of((30, 64), [(32, 100), (64, 68)]) == (
+    assert note_of((30, 64), [(32, 100), (64, 68)], 132) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures (30 asked for, the device divides "
         "by more); else all for either; with a TPOT limit also 64 for tokens and 68 for pictures, step by step"
     )

@@ -440,7 +440,7 @@ def test_ops_that_plan_from_contents_are_not_captured(
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_a_capture_that_fails_says_so(checkpoints: Callable[[str], Path], error: type[Exception]) -> None:
-    """Where it is memory that is missing the encode is launched op by op."""
+    """Memory is missing: the encode is launched op by op."""
 
     class Failing(LateDevice):
         def capture(self, launch: Any) -> Any:

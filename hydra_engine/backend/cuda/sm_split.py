@@ -292,16 +292,16 @@ def split(
         ) from error
 
 
-def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int | None = None) -> str:
-    """For the start-up summary. `sms`: of the language and of the vision lane, for each of `counts`. `num_sms`: of the
-    device."""
+def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int) -> str:
+    """A note for the start-up summary. `sms`: multiprocessors of the language and of the vision lane, for each of
+    `counts`; `num_sms`: of the device."""
     partitions = [
         f"{language} for tokens and {vision} for pictures"
         + (f" ({count} asked for, the device divides by more)" if count != language else "")
         for count, (language, vision) in zip(counts, sms, strict=True)
     ]
     others = f"; with a TPOT limit also {', '.join(partitions[1:])}, step by step" if len(partitions) > 1 else ""
-    unused = 0 if num_sms is None else num_sms - sum(sms[0])
+    unused = num_sms - sum(sms[0])
     left = f"; {unused} left over, which the driver puts in no part" if unused else ""
     return f"multiprocessors while both models run: {partitions[0]}; else all for either{others}{left}"
 

@@ -33,8 +33,8 @@ PRODUCTS_SHARE = 0.66
 ATTENTION_SHARE = 0.36
 # Rows that tiles of 128 and the last wave compute for nothing: 5.2 ms where 256 rows of LLaVA-1.5-7B alone are 4.7.
 IDLE_ROWS = 32
-# Between kernels of a layer: five times 3 us in a decode of up to 16 rows, ten gaps of 1 to 2 us from there on
-# ("layer", "profile"); and what a short wave of attention takes more than its bytes.
+# What a layer takes more than its kernels' floors, of up to 16 rows and, as ten gaps of 1 to 2 us, from there on
+# ("layer", "profile"; how much of it lies between kernels is not known); and a short wave of attention.
 LAUNCHES_S = 15e-6
 SHORT_WAVE_S = 2.5e-6
 # Of a tower of 24 to 32 layers: what lies around its graph, and launches in it; specs do not say how many there are.
