@@ -77,6 +77,13 @@ class Tab:
             assert time.monotonic() < deadline, f"never true: {expression}"
             self.page.wait_for_timeout(20)
 
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Of what happens elsewhere."""
+        deadline = time.monotonic() + 40
+        while not happened():
+            assert time.monotonic() < deadline, "it never happened"
+            self.page.wait_for_timeout(20)
+
     def press(self, name: str, **options: Any) -> None:
         """The button of this name."""
         self.page.get_by_role("button", name=name, exact=True, **options).click()
