@@ -147,7 +147,8 @@ class GenerationCall:
 
     A text goes through the chat template as a user's message, unless it is `raw`; a raw text and token ids hold a
     placeholder for each picture and video. `slo` are the request's own limits, `priority` its place (the smaller one
-    goes first); calls with different `cache_salt` reuse nothing of each other. Without a `request_id` it gets one.
+    goes first); calls with different `cache_salt` reuse nothing of each other; clients take turns at what all wait for
+    (`core/fairness/turns.py`). Without a `request_id` it gets one.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -160,4 +161,5 @@ class GenerationCall:
     slo: Slo = field(default_factory=Slo)
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""
     request_id: str | None = None

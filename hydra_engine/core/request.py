@@ -231,6 +231,7 @@ class Request:
     rules: TokenRules = NO_RULES
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
+    client: str = ""  # whose it is, for fair turns
     rope_delta: int = 0
     priority: int = 0  # the smaller one goes first
     age: int = 0

@@ -171,6 +171,7 @@ class Preprocessor:
             rules=self._defaults.rules,
             slo=call.slo,
             cache_salt=call.cache_salt,
+            client=call.client,
             rope_delta=rope_delta,
             priority=call.priority,
         )

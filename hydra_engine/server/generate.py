@@ -43,6 +43,7 @@ from hydra_engine.server.state import (
     STATE,
     TENANT,
     admitted,
+    client_of,
     loaded_engine,
 )
 from hydra_engine.server.tools.reasoning import Thinking, Wish, always_thinks, marks_of, place_of, with_wish
@@ -177,6 +178,7 @@ def call_of(request: web.Request, body: GenerationFields, sampling: SamplingPara
         slo=body.slo,
         priority=body.priority or 0,
         cache_salt=cache_salt(request, body.cache_salt),
+        client=client_of(request),
         request_id=request[ANSWER_ID],
     )
 

@@ -24,7 +24,7 @@ from typing import Self
 from aiohttp import web
 
 from hydra_engine.config import ServerConfig
-from hydra_engine.core.byte_budget import ByteBudget
+from hydra_engine.core.fairness.byte_budget import ByteBudget
 from hydra_engine.errors import HydraError, RateLimited, RequestAborted, Unavailable
 from hydra_engine.server.port import EnginePort
 from hydra_engine.telemetry.metrics import Metrics

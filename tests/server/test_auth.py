@@ -290,19 +290,22 @@ async def test_with_keys_the_name_does_not_matter(serve: Serve) -> None:
         assert response.status == 200
 
 
-# ---- one place for salts
+# ---- one place for salts and clients
 
 
-def test_every_submission_of_the_server_takes_its_salt_from_one_place() -> None:
+def test_every_submission_of_the_server_takes_its_salt_and_its_client_from_one_place() -> None:
     seen = 0
     for path in (ROOT / "hydra_engine" / "server").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "GenerationCall":
                 continue
             seen += 1
-            salts = [keyword.value for keyword in node.keywords if keyword.arg == "cache_salt"]
-            made = [s for s in salts if isinstance(s, ast.Call) and getattr(s.func, "id", "") == "cache_salt"]
-            assert len(made) == 1, f"{path.name}:{node.lineno} makes a call with a salt of its own"
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            for name, maker in (("cache_salt", "cache_salt"), ("client", "client_of")):
+                value = given.get(name)
+                assert isinstance(value, ast.Call) and getattr(value.func, "id", "") == maker, (
+                    f"{path.name}:{node.lineno} makes a call with a {name} of its own"
+                )
     assert seen >= 3
 
 
@@ -323,6 +326,15 @@ async def test_salts_are_a_tenants_own(serve: Serve, tmp_path: Path) -> None:
     assert len({*isolated}) == 4 and all(len(salt) == 64 for salt in isolated)
     assert not {*isolated} & {*await salts()}  # of another process
     assert await salts(share_caches=True) == ["", "", "x", "x"] * 3
+
+
+async def test_keys_of_one_name_are_one_client(serve: Serve, tmp_path: Path) -> None:
+    served = await serve(api_key_file=key_file(tmp_path, "alice:a-1\nalice:a-2\nbob:b-1\n"))
+    for key in ("a-1", "a-2", "b-1"):
+        async with served.post("/v1/completions", {"prompt": "a"}, headers={"X-Api-Key": key}) as response:
+            assert response.status == 200
+    one, same, other = [submission.client for submission in served.engine.submissions]
+    assert one == same != other and one
 
 
 async def test_without_keys_there_is_one_tenant(serve: Serve) -> None:

@@ -20,7 +20,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from hydra_engine.config import MediaConfig
-from hydra_engine.core.byte_budget import Lease
+from hydra_engine.core.fairness.byte_budget import Lease
 from hydra_engine.core.units import size
 from hydra_engine.errors import MediaFetchFailed, Unavailable
 from hydra_engine.preprocess.media.sources import (

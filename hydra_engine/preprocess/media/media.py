@@ -17,8 +17,8 @@ from PIL import Image
 
 from hydra_engine.clock import Clock
 from hydra_engine.config import MediaConfig
-from hydra_engine.core.byte_budget import ByteBudget
 from hydra_engine.core.call import ImagePart, MediaPart, VideoPart
+from hydra_engine.core.fairness.byte_budget import ByteBudget
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan

@@ -60,7 +60,7 @@ from hydra_engine.server.protocol.message_events import (
     stop_of,
 )
 from hydra_engine.server.protocol.pixels import pixel_budget
-from hydra_engine.server.state import STATE, loaded_engine
+from hydra_engine.server.state import STATE, client_of, loaded_engine
 from hydra_engine.server.tools.reasoning import Thinking
 from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, parsed
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning
@@ -95,6 +95,7 @@ async def count_tokens(request: web.Request) -> web.Response:
         template=template,
         pixels=pixel_budget(body.mm_processor_kwargs),
         cache_salt=cache_salt(request, None),
+        client=client_of(request),
     )
     return json_response(TokensCount(await engine.count_tokens(call)))
 

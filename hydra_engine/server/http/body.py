@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from hydra_engine.core.byte_budget import Lease
+from hydra_engine.core.fairness.byte_budget import Lease
 from hydra_engine.core.units import size
 from hydra_engine.errors import PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
 from hydra_engine.server.http.access import ACCESS

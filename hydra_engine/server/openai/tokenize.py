@@ -12,7 +12,7 @@ from hydra_engine.server.http.body import read_request
 from hydra_engine.server.protocol.chat import chat_messages, goes_on, plain_tools, template_options
 from hydra_engine.server.protocol.pixels import pixel_budget
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
-from hydra_engine.server.state import loaded_engine
+from hydra_engine.server.state import client_of, loaded_engine
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -26,6 +26,7 @@ async def tokenize(request: web.Request) -> web.Response:
         messages=chat_messages(body.messages or ()),
         raw=True,
         cache_salt=cache_salt(request, None),
+        client=client_of(request),
         pixels=pixel_budget(body.mm_processor_kwargs),
         template=template_options(
             plain_tools(body.tools or ()),

@@ -1,0 +1,1 @@
+"""What clients share, and the rules by which they do: bytes (byte_budget), places and time (turns)."""

@@ -1,0 +1,217 @@
+"""Fair turns: the one rule by which clients share what they all wait for.
+
+While a job is the next one of its client, at most one job of each other client begins before it; of the clients that
+may begin, the one that has used the least time goes first. So nobody waits for as much as somebody else sends, and a
+client whose jobs take long waits for itself. Does not know what the jobs are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from hydra_engine.errors import Unavailable
+
+HALF_LIFE_S = 60.0  # of the time that a client has used
+MAX_CLIENTS = 10_000  # remembered at once
+
+J = TypeVar("J")
+
+
+@dataclass(slots=True)
+class _Client(Generic[J]):
+    jobs: deque[J] = field(default_factory=deque)
+    next_since: int = 0  # when its next job became that; counts what happens in the queue
+    begun_at: int = -1  # its latest one
+    used_s: float = 0.0
+    used_at: float = 0.0
+    num_running: int = 0  # begun and not ended
+
+
+class FairQueue(Generic[J]):
+    """Jobs of clients, for one thread at a time. Each client may have as many waiting as it leaves places free: one
+    alone half of `max_waiting`, each of two a third, so that there is room for the first job of another one."""
+
+    def __init__(self, of: str, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`of` names, in the plural, what waits."""
+        self._of = of
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._clients: OrderedDict[str, _Client[J]] = OrderedDict()
+        self._waiting: OrderedDict[str, _Client[J]] = OrderedDict()  # the longest waiting next job first
+        self._num_waiting = 0
+        self._now = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def running(self, client: str) -> int:
+        """How many jobs of it have begun and not ended."""
+        return self._clients[client].num_running if client in self._clients else 0
+
+    def has(self, client: str) -> bool:
+        """Whether a job of it waits."""
+        return client in self._waiting
+
+    def push(self, client: str, job: J) -> None:
+        """Raises Unavailable where the queue is full, or full of this client's jobs."""
+        state = self._find(client)
+        if self._max_waiting - self._num_waiting <= len(state.jobs):
+            raise Unavailable(f"too many {self._of} are waiting; try again later")
+        state.jobs.append(job)
+        self._num_waiting += 1
+        if client not in self._waiting:
+            self._wait(client, state)
+
+    def pop(self, may_begin: Callable[[str], bool] = lambda _client: True) -> tuple[str, J] | None:
+        """The next client that may and its job, which begins; None where nobody may. `end` it."""
+        chosen = self._next(may_begin)
+        if chosen is None:
+            return None
+        state = self._waiting.pop(chosen)
+        job = state.jobs.popleft()
+        self._num_waiting -= 1
+        self.begin(chosen)
+        if state.jobs:
+            self._wait(chosen, state)
+        return chosen, job
+
+    def begin(self, client: str) -> None:
+        """Begins a job of it that did not have to wait."""
+        state = self._find(client)
+        state.num_running += 1
+        state.begun_at = self._tick()
+
+    def end(self, client: str, used_s: float) -> None:
+        """Ends one that had begun, after so much time."""
+        state, now = self._clients[client], self._clock()
+        state.num_running -= 1
+        state.used_s, state.used_at = self._used(state, now) + used_s, now
+
+    def remove(self, client: str, job: J) -> None:
+        """Takes out one that waits."""
+        state = self._waiting[client]
+        was_next = state.jobs[0] is job
+        state.jobs.remove(job)
+        self._num_waiting -= 1
+        if was_next:
+            del self._waiting[client]
+            if state.jobs:
+                self._wait(client, state)
+
+    def _next(self, may_begin: Callable[[str], bool]) -> str | None:
+        """Nobody begins twice while one waits that may begin."""
+        now, since, best, least_s = self._clock(), None, None, 0.0
+        for client, state in self._waiting.items():
+            if not may_begin(client):
+                continue
+            since = state.next_since if since is None else since
+            if state.begun_at > since:
+                continue
+            used_s = self._used(state, now)
+            if best is None or used_s < least_s:
+                best, least_s = client, used_s
+        return best
+
+    def _used(self, state: _Client[J], now: float) -> float:
+        return state.used_s * math.exp2((state.used_at - now) / HALF_LIFE_S)
+
+    def _wait(self, client: str, state: _Client[J]) -> None:
+        state.next_since = self._tick()
+        self._waiting[client] = state
+
+    def _tick(self) -> int:
+        self._now += 1
+        return self._now
+
+    def _find(self, client: str) -> _Client[J]:
+        state = self._clients.get(client)
+        if state is None:
+            state = self._clients[client] = _Client()
+            if len(self._clients) > MAX_CLIENTS:
+                self._forget()
+        self._clients.move_to_end(client)
+        return state
+
+    def _forget(self) -> None:
+        """The client without jobs that has not been seen for longest; those with jobs are bounded by their number."""
+        for client, state in self._clients.items():
+            if not state.jobs and not state.num_running:
+                del self._clients[client]
+                return
+
+
+class Turns:
+    """Places for so many jobs at once, taken in turn, on one event loop. With `keeps_free` a client takes as many as it
+    leaves free (the first one in any case): for jobs that wait for somebody else, who may take their time."""
+
+    def __init__(
+        self,
+        of: str,
+        *,
+        num_places: int,
+        max_waiting: int,
+        keeps_free: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`of` names, in the plural, what waits."""
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(of, max_waiting, clock)
+        self._num_free = num_places
+        self._keeps_free = keeps_free
+        self._clock = clock
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @asynccontextmanager
+    async def place(self, client: str) -> AsyncIterator[None]:
+        """Raises Unavailable where too many wait."""
+        await self.take(client)
+        begun_s = self._clock()
+        try:
+            yield
+        finally:
+            self.give_back(client, self._clock() - begun_s)
+
+    async def take(self, client: str) -> None:
+        """Waits for a place, to be given back. Raises Unavailable where too many wait."""
+        if self._num_free and not self._queue.has(client) and self._may_begin(client):  # whoever waits may not begin
+            self._num_free -= 1
+            self._queue.begin(client)
+            return
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.push(client, given)
+        try:
+            await asyncio.shield(given)
+        except asyncio.CancelledError:
+            if given.done():
+                self.give_back(client, 0.0)
+            else:
+                self._queue.remove(client, given)
+            raise
+
+    def give_back(self, client: str, used_s: float) -> None:
+        """What was taken, after so much time of whatever is scarce."""
+        self._queue.end(client, used_s)
+        self._num_free += 1
+        self._give_out()
+
+    def _give_out(self) -> None:
+        while self._num_free and (begun := self._queue.pop(self._may_begin)) is not None:
+            self._num_free -= 1
+            begun[1].set_result(None)
+
+    def _may_begin(self, client: str) -> bool:
+        num_running = self._queue.running(client)
+        return not self._keeps_free or not num_running or num_running < self._num_free
