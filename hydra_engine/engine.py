@@ -270,9 +270,10 @@ class Engine(EngineLife):
         after they have been stopped."""
         return () if self._closed or self._frontend is None else self._frontend.instances()
 
-    def activity(self, since: int = 0, limit: int = 100) -> Activity:
-        """Where running requests are, and the stages of those that have ended behind the first `since` ones."""
-        return self.frontend.activity(since, limit)
+    def activity(self, since: int = 0, limit: int = 100, client: str | None = None) -> Activity:
+        """Where running requests are, and the stages of those that have ended behind the first `since` ones; of all
+        clients of a server or of one."""
+        return self.frontend.activity(since, limit, client)
 
     def set_topology(self, text: str) -> None:
         """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.

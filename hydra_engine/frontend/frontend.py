@@ -85,7 +85,7 @@ class Frontend:
         self._preprocessor: Preprocessor | None = None
         self._placement = Placement()
         self._admitting = 0
-        self._in_preprocess: dict[RequestId, LiveRequest] = {}
+        self._in_preprocess: dict[RequestId, tuple[str, LiveRequest]] = {}  # and whose it is
         self._finish_times: deque[float] = deque(maxlen=32)
         self._preprocess_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._next_id: Callable[[], RequestId] = map(RequestId, itertools.count(1)).__next__
@@ -184,7 +184,7 @@ class Frontend:
             raise RequestAborted("the request was cancelled")
         arrival_s = self._clock.now()
         self._admitting += num_answers
-        self._in_preprocess[number] = LiveRequest(handle.id, arrival_s, None, 0, "preprocess", "")
+        self._in_preprocess[number] = call.client, LiveRequest(handle.id, arrival_s, None, 0, "preprocess", "")
         try:
             prepared = await self.preprocessor.prepare(number, call, arrival_s=arrival_s)
             self._check_running()
@@ -248,7 +248,8 @@ class Frontend:
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         self._finish_times.append(self._clock.now())
-        self.trace.add(result.request_id, active.request.arrival_s, result.timeline, result.usage)
+        request = active.request
+        self.trace.add(result.request_id, request.arrival_s, result.timeline, result.usage, request.client)
         for observer in self.observers:
             observer(active, result)
 
@@ -330,13 +331,14 @@ class Frontend:
         states = self._supervisor.states()
         return tuple(self._watch.seen_from_here(state, self._summaries.get(state.name)) for state in states)
 
-    def activity(self, since: int, limit: int) -> Activity:
-        """Requests that have ended behind the first `since` ones, and those that run: at most the `limit` latest of the
-        former and the `limit` oldest of the latter."""
-        number, finished = self.trace.since(since, limit)
-        running = (in_flight.live(self.statuses.stage) for in_flight in self._dispatcher.requests.values())
-        oldest = itertools.islice(itertools.chain(running, self._in_preprocess.values()), limit)
-        return Activity(number, finished, list(oldest))
+    def activity(self, since: int, limit: int, client: str | None) -> Activity:
+        """The `limit` latest requests that have ended behind the first `since` ones, and the `limit` oldest that run;
+        of all clients or of one."""
+        number, finished = self.trace.since(since, limit, client)
+        flying = (f for f in self._dispatcher.requests.values() if client in (None, f.request.client))
+        running = (in_flight.live(self.statuses.stage) for in_flight in flying)
+        preparing = (live for whose, live in self._in_preprocess.values() if client in (None, whose))
+        return Activity(number, finished, list(itertools.islice(itertools.chain(running, preparing), limit)))
 
     def health(self) -> tuple[bool, str]:
         """(every stage can be served and makes progress, one word why not): loading, draining, hung, instance_lost or

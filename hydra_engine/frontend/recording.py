@@ -35,7 +35,7 @@ class Recording:
         clock: Clock,
         observers: list[Report],
         requests: Mapping[RequestId, RequestInFlight],
-        in_preprocess: Mapping[RequestId, LiveRequest],
+        in_preprocess: Mapping[RequestId, tuple[str, LiveRequest]],
     ) -> None:
         self._write = write
         self._recorder = WorkloadRecorder(secrets.token_bytes(32), clock.now())
@@ -64,7 +64,7 @@ class Recording:
     def _oldest_s(self) -> float:
         """When the oldest request came that has not ended."""
         running = (in_flight.request.arrival_s for in_flight in self._requests.values())
-        preparing = (request.arrival_s for request in self._in_preprocess.values())
+        preparing = (request.arrival_s for _, request in self._in_preprocess.values())
         return min((*running, *preparing), default=math.inf)
 
     def _release(self, oldest_s: float) -> None:

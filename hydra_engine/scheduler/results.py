@@ -17,6 +17,7 @@ from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.step_times import StepTimes
+from hydra_engine.scheduler.timeline import unnamed
 
 
 class _StepOutput:
@@ -179,4 +180,6 @@ class ResultProcessor:
         timeline = self._requests.timelines[state.request.id]
         limit_s = timeline.limit_s if timeline.limit_s < math.inf else self._times.gap_s
         causes = self._requests.observer.explain(state.request.id, since_s, ended_s, limit_s)
+        if state.request.cache_salt:  # a client of its own, to whom others are nobody
+            causes = unnamed(causes)
         return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)

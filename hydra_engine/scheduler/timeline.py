@@ -329,6 +329,14 @@ def _joined(run: list[StageSpan]) -> StageSpan:
     )
 
 
+def unnamed(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
+    """One cause of each kind, without whose work it was and how much."""
+    seconds: dict[str, float] = {}
+    for cause in causes:
+        seconds[cause.kind] = seconds.get(cause.kind, 0.0) + cause.seconds
+    return tuple(DelayCause(kind, total_s) for kind, total_s in sorted(seconds.items(), key=lambda kind: -kind[1]))
+
+
 def sentence(causes: Sequence[DelayCause]) -> str:
     """The largest causes in words: "prefill of request 12 (384 tokens), encode of request 9 (1152 patches)"."""
     limit_s = _MIN_NAMED * sum(cause.seconds for cause in causes)

@@ -23,7 +23,7 @@ from hydra_engine.core.roles import InstanceSpec, Role, Topology
 from hydra_engine.errors import Unavailable
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.errors import ErrorBody, error_body, error_response
-from hydra_engine.server.state import CONFIG, ENGINE, MODEL_NAME, STATE, loaded_engine
+from hydra_engine.server.state import CLIENT, CONFIG, ENGINE, MODEL_NAME, STATE, TENANT, loaded_engine
 
 _REASONS = {
     "loading": ("not_ready", "the model is still loading"),
@@ -100,7 +100,8 @@ async def version(_request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     engine, accept = request.app[ENGINE], request.headers.get("Accept", "")
-    text, kind = request.app[STATE].metrics.page(accept, engine.stats(), engine.instances(), engine.statuses())
+    client = request.get(CLIENT, "") if TENANT in request else None
+    text, kind = request.app[STATE].metrics.page(accept, engine.stats(), engine.instances(), engine.statuses(), client)
     return web.Response(body=text, headers={"Content-Type": kind})
 
 

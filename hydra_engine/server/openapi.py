@@ -17,7 +17,7 @@ from aiohttp import web
 from hydra_engine import __version__
 from hydra_engine.errors import CODES
 from hydra_engine.server.http.access import has_anthropic_style
-from hydra_engine.server.http.auth import ADMIN_PATHS, KEYS, OPEN_PATHS, PAGE_FILES
+from hydra_engine.server.http.auth import ADMIN_PATHS, KEYS, OPEN_PATHS, OVERVIEW_PATHS, PAGE_FILES
 from hydra_engine.server.http.errors import AnthropicErrorAnswer, ErrorAnswer
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
 from hydra_engine.server.protocol.other_fields import other_names_of
@@ -82,6 +82,8 @@ def document(routes: Iterable[tuple[str, str]], has_api_keys: bool, has_admin_ke
             described["security"] = [{"admin": []}]
         elif has_api_keys and path not in OPEN_PATHS:
             described["security"] = [{"bearer": []}, {"x_api_key": []}]
+            if has_admin_key and path in OVERVIEW_PATHS:
+                described["security"].append({"admin": []})
         if "security" in described:
             described["responses"]["401"] = {"$ref": f"#/components/responses/{_error_name(path, 401)}"}
         paths.setdefault(path, {})[method.lower()] = described

@@ -102,9 +102,9 @@ class EnginePort(Protocol):
         """The latest gauges, summed over instances; None before the first."""
         ...
 
-    def activity(self, since: int = 0, limit: int = 100) -> Activity:
+    def activity(self, since: int = 0, limit: int = 100, client: str | None = None) -> Activity:
         """Where running requests are, the oldest `limit`, and the stages of those that have ended behind the first
-        `since` ones, the latest `limit`."""
+        `since` ones, the latest `limit`; of all clients or of one."""
         ...
 
     async def aset_topology(self, text: str) -> None:

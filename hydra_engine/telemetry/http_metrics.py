@@ -67,13 +67,17 @@ class HttpTraffic:
             self._clients.add(client)
         return client
 
-    def families(self, make: Families) -> Iterator[Metric]:
+    def families(self, make: Families, client: str | None = None) -> Iterator[Metric]:
+        """Series by client are of `client`, None: of all."""
         refused = "Requests refused because of the server's state or a limit, by reason."
         yield make.counter_by("hydra:admission_rejections", refused, "reason", _REASONS, self._refused)
         answers = "HTTP answers by route and status."
         yield make.table("hydra:http_responses", answers, ("route", "status"), dict(self._by_route))
+        by_client: dict[tuple[str, ...], float] = {
+            labels: count for labels, count in self._by_client.items() if client in (None, labels[0])
+        }
         by_key = "HTTP answers by API key and status."
-        yield make.table("hydra:client_responses", by_key, ("client", "status"), dict(self._by_client))
+        yield make.table("hydra:client_responses", by_key, ("client", "status"), by_client)
         in_hundreds = "HTTP answers by method, route and status in hundreds."
         yield make.table("http_requests", in_hundreds, ("method", "handler", "status"), dict(self._by_class))
         yield self._seconds.family(make.labels)

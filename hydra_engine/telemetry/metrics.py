@@ -38,6 +38,7 @@ class Metrics(Collector):
         self._status: Status | None = None
         self._instances: Sequence[InstanceState] = ()
         self._statuses: Mapping[str, Status] = {}
+        self._client: str | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)  # memory, CPU time and open files of this process, start included
@@ -48,13 +49,15 @@ class Metrics(Collector):
         status: Status | None,
         instances: Sequence[InstanceState] = (),
         statuses: Mapping[str, Status] | None = None,
+        client: str | None = None,
     ) -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics where `accept`, as HTTP has it, asks for that. Gauges are as of
-        `status`, the sum over all instances, and of `statuses`, by their names."""
+        `status`, the sum over all instances, and of `statuses`, by their names. Series by client are of `client`, None:
+        of all."""
         if status is not None:
             self._busy.put(status)
         self._status = status
-        self._instances, self._statuses = instances, statuses or {}
+        self._instances, self._statuses, self._client = instances, statuses or {}, client
         # Only what this line finds goes on: the library trips over other words in a header.
         escaping = _WITH_COLONS if _OPENMETRICS in accept.lower() else ""
         encode, content_type = choose_encoder(escaping)
@@ -64,7 +67,7 @@ class Metrics(Collector):
         make = self._make
         yield make.info("hydra:build_info", "Which version serves.", {"version": __version__})
         yield from self.requests.families(make)
-        yield from self.traffic.families(make)
+        yield from self.traffic.families(make, self._client)
         dropped = "Lines of the log that were dropped since standard error could not be written."
         yield make.counter("hydra:log_lines_dropped", dropped, log.num_dropped())
         if self._status is not None:

@@ -53,12 +53,14 @@ class LiveRequest:
 
 
 class EndedRequest(NamedTuple):
-    """`spans` are relative to `arrival_s`, which is on the monotonic clock. No usage: it failed before it had any."""
+    """`spans` are relative to `arrival_s`, which is on the monotonic clock. No usage: it failed before it had any.
+    `client`: whose it was."""
 
     id: str
     arrival_s: float
     spans: Sequence[StageSpan]
     usage: Usage | None = None
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,25 @@ class TraceRing:
         self._requests: deque[EndedRequest] = deque(maxlen=capacity)
         self._num_added = 0
 
-    def add(self, request_id: str, arrival_s: float, spans: Sequence[StageSpan], usage: Usage | None = None) -> None:
-        self._requests.append(EndedRequest(request_id, arrival_s, spans, usage))
+    def add(
+        self,
+        request_id: str,
+        arrival_s: float,
+        spans: Sequence[StageSpan],
+        usage: Usage | None = None,
+        client: str = "",
+    ) -> None:
+        self._requests.append(EndedRequest(request_id, arrival_s, spans, usage, client))
         self._num_added += 1
 
-    def since(self, number: int, limit: int) -> tuple[int, list[EndedRequest]]:
+    def since(self, number: int, limit: int, client: str | None = None) -> tuple[int, list[EndedRequest]]:
         """How many requests have been added in all, and those behind the first `number` of them, oldest first, at most
-        the `limit` latest that are still here. A number from before a restart asks for all."""
+        the `limit` latest that are still here, of all clients or of one. A number from before a restart asks for
+        all."""
         new = self._num_added - number if number <= self._num_added else self._num_added
-        latest = list(itertools.islice(reversed(self._requests), min(new, limit)))
-        return self._num_added, latest[::-1]
+        behind = itertools.islice(reversed(self._requests), min(new, len(self._requests)))
+        wanted = (request for request in behind if client in (None, request.client))
+        return self._num_added, list(itertools.islice(wanted, limit))[::-1]
 
     def events(self, since_s: float = -math.inf) -> list[dict[str, Any]]:
         """Complete events ("ph": "X", microseconds since the oldest of these requests came) and the names of their rows
@@ -95,7 +106,7 @@ class TraceRing:
         From any thread."""
         requests = [
             (request_id, arrival, kept)
-            for request_id, arrival, spans, _ in tuple(self._requests)
+            for request_id, arrival, spans, *_ in tuple(self._requests)
             if (kept := [span for span in spans if arrival + span.end_s >= since_s])
         ]
         if not requests:

@@ -224,17 +224,17 @@ async def test_what_a_request_waits_for_is_told_from_its_intake_on() -> None:
         call = asked("Hello", images=Image.new("RGB", (32, 32), "red"), sampling=sampling)
         submitting = asyncio.create_task(frontend.submit_detached(number, handle, call))
         await asyncio.sleep(0)
-        (live,) = frontend.activity(0, 10).running
+        (live,) = frontend.activity(0, 10, None).running
         assert (live.id, live.stage, live.instance) == ("mine", "preprocess", "")
         await submitting
         stages = (StageReport(number, "encode", 0, 1),)
         frontend.on_messages("epd0", [msgspec.structs.replace(status(), time_s=50.0, stages=stages)])
-        (live,) = frontend.activity(0, 10).running
+        (live,) = frontend.activity(0, 10, None).running
         assert (live.id, live.stage, live.instance, live.done, live.of) == ("mine", "encode", "epd0", 0, 1)
         supervisor.works = True
         supervisor.pump_soon()
         await asyncio.wait_for(handle, 5)
-        assert frontend.activity(0, 10).running == []
+        assert frontend.activity(0, 10, None).running == []
 
 
 async def test_health_says_which_words_when() -> None:

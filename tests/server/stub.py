@@ -252,6 +252,7 @@ class StubEngine:
     recorders: list[Callable[[bytes], None]] = field(default_factory=list)
     ring: TraceRing = field(default_factory=TraceRing)
     running: list[LiveRequest] = field(default_factory=list)
+    clients: dict[str, str] = field(default_factory=dict)  # by the ids of running requests
 
     @property
     def tool_template(self) -> str | None:
@@ -291,8 +292,9 @@ class StubEngine:
     def statuses(self) -> dict[str, Status]:
         return self.reports
 
-    def activity(self, since: int = 0, limit: int = 100) -> Activity:
-        return Activity(*self.ring.since(since, limit), self.running[:limit])
+    def activity(self, since: int = 0, limit: int = 100, client: str | None = None) -> Activity:
+        running = [live for live in self.running if client in (None, self.clients.get(live.id, ""))]
+        return Activity(*self.ring.since(since, limit, client), running[:limit])
 
     async def aset_topology(self, text: str) -> None:
         states = instances_of(text)

@@ -130,6 +130,23 @@ async def test_a_snapshot_has_gauges_counts_and_stages(served: Served) -> None:
     }
 
 
+async def test_a_key_sees_its_own_requests_and_the_admin_key_all(serve: Serve) -> None:
+    served = await serve(api_key=("a", "b"), admin_key="all")
+    for key in ("a", "b"):
+        async with served.post("/v1/completions", {"prompt": "x"}, headers={"X-Api-Key": key}) as answer:
+            assert answer.status == 200
+    clients = [submission.client for submission in served.engine.submissions]
+    for number in range(300):  # more than one event holds
+        served.engine.ring.add(f"ended-{number % 2}", 1.0, SPANS, client=clients[number % 2])
+    for number, client in enumerate(clients):
+        served.engine.running.append(LiveRequest(f"runs-{number}", 2.0, None, 0, "decode", "epd0"))
+        served.engine.clients[f"runs-{number}"] = client
+    for key, numbers in (("a", {"0"}), ("b", {"1"}), ("all", {"0", "1"})):
+        found = await first(served, headers={"Authorization": f"Bearer {key}"})
+        assert {request["id"][-1] for request in found["ended"]} == numbers and len(found["ended"]) == 100
+        assert {request["id"][-1] for request in found["running"]} == numbers
+
+
 async def test_only_what_is_new_comes_again_and_after_a_break_what_was_missed(served: Served, monkeypatch: Any) -> None:
     monkeypatch.setattr(page, "PERIOD_S", 0.01)
     engine = served.engine

@@ -123,6 +123,23 @@ def test_a_limit_says_which_gaps_the_timeline_shows_and_what_they_went_to() -> N
     assert (blame.kind, blame.request, blame.amount) == ("prefill", 2, 30)
 
 
+def test_a_client_of_its_own_is_not_told_whose_work_it_waited_for() -> None:
+    s = Stepper(tpot_slo=0.02, token_budget=64)
+    s.submit(make_request(1, 4, max_new=20, salt="of a key"))
+    for _ in range(8):
+        s.language(took_s=0.01)
+    s.add(2, 30, max_new=1)
+    s.add(3, 20, max_new=1)
+    s.language(took_s=0.04)
+    s.finish_all()
+    (wait,) = [span for span in s.finished[1].spans if span.stage == "decode_wait"]
+    assert wait.cause == "prefill of other requests"
+    assert [(cause.kind, cause.request, cause.amount) for cause in wait.blame if cause.kind == "prefill"] == [
+        ("prefill", None, 0)
+    ]
+    assert sum(cause.seconds for cause in wait.blame) > 0.02
+
+
 def test_the_spans_of_a_decode_hold_all_its_tokens_and_the_rows_beside_it() -> None:
     s = Stepper(token_budget=64)
     s.add(1, 4, max_new=11)

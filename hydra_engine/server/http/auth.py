@@ -1,5 +1,5 @@
 """API keys, the admin key, and which tenant a request belongs to. An API key opens every route but the admin routes,
-the admin key only those.
+the admin key those and the overviews, where it shows all tenants and an API key its own.
 
 A tenant is the holder of a key: keys of one name are one tenant's, a key without a name is one by itself. Each
 `GenerationCall` of the server takes its `cache_salt` from here (a test holds that), which isolates the caches of
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 PAGE_FILES = frozenset({"/", "/ui/{file}"})  # they hold nothing; what the page shows comes from /ui/events
 OPEN_PATHS = frozenset({"/health", "/livez"}) | PAGE_FILES
 ADMIN_PATHS = frozenset({"/admin/topology", "/debug/trace", "/reset_prefix_cache", "/reset_mm_cache"})
+OVERVIEW_PATHS = frozenset({"/metrics", "/ui/events"})
 
 MAX_KEYS = 1024  # each request is compared with every one
 MAX_KEY_CHARS = 512
@@ -139,7 +140,7 @@ def auth_middleware(keys: KeyRing) -> Middleware:
         if path in ADMIN_PATHS:
             if not keys.is_admin(request):
                 raise InvalidApiKey("the admin key is needed: send Authorization: Bearer KEY")
-        elif keys.asks and path not in OPEN_PATHS:
+        elif keys.asks and path not in OPEN_PATHS and not (path in OVERVIEW_PATHS and keys.is_admin(request)):
             key = keys.find(request)
             if key is None:
                 # litellm tells a wrong key from other invalid requests by OpenAI's first four words.

@@ -3,7 +3,8 @@
 GET / and GET /ui/{file} are the files of `static/` and the demo's pictures, read once and never from a path that a
 client names. GET /ui/events is a stream of snapshots, four a second: gauges of every instance, counts, where running
 requests are, and the stages of those that have ended since the last one. Numbers, stages, names of instances and ids of
-requests; never what was asked or answered. Does not know how any of it is drawn.
+requests; never what was asked or answered. The holder of an API key sees the requests of that key, with the admin key
+and where no keys are asked for one sees all. Does not know how any of it is drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hydra_engine.errors import InvalidRequest, Unavailable
 from hydra_engine.server.http.encoding import event
 from hydra_engine.server.http.errors import STREAM
 from hydra_engine.server.http.sse import EventStream
-from hydra_engine.server.state import ENGINE, MODEL_NAME, STATE
+from hydra_engine.server.state import ENGINE, MODEL_NAME, STATE, TENANT
 from hydra_engine.telemetry.request_metrics import Outcomes
 from hydra_engine.telemetry.trace import EndedRequest, LiveRequest
 
@@ -227,7 +228,7 @@ def _snapshot(request: web.Request, since: int) -> Snapshot:
     )
     if reason in ("loading", "closed"):
         return snapshot
-    activity = engine.activity(since, MAX_REQUESTS)
+    activity = engine.activity(since, MAX_REQUESTS, request.get(TENANT))
     summaries = {summary.name: summary for summary in engine.summaries}
     limits = [summary.limits for summary in summaries.values()]
     return msgspec.structs.replace(
