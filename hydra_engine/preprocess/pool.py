@@ -1,4 +1,5 @@
-"""A pool of threads for work that must not run on the event loop, with a bound on how much may wait.
+"""A pool of threads for work that must not run on the event loop, which clients take in turn, with a bound on how much
+may wait.
 
 Decoding and tokenising release the interpreter lock for most of their time. Does not know what the work is.
 """
@@ -6,12 +7,15 @@ Decoding and tokenising release the interpreter lock for most of their time. Doe
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
-from hydra_engine.errors import EngineClosed, Unavailable
+from hydra_engine.core.fairness.turns import Turns
+from hydra_engine.errors import EngineClosed
 
 T = TypeVar("T")
 
@@ -20,40 +24,47 @@ class WorkerPool:
     """Owned by one event loop. `close` drops what waits and does not wait for what runs."""
 
     def __init__(self, name: str, *, num_workers: int, max_waiting: int, of: str) -> None:
-        """`of` names, in the plural, what is worked on."""
+        """`of` names, in the plural, what is worked on. `max_waiting` of all clients, half of it of one alone."""
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
-        self._max_jobs = num_workers + max_waiting
-        self._num_jobs = 0
-        self._of = of
+        self._threads = Turns(of, num_places=num_workers, max_waiting=max_waiting)
+        self._waits: set[asyncio.Timeout] = set()
         self._closed = False
-        self._lock = threading.Lock()
 
-    async def run(self, work: Callable[..., T], *args: object) -> T:
+    async def run(self, client: str, work: Callable[..., T], *args: object) -> T:
         """The result of `work(*args)` in a thread. Cancelling takes waiting work out of the queue; running work goes on
-        unheard. Raises Unavailable when the queue is full."""
-        if self._closed:
-            raise _closed()
-        with self._lock:
-            if self._num_jobs >= self._max_jobs:
-                raise Unavailable(f"too many {self._of} are waiting to be read; try again later")
-            self._num_jobs += 1
+        unheard and keeps its thread. Raises Unavailable when the queue is full."""
+        await self._take_thread(client)
         job = self._executor.submit(work, *args)
-        job.add_done_callback(self._on_done)
-        try:
-            return await asyncio.wrap_future(job)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():  # it was the work that was dropped
-                raise _closed() from None
-            raise
+        job.add_done_callback(partial(self._on_done, asyncio.get_running_loop(), client, time.monotonic()))
+        return await asyncio.wrap_future(job)
 
     def close(self) -> None:
         self._closed = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False)
+        for wait in self._waits:
+            wait.reschedule(0.0)
+        self._waits.clear()
 
-    def _on_done(self, job: Future[T]) -> None:
-        with self._lock:
-            self._num_jobs -= 1
+    async def _take_thread(self, client: str) -> None:
+        if self._closed:
+            raise _closed()
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                try:
+                    await self._threads.take(client)
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            raise _closed() from None
+        if self._closed:  # at the moment when it was given one
+            self._threads.give_back(client, 0.0)
+            raise _closed()
+
+    def _on_done(self, loop: asyncio.AbstractEventLoop, client: str, begun_s: float, _job: Future[T]) -> None:
+        """In the thread that has become free."""
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            loop.call_soon_threadsafe(self._threads.give_back, client, time.monotonic() - begun_s)
 
 
 def _closed() -> EngineClosed:

@@ -35,7 +35,7 @@ from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
 MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
-MAX_WAITING_TEXTS = 512
+MAX_WAITING_TEXTS = 1024  # half of them of one client
 
 _COUNTING = SamplingParams(max_tokens=1, seed=0)  # of a call whose prompt alone is looked at
 
@@ -141,7 +141,7 @@ class Preprocessor:
         prompt = self._prompt_of(call)
         sources = self._loader.check(prompt.media)
         started_s = self._clock.now()
-        token_ids = await self._tokenize(prompt)
+        token_ids = await self._tokenize(prompt, call.client)
         spans = [StageSpan("tokenize", started_s, self._clock.now(), tokens=len(token_ids))]
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param=prompt.param)
@@ -150,12 +150,14 @@ class Preprocessor:
         self._known.check_placeholders(token_ids, prompt.media, is_raw=is_raw)
         self._check_length(len(token_ids), sampling, prompt.param)  # before any picture is opened
         if sampling.grammar is not None:
-            await self._grammars.check(sampling.grammar)
-        media = await self._loader.load(prompt.media, sources, call.pixels, call.cache_salt)
+            await self._grammars.check(sampling.grammar, call.client)
+        media = await self._loader.load(prompt.media, sources, call.pixels, call.cache_salt, call.client)
         spans.extend(span for item in media for span in item.spans)
         asked = Asked(request_id, len(token_ids) - len(media), tuple(item.video for item in media))
         if media and (processor := self._spec.processor) is not None:
-            token_ids, media = await self._texts.run(self._place_pictures, prompt, token_ids, media, processor)
+            token_ids, media = await self._texts.run(
+                call.client, self._place_pictures, prompt, token_ids, media, processor
+            )
         token_ids, items, rope_delta = self._expand(token_ids, media)
         if media:
             self._known.check_rows(token_ids, prompt.param)
@@ -184,7 +186,7 @@ class Preprocessor:
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
         """Token ids of a call's text, checked against no limit but that of texts; pictures are not looked at."""
-        return await self._tokenize(self._prompt_of(call))
+        return await self._tokenize(self._prompt_of(call), call.client)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._spec.language.vocab_size
@@ -227,7 +229,7 @@ class Preprocessor:
             raise InvalidRequest(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
         return list(prompt)
 
-    async def _tokenize(self, prompt: _Prompt) -> list[int]:
+    async def _tokenize(self, prompt: _Prompt, client: str) -> list[int]:
         if prompt.token_ids is not None:
             return prompt.token_ids
         # LiteLLM looks for "maximum context length", LangChain and clients of Anthropic's API for "prompt is too long".
@@ -241,7 +243,7 @@ class Preprocessor:
             if prompt.num_chars < LONG_TEXT_CHARS:
                 token_ids = self._encode(prompt)
             else:
-                token_ids = await self._texts.run(self._encode, prompt)
+                token_ids = await self._texts.run(client, self._encode, prompt)
         except InvalidRequest as error:
             error.param = error.param or prompt.param
             raise

@@ -53,7 +53,7 @@ from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.image_child import FramesJob, ImageJob
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 
-MAX_WAITING = 2048
+MAX_WAITING = 4096  # half of them of one client
 DEFAULT_FPS = 2.0  # of frames that come without; what Qwen's models sample videos at
 
 T = TypeVar("T")
@@ -98,9 +98,9 @@ class MediaLoader:
     async def warm_up(self) -> None:
         """Starts what the first pictures would otherwise wait for, and waits for none of the decode children."""
         if self._spec.vision is not None:
-            await self._workers.run(self._decoders.warm_up, self._limits.decode_workers)
+            await self._workers.run("", self._decoders.warm_up, self._limits.decode_workers)
         if self._processor is not None:
-            await self._workers.run(self._processor.warm_up)
+            await self._workers.run("", self._processor.warm_up)
 
     def forget_pictures(self) -> None:
         """Pictures that come again are decoded again."""
@@ -167,6 +167,7 @@ class MediaLoader:
         sources: Sequence[Source | Frames],
         pixels: PixelBudget = AS_CONFIGURED,
         cache_salt: str = "",
+        client: str = "",
     ) -> list[Media]:
         """In order; `sources` are what `check` returned, `pixels` what each picture may have beside its own detail. All
         or none: the first error ends the others. What was decoded under another salt is decoded again, or the time that
@@ -176,11 +177,17 @@ class MediaLoader:
         turn = asyncio.Semaphore(self._limits.decode_workers)  # one request does not fill the queue of all
         jobs = zip(parts, sources, strict=True)
         return await _all_or_none(
-            [self._load(part, source, _budget(part, pixels), turn, cache_salt) for part, source in jobs]
+            [self._load(part, source, _budget(part, pixels), turn, cache_salt, client) for part, source in jobs]
         )
 
     async def _load(
-        self, part: MediaPart, source: Source | Frames, budget: PixelBudget, turn: asyncio.Semaphore, salt: str
+        self,
+        part: MediaPart,
+        source: Source | Frames,
+        budget: PixelBudget,
+        turn: asyncio.Semaphore,
+        salt: str,
+        client: str,
     ) -> Media:
         try:
             spans: tuple[StageSpan, ...] = ()
@@ -191,7 +198,7 @@ class MediaLoader:
                     spans = (StageSpan("fetch", started_s, self._clock.now()),)
                 async with turn:
                     with naming(source):
-                        media = await self._workers.run(self._decode, source, part.kind, budget, salt)
+                        media = await self._workers.run(client, self._decode, source, part.kind, budget, salt)
         except InvalidRequest as error:
             error.param = error.param or part.param
             raise

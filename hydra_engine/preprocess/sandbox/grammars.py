@@ -57,7 +57,7 @@ class Grammars:
             variables=_SETTINGS,
         )
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, client: str = "") -> None:
         """Raises InvalidRequest that names the grammar's field, Unavailable when no child can be started or others'
         grammars take too long."""
         if not is_installed():
@@ -70,7 +70,7 @@ class Grammars:
             _check_form(grammar)
             try:
                 async with asyncio.timeout(self._wait_seconds):
-                    verdict = await self._pool.run(self._ask, key, grammar)
+                    verdict = await self._pool.run(client, self._ask, key, grammar)
             except TimeoutError:
                 raise Unavailable("the grammars of other requests take too long to check; try again later") from None
         if verdict.problem is not None:
