@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all test-isa check support bench peers gpu-check gpu-wheels build dist clean help
+.PHONY: demo serve test test-all test-isa siege check support bench peers gpu-check gpu-wheels build dist clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -14,6 +14,7 @@ help:
 	@echo "make test    the test suite, four minutes on two cores; ISA=avx2 as on a processor without AVX-512"
 	@echo "make test-all  the campaigns behind it: slow tests, every example of properties, processes that start in full"
 	@echo "make test-isa  the kernels of every instruction set, emulated where the processor lacks them"
+	@echo "make siege   attacks on the server, five minutes on two cores, and that it fails without one of its guards"
 	@echo "make check   format, lint, types, architecture"
 	@echo "make support the table of model families in docs/models.md, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
@@ -72,6 +73,11 @@ ISA_TESTS := tests/ops tests/preprocess/test_resize.py -m "not slow" -k "avx512 
 test-isa: build
 	@$(BIN)/python setup.py -q build_emulated
 	@PYTHONPATH=$(CURDIR)/tests/native/emulated $(PYTEST) $(ISA_TESTS) $(ARGS)
+
+# What clients, neighbours, hosts of pictures and model folders can do to a server. ARGS="--case GROUP" chooses.
+siege: build
+	@$(BIN)/python -m bench.siege $(ARGS)
+	@$(BIN)/python -m bench.siege --control drawn
 
 check: build
 	$(BIN)/ruff format --check .

@@ -188,7 +188,10 @@ async def golden(port: int, body: dict[str, Any]) -> bytes:
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
-    answer = await exchange(port, head.encode() + data)
+    return told_by(await exchange(port, head.encode() + data))
+
+
+def told_by(answer: Answer) -> bytes:
     told: list[Any] = list(answer.statuses)
     for line in answer.data.split(b"\n"):
         if not line.startswith(b"data: "):

@@ -1,0 +1,155 @@
+"""Five minutes of siege, by default; a case, a group, a search at night, or a control.
+
+Every case that fails prints one line of JSON, which --replay takes. Exit code 1 if one has failed; with --control 1 if
+none has, for a guard was taken out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from bench.common import ROOT
+from bench.siege import climb, controls, processes
+from bench.siege.cases import CASES, SECONDS
+from bench.siege.oracles import Finding
+from bench.siege.stage import Case, Stage
+
+ALL = (*CASES, *climb.CASES)
+CASE_S = 240.0  # whatever it does
+
+
+def seed_of_commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "0"
+
+
+class Campaign:
+    def __init__(self, seed: str, scale: float) -> None:
+        self.stage = Stage(seed)
+        self.num_failed = 0
+        self._scale = scale
+        self._rows: list[tuple[str, int, float, Counter[str]]] = []
+
+    async def run(self, chosen: list[Case], point: dict[str, Any] | None = None) -> None:
+        try:
+            for group in dict.fromkeys(case.group for case in chosen):
+                await self._group(group, [case for case in chosen if case.group == group], point or {})
+        finally:
+            self.stage.close()
+
+    async def _group(self, group: str, cases: list[Case], point: dict[str, Any]) -> None:
+        """What comes first always runs, the others while there is time; those that are many take turns by the seed."""
+        began, failed, num_run = time.monotonic(), Counter[str](), 0
+        budget_s = SECONDS[group] * self._scale
+        for number, case in enumerate(_ordered(cases, self.stage.seed)):
+            if number >= _LEAST and time.monotonic() - began > budget_s:
+                break
+            self.stage.point, self.stage.found = point, {}
+            self.stage.seconds = budget_s
+            findings = await self._case(case)
+            num_run += 1
+            for finding in findings:
+                failed[finding.oracle] += 1
+                self._tell(case, finding)
+        self._rows.append((group, num_run, time.monotonic() - began, failed))
+        print(f"siege: {_row(*self._rows[-1])}", flush=True)
+
+    async def _case(self, case: Case) -> list[Finding]:
+        try:
+            async with asyncio.timeout(CASE_S):
+                return await self.stage.run(case)
+        except TimeoutError:
+            self.stage.close()
+            return [Finding("ends", f"the case has not ended after {CASE_S:g} s")]
+        except RuntimeError as error:
+            self.stage.close()
+            return [Finding("ends", str(error))]
+
+    def _tell(self, case: Case, finding: Finding) -> None:
+        self.num_failed += 1
+        line = {"seed": self.stage.seed, "case": case.full_name, "oracle": finding.oracle, "value": finding.value[:600]}
+        if self.stage.found:
+            line["point"] = self.stage.found
+        print(json.dumps(line), flush=True)
+
+    def summary(self) -> str:
+        lines = [f"{'group':12} {'cases':>5} {'s':>6}  failed oracles", *(_row(*row) for row in self._rows)]
+        for reason in dict.fromkeys(self.stage.skipped):
+            lines.append(f"skipped: {reason}")
+        return "\n".join(lines)
+
+
+_LEAST = 14  # cases of a group that always run
+
+
+def _row(group: str, num_cases: int, seconds: float, failed: Counter[str]) -> str:
+    told = ", ".join(f"{oracle} {count}" for oracle, count in failed.items()) or "-"
+    return f"{group:12} {num_cases:5} {seconds:6.1f}  {told}"
+
+
+def _ordered(cases: list[Case], seed: str) -> list[Case]:
+    """Where there are more than always run, the first two, and the others in an order by the seed."""
+    if len(cases) <= _LEAST:
+        return cases
+    start = int(seed[:8], 16) % len(cases) if all(c in "0123456789abcdef" for c in seed[:8]) else 0
+    rest = cases[2:]
+    return cases[:2] + rest[start:] + rest[:start]
+
+
+def choose(name: str) -> list[Case]:
+    chosen = [case for case in ALL if name in (case.group, case.full_name)]
+    if not chosen:
+        raise SystemExit(f"there is no case {name!r}; groups are {', '.join(SECONDS)}")
+    return chosen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.siege", description=__doc__)
+    parser.add_argument("--case", action="append", help="a group, or GROUP/CASE; can be repeated (default: all)")
+    parser.add_argument("--seed", help="of what is drawn (default: the commit)")
+    parser.add_argument("--scale", type=float, default=1.0, help="times as many seconds for every group")
+    parser.add_argument("--replay", metavar="LINE", help="a line that a case printed when it failed")
+    parser.add_argument("--control", metavar="NAME", help="a patch of controls/, or drawn: its case must fail")
+    parser.add_argument("--list", action="store_true", help="tells the cases and controls")
+    arguments = parser.parse_args()
+    seed = arguments.seed or seed_of_commit()
+    if arguments.list:
+        print("\n".join([*(case.full_name for case in ALL), *(f"control {name}" for name in controls.names())]))
+        return 0
+    if arguments.control:
+        return control(arguments.control, seed)
+    chosen, point = [case for name in arguments.case or SECONDS for case in choose(name)], None
+    if arguments.replay:
+        line = json.loads(arguments.replay)
+        seed, chosen, point = line["seed"], choose(line["case"]), line.get("point")
+    processes.adopt_orphans()
+    campaign = Campaign(seed, arguments.scale)
+    asyncio.run(campaign.run(chosen, point))
+    print(campaign.summary())
+    return 1 if campaign.num_failed else 0
+
+
+def control(name: str, seed: str) -> int:
+    try:
+        name = controls.find(name, seed)
+        print(f"siege: without {name}, {controls.case_of(name)} must fail", flush=True)
+        code = controls.run(name, ["--seed", seed])
+    except controls.ControlError as error:
+        print(f"siege: {error}", file=sys.stderr)
+        return 2
+    if code == 1:
+        print(f"siege: it has failed without {name}, as it must")
+        return 0
+    print(f"siege: exit code {code} without {name}: the case does not see what it is for")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

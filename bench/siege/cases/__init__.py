@@ -1,0 +1,30 @@
+"""What is done to a server, by group. Each module has one group."""
+
+from __future__ import annotations
+
+from bench.siege.cases import children, grammars, inward, mixed, products, starts, tenants, turns
+from bench.siege.stage import Case
+
+# Seconds of the five minutes that each group may take; those with a search or random moments use them up.
+SECONDS = {
+    "tenants": 15,
+    "products": 25,
+    "grammars": 30,
+    "inward": 25,
+    "turns": 25,
+    "children": 30,
+    "starts": 40,
+    "mixed": 30,
+    "climb": 20,
+}
+
+CASES: tuple[Case, ...] = (
+    *tenants.CASES,
+    *products.CASES,
+    *grammars.CASES,
+    *inward.CASES,
+    *turns.CASES,
+    *children.CASES,
+    *starts.CASES,
+    *mixed.CASES,
+)

@@ -1,0 +1,149 @@
+"""Processes are killed and stopped from outside: that is nobody's request's fault, and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from bench.hostile.pictures import data_url, noise
+from bench.siege import oracles, processes
+from bench.siege.clients import CHAT
+from bench.siege.oracles import Finding
+from bench.siege.stage import Case, Stage
+
+_MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def _picture(rng: random.Random) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": data_url(noise(rng, 50, 50))}}
+    return {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": [part]}]}
+
+
+def _grammar(rng: random.Random) -> dict[str, Any]:
+    words = [f"w{rng.randrange(1 << 40)}" for _ in range(4)]
+    return {"model": "demo", "max_tokens": 8, "messages": _MESSAGES, "guided_choice": words}
+
+
+KINDS: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]]]] = {
+    "image": ("sandbox.image_child", _picture),
+    "grammar": ("sandbox.grammar_child", _grammar),
+}
+
+
+async def hurt(kind: str, number: signal.Signals, stage: Stage) -> list[Finding]:
+    """All idle children of a kind; good requests that need them follow."""
+    module, make = KINDS[kind]
+    rng = stage.rng
+    await stage.bob.post(CHAT, make(rng))  # there is one
+    pids = stage.server.children(module)
+    if not pids:
+        return [Finding("ends", f"there is no process with {module}")]
+    for pid in pids:
+        processes.send(pid, number)
+    answers = await asyncio.gather(*(stage.bob.post(CHAT, make(rng)) for _ in range(3)))
+    after = await stage.bob.post(CHAT, make(rng))
+    for pid in pids:
+        processes.send(pid, signal.SIGCONT)
+    findings = oracles.ours(answers)
+    if after.status != 200:
+        findings.append(Finding("blame", f"after a fault of {kind} children: {after.status} {after.body[:200]!r}"))
+    return findings
+
+
+async def killed_at_work(stage: Stage) -> list[Finding]:
+    """Children of both kinds are killed again and again while good requests need them."""
+    rng, over = stage.rng, asyncio.Event()
+
+    async def killer() -> None:
+        for _ in range(8):
+            await asyncio.sleep(rng.uniform(0.02, 0.4))
+            if pids := stage.server.children("sandbox."):
+                processes.send(rng.choice(pids), signal.SIGKILL)
+        over.set()
+
+    killing, answers = asyncio.create_task(killer()), []
+    while not over.is_set():
+        bodies = [make(rng) for _, make in KINDS.values() for _ in range(3)]
+        answers += await asyncio.gather(*(stage.bob.post(CHAT, body) for body in bodies))
+    await killing
+    return oracles.ours(answers)
+
+
+async def zombies(stage: Stage) -> list[Finding]:
+    """Idle ones that were killed are reaped without anybody asking for one; the footprint is looked at by the stage."""
+    for module, make in KINDS.values():
+        await stage.bob.post(CHAT, make(stage.rng))
+        for pid in stage.server.children(module):
+            processes.send(pid, signal.SIGKILL)
+    return []
+
+
+async def instance(number: signal.Signals, stage: Stage) -> list[Finding]:
+    """The one that decodes, under streams: they end with what is right or with an honest error."""
+    streams = [asyncio.create_task(stage.golden(index % 4)) for index in range(6)]
+    await asyncio.sleep(stage.rng.uniform(0.0, 0.4))
+    pid = stage.decoder
+    processes.send(pid, number)
+    findings = []
+    for streamed, right in await asyncio.gather(*streams):
+        broken = not streamed.ended or b'"error"' in streamed.raw or streamed.status == 503
+        if broken and b"instance_lost" not in streamed.raw and b"not_ready" not in streamed.raw:
+            findings.append(Finding("blame", f"{streamed.status} {streamed.raw[-300:]!r}"))
+        elif not broken and streamed.told != right:
+            findings += oracles.bystander(streamed, right)
+    if not await stage.server.wait_whole(90):
+        findings.append(Finding("ends", f"the instance that got {number.name} has not been replaced"))
+    return findings
+
+
+async def stopped_while_it_starts(stage: Stage) -> list[Finding]:
+    """An instance that hangs in its start is replaced."""
+    processes.send(stage.decoder, signal.SIGKILL)
+    for _ in range(600):
+        await asyncio.sleep(0.05)
+        if any("d" in name for name in stage.server.instances()):
+            break
+    await asyncio.sleep(stage.rng.uniform(0.1, 0.5))
+    pid = stage.decoder
+    processes.send(pid, signal.SIGSTOP)
+    whole = await stage.server.wait_whole(90)
+    if processes.is_running(pid) or not whole:
+        processes.send(pid, signal.SIGCONT)
+        return [Finding("ends", "an instance that was stopped while it started has not been replaced")]
+    return []
+
+
+async def front(stage: Stage) -> list[Finding]:
+    """Children are stopped, the front is killed: nobody outlives it."""
+    server = stage.drop()
+    client = server.client("bob")
+    try:
+        for _, make in KINDS.values():
+            await client.post(CHAT, make(stage.rng))
+        for pid in server.children():
+            processes.send(pid, signal.SIGSTOP)
+        family = [process.pid for process in server.family()]
+        used = {pid: processes.cpu_s(pid) for pid in family}
+        processes.send(server.pid, signal.SIGKILL)
+        server.process.wait()
+        return await oracles.ends(family, used)
+    finally:
+        server.kill()
+
+
+CASES = [
+    *(
+        Case("children", f"{kind} {number.name}", partial(hurt, kind, number))
+        for kind in KINDS
+        for number in (signal.SIGKILL, signal.SIGSTOP)
+    ),
+    Case("children", "killed at work", killed_at_work),
+    Case("children", "zombies", zombies),
+    Case("children", "instance killed", partial(instance, signal.SIGKILL)),
+    Case("children", "stopped while it starts", stopped_while_it_starts),
+    Case("children", "front killed, children stopped", front),
+]

@@ -1,0 +1,62 @@
+"""Media, texts and bodies that take long: alice sends many, bob one of each, and waits for few of hers."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+from bench.hostile.pictures import data_url, noise, png
+from bench.siege.clients import CHAT, beside
+from bench.siege.oracles import Finding
+from bench.siege.stage import Case, Stage
+
+_BODY: dict[str, Any] = {"model": "demo", "max_tokens": 1}
+
+
+def _with_pictures(*pictures: bytes) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures]
+    return _BODY | {"messages": [{"role": "user", "content": parts}]}
+
+
+def one_bit(side: int, number: int) -> bytes:
+    """A picture of few bytes and many pixels, another one for each number."""
+    rows = bytearray(bytes(side // 8 + 1) * side)
+    rows[1:5] = number.to_bytes(4, "big")
+    return png(side, side, zlib.compress(bytes(rows), 9), depth=1, colour=0)
+
+
+async def _beside(stage: Stage, theirs: list[Any], path: str, mine: Any, mine_path: str, queue: str) -> list[Finding]:
+    """Bob's request, begun when alice's have arrived. Hers are given up then."""
+    async with beside(stage.alice.post(path, body) for body in theirs):
+        answer = await stage.bob.post(mine_path, mine)
+    findings = [] if answer.status == 200 else [Finding("turn", f"bob: {answer.status} {answer.body[:200]!r}")]
+    return findings + await stage.turns(queue)
+
+
+async def pictures(stage: Stage) -> list[Finding]:
+    """16 of 34 million pixels each, one bit a pixel, 5 KiB a picture."""
+    rng = stage.rng
+    large = [one_bit(5_800, rng.randrange(1 << 30)) for _ in range(16)]
+    theirs = [_with_pictures(*large[i : i + 4]) for i in range(0, 16, 4)]
+    return await _beside(stage, theirs, CHAT, _with_pictures(noise(rng, 40, 41)), CHAT, "picture")
+
+
+async def texts(stage: Stage) -> list[Finding]:
+    rng, path = stage.rng, "/tokenize"
+    theirs = [{"model": "demo", "prompt": _text(rng, 130_000)} for _ in range(40)]
+    return await _beside(stage, theirs, path, {"model": "demo", "prompt": _text(rng, 2_500)}, path, "text")
+
+
+async def bodies(stage: Stage) -> list[Finding]:
+    """Six of 20 MB, each most of a second of parsing."""
+    large = b'{"model":"demo","prompt":"' + b'\\"' * 10_000_000 + b'"}'
+    mine = _with_pictures(noise(stage.rng, 330, 330))
+    return await _beside(stage, [large] * 6, "/v1/completions", mine, CHAT, "bod")
+
+
+def _text(rng: random.Random, chars: int) -> str:
+    return "".join(rng.choice("abcdefghij klmnop qrstu vwxyz") for _ in range(chars))
+
+
+CASES = [Case("turns", "pictures", pictures), Case("turns", "texts", texts), Case("turns", "large bodies", bodies)]

@@ -1,0 +1,68 @@
+"""The siege itself: its patches apply to the package as it is, and what its oracles say of made-up events."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.common import ROOT
+from bench.siege import controls, oracles
+from bench.siege.__main__ import ALL, choose
+from bench.siege.clients import Answer, Streamed
+
+
+@pytest.mark.parametrize("name", controls.names())
+def test_a_control_applies_and_names_a_case(name: str) -> None:
+    controls.apply(name, ROOT, check=True)
+    assert choose(controls.case_of(name))
+
+
+def test_cases_have_names_of_their_own() -> None:
+    names = [case.full_name for case in ALL]
+    assert len(set(names)) == len(names)
+
+
+def test_two_jobs_of_another_client_may_begin_before_ones_own() -> None:
+    events = [("texts", "push", "bob"), *[("texts", "begin", "alice")] * 2, ("texts", "begin", "bob")]
+    assert oracles.turn(events, "bob", ["text"]) == []
+    events.insert(1, ("texts", "begin", "alice"))
+    assert [finding.oracle for finding in oracles.turn(events, "bob", ["text"])] == ["turn"]
+
+
+def test_what_begins_elsewhere_or_while_nobody_waits_is_no_matter() -> None:
+    before = [("texts", "begin", "alice")] * 5
+    events = [
+        *before,
+        ("texts", "push", "bob"),
+        *[("grammars", "begin", "alice")] * 5,
+        ("texts", "begin", "bob"),
+        *before,
+    ]
+    assert oracles.turn(events, "bob", ["text"]) == []
+
+
+def test_a_queue_that_somebody_should_have_gone_through_is_missed() -> None:
+    assert oracles.turn([("texts", "begin", "bob")], "bob", ["text", "picture"])[0].value.startswith("no job")
+
+
+def test_a_job_that_still_waits_counts_too() -> None:
+    assert oracles.turn([("texts", "push", "bob"), *[("texts", "begin", "alice")] * 3], "bob", []) != []
+
+
+def test_a_fault_of_ours_is_no_clients_and_the_other_way_round() -> None:
+    assert oracles.ours([Answer(200), Answer(503)]) == []
+    assert oracles.ours([Answer(400)]) and oracles.ours([Answer(500)])
+    assert oracles.theirs([Answer(400), Answer(413), Answer(503)]) == []
+    assert oracles.theirs([Answer(500)]) and oracles.theirs([Answer(-1)])
+
+
+def test_a_stream_is_right_to_the_byte_to_the_end_and_in_time() -> None:
+    right = Streamed(b"abc", 200, ended=True)
+    assert oracles.bystander(right, b"abc") == []
+    assert oracles.bystander(right, b"abd")
+    assert oracles.bystander(Streamed(b"abc", 200), b"abc")
+    assert oracles.bystander(Streamed(b"abc", 200, longest_cpu_s=1.0, ended=True), b"abc")
+
+
+def test_a_turn_of_the_loop_is_short() -> None:
+    assert oracles.lag(20.0) == []
+    assert oracles.lag(400.0)
