@@ -18,6 +18,14 @@ MAX_MARK_CHARS = 128
 KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf")
 
 
+def check_size(num_chars: int, param: str) -> None:
+    """Raises InvalidRequest for a grammar of too many characters."""
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"the grammar has {num_chars} characters, at most {MAX_GRAMMAR_CHARS} are allowed", param=param
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Reasoning:
     """What comes before the output that a grammar constrains: free text up to and including the mark `end`. It begins
@@ -72,11 +80,7 @@ class Grammar:
         if self.kind not in KINDS:
             raise InvalidRequest(f"a grammar must be one of {', '.join(KINDS)}", param=self.param)
         size = len(self.source) + (0 if self.calls is None else len(self.calls.source) + len(self.calls.schema))
-        if size > MAX_GRAMMAR_CHARS:
-            raise InvalidRequest(
-                f"the grammar has {size} characters, at most {MAX_GRAMMAR_CHARS} are allowed",
-                param=self.param,
-            )
+        check_size(size, self.param)
         marks = () if self.reasoning is None else (self.reasoning.start, self.reasoning.end)
         if not all(1 <= len(mark) <= MAX_MARK_CHARS for mark in marks):
             raise InvalidRequest(f"marks of reasoning have 1 to {MAX_MARK_CHARS} characters", param=self.param)

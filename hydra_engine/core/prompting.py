@@ -19,6 +19,7 @@ MAX_ARGUMENT_CHARS = 1 << 20  # of one call that was made
 MAX_VARIABLES = 64
 MAX_VARIABLE_CHARS = 32 << 10  # of all together
 MAX_JSON_VALUES = 10_000
+MAX_TOOL_VALUES = 32_768  # of all tools of one request
 MAX_JSON_DEPTH = 32
 TOOL_NAME = r"[A-Za-z0-9_.:/\-]{1,128}"
 MAX_PIXELS = 1 << 31
@@ -61,8 +62,10 @@ class TemplateOptions:
         if not isinstance(self.tools, Sequence) or isinstance(self.tools, str) or len(self.tools) > MAX_TOOLS:
             raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS} tools", param="tools")
         object.__setattr__(self, "tools", tuple(self.tools))
+        checked = CheckedTools()
         for index, tool in enumerate(self.tools):
-            _check_tool(tool, f"tools[{index}]")
+            if not isinstance(tool, _CheckedTool):
+                checked.add(tool, f"tools[{index}]")
         self._check_variables()
 
     def _check_variables(self) -> None:
@@ -80,7 +83,29 @@ class TemplateOptions:
         check_json(self.variables, param, MAX_VARIABLE_CHARS)
 
 
-def _check_tool(tool: object, path: str) -> None:
+class _CheckedTool(dict[str, Any]):
+    """A tool that has been looked through."""
+
+
+class CheckedTools(list[Mapping[str, Any]]):
+    """Tools that are plain JSON and bounded, each of them and all together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_values = 0
+
+    def add(self, tool: object, path: str) -> None:
+        """Raises InvalidRequest naming `path`, or `tools` where they are too large together."""
+        self._num_values += _check_tool(tool, path)
+        if self._num_values > MAX_TOOL_VALUES:
+            raise InvalidRequest(
+                f"tools may hold at most {MAX_TOOL_VALUES} values together; offer fewer or smaller ones", param="tools"
+            )
+        self.append(_CheckedTool(tool))  # type: ignore[call-overload]  # a mapping, as has been checked
+
+
+def _check_tool(tool: object, path: str) -> int:
+    """How many values it holds."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping):
         raise InvalidRequest(f'{path} must be {{"type": "function", "function": {{...}}}}', param=path)
@@ -94,30 +119,36 @@ def _check_tool(tool: object, path: str) -> None:
         raise InvalidRequest(
             f"{path}.function.parameters must be a JSON schema, an object", param=f"{path}.function.parameters"
         )
-    check_json(tool, path, MAX_TOOL_CHARS)
+    return check_json(tool, path, MAX_TOOL_CHARS)
 
 
-def check_json(value: object, param: str, max_chars: int) -> None:
-    """Raises InvalidRequest naming `param` unless `value` is plain JSON: bounded in depth, in values and in the
-    characters of its strings and names."""
-    problem = json_problem(value, max_chars)
+def check_json(value: object, param: str, max_chars: int) -> int:
+    """How many values there are. Raises InvalidRequest naming `param` unless `value` is plain JSON: bounded in depth,
+    in values and in the characters of its strings and names."""
+    num_values, problem = _looked_through(value, max_chars)
     if problem is not None:
         raise InvalidRequest(f"{param} {problem}", param=param)
+    return num_values
 
 
 def json_problem(value: object, max_chars: int) -> str | None:
     """Why `value` is not plain JSON within these bounds."""
-    num_chars = 0
+    return _looked_through(value, max_chars)[1]
+
+
+def _looked_through(value: object, max_chars: int) -> tuple[int, str | None]:
+    """The number of values and what is wrong."""
+    num_chars = num_values = 0
     for num_values, (one, depth) in enumerate(_values_of(value), 1):
         if depth > MAX_JSON_DEPTH:
-            return f"is nested deeper than {MAX_JSON_DEPTH} levels"
+            return num_values, f"is nested deeper than {MAX_JSON_DEPTH} levels"
         if isinstance(one, str):
             num_chars += len(one)
         elif not _is_plain(one):
-            return "must be plain JSON: objects, lists, text, finite numbers, true, false and null"
+            return num_values, "must be plain JSON: objects, lists, text, finite numbers, true, false and null"
         if num_values > MAX_JSON_VALUES or num_chars > max_chars:
-            return f"may hold at most {MAX_JSON_VALUES} values and {max_chars} characters"
-    return None
+            return num_values, f"may hold at most {MAX_JSON_VALUES} values and {max_chars} characters"
+    return num_values, None
 
 
 def texts_of(value: object) -> Iterator[str]:

@@ -12,10 +12,13 @@ import pytest
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.schemas import subschemas
+from hydra_engine.core.schemas.subschemas import at
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.guidance.guide import GrammarError
 from hydra_engine.guidance.sources import source_of
 from hydra_engine.server.http.body import parse_request
+from hydra_engine.server.protocol import fields
 from hydra_engine.server.protocol.anthropic import MessagesRequest, tool_use_of
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
@@ -38,23 +41,24 @@ def texts() -> Texts:
     return Texts(DEMO, {})
 
 
-def use_of(api: str, parameters: Any, mode: str) -> ToolUse:
-    """Of a body with one function; `parameters` may be JSON text."""
+def use_of(api: str, parameters: Any, mode: str, num_tools: int = 1) -> ToolUse:
+    """Of a body with a function, or several alike; `parameters` may be JSON text."""
     schema = msgspec.Raw((parameters if isinstance(parameters, str) else json.dumps(parameters)).encode())
     body: dict[str, Any]
     if api == "chat":
         choice: Any = {"type": "function", "function": {"name": "f"}} if mode == "named" else mode
         tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": choice}
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool] * num_tools, "tool_choice": choice}
         return parse_request(msgspec.json.encode(body), ChatCompletionRequest).tool_use()
     if api == "responses":
         choice = {"type": "function", "name": "f"} if mode == "named" else mode
         tool = {"type": "function", "name": "f", "parameters": schema}
-        body = {"input": "x", "tools": [tool], "tool_choice": choice}
+        body = {"input": "x", "tools": [tool] * num_tools, "tool_choice": choice}
         return parse_request(msgspec.json.encode(body), ResponsesRequest).tool_use()
     kind = {"named": {"type": "tool", "name": "f"}, "required": {"type": "any"}}.get(mode, {"type": mode})
     tool = {"name": "f", "input_schema": schema}
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "tools": [tool], "tool_choice": kind}
+    tools = [tool] * num_tools
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "tools": tools, "tool_choice": kind}
     return tool_use_of(parse_request(msgspec.json.encode(body), MessagesRequest))
 
 
@@ -72,7 +76,9 @@ def test_numbers_keep_their_digits(texts: Texts, api: str, mode: str) -> None:
     use = use_of(api, exact, mode)
     assert all(accepts(texts, use, f'{{"id":{n}}}') for n in ("9007199254740992", "1000", "0.5"))
     assert not accepts(texts, use, '{"id":9007199254740993}')
-    for number in ("1790000000000000001", "123456789.123456789", "18446744073709551617"):
+    with pytest.raises(InvalidRequest, match="plain JSON"):
+        use_of(api, exact.replace("0.5", "18446744073709551617"), mode)
+    for number in ("1790000000000000001", "123456789.123456789"):
         use = use_of(api, f'{{"type": "object", "properties": {{"id": {{"const": {number}}}}}}}', mode)
         grammar = use.grammar()
         assert grammar is not None and grammar.param == "tools"
@@ -213,3 +219,44 @@ def test_odd_schemas_are_refused_or_taken() -> None:
             continue
         num_taken += 1
     assert num_taken > 100
+
+
+def chained(depth: int) -> dict[str, Any]:
+    """Each schema is named twice by the one before it."""
+    steps = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(depth)}
+    return {"$ref": "#/$defs/a0", "$defs": {**steps, f"a{depth}": {"type": "object"}}}
+
+
+def test_a_schema_is_looked_at_once_however_many_lead_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looked_up = 0
+
+    def counted(root: Any, pointer: str) -> Any:
+        nonlocal num_looked_up
+        num_looked_up += 1
+        return at(root, pointer)
+
+    monkeypatch.setattr(subschemas, "at", counted)
+    check_parameters(chained(12), "f", "tools")
+    assert num_looked_up <= 2 * 12 + 1
+    schema = chained(12)
+    schema["$defs"]["a12"] = {"type": "string"}
+    with pytest.raises(InvalidRequest, match="must be an object"):
+        check_parameters(schema, "f", "tools")
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_tools_are_bounded_together_before_anything_is_made_of_them(monkeypatch: pytest.MonkeyPatch, api: str) -> None:
+    parameters = {"type": "object", "enum": [{}] * 9000}
+    looked_at: list[object] = []
+    monkeypatch.setattr(fields, "check_parameters", lambda one, *_: looked_at.append(one))
+    with pytest.raises(InvalidRequest, match="tools may hold at most 32768 values together"):
+        use_of(api, parameters, "required", num_tools=20)
+    assert len(looked_at) == 3
+    assert len(use_of(api, {"type": "object", "enum": [{}] * 200}, "required", num_tools=100).tools) == 100
+
+
+def test_identifiers_and_pointers_stay_short() -> None:
+    long = {"$id": "http://a.example/" + "b/" * 8000, "type": "object", "anyOf": [{"$ref": "x"}] * 700}
+    tool = {"type": "function", "function": {"name": "f", "parameters": long}}
+    with pytest.raises(InvalidRequest, match="more than 1024 characters"):
+        ToolUse((tool,), "required").grammar()

@@ -29,6 +29,13 @@ def _tools(count: int) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": f"f{i}", **function}} for i in range(count)]
 
 
+def _schemas_named_twice() -> dict[str, Any]:
+    steps = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(17)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**steps, "a17": {"type": "object"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return {"tools": [tool], "tool_choice": "auto"}
+
+
 # Each at the largest value that is taken alone.
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "allowed ids": lambda: {"allowed_token_ids": [7 + i % (_VOCABULARY - 7) for i in range(65_536)]},
@@ -69,6 +76,8 @@ def _cases() -> list[Case]:
         for names in itertools.combinations(fields, 2):
             name = f"{'chat: ' * (path == CHAT)}{' x '.join(names)}"
             made.append(Case("products", name, partial(_post, path, base, [fields[n] for n in names])))
+    twice = partial(_post, CHAT, chat, [_schemas_named_twice])
+    made.append(Case("products", "chat: schemas that are each named twice", twice))
     three = [FIELDS["prompts"], FIELDS["answers"], FIELDS["allowed ids"]]
     made.insert(0, Case("products", "prompts x answers x allowed ids", partial(_post, COMPLETIONS, prompt, three)))
     three = [FIELDS["prompts"], FIELDS["answers"], FIELDS["bias"]]

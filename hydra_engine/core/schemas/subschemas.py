@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
@@ -19,6 +20,7 @@ _ONE = frozenset(
 _LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 _MAX_STEPS = 64
+MAX_ID_CHARS = 1024  # of what an identifier and those around it come to; each reference is joined with it
 _SAFE_IN_POINTER = "$~!'()*,;=:@"
 
 
@@ -34,7 +36,8 @@ class Subschema(NamedTuple):
 
 def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
     """The schema itself and all within it, wherever keywords or its references lead; never what lies in values, such as
-    those of `enum`, and never what is only the name of a property."""
+    those of `enum`, and never what is only the name of a property. Raises ValueError for an identifier that is too
+    long."""
     stack = [Subschema(root, "", "", "")]
     seen: set[int] = set()
     while stack:
@@ -43,7 +46,7 @@ def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
             continue
         seen.add(id(schema))
         if isinstance(own := schema.get("$id"), str) and not own.startswith("#"):
-            base, base_pointer = urldefrag(urljoin(base, own)).url, pointer
+            base, base_pointer = urldefrag(_joined(base, own)).url, pointer
         yield Subschema(schema, pointer, base, base_pointer)
         inner = [(f"{pointer}/{path}", value) for path, value in _children(schema)]
         if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
@@ -100,9 +103,17 @@ def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
     return root
 
 
+@lru_cache(256)
+def _joined(base: str, reference: str) -> str:
+    """Raises ValueError where that is too long."""
+    if len(base) + len(reference) > MAX_ID_CHARS:
+        raise ValueError(f"an $id or a reference to one has more than {MAX_ID_CHARS} characters")
+    return urljoin(base, reference)
+
+
 def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[tuple[str, str], str]) -> str:
     target, fragment = urldefrag(reference)
-    target = urljoin(base, target) if target else base
+    target = _joined(base, target) if target else base
     if target not in named:
         raise ValueError(
             f"the reference {reference[:80]!r} leads out of the schema; put what it means into $defs and refer to that "
@@ -115,10 +126,18 @@ def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[
     return anchors[target, fragment]
 
 
-def is_of_objects(schema: Any, root: dict[str, Any], depth: int = 0) -> bool:
+def is_of_objects(schema: Any, root: dict[str, Any]) -> bool:
     """Whether all its values are objects, as far as it says so: without a type they may be."""
+    return _is_of_objects(schema, root, 0, set())
+
+
+def _is_of_objects(schema: Any, root: dict[str, Any], depth: int, seen: set[int]) -> bool:
+    """Each schema is looked at once, however many references lead to it."""
     if not isinstance(schema, dict) or depth > _MAX_STEPS:
         return schema is not False
+    if id(schema) in seen:
+        return True  # or all is decided
+    seen.add(id(schema))
     if "type" in schema:
         return schema["type"] in ("object", ["object"])
     values = schema.get("enum", [schema.get("const", {})])
@@ -128,4 +147,4 @@ def is_of_objects(schema: Any, root: dict[str, Any], depth: int = 0) -> bool:
     inner = [one for several in branches for one in several]
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         inner.append(at(root, reference[1:]))
-    return all(is_of_objects(one, root, depth + 1) for one in inner)
+    return all(_is_of_objects(one, root, depth + 1, seen) for one in inner)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,7 @@ from hydra_engine.server.protocol.fields import (
     CallId,
     Description,
     GenerationFields,
+    GivenFunction,
     MediaUrl,
     Name,
     Schema,
@@ -31,7 +32,7 @@ from hydra_engine.server.protocol.fields import (
     ToolName,
     content_of,
     log_once,
-    plain_function,
+    plain_functions,
     sampling_of,
     schema_grammar,
     unsupported_tool,
@@ -181,19 +182,19 @@ def wish_of(thinking: ThinkingConfig | None, effort: str | None = None) -> Wish:
 
 def tool_use_of(body: MessagesRequest | CountTokensRequest) -> ToolUse:
     """Without tools, `auto` and `none` ask for nothing."""
-    tools = tuple(_plain_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ()))
+    tools = plain_functions(_function(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ()))
     choice = body.tool_choice or ToolChoice("auto")
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequest("tool_choice.name is required", param="tool_choice.name")
     return ToolUse(tools, _MODES[choice.type], choice.name or "", parallel=not choice.disable_parallel_tool_use)
 
 
-def _plain_tool(tool: InputTool, where: str) -> dict[str, Any]:
+def _function(tool: InputTool, where: str) -> GivenFunction:
     if tool.type not in (None, "custom"):
         raise unsupported_tool(where, tool.type or "")
     if tool.input_schema is None:
         raise InvalidRequest(f"{where}.input_schema is required", param=f"{where}.input_schema")
-    return plain_function(tool.name, tool.description, tool.input_schema, f"{where}.input_schema")
+    return GivenFunction(tool.name, tool.description, tool.input_schema, f"{where}.input_schema")
 
 
 # ---- turns as typed chat messages: system prompt first, calls with their turn, results as messages of their own

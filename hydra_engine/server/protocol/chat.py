@@ -26,13 +26,14 @@ from hydra_engine.server.protocol.fields import (
     CalledName,
     CallId,
     Description,
+    GivenFunction,
     SamplingFields,
     Schema,
     Text,
     TokenCount,
     ToolName,
     content_of,
-    plain_function,
+    plain_functions,
     sampling_of,
 )
 from hydra_engine.server.protocol.pixels import ProcessorSettings, pixel_budget
@@ -179,12 +180,11 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
         )
 
 
-def plain_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
-    """Tools in the one form and order that chat templates were trained with, whatever order a client sends. Raises
-    InvalidRequest."""
+def plain_tools(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
+    """Raises InvalidRequest."""
     functions = [tool.function for tool in tools]
-    return tuple(
-        plain_function(one.name, one.description, one.parameters, f"tools[{index}].function.parameters")
+    return plain_functions(
+        GivenFunction(one.name, one.description, one.parameters, f"tools[{index}].function.parameters")
         for index, one in enumerate(functions)
     )
 

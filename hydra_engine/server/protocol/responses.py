@@ -6,7 +6,7 @@ Nothing is stored, so what refers to an earlier response is refused by name, and
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -22,13 +22,14 @@ from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import (
     Description,
     GenerationFields,
+    GivenFunction,
     Schema,
     StopStrings,
     Text,
     TokenCount,
     ToolName,
     log_once,
-    plain_function,
+    plain_functions,
     sampling_of,
     schema_grammar,
     unsupported_tool,
@@ -123,7 +124,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
 
     def tool_use(self) -> ToolUse:
         """Without tools, `auto` and `none` ask for nothing."""
-        tools = tuple(_plain_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
+        tools = plain_functions(_function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
         choice = self.tool_choice or "auto"
         name = choice.name if isinstance(choice, NamedFunction) else ""
         mode = "named" if isinstance(choice, NamedFunction) else choice
@@ -163,11 +164,11 @@ def _grammar_of(text: TextConfig) -> Grammar | None:
     return None
 
 
-def _plain_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+def _function(tool: FunctionTool, where: str) -> GivenFunction:
     if tool.type != "function":
         raise unsupported_tool(where, tool.type)
     name = required(tool.name, f"{where}.name")
-    return plain_function(name, tool.description, tool.parameters, f"{where}.parameters")
+    return GivenFunction(name, tool.description, tool.parameters, f"{where}.parameters")
 
 
 # ---- the answer

@@ -54,11 +54,17 @@ def describes_calls(form: Grammar, dialect: str) -> bool:
 
 def _one_call(tools: Sequence[Mapping[str, Any]], *orders: tuple[str, str]) -> str:
     """A schema of a call, with `name` and the key of the arguments in one of these orders."""
-    definitions = {f"tool{index}": parameters_schema(tool, f"/$defs/tool{index}") for index, tool in enumerate(tools)}
     names = [tool["function"]["name"] for tool in tools]
+    of_any_arguments = _any_of([({"enum": names}, {"type": "object"})], orders, {})
+    definitions, num_chars = {}, 0
+    for index, tool in enumerate(tools):
+        schema = definitions[f"tool{index}"] = parameters_schema(tool, f"/$defs/tool{index}")
+        num_chars += len(text_of(schema))
+        if num_chars > _MAX_SCHEMA_CHARS:
+            return of_any_arguments
     pairs: list[tuple[Any, Any]] = [({"const": name}, {"$ref": f"#/$defs/tool{i}"}) for i, name in enumerate(names)]
     text = _any_of(pairs, orders, definitions)
-    return text if len(text) <= _MAX_SCHEMA_CHARS else _any_of([({"enum": names}, {"type": "object"})], orders, {})
+    return text if len(text) <= _MAX_SCHEMA_CHARS else of_any_arguments
 
 
 def _any_of(pairs: list[tuple[Any, Any]], orders: tuple[tuple[str, str], ...], definitions: dict[str, Any]) -> str:

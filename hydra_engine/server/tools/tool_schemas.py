@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hydra_engine.core.grammar import check_size
+from hydra_engine.core.schemas.numbers import text_of
 from hydra_engine.core.schemas.subschemas import is_of_objects, schemas_of, with_pointers
 from hydra_engine.errors import InvalidRequest
 
@@ -55,11 +57,14 @@ def _only_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def calls_schema(tools: Iterable[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
-    """A list of calls. Each tool's schema lies among the definitions. Raises InvalidRequest."""
-    calls, definitions = [], {}
+    """A list of calls. Each tool's schema lies among the definitions. Raises InvalidRequest, before it has made many
+    schemas where these are too long together for a grammar."""
+    calls, definitions, num_chars = [], {}, 0
     for index, tool in enumerate(tools):
         place = f"/$defs/tool{index}"
-        definitions[f"tool{index}"] = parameters_schema(tool, place)
+        schema = definitions[f"tool{index}"] = parameters_schema(tool, place)
+        num_chars += len(text_of(schema))
+        check_size(num_chars, "tools")
         properties = {"name": {"enum": [tool["function"]["name"]]}, "parameters": {"$ref": f"#{place}"}}
         calls.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
