@@ -92,8 +92,7 @@ class LocalFrontendEnd:
 
     def send(self, messages: Sequence[ToInstance]) -> None:
         if self._strict:
-            frames = [wire.encode_frames([m])[wire.HEADER_BYTES :] for m in messages]
-            messages = [m for m in map(wire.decode_to_instance, frames) if not isinstance(m, wire.Start)]
+            messages = wire.messages_to_instance(wire.FrameReader().feed(wire.encode_to_instance(messages)))
         self.instance.push(messages)
 
     def deliver(self, messages: list[ToFrontend]) -> None:
@@ -167,7 +166,7 @@ class FrontendSocket(asyncio.Protocol):
         self._write(wire.encode_frames([start]))
 
     def send(self, messages: Sequence[ToInstance]) -> None:
-        self._write(wire.encode_frames(messages))
+        self._write(wire.encode_to_instance(messages))
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
@@ -218,12 +217,12 @@ class InstanceSocket(_Inbox):
                     os._exit(EXIT_ORPHANED)
                 return
             try:
-                messages = [wire.decode_to_instance(body) for body in self._reader.feed(data)]
+                messages = wire.messages_to_instance(self._reader.feed(data))
             except wire.WireError:
                 logger.exception("the frontend sent an unreadable frame")
                 log.last_words()
                 os._exit(EXIT_ORPHANED)
-            self.push(m for m in messages if not isinstance(m, wire.Start))
+            self.push(messages)
 
     def send(self, messages: Sequence[ToFrontend]) -> None:
         try:

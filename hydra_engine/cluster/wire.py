@@ -13,13 +13,16 @@ import array
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import msgspec
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import ToFrontend, ToInstance
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.messages import Submit, ToFrontend, ToInstance
+from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import Role, role_of
 from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Hello, TransferMessage
@@ -62,13 +65,27 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
     incarnation: int
 
 
+class Alike(msgspec.Struct, frozen=True, tag=True):
+    """Requests that differ in their numbers and seeds alone, as answers to one prompt do: what they have in common
+    travels once."""
+
+    first: Submit
+    others: list[tuple[RequestId, int, int]]  # id, seed, age
+
+    def submits(self) -> Iterator[Submit]:
+        yield self.first
+        for number, seed, age in self.others:
+            request = replace(self.first.request, id=number, seed=seed, age=age)
+            yield msgspec.structs.replace(self.first, request=request)
+
+
 class WireError(Exception):
     """The other side sent something that is no frame of this version."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
-_to_instance = msgspec.msgpack.Decoder(Start | ToInstance)
+_to_instance = msgspec.msgpack.Decoder(Start | Alike | ToInstance)
 _to_peer = msgspec.msgpack.Decoder(Hello | TransferMessage)
 _connect = msgspec.msgpack.Decoder(Connect)
 
@@ -79,6 +96,43 @@ def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) 
         _check_length(len(body), max_bytes)
         parts += (_LENGTH.pack(len(body)), body)
     return b"".join(parts)
+
+
+def encode_to_instance(messages: Iterable[ToInstance]) -> bytes:
+    return encode_frames(_joined(messages))
+
+
+def _joined(messages: Iterable[ToInstance]) -> Iterator[ToInstance | Alike]:
+    """The messages, in their order, with neighbours that are alike as one."""
+    first: Submit | None = None
+    others: list[tuple[RequestId, int, int]] = []
+    for message in messages:
+        if first is not None and isinstance(message, Submit) and _are_alike(first, message):
+            others.append((message.request.id, message.request.seed, message.request.age))
+            continue
+        if first is not None:
+            yield Alike(first, others) if others else first
+        first, others = (message, []) if isinstance(message, Submit) else (None, [])
+        if first is None:
+            yield message
+    if first is not None:
+        yield Alike(first, others) if others else first
+
+
+_COMMON = tuple(field.name for field in fields(Request) if field.name not in ("id", "seed", "age"))
+
+
+def _are_alike(one: Submit, other: Submit) -> bool:
+    """Long values are compared by identity: what is equal by chance may travel twice."""
+    if (one.stages, one.remote_images, one.source) != (other.stages, other.remote_images, other.source):
+        return False
+    return _is_same(one.pixels, other.pixels) and all(
+        _is_same(getattr(one.request, name), getattr(other.request, name)) for name in _COMMON
+    )
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (not isinstance(one, tuple | SamplingParams) and one == other)
 
 
 def encode_to_peer(messages: Iterable[Hello | TransferMessage]) -> bytes:
@@ -99,8 +153,19 @@ def decode_to_frontend(body: bytes | memoryview) -> ToFrontend:
     return _decode(_to_frontend, body, "frame from an instance")
 
 
-def decode_to_instance(body: bytes | memoryview) -> Start | ToInstance:
+def decode_to_instance(body: bytes | memoryview) -> Start | Alike | ToInstance:
     return _decode(_to_instance, body, "frame from the frontend")
+
+
+def messages_to_instance(bodies: Iterable[bytes]) -> list[ToInstance]:
+    """What `encode_to_instance` was given; a `Start` is passed over."""
+    messages: list[ToInstance] = []
+    for message in map(decode_to_instance, bodies):
+        if isinstance(message, Alike):
+            messages += message.submits()
+        elif not isinstance(message, Start):
+            messages.append(message)
+    return messages
 
 
 def decode_to_peer(body: bytes | memoryview) -> Hello | TransferMessage:

@@ -14,7 +14,7 @@ from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 # ---- frontend -> instance

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ MAX_TOKENS_LIMIT = 1 << 20
 MAX_CHOICES = 64
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 16
+MAX_LISTED_TOKENS = 1 << 20  # of logit_bias and allowed_token_ids, in all answers of one request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,8 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         else:
             object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
+        object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in pairs))
         for name, low, high in _RANGES:
@@ -80,21 +82,39 @@ class SamplingParams:
             raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", param="stop_token_ids")
-        for token in self.stop_token_ids:
-            _check_range("stop_token_ids", token, 0, (1 << 31) - 1)
+        _check_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_tokens(self) -> None:
         if len(self.logit_bias) > MAX_BIASED_TOKENS:
             raise InvalidRequest(f"logit_bias may name at most {MAX_BIASED_TOKENS} tokens", param="logit_bias")
-        for token, value in self.logit_bias:
-            _check_range("logit_bias token ids", token, 0, (1 << 31) - 1)
+        _check_ids("logit_bias token ids", [token for token, _ in self.logit_bias])
+        for _, value in self.logit_bias:
             _check_range("logit_bias", value, -100.0, 100.0)
         if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
             raise InvalidRequest(
                 f"at most {MAX_ALLOWED_TOKENS} allowed_token_ids are allowed", param="allowed_token_ids"
             )
-        for token in self.allowed_token_ids:
-            _check_range("allowed_token_ids", token, 0, (1 << 31) - 1)
+        _check_ids("allowed_token_ids", self.allowed_token_ids)
+        self.check_answers(self.n, "n")
+
+    def check_answers(self, num_answers: int, fields: str) -> None:
+        """Raises InvalidRequest where the lists of tokens are too long for so many answers, each of which has them
+        while it runs. `fields`: what says how many answers there are."""
+        num_each = len(self.allowed_token_ids) + len(self.logit_bias)
+        if num_answers * num_each > MAX_LISTED_TOKENS:
+            raise InvalidRequest(
+                f"allowed_token_ids and logit_bias name {num_each} tokens for each of {num_answers} answers; at most "
+                f"{MAX_LISTED_TOKENS} are taken in all: name fewer, or lower {fields}",
+                param="allowed_token_ids",
+            )
+
+    def of_one(self, *, scores_prompt: bool) -> SamplingParams:
+        """What one of several answers is sampled with."""
+        one = copy(self)  # whose fields are checked
+        object.__setattr__(one, "n", 1)
+        if not scores_prompt:
+            object.__setattr__(one, "prompt_logprobs", None)
+        return one
 
     def asked(self, **given: Any) -> SamplingParams:
         """What a request that gives these fields is sampled with where this object holds the defaults. Of `max_tokens`
@@ -143,7 +163,15 @@ _INTEGERS = frozenset(
     {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop_token_ids"}
     | {"n", "prompt_logprobs", "allowed_token_ids", "logit_bias token ids"}
 )
+_MAX_TOKEN_ID = (1 << 31) - 1
 _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+
+
+def _check_ids(name: str, tokens: Sequence[int]) -> None:
+    """Each is looked at alone only where all together do not say that they are right."""
+    if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID):
+        for token in tokens:
+            _check_range(name, token, 0, _MAX_TOKEN_ID)
 
 
 def _check_range(name: str, value: object, low: float, high: float) -> None:

@@ -65,6 +65,9 @@ class _Group:
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._numbers = numbers
+        sampling = prepared.request.sampling
+        self._first_sampling = sampling.of_one(scores_prompt=True)  # the prompt is scored once
+        self._sampling = sampling.of_one(scores_prompt=False)
         self._num_begun = 0
         self._submitted_s = choices.clock.now()
         self._first: Piece | None = None  # of answer 0
@@ -76,21 +79,22 @@ class _Group:
         dispatcher, now = self._choices.dispatcher, self._choices.clock.now()
         first = dispatcher.requests.get(self._numbers[0])
         near = first.attempt.route.prefill if first is not None and first.attempt is not None else ""
-        for index in range(start, end):
-            if self.handle.done:
-                return
-            self._num_begun += 1
-            self._choices.num_waiting -= 1
-            waited = StageSpan("prefill_wait", self._submitted_s, now, cause="first answer")
-            spans = (waited,) if index else self._prepared.spans
-            prepared = replace(self._prepared, request=self._request(index), spans=spans)
-            active = activate(prepared, _Answer(self, index), self._tokenizer, self._choices.config)
-            dispatcher.submit(active, prepared.pixels, now, near=near)
+        with dispatcher.instances.gathered():
+            for index in range(start, end):
+                if self.handle.done:
+                    return
+                self._num_begun += 1
+                self._choices.num_waiting -= 1
+                waited = StageSpan("prefill_wait", self._submitted_s, now, cause="first answer")
+                spans = (waited,) if index else self._prepared.spans
+                prepared = replace(self._prepared, request=self._request(index), spans=spans)
+                active = activate(prepared, _Answer(self, index), self._tokenizer, self._choices.config)
+                dispatcher.submit(active, prepared.pixels, now, near=near)
 
     def _request(self, index: int) -> Request:
-        """The request for answer `index` alone. The prompt is scored once."""
+        """The request for answer `index` alone."""
         request = self._prepared.request
-        sampling = replace(request.sampling, n=1, prompt_logprobs=None if index else request.sampling.prompt_logprobs)
+        sampling = self._sampling if index else self._first_sampling
         return replace(request, id=self._numbers[index], seed=(request.seed + index) & SEED_MASK, sampling=sampling)
 
     # ---- what becomes of answers

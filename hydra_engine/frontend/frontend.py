@@ -286,16 +286,17 @@ class Frontend:
 
     def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
         now = self._clock.now()
-        for message in messages:
-            match message:
-                case Status():
-                    self.statuses.put(name, message)
-                    self._watch.on_status(name, message)
-                    self._dispatcher.instances.on_status(name, message)
-                case LedgerReport():
-                    self._queries.answer(name, message)
-                case _:
-                    self._incoming.take(name, message, now)
+        with self._dispatcher.instances.gathered():
+            for message in messages:
+                match message:
+                    case Status():
+                        self.statuses.put(name, message)
+                        self._watch.on_status(name, message)
+                        self._dispatcher.instances.on_status(name, message)
+                    case LedgerReport():
+                        self._queries.answer(name, message)
+                    case _:
+                        self._incoming.take(name, message, now)
 
     # ---- what others may ask
 
@@ -351,9 +352,8 @@ class Frontend:
     async def ledger(self) -> LedgerReport:
         """The blocks and slots that all instances hold right now."""
         self._check_running()
-        ends = {name: link.end for name, link in self._links.items()}
         async with asyncio.timeout(LEDGER_S):
-            return await self._queries.ask(self._next_id(), ends)
+            return await self._queries.ask(self._next_id(), {name: link.end for name, link in self._links.items()})
 
     async def reset_caches(self, *, kv: bool, images: bool) -> None:
         """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays. What is

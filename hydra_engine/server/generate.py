@@ -249,6 +249,7 @@ async def _add_requests(engine: EnginePort, calls: Sequence[GenerationCall], nam
         for call in calls:
             handle = await engine.add_request(call)
             admitted.callback(handle.cancel)
+            await asyncio.sleep(0)  # others have a turn of the loop between two of them
             handles.append(handle)
         admitted.pop_all()
     return handles[0] if len(handles) == 1 else Several(name, handles, calls[0].sampling.n)
@@ -312,6 +313,7 @@ def _bounded(request: web.Request, body: GenerationFields, sampling: SamplingPar
         if room < min(engine.max_model_len, engine.default_sampling_params.max_tokens or engine.max_model_len):
             sampling = replace(sampling, max_tokens=max(room, sampling.min_tokens, 1))
     _check_logprobs(request, body, sampling)
+    sampling.check_answers(body.num_choices, body.answer_fields)
     return sampling
 
 

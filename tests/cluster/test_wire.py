@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 
 import pytest
+from msgspec.structs import replace
 
 from hydra_engine.cluster import wire
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Abort, Loading
+from hydra_engine.core.ids import ImageDigest, RequestId
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import Abort, Loading, Submit, ToInstance
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
+from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import Role
 from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Ack, Hello, More, Offer, Refuse, Renew, TransferMessage, Withdraw
@@ -101,3 +105,34 @@ def test_frames_cut_anywhere_are_put_together() -> None:
         reader = wire.FrameReader()
         bodies = [body for i in range(0, len(data), step) for body in reader.feed(data[i : i + step])]
         assert [wire.decode_to_peer(body) for body in bodies] == MESSAGES
+
+
+def submit(number: int, sampling: SamplingParams, prompt: tuple[int, ...], pixels: tuple[PixelPayload, ...]) -> Submit:
+    request = Request(RequestId(number), prompt, sampling, max_new_tokens=3, seed=7 * number, arrival_s=1.0, age=number)
+    return Submit(request, pixels)
+
+
+def test_what_answers_have_in_common_travels_once() -> None:
+    sampling = SamplingParams(allowed_token_ids=tuple(range(100_000, 140_000)))
+    prompt, pixels = tuple(range(5000)), (PixelPayload(ImageDigest(b"d" * 32), 100, 100, bytes(30_000)),)
+    answers = [submit(number, sampling, prompt, pixels) for number in range(1, 65)]
+    messages: list[ToInstance] = [Abort(RequestId(99)), *answers, Abort(RequestId(1)), answers[0]]
+    one, all_of_them = (len(wire.encode_to_instance(some)) for some in (answers[:1], messages))
+    assert all_of_them < 2 * one + 64 * 32
+    bodies = wire.FrameReader().feed(wire.encode_to_instance(messages))
+    assert len(bodies) == 4 and wire.messages_to_instance(bodies) == messages
+
+
+def test_what_differs_in_anything_else_travels_by_itself() -> None:
+    sampling, prompt = SamplingParams(n=2), (1, 2, 3)
+    first = submit(1, sampling, prompt, ())
+    others = [
+        submit(2, SamplingParams(n=3), prompt, ()),
+        submit(2, sampling, (1, 2, 4), ()),
+        submit(2, sampling, prompt, (PixelPayload(ImageDigest(b"d" * 32), 1, 1, bytes(3)),)),
+        replace(submit(2, sampling, prompt, ()), stages="D"),
+        replace(first, request=dataclasses.replace(first.request, id=RequestId(2), cache_salt="bob")),
+    ]
+    for other in others:
+        bodies = wire.FrameReader().feed(wire.encode_to_instance([first, other, first]))
+        assert len(bodies) == 3 and wire.messages_to_instance(bodies) == [first, other, first]

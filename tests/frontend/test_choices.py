@@ -211,3 +211,17 @@ def test_scores_of_nobody_s_request_are_answered_with_an_abort() -> None:
     asked.requests("epd0")
     asked.rig.incoming.take("epd0", PromptScores(RequestId(99), 1, ()), asked.rig.now)
     assert asked.rig.aborted("epd0") == [99]
+
+
+def test_the_others_leave_together_and_hold_what_they_share_once() -> None:
+    asked = Asked("2EPD", n=64, allowed_token_ids=range(600))
+    sent: list[int] = []
+    send = asked.rig.dispatcher.instances._send
+    asked.rig.dispatcher.instances._send = lambda name, messages: (sent.append(len(messages)), send(name, messages))[1]
+    (first,) = asked.requests("epd0")
+    asked.rig.speak("epd0", first, 0)
+    others = asked.requests("epd0")
+    assert sent == [63] and len(others) == 63
+    assert len({id(request.sampling) for request in others}) == 1
+    assert first.sampling.allowed_token_ids is others[0].sampling.allowed_token_ids
+    asked.handle.cancel()

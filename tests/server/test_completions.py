@@ -310,3 +310,45 @@ async def test_tokenize_and_back(served: Served) -> None:
         assert response.status == 400
     async with served.post("/tokenize", {}) as response:
         assert response.status == 400
+
+
+BIAS = dict.fromkeys(map(str, range(999)), 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [*range(3000)], "prompt": ["a"] * 100, "n": 4},
+        {
+            "allowed_token_ids": [*range(1500)],
+            "logit_bias": {str(i): 1 for i in range(1000)},
+            "prompt": ["a"] * 105,
+            "n": 4,
+        },
+        {"allowed_token_ids": [*range(20_000)], "prompt": "a", "n": 64},
+    ],
+)
+async def test_lists_of_tokens_times_answers_are_bounded(served: Served, fields: dict[str, Any]) -> None:
+    async with served.post("/v1/completions", {"model": "stub", **fields}) as response:
+        error = (await response.json())["error"]
+        assert response.status == 400 and served.engine.submissions == []
+    assert error["param"] == "allowed_token_ids" and "at most 1048576" in error["message"]
+    again = {**fields, "allowed_token_ids": [1, 2] * 30_000, "max_tokens": 1}
+    async with served.post("/v1/completions", {"model": "stub", **again}) as response:
+        assert response.status == 200, await response.text()
+    assert served.engine.submissions[0].sampling.allowed_token_ids == (1, 2), "repetitions count once"
+
+
+async def test_others_have_a_turn_between_two_prompts(served: Served) -> None:
+    seen = {0}
+
+    async def turns() -> None:
+        while len(served.engine.submissions) < 100:
+            seen.add(len(served.engine.submissions))
+            await asyncio.sleep(0)
+
+    ticker = asyncio.create_task(turns())
+    async with served.post("/v1/completions", {"model": "stub", "prompt": ["a"] * 100, "max_tokens": 1}) as response:
+        assert response.status == 200
+    await ticker
+    assert seen == {*range(100)}

@@ -8,7 +8,8 @@ message about an unknown id is answered once. No clock; messages leave through `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,7 @@ class Instances(dict[str, InstanceLoad]):
         self.draining: set[str] = set()
         self._num_statuses = 0  # since speeds were compared
         self._send = send
+        self._gathered: dict[str, list[ToInstance]] | None = None
 
     # ---- conditions
 
@@ -152,14 +154,33 @@ class Instances(dict[str, InstanceLoad]):
     # ---- messages
 
     def send(self, name: str, messages: Sequence[ToInstance]) -> None:
-        if self[name].is_up:
+        if not self[name].is_up:
+            return
+        if self._gathered is None:
             self._send(name, messages)
+        else:
+            self._gathered.setdefault(name, []).extend(messages)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """What is sent inside leaves at the end, all that goes to one instance at once: what requests have in common
+        then travels once."""
+        if self._gathered is not None:
+            yield
+            return
+        self._gathered = {}
+        try:
+            yield
+        finally:
+            gathered, self._gathered = self._gathered, None
+            for name, messages in gathered.items():
+                self.send(name, messages)
 
     def abort(self, name: str, number: RequestId, in_flight: RequestInFlight | None) -> None:
         """Aborts this id at the instance; `in_flight` still counts its report."""
         if self[name].is_up:
             self[name].stale[number] = in_flight
-            self._send(name, [Abort(number)])
+            self.send(name, [Abort(number)])
 
     def reject(self, name: str, number: RequestId) -> None:
         """The instance speaks of an id that is not its own (any more): the id is aborted there, once."""
@@ -169,7 +190,7 @@ class Instances(dict[str, InstanceLoad]):
     def repeat_aborts(self, name: str) -> None:
         """Sends aborts again to an instance that was silent."""
         if stale := self[name].stale:
-            self._send(name, [Abort(number) for number in stale])
+            self.send(name, [Abort(number) for number in stale])
 
 
 def prefillers(

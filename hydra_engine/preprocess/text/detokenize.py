@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from hydra_engine.core.logprobs import FIRST, SILENT
@@ -123,6 +124,7 @@ class StopMatcher:
         return complete
 
 
+@lru_cache(256)  # answers to one request have the same
 def _borders(stop: str) -> list[int]:
     """For every prefix the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)

@@ -69,6 +69,10 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         return self.num_each * (len(self.prompt) if several else 1)
 
     @property
+    def answer_fields(self) -> str:
+        return "n or the number of prompts"
+
+    @property
     def num_prompt_copies(self) -> int:
         return self.num_each
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
 from hydra_engine.core.call import MAX_CALL_ID_CHARS
 from hydra_engine.core.call import MAX_NAME_CHARS as MAX_CALL_NAME_CHARS
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
-from hydra_engine.core.prompting import MAX_ARGUMENT_CHARS, MAX_TOOL_CHARS, TOOL_NAME
+from hydra_engine.core.prompting import MAX_ARGUMENT_CHARS, MAX_TOOL_CHARS, TOOL_NAME, CheckedTools
 from hydra_engine.core.request import (
     MAX_ALLOWED_TOKENS,
     MAX_BIASED_TOKENS,
@@ -173,6 +173,11 @@ class GenerationFields(StructuredFields, frozen=True, kw_only=True):
     @property
     def num_choices(self) -> int:
         return 1
+
+    @property
+    def answer_fields(self) -> str:
+        """What says how many answers are asked for."""
+        return "n"
 
     @property
     def num_prompt_copies(self) -> int:
@@ -342,12 +347,25 @@ def _of_rules(source: str | None, param: str) -> Grammar | None:
 # ---- tools as the engine takes them
 
 
-def plain_function(name: str, description: str | None, parameters: dict[str, Any] | None, param: str) -> dict[str, Any]:
-    """`param` is the field of the parameters. Raises InvalidRequest."""
-    check_parameters(parameters, name, param)
-    described = {"description": description, "parameters": parameters}
-    given = {key: value for key, value in described.items() if value is not None}
-    return {"type": "function", "function": {"name": name, **given}}
+class GivenFunction(NamedTuple):
+    """`param` is the field of the parameters."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    param: str
+
+
+def plain_functions(functions: Iterable[GivenFunction]) -> tuple[Mapping[str, Any], ...]:
+    """Tools in the one form and order that chat templates were trained with, whatever order a client sends. Raises
+    InvalidRequest."""
+    tools = CheckedTools()
+    for one in functions:
+        described = {"description": one.description, "parameters": one.parameters}
+        given = {key: value for key, value in described.items() if value is not None}
+        tools.add({"type": "function", "function": {"name": one.name, **given}}, one.param.partition(".")[0])
+        check_parameters(one.parameters, one.name, one.param)
+    return tuple(tools)
 
 
 def unsupported_tool(param: str, kind: str) -> InvalidRequest:
