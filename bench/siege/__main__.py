@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections import Counter
 from typing import Any
 
 from bench.common import ROOT
-from bench.siege import climb, controls, processes
+from bench.siege import climb, controls, networks, processes
 from bench.siege.cases import CASES, SECONDS
 from bench.siege.oracles import Finding
 from bench.siege.stage import Case, Stage
@@ -131,7 +132,13 @@ def main() -> int:
         seed, chosen, point = line["seed"], choose(line["case"]), line.get("point")
     processes.adopt_orphans()
     campaign = Campaign(seed, arguments.scale)
-    asyncio.run(campaign.run(chosen, point))
+    reason = networks.why_not()
+    if reason is not None:
+        campaign.stage.skipped.append(f"hosts, for there are no networks of one's own here: {reason}")
+        chosen = [case for case in chosen if case.group != "hosts"]
+    with networks.joined() if reason is None else contextlib.nullcontext():
+        campaign.stage.has_networks = reason is None
+        asyncio.run(campaign.run(chosen, point))
     print(campaign.summary())
     return 1 if campaign.num_failed else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass
 class Streamed:
-    """What a stream brought, and what processor time a process took for each piece of it, at most."""
+    """What a stream brought, and what processor time instances took for a piece of it, at most."""
 
     told: bytes = b""
     status: int = 0
@@ -92,11 +92,11 @@ class Client:
         return Answer(int(head[9:12]) if head.startswith(b"HTTP/1.") else 0, head, body)
 
     async def stream(
-        self, body: Mapping[str, Any], *, watched: int | None = None, within_s: float = WAIT_S
+        self, body: Mapping[str, Any], *, watched: Sequence[int] = (), within_s: float = WAIT_S
     ) -> Streamed:
-        """`watched`: the process whose time counts. What comes in one read shares the time since the read before."""
+        """`watched`: processes whose time counts. What comes in one read shares the time since the read before."""
         wire = self.wire("POST", CHAT, json.dumps({**body, "stream": True}).encode())
-        result, used_s = Streamed(), 0.0
+        result, used_s = Streamed(), _used_s(watched)
         try:
             async with asyncio.timeout(within_s):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
@@ -106,10 +106,9 @@ class Client:
                         while read := await reader.read(1 << 16):
                             result.raw += read
                             pieces = read.count(b"data: {")
-                            if watched is not None and pieces:
-                                now_s = cpu_s(watched)
-                                if result.num_pieces:
-                                    result.longest_cpu_s = max(result.longest_cpu_s, (now_s - used_s) / pieces)
+                            if pieces:
+                                now_s = _used_s(watched)
+                                result.longest_cpu_s = max(result.longest_cpu_s, (now_s - used_s) / pieces)
                                 used_s = now_s
                             result.num_pieces += pieces
                 finally:
@@ -120,6 +119,10 @@ class Client:
         result.told = told_by(Exchanged((result.status,), result.raw, 0.0, 0.0))
         result.ended = b"data: [DONE]" in result.raw
         return result
+
+
+def _used_s(pids: Iterable[int]) -> float:
+    return sum(map(cpu_s, pids))
 
 
 Asked = list[asyncio.Task[Answer]]

@@ -45,6 +45,7 @@ class Stage:
     found: dict[str, Any] = field(default_factory=dict)  # the same, from the case
     skipped: list[str] = field(default_factory=list)
     seconds: float = 20.0  # that the case may take
+    has_networks: bool = False  # there are hostile hosts, and no way out
     _server: Server | None = None
     _golden: list[bytes] = field(default_factory=list)
     _tenants: dict[str, str] = field(default_factory=dict)
@@ -67,6 +68,10 @@ class Stage:
         return self.server.client("bob")
 
     @property
+    def instances(self) -> tuple[int, ...]:
+        return tuple(self.server.instances().values())
+
+    @property
     def decoder(self) -> int:
         """The process of the instance that decodes."""
         return next(pid for name, pid in self.server.instances().items() if "d" in name)
@@ -82,7 +87,8 @@ class Stage:
                 pass
             self.server.kill()
             self._server = None
-        server = Server(f"--child-seconds={CHILD_SECONDS:g}", "--fetch-timeout-s", f"{FETCH_SECONDS:g}")
+        options = [f"--child-seconds={CHILD_SECONDS:g}", *["--documentation-is-public"] * self.has_networks]
+        server = Server(*options, "--fetch-timeout-s", f"{FETCH_SECONDS:g}")
         await asyncio.to_thread(server.wait_ready)
         self._server = server
         await server.wait_whole()
@@ -106,7 +112,7 @@ class Stage:
     async def golden(self, index: int = 0, *, watched: bool = False, **options: Any) -> tuple[Streamed, bytes]:
         """Bob's stream, and what it is when nobody else is there."""
         body = golden_bodies()[index] | options
-        streamed = await self.bob.stream(body, watched=self.decoder if watched else None)
+        streamed = await self.bob.stream(body, watched=self.instances if watched else ())
         return streamed, self._golden[index]
 
     async def begin(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.siege.cases import children, grammars, inward, mixed, products, starts, tenants, turns
+from bench.siege.cases import children, grammars, hosts, inward, mixed, products, starts, tenants, turns
 from bench.siege.stage import Case
 
 # Seconds of the five minutes that each group may take; those with a search or random moments use them up.
@@ -10,6 +10,7 @@ SECONDS = {
     "tenants": 15,
     "products": 25,
     "grammars": 30,
+    "hosts": 35,
     "inward": 25,
     "turns": 25,
     "children": 30,
@@ -22,6 +23,7 @@ CASES: tuple[Case, ...] = (
     *tenants.CASES,
     *products.CASES,
     *grammars.CASES,
+    *hosts.CASES,
     *inward.CASES,
     *turns.CASES,
     *children.CASES,
