@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from bench.common import ROOT
-from bench.siege import climb, controls, networks, processes
+from bench.siege import climb, controls, long, networks, processes
 from bench.siege.cases import CASES, SECONDS
 from bench.siege.oracles import Finding
 from bench.siege.stage import Case, Stage
@@ -118,6 +119,8 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="times as many seconds for every group")
     parser.add_argument("--replay", metavar="LINE", help="a line that a case printed when it failed")
     parser.add_argument("--control", metavar="NAME", help="a patch of controls/, or drawn: its case must fail")
+    parser.add_argument("--minutes", type=float, help="the long form: mixed traffic over all topologies, in pieces")
+    parser.add_argument("--state", metavar="FILE", help="of the long form, to which its pieces add up")
     parser.add_argument("--list", action="store_true", help="tells the cases and controls")
     arguments = parser.parse_args()
     seed = arguments.seed or seed_of_commit()
@@ -138,6 +141,10 @@ def main() -> int:
         chosen = [case for case in chosen if case.group != "hosts"]
     with networks.joined() if reason is None else contextlib.nullcontext():
         campaign.stage.has_networks = reason is None
+        if arguments.minutes:
+            path = Path(arguments.state or ROOT / "build" / "siege.json")
+            path.parent.mkdir(exist_ok=True)
+            return 0 if long.run(seed, path, arguments.minutes * 60, has_networks=reason is None) else 1
         asyncio.run(campaign.run(chosen, point))
     print(campaign.summary())
     return 1 if campaign.num_failed else 0

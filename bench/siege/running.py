@@ -25,7 +25,7 @@ from bench.siege.clients import Client
 START_S = 120.0
 END_S = 30.0
 KEPT_LOG_BYTES = 1 << 20
-SMALL = ("--threads", "1", "--pixel-cache-mib", "8", "--shutdown-timeout", "2", "--enable-log-requests")
+SMALL = ("--threads", "1", "--pixel-cache-mib", "8", "--shutdown-timeout", "2")
 
 
 class Server:

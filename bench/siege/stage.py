@@ -46,6 +46,7 @@ class Stage:
     skipped: list[str] = field(default_factory=list)
     seconds: float = 20.0  # that the case may take
     has_networks: bool = False  # there are hostile hosts, and no way out
+    topology: str = "EP+D"
     _server: Server | None = None
     _golden: list[bytes] = field(default_factory=list)
     _tenants: dict[str, str] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Stage:
             self.server.kill()
             self._server = None
         options = [f"--child-seconds={CHILD_SECONDS:g}", *["--documentation-is-public"] * self.has_networks]
-        server = Server(*options, "--fetch-timeout-s", f"{FETCH_SECONDS:g}")
+        server = Server(*options, "--fetch-timeout-s", f"{FETCH_SECONDS:g}", topology=self.topology)
         await asyncio.to_thread(server.wait_ready)
         self._server = server
         await server.wait_whole()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bench.common import ROOT
-from bench.siege import controls, oracles
+from bench.siege import controls, long, oracles
 from bench.siege.__main__ import ALL, choose
+from bench.siege.cases.mixed import Traffic
 from bench.siege.clients import Answer, Streamed
 
 
@@ -66,3 +69,17 @@ def test_a_stream_is_right_to_the_byte_to_the_end_and_in_time() -> None:
 def test_a_turn_of_the_loop_is_short() -> None:
     assert oracles.lag(20.0) == []
     assert oracles.lag(400.0)
+
+
+def test_pieces_of_the_long_form_add_up(tmp_path: Path) -> None:
+    traffic = Traffic(right=3, hostile=4, slowest_s=1.5)
+    traffic.errors["503 instance_lost"] = 2
+    traffic.findings.append(oracles.Finding("bystander", "another text"))
+    for _ in range(2):
+        tally = long.load(tmp_path / "state.json")
+        tally.topologies["EPD"] += 1
+        tally.add(traffic)
+        long.save(tmp_path / "state.json", tally)
+    told = long.load(tmp_path / "state.json").summary()
+    assert (told["compared"], told["requests"], told["wrong"], told["topologies"]) == (6, 18, 2, {"EPD": 2})
+    assert told["refused"] == {"503 instance_lost": 4} and not told["clean"]
