@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hydra_engine.config.engine import DEMO_MODEL, SHAPES, EngineConfig
+from hydra_engine.core.model_folder import read_file
 from hydra_engine.errors import CheckpointError, ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -81,13 +82,13 @@ def _missing(folder: Path, config: EngineConfig) -> list[str]:
     missing = [] if _CONFIG in there else [_CONFIG]
     if there.isdisjoint(_TOKENIZERS):
         missing.append(_TOKENIZERS[0])
-    sees = _CONFIG in there and b'"vision_config"' in (folder / _CONFIG).read_bytes()
+    sees = _CONFIG in there and b'"vision_config"' in (read_file(folder, _CONFIG) or b"")
     if sees and there.isdisjoint(_PROCESSORS):
         missing.append(_PROCESSORS[0])
     if config.load_format == "random" or _WEIGHTS in there:
         return missing
     if _INDEX in there:
-        return missing + sorted(_shards(folder / _INDEX) - there)
+        return missing + sorted(_shards(folder) - there)
     if any(name.startswith("model-") and name.endswith(".safetensors") for name in there):
         missing.append(_INDEX)
     elif not any(name.endswith(_PICKLES) for name in there):  # the loader reports how to convert them
@@ -95,10 +96,10 @@ def _missing(folder: Path, config: EngineConfig) -> list[str]:
     return missing
 
 
-def _shards(index: Path) -> set[str]:
+def _shards(folder: Path) -> set[str]:
     """The names of the weight files; empty for a damaged index, which the loader reports."""
     try:
-        places = json.loads(index.read_bytes())["weight_map"].values()
+        places = json.loads(read_file(folder, _INDEX) or b"")["weight_map"].values()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
     return {str(place) for place in places}

@@ -17,6 +17,7 @@ import msgspec
 
 from hydra_engine.core import profile_file
 from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.model_folder import read_file
 from hydra_engine.core.profile_file import Refused
 from hydra_engine.profiler.fit import Samples
 
@@ -97,7 +98,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def model_identity(directory: Path) -> str:
     """Hex digest of config.json and of names, sizes and modification times of the weight files."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update((directory / "config.json").read_bytes())
+    digest.update(read_file(directory, "config.json") or b"")
     for path in sorted(directory.iterdir()):
         if path.suffix in _WEIGHTS:
             facts = path.stat()

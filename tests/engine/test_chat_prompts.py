@@ -58,7 +58,7 @@ def test_a_model_without_a_template_says_so_and_takes_raw_prompts(
     bare.mkdir()
     for path in model_dir.iterdir():
         if path.name != CHECKPOINTS["LLaVA-1.5"].where:
-            (bare / path.name).symlink_to(path)
+            (bare / path.name).hardlink_to(path)
     engine = make_engine(model=bare)
     words = "the model has no chat template; give one with --chat-template FILE"
     assert any(record.getMessage().startswith(words) for record in caplog.records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def authored(tiny_model: Path, tmp_path: Path) -> Authored:
 
     def make(text: str | None = None, **values: Any) -> Path:
         directory = tmp_path / "model"
-        shutil.copytree(tiny_model, directory, copy_function=lambda source, target: Path(target).symlink_to(source))
+        shutil.copytree(tiny_model, directory, copy_function=os.link)
         file = directory / "generation_config.json"
         shipped = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         file.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ from hydra_engine.models.specs.vision import SquareVisionSpec, normalisation
 Size = tuple[int, int]  # width, height
 PINPOINTS: tuple[Size, ...] = ((672, 336), (336, 672), (672, 672), (336, 1008), (1008, 336))  # transformers' default
 MAX_SIDE = 1 << 16  # pixels of a canvas
+MAX_PINPOINTS = 1024  # canvases, of which one is chosen for each picture
 
 
 class Region(NamedTuple):
@@ -180,6 +181,8 @@ def _resolutions(fields: Fields, side: int, default: tuple[Size, ...]) -> tuple[
         pinpoints = [[height, width] for width, height in default]
     if not isinstance(pinpoints, list) or not pinpoints:
         raise fields.wrong("image_grid_pinpoints", "a list of heights and widths")
+    if len(pinpoints) > MAX_PINPOINTS:
+        raise fields.wrong("image_grid_pinpoints", f"at most {MAX_PINPOINTS} pairs")
     sizes = []
     for pinpoint in pinpoints:
         values = pinpoint if isinstance(pinpoint, list) else []

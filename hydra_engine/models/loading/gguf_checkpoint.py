@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
+from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.loading.checkpoint import StoredTensor, listed
 from hydra_engine.models.loading.gguf_names import Decoder, Order, Source, sources
@@ -81,7 +82,7 @@ class GgufCheckpoint:
 
     def _open(self, path: Path) -> GgufHeader:
         header = read_gguf(path)
-        file = open(path, "rb", buffering=0)  # noqa: SIM115, closed by `close`
+        file = open_weights(path)
         self._files.append(file)
         if twice := header.tensors.keys() & self._tensors.keys():
             raise CheckpointError(f"these tensors are in two of the GGUF files: {listed(twice)}")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,7 +28,7 @@ _BITS = {
     **{"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32},
     **{"U64": 64, "I64": 64, "F64": 64, "C64": 64},
 }
-_MAX_HEADER_BYTES = 100 << 20
+MAX_HEADER_BYTES = 16 << 20  # a hundred thousand tensors; the format allows 100 MB
 
 
 class TensorEntry(NamedTuple):
@@ -47,12 +48,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115, closed by `close`
-        except FileNotFoundError:
-            raise CheckpointError(f"the weights file {self.name} is missing") from None
-        except OSError as error:
-            raise CheckpointError(f"{self.name} cannot be read: {error.strerror or type(error).__name__}") from None
+        self._file = open_weights(path)
         try:
             self.entries = self._read_header()
         except BaseException:
@@ -94,8 +90,10 @@ class SafetensorsFile:
         if num_bytes < 8 or not self._read_into(0, memoryview(prefix)):
             raise CheckpointError(f"{self.name} is too short to be a safetensors file")
         header_bytes = int.from_bytes(prefix, "little")
-        if header_bytes > _MAX_HEADER_BYTES or 8 + header_bytes > num_bytes:
+        if 8 + header_bytes > num_bytes:
             raise CheckpointError(f"{self.name} is truncated or not a safetensors file: its header does not fit")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{self.name} has a header of more than {MAX_HEADER_BYTES >> 20} MiB")
         text = bytearray(header_bytes)
         self._read_into(8, memoryview(text))
         try:

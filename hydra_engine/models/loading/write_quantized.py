@@ -34,6 +34,7 @@ from hydra_engine.models.loading.safetensors_checkpoint import INDEX, SINGLE, Sa
 from hydra_engine.models.loading.safetensors_file import FLOATS
 from hydra_engine.models.loading.weights import Progress, all_finite, check_names
 from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.fields import read_json
 from hydra_engine.models.specs.quantization import AT_LOAD, AT_LOAD_GROUP, COMPRESSED, FILES, PLACES
 from hydra_engine.models.specs.registry import load_spec
 
@@ -289,7 +290,7 @@ def _copy_rest(model_dir: Path, target: Path) -> None:
 
 
 def _write_config(model_dir: Path, target: Path, spec: ModelSpec, wanted: str, pieces: list[Piece]) -> None:
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config: Any = read_json(model_dir, "config.json").values
     modules = {piece.parts[0].name.rpartition(".")[0]: piece.num_bits for piece in pieces if piece.num_bits}
     if spec.language.tie_embeddings and any(module.endswith("lm_head") for module in modules):
         for part in (config, config.get("text_config")):

@@ -18,6 +18,7 @@ from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.geometry import check_picture
 
 MAX_ASPECT = 200
+MOST_FRAMES = 64  # of one temporal patch
 
 
 class PixelLimits(NamedTuple):
@@ -155,7 +156,7 @@ def patch_geometry(tower: Fields, settings: Fields, patch_size: int) -> PatchGeo
     geometry = PatchGeometry(
         patch_size=tower.integer("patch_size", patch_size),
         merge_size=tower.integer("spatial_merge_size", 2),
-        temporal_patch_size=tower.integer("temporal_patch_size", 2),
+        temporal_patch_size=tower.integer("temporal_patch_size", 2, at_most=MOST_FRAMES),
     )
     for name, default in (("patch_size", patch_size), ("merge_size", 2), ("temporal_patch_size", 2)):
         expected = getattr(geometry, name)

@@ -38,7 +38,7 @@ from hydra_engine.models.specs.base import (
     VisionSpec,
 )
 from hydra_engine.models.specs.decoder import activation, build_language, decoder_type
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import MOST_LAYERS, Fields
 from hydra_engine.models.specs.rope import rope_section
 from hydra_engine.models.specs.vision import (
     CLIP_MEAN,
@@ -227,7 +227,7 @@ def build_qwen2_vl(files: ModelFiles) -> ModelSpec:
     hidden = vision.integer("embed_dim", 1280)
     tower = QwenTower(
         hidden_size=hidden,
-        num_layers=vision.integer("depth", 32),
+        num_layers=vision.integer("depth", 32, at_most=MOST_LAYERS),
         num_heads=vision.integer("num_heads", 16),
         intermediate_size=int(hidden * vision.number("mlp_ratio", 4)),
         hidden_act=activation(vision, "hidden_act", "quick_gelu"),
@@ -244,7 +244,7 @@ def build_qwen2_5_vl(files: ModelFiles) -> ModelSpec:
         raise vision.wrong("window_size", f"at least {side} pixels, the width of one token")
     tower = QwenTower(
         hidden_size=vision.integer("hidden_size", 3584),
-        num_layers=vision.integer("depth", 32),
+        num_layers=vision.integer("depth", 32, at_most=MOST_LAYERS),
         num_heads=vision.integer("num_heads", 16),
         intermediate_size=vision.integer("intermediate_size", 3420),
         hidden_act=activation(vision, "hidden_act", "silu"),
@@ -282,7 +282,7 @@ def _build_qwen2(
 
 def _full_layers(vision: Fields) -> frozenset[int]:
     """Indices beyond the tower's layers say nothing: towers cut short keep the list of the whole one."""
-    depth = vision.integer("depth", 32)
+    depth = vision.integer("depth", 32, at_most=MOST_LAYERS)
     value = vision.get("fullatt_block_indexes")
     layers = [7, 15, 23, 31] if value is None else value
     if not isinstance(layers, list) or any(type(index) is not int or index < 0 for index in layers):
@@ -357,7 +357,10 @@ def _qwen3_vision(files: ModelFiles, feature_size: int) -> Qwen3VlVisionSpec:
     tower = files.config.section("vision_config")
     # The other means and deviations are those of the video processor's class.
     geometry, limits, preprocess, videos = grid_settings(files, "qwen3_vl", 16, video_mean=HALF, video_std=HALF)
-    num_layers, num_positions = tower.integer("depth", 27), tower.integer("num_position_embeddings", 2304)
+    num_layers, num_positions = (
+        tower.integer("depth", 27, at_most=MOST_LAYERS),
+        tower.integer("num_position_embeddings", 2304),
+    )
     deepstack = _deepstack(tower, num_layers)
     return Qwen3VlVisionSpec(
         tower=QwenTower(

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.base import DTYPE_BYTES, DeltaShape, LanguageSpec, LayerKind
-from hydra_engine.models.specs.fields import ELSEWHERE, Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, MOST_LAYERS, Fields
 from hydra_engine.models.specs.rope import Sections, rope_settings
 
 LAYER_KINDS: dict[str, LayerKind] = {"linear_attention": "delta", "full_attention": "attention"}
@@ -147,7 +147,7 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
         max_position=max_position,
         share=defaults.rotary_share,
     )
-    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None)
+    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None, at_most=MOST_LAYERS)
     return LanguageSpec(
         num_layers=num_layers,
         hidden_size=hidden,

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hydra_engine.core.model_folder import read_file
 from hydra_engine.errors import CheckpointError
 
 
@@ -22,12 +23,9 @@ def read_json(directory: Path, name: str) -> Fields:
 
 
 def read_json_if_present(directory: Path, name: str) -> Fields | None:
-    try:
-        data = (directory / name).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    data = read_file(directory, name)
+    if data is None:
         return None
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error.strerror or type(error).__name__}") from None
     try:
         values = json.loads(data)
     except json.JSONDecodeError as error:
@@ -40,6 +38,7 @@ def read_json_if_present(directory: Path, name: str) -> Fields | None:
 
 
 LARGEST = 2**31  # of sizes and counts
+MOST_LAYERS = 1024  # of a decoder or a tower: each is built before weights are read
 LARGEST_NUMBER = 1e38  # of other numbers: what float32 holds
 # Ends a complaint about what only the native implementations cannot do.
 ELSEWHERE = "; --model-impl transformers runs what transformers can load"

@@ -13,11 +13,13 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.fields import Fields
 
 MAX_HEADER_BYTES = 64 << 20
 _CHUNK = 8 << 20  # of a header, read at once
+_MAX_VALUES = 1 << 22  # of all arrays: tokens and merges are some hundred thousand
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 
@@ -76,7 +78,7 @@ class GgufHeader(NamedTuple):
 def read_gguf(path: Path) -> GgufHeader:
     """Raises CheckpointError."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_weights(path) as file:
             return _read(path, _Cursor(path.name, file))
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror or type(error).__name__}") from None
@@ -152,6 +154,7 @@ class _Cursor:
         self._file = file
         self.file_bytes = os.fstat(file.fileno()).st_size
         self._bytes = b""
+        self._num_values = 0  # in arrays
         self.position = 0
 
     def take(self, count: int) -> bytes:
@@ -186,6 +189,9 @@ class _Cursor:
         return self._scalars(kind, 1)[0]
 
     def _array(self, kind: int, count: int) -> list[Any]:
+        self._num_values += count
+        if self._num_values > _MAX_VALUES and count <= self.file_bytes:
+            raise CheckpointError(f"{self.name} has arrays of more than {_MAX_VALUES} values together")
         if kind == _STRING:
             if count * 8 > self.file_bytes - self.position:
                 raise self._truncated()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
 
@@ -21,7 +22,7 @@ _AUTO_ROUND, _MODELOPT = "auto-round", "modelopt"  # which store weights like GP
 _SAME = {"compressed_tensors": COMPRESSED, "intel/auto-round": _AUTO_ROUND}
 _MODELOPT_FILE = "hf_quant_config.json"
 FILES = (_MODELOPT_FILE, "quantize_config.json", "quant_config.json")  # that say it beside config.json
-_MOST_HEADER_BYTES = 100 << 20  # of a safetensors file
+_MOST_HEADER_BYTES = 16 << 20  # of a safetensors file
 AT_LOAD: dict[str, Literal[4, 8]] = {"int4": 4, "int8": 8}
 AT_LOAD_GROUP = 32  # inputs that share a scale in 4 bits; in 8 bits a row does
 ROW = -1  # a group size: all inputs
@@ -106,9 +107,9 @@ def read_quantization(model_dir: Path, config: Fields, text: Fields | None = Non
 def _float_share(model_dir: Path, quantization: Quantization) -> float:
     """By the headers of the weights files, which are checked where they are loaded."""
     counts = {"F8_E4M3": 0.0, "I8": 0.0, "I32": 0.0}
-    for path in model_dir.glob("*.safetensors"):
+    for path in filter(Path.is_file, model_dir.glob("*.safetensors")):
         try:
-            with open(path, "rb") as file:
+            with open_weights(path) as file:
                 header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)))
             for name, entry in header.items():
                 if name.endswith((".weight", ".weight_packed")) and entry["dtype"] in counts:

@@ -22,6 +22,7 @@ import transformers
 from PIL import Image
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from hydra_engine.core.model_folder import check_small_files, read_file
 from hydra_engine.errors import CheckpointError, HydraError, InvalidImage
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import stored_dtype
@@ -31,6 +32,8 @@ from hydra_engine.models.transformers_adapter.processor_spec import Expansion, P
 from hydra_engine.models.transformers_adapter.spec import FAMILY, Answer, GenericVisionSpec
 
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
+MOST_COUNTED = 4096
+_COUNTED = ("layer", "layers", "depth", "blocks", "experts", "stages", "labels", "levels")  # ends of names
 _SIZES = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size")  # of a layer
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -64,6 +67,7 @@ def quiet() -> Iterator[None]:
 
 def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
     """Raises CheckpointError where the generic adapter cannot run the model, with the reason."""
+    check_small_files(model_dir)
     with quiet():
         return _describe(model_dir, trust_remote_code)
 
@@ -104,6 +108,7 @@ def cannot_run(architecture: str, reason: str) -> CheckpointError:
 
 def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
     raw = read_json(model_dir, "config.json")
+    _check_counts(raw)
     if not trust_remote_code:
         _check_known(raw)
     try:
@@ -112,6 +117,15 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
         )
     except PROCESSOR_ERRORS as error:
         raise CheckpointError(f"transformers cannot read config.json: {in_words(error)}") from error
+
+
+def _check_counts(section: Fields) -> None:
+    """Before transformers builds lists, and then modules, of what is counted."""
+    for name, value in section.values.items():
+        if isinstance(value, dict):
+            _check_counts(Fields(value, f"{name[:40]} of {section.where}"))
+        elif type(value) is int and value > MOST_COUNTED and name.endswith(_COUNTED):
+            raise section.wrong(name, f"at most {MOST_COUNTED}")
 
 
 def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any:
@@ -366,8 +380,7 @@ def _digest(model_dir: Path) -> str:
     """Names the processor's settings."""
     digest = hashlib.blake2b(transformers.__version__.encode(), digest_size=16)
     for name in ("processor_config.json", "preprocessor_config.json", "config.json"):
-        path = model_dir / name
-        digest.update(path.read_bytes() if path.is_file() else b"")
+        digest.update(read_file(model_dir, name) or b"")
     return digest.hexdigest()
 
 

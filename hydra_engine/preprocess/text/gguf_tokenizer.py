@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.gguf_config import CONTROL, PICTURE_TOKENS, special_token
 
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5  # of tokenizer.ggml.token_type
+_MAX_CUTS = 1 << 28  # characters of all parts of all tokens: a second
 _SPACE = "\u2581"  # SentencePiece's
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -125,6 +127,8 @@ def _bpe(tokens: list[str], kinds: list[int], merges: list[list[str]]) -> dict[s
 def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
     """All pairs of tokens that make a token, the likeliest token first; of one token the earliest pair first."""
     ids = {token: index for index, token in enumerate(tokens)}
+    if sum(len(token) ** 2 for token in ids) > _MAX_CUTS:
+        raise CheckpointError("the tokens of the GGUF file are too long to find their merges")
     found: list[tuple[float, int, int, int]] = []
     for token, index in ids.items():
         for cut in range(1, len(token)):

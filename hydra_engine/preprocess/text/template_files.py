@@ -8,8 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hydra_engine.core.model_folder import MAX_TEMPLATE_BYTES, read_file, read_text, template_names
 from hydra_engine.errors import CheckpointError, ConfigError
 
+_OLDER = "chat_template.json"
 NO_TEMPLATE = "the model has no chat template; give one with --chat-template FILE"
 
 
@@ -22,22 +24,22 @@ class ChatTemplates(NamedTuple):
 
 def find_templates(folder: Path) -> ChatTemplates:
     """A processor's own goes before the tokenizer's. Raises CheckpointError for a file that is broken."""
-    template = read_json(folder / "processor_config.json").get("chat_template")
-    if template is None and (older := folder / "chat_template.json").is_file():
-        template = read_json(older).get("chat_template")
+    template = _checked(read_json(folder, "processor_config.json").get("chat_template"))
+    if template is None and (older := read_json(folder, _OLDER)):
+        template = _checked(older.get("chat_template"))
         if not isinstance(template, str):
-            raise CheckpointError(f"{older.name} is broken")
+            raise CheckpointError(f"{_OLDER} is broken")
     if isinstance(template, str) and template:
         return ChatTemplates(template)
-    files = [folder / "chat_template.jinja", *(folder / "additional_chat_templates").glob("*.jinja")]
-    named: dict[str, Any] = {path.stem: _read(path) for path in files if path.is_file()}
+    files = {Path(name).stem: read_text(folder, name) for name in ("chat_template.jinja", *template_names(folder))}
+    named: dict[str, Any] = {name: text for name, text in files.items() if text is not None}
     if "chat_template" in named:
         named["default"] = named.pop("chat_template")
     if not named:
-        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+        template = read_json(folder, "tokenizer_config.json").get("chat_template")
         entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
         named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    known = {name: text for name, text in named.items() if isinstance(text, str) and text}
+    known = {name: _checked(text) for name, text in named.items() if isinstance(text, str) and text}
     return ChatTemplates(known.get("default"), known.get("tool_use"))
 
 
@@ -58,19 +60,20 @@ def read_given(path: str) -> str:
         raise ConfigError(f"cannot read the chat template {path}: {reason}", param="chat_template") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Of a file that may be missing. Raises CheckpointError."""
+    data = read_file(folder, name)
     try:
-        parsed = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} is not valid JSON") from error
+        parsed = {} if data is None else json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is not valid JSON") from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object")
+        raise CheckpointError(f"{name} is not a JSON object")
     return parsed
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise CheckpointError(f"{path.name} cannot be read") from error
+def _checked(template: Any) -> Any:
+    """One that stands in another file is no longer than one in a file of its own."""
+    if isinstance(template, str) and len(template) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"the chat template has more than {MAX_TEMPLATE_BYTES} characters")
+    return template

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Encoding, decoders
 from tokenizers import Tokenizer as Backend
 
+from hydra_engine.core.model_folder import check_small_files, read_file
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError, InvalidRequest
 from hydra_engine.preprocess.text.template_files import find_templates, read_json
+from hydra_engine.preprocess.text.tokenizer_file import check_tokenizer_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,8 +52,9 @@ def load_tokenizer(model_dir: str | Path, class_name: str | None = None) -> Toke
     another tokenizer of tokenizer.json than it says. `class_name` is that class where it is known. Raises
     CheckpointError that names the missing file."""
     folder = Path(model_dir)
-    if (folder / _TOKENIZER_FILE).is_file():
-        _check_json(folder / _TOKENIZER_FILE)
+    check_small_files(folder)
+    if (data := read_file(folder, _TOKENIZER_FILE)) is not None:
+        check_tokenizer_file(data)
         loader: Any = _named_class(class_name or _class_name(folder))
     elif any((folder / name).is_file() for name in _OTHER_FILES):
         from transformers import AutoTokenizer as loader  # only for directories without tokenizer.json
@@ -292,13 +295,8 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _check_json(path: Path) -> None:
-    if not isinstance(read_json(path).get("model"), dict):
-        raise CheckpointError(f"{path.name} is not a tokenizer file")
-
-
 def _class_name(folder: Path) -> str | None:
-    config, settings = (read_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    config, settings = (read_json(folder, name) for name in ("config.json", "tokenizer_config.json"))
     model_type, declared = config.get("model_type"), settings.get("tokenizer_class") or config.get("tokenizer_class")
     if "auto_map" in settings:  # code of the model's own, which is not run
         return declared
@@ -306,7 +304,9 @@ def _class_name(folder: Path) -> str | None:
         return None
     if declared is None or model_type in _WRONGLY_NAMED:
         return _CLASSES.get(str(model_type))
-    if declared.removesuffix("Fast") == "LlamaTokenizer" and b'"ByteLevel"' in (folder / _TOKENIZER_FILE).read_bytes():
+    if declared.removesuffix("Fast") == "LlamaTokenizer" and b'"ByteLevel"' in (
+        read_file(folder, _TOKENIZER_FILE) or b""
+    ):
         return None  # Llama 3's: that class would take spaces for SentencePiece's
     return declared
 

@@ -1,0 +1,144 @@
+"""The files of a model folder, which are somebody else's: opened once, as regular files of bounded size.
+
+Small files may be links into the folder itself, the Hugging Face cache or a folder made of GGUF files, so that nothing
+else of this machine becomes a part of a model; weights may be links to any regular file. Every complaint is a
+CheckpointError that names the file. Does not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from hydra_engine.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 8 << 20
+MAX_INDEX_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TOKENIZER_BYTES = 64 << 20
+
+_TOKENIZERS = frozenset({"tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"})
+_SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # ends of the names of files that are read whole
+_TEMPLATES = "additional_chat_templates"
+_KINDS = (
+    (stat.S_ISDIR, "Is a directory"),
+    (stat.S_ISFIFO, "Is a named pipe"),
+    (stat.S_ISSOCK, "Is a socket"),
+    (stat.S_ISCHR, "Is a device"),
+    (stat.S_ISBLK, "Is a device"),
+)
+
+
+def read_file(folder: Path, name: str) -> bytes | None:
+    """All of a small file; None where there is none. `name` may have a folder before it."""
+    most = _most_bytes(name)
+    file = _open_small(folder, name, most)
+    if file is None:
+        return None
+    try:
+        with file:
+            data = file.read(most + 1)
+    except OSError as error:
+        _cannot_be_read(name, error)
+    if len(data) > most:
+        raise _too_large(name, most)
+    return data
+
+
+def read_text(folder: Path, name: str) -> str | None:
+    """The same as text."""
+    data = read_file(folder, name)
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{name} is not UTF-8 text") from None
+
+
+def check_small_files(folder: Path) -> None:
+    """Before somebody else opens them: raises where `read_file` would, for all small files of the folder."""
+    names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_SMALL)]
+    for name in (*sorted(names), *template_names(folder)):
+        if (file := _open_small(folder, name, _most_bytes(name))) is not None:
+            file.close()
+
+
+def template_names(folder: Path) -> list[str]:
+    """Of the chat templates beside the first one."""
+    try:
+        names = sorted(os.listdir(folder / _TEMPLATES))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        _cannot_be_read(_TEMPLATES, error)
+    return [f"{_TEMPLATES}/{name}" for name in names if name.endswith(".jinja")]
+
+
+def open_weights(path: Path) -> BinaryIO:
+    """A regular file of any size, wherever a link leads, unbuffered."""
+    try:
+        file = _open_regular(path, path.name)
+    except FileNotFoundError:
+        raise CheckpointError(f"the weights file {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        _cannot_be_read(path.name, error)
+    return file
+
+
+def _most_bytes(name: str) -> int:
+    if name.endswith(".jinja") or name == "chat_template.json":
+        return MAX_TEMPLATE_BYTES
+    if name.endswith(".index.json"):
+        return MAX_INDEX_BYTES
+    return MAX_TOKENIZER_BYTES if name in _TOKENIZERS or not name.endswith(".json") else MAX_CONFIG_BYTES
+
+
+def _open_small(folder: Path, name: str, most: int) -> BinaryIO | None:
+    try:
+        file = _open_regular(folder / name, name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        _cannot_be_read(name, error)
+    try:
+        _check_place(folder, name, Path(os.readlink(f"/proc/self/fd/{file.fileno()}")))
+        if os.fstat(file.fileno()).st_size > most:
+            raise _too_large(name, most)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_regular(path: Path, name: str) -> BinaryIO:
+    """Looks at what it is before it is opened, as opening a device may do something and a pipe waits."""
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "Is no file")
+            raise CheckpointError(f"{name} cannot be read: {kind}, and a model's files are regular ones")
+        return open(f"/proc/self/fd/{handle}", "rb", buffering=0)
+    finally:
+        os.close(handle)
+
+
+def _check_place(folder: Path, name: str, place: Path) -> None:
+    own = Path(os.path.realpath(folder))
+    cached = place.parent.name == "blobs" and place.parts[-3].startswith("models--")
+    made = place.parts[-4:-2] == ("hydra-engine", "gguf")
+    if not (place.is_relative_to(own) or cached or made):
+        raise CheckpointError(
+            f"{name} is a link to {str(place)[:200]}, which is neither in the model folder nor in the Hugging Face "
+            "cache; put a copy of the file in its place"
+        )
+
+
+def _too_large(name: str, most: int) -> CheckpointError:
+    return CheckpointError(f"{name} has more than {most >> 20} MiB, which no file of its kind has")
+
+
+def _cannot_be_read(name: str, error: OSError | ValueError) -> NoReturn:
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    raise CheckpointError(f"{name} cannot be read: {reason}") from None
