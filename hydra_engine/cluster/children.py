@@ -13,13 +13,13 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Protocol
 
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontendEnd, FrontendSocket, LocalFrontendEnd, LocalInstanceEnd, local_channel
 from hydra_engine.cluster.spawn import OPENMP_IDLE, Spawned, spawn
 from hydra_engine.cluster.wire import send_with
+from hydra_engine.core.processes.status import waited_s
 from hydra_engine.core.units import describe_exit
 
 # LLVM's and Intel's OpenMP, which some builds of torch come with, keep a page of this name for each process and remove
@@ -95,13 +95,7 @@ class ProcessChild:
             self._process.kill()
 
     def waited_s(self) -> dict[str, float]:
-        waited = {}
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{self.pid}/task"):
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    text = Path(f"/proc/{self.pid}/task/{thread}/schedstat").read_text()
-                    waited[thread] = int(text.split()[1]) / 1e9
-        return waited
+        return waited_s(self.pid)
 
     def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
         send_with(self._control, wire.encode_connect(peer), [sock.fileno()])

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -220,23 +219,17 @@ def test_pictures_that_change_beside_others_come_one_a_request(
 
 
 @pytest.mark.slow
-def test_a_processor_that_dies_fails_one_picture_and_comes_back(engines: Mapping[str, Engine]) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_processor_that_is_killed_or_stopped_costs_no_picture(
+    engines: Mapping[str, Engine], sent: signal.Signals
+) -> None:
     engine = engines["gemma3"]
     processor = engine.frontend.preprocessor._loader._processor
     assert processor is not None
     (first,) = processor._host.pids()
-    os.kill(first, signal.SIGKILL)
-    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
-    expected = engine.generate("What?", picture(91), **OPTIONS)  # it was idle: nobody notices
-    (second,) = processor._host.pids()
-    os.kill(second, signal.SIGSTOP)
-    handle = engine.submit("What?", picture(92), **OPTIONS)
-    time.sleep(0.1)
-    os.kill(second, signal.SIGKILL)
-    with pytest.raises(InvalidRequest, match="the model's processor failed on it"):
-        handle.result(30)
-    assert engine.generate("What?", picture(91), **OPTIONS).token_ids == expected.token_ids
-    assert len(engine.generate("What?", picture(92), **OPTIONS).token_ids) == 24
+    os.kill(first, sent)
+    assert len(engine.generate("What?", picture(90 + sent), **OPTIONS).token_ids) == 24
+    assert processor._host.pids() != [first]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import msgspec
 import pytest
 
 from hydra_engine.errors import CheckpointError, EngineClosed, HydraError, Unavailable
-from hydra_engine.preprocess.sandbox import child_host
-from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox import child_process
+from hydra_engine.preprocess.sandbox.child_host import ChildHost
+from hydra_engine.preprocess.sandbox.child_process import ChildDied
 
 CHILD = """
 import os, signal, socket, sys, time
@@ -71,6 +73,13 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def is_running(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
@@ -89,14 +98,13 @@ def test_one_child_answers_job_after_job(make: Make) -> None:
     [
         ("os._exit(3)", "ended with exit code 3", True),
         ("os.abort()", "was killed by SIGABRT", True),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", False),  # by whoever it was
         ("while True: pass", "was killed by SIGPROF", True),
-        ("time.sleep(60)", "did not answer in time", False),
-        ("slowly(b'\\x40' + bytes(7) + b'x' * 60)", "did not answer in time", False),
-        ("slowly(b'\\xff' * 8)", "gave an answer that cannot be read", False),
-        ("return Answer('x' * 1000)", "gave an answer that cannot be read", False),
-        ("return Answer(5)", "gave an answer that cannot be read", False),
-        ("os.close(int(sys.argv[1])); time.sleep(60)", "closed its socket", False),
+        ("time.sleep(60)", "did not answer in time", True),
+        ("slowly(b'\\x40' + bytes(7) + b'x' * 60)", "did not answer in time", True),
+        ("slowly(b'\\xff' * 8)", "gave an answer that cannot be read", True),
+        ("return Answer('x' * 1000)", "gave an answer that cannot be read", True),
+        ("return Answer(5)", "gave an answer that cannot be read", True),
+        ("os.close(int(sys.argv[1])); time.sleep(60)", "closed its socket", True),
     ],
 )
 def test_a_child_that_fails_is_replaced(
@@ -117,6 +125,39 @@ def test_a_child_that_fails_is_replaced(
     assert len(host.pids()) == 1
 
 
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_child_ended_from_outside_is_no_fault_of_its_job(
+    make: Make, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    """The job is done by the next one, if nobody ends that as well."""
+    monkeypatch.setattr(child_process, "_LOOK_SECONDS", 0.01)
+    before = open_descriptors()
+    host = make(f"os.kill(os.getpid(), {int(sent)})")
+    with pytest.raises(Unavailable, match="were stopped, killed"):
+        host.run({"text": "bad"}, 60)
+    assert host.pids() == [] and open_descriptors() == before
+    once = make(f"os.kill(os.getpid(), {int(sent)}) if os.getpid() == min(job['pids']) else None")
+    assert once.run({"text": "good"}, 60)[0].text.startswith("good")
+    assert once.run({"text": "bad", "pids": once.pids()}, 60)[0].text.startswith("bad")
+    assert len(once.pids()) == 1
+
+
+def test_a_child_without_a_processor_is_no_fault_of_its_job(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "longest_wait_s", lambda pid, before: 0.2)
+    with pytest.raises(Unavailable, match="given no time"):
+        make("time.sleep(60)").run({"text": "bad"}, 0.3)
+
+
+def test_children_that_are_killed_while_idle_are_reaped_at_once(make: Make) -> None:
+    before, host = open_descriptors(), make()
+    host.run({"text": "good"}, 10)
+    (pid,) = host.pids()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid) and host.pids() == [])
+    wait_until(lambda: open_descriptors() == before)
+    assert host.run({"text": "good"}, 10)[0].text.startswith("good")
+
+
 @pytest.mark.quick("it is broken")
 @pytest.mark.parametrize(
     ("starting", "error"),
@@ -130,10 +171,12 @@ def test_a_child_that_does_not_start(
     make: Make, monkeypatch: pytest.MonkeyPatch, starting: str, error: type[HydraError]
 ) -> None:
     before = open_descriptors()
-    monkeypatch.setattr(child_host, "START_SECONDS", 0.5 if "sleep" in starting else 30)
+    monkeypatch.setattr(child_process, "START_SECONDS", 0.5 if "sleep" in starting else 30)
     host = make(starting=starting)
     for work in (host.start, lambda: host.run({"text": ""}, 10)):
-        with pytest.raises(error, match="it is broken" if error is CheckpointError else "process to answer could"):
+        with pytest.raises(
+            error, match="it is broken" if error is CheckpointError else "process(es)? to answer (could|were)"
+        ):
             work()
         assert host.pids() == [] and open_descriptors() == before
 

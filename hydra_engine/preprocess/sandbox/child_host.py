@@ -1,52 +1,31 @@
 """The parent's side of the sandboxed children: starts them when needed, gives them jobs, ends those that do not answer.
 
-One job costs at most one child, and every wait has an end. Does not trust what a child says: an answer has a bounded
-size and a type, and pixels are as many bytes of shared memory as the parent expects, copied out before anybody looks at
-them. Does not know what the jobs are.
+A child that ends by itself, by a limit or a crash, does so because of its job, which is not tried again. One that
+somebody else has stopped or killed says nothing about its job, which is tried once more in a fresh one. Does not know
+what the jobs are.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import signal
-import socket
-import subprocess
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import msgspec
 
-from hydra_engine.core.units import describe_exit
-from hydra_engine.errors import EngineClosed, Unavailable, from_info
-from hydra_engine.preprocess.sandbox.child_loop import Started, receive, send
+from hydra_engine.errors import EngineClosed, Unavailable
+from hydra_engine.preprocess.sandbox.child_process import MAX_ANSWER_BYTES, Child, ChildDied
 
 logger = logging.getLogger(__name__)
 
 A = TypeVar("A")
 
-START_SECONDS = 180.0  # torch and transformers on a busy machine
-MAX_ANSWER_BYTES = 1 << 16
-
-_DEATH_SECONDS = 1.0  # from a socket that closes to a status
-_MIN_BYTES = 4 << 20  # of shared memory
-_KEPT_BYTES = 64 << 20  # more is given back when the next answer needs less than half of it
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "PYTHONPATH")  # what an interpreter needs
-
-
-class ChildDied(Exception):
-    """A child did not answer its job, and has ended. The text is what follows a name in a sentence. `by_itself`: by a
-    limit or a crash, and not because the parent or somebody else killed it."""
-
-    def __init__(self, reason: str, by_itself: bool = False) -> None:
-        super().__init__(reason)
-        self.by_itself = by_itself
 
 
 class ChildHost(Generic[A]):
@@ -73,13 +52,30 @@ class ChildHost(Generic[A]):
         self._max_answer_bytes = max_answer_bytes
         self._lock = threading.Lock()
         self._closed = False
-        self._children: set[_Child] = set()
-        self._idle: list[_Child] = []
+        self._children: set[Child] = set()
+        self._idle: list[Child] = []
 
     def run(self, job: object, seconds: float, num_pixel_bytes: int = 0) -> tuple[A, bytes]:
-        """Blocking. A child's answer and the pixels that it left. Raises ChildDied, Unavailable where no child can be
-        started, what a child says about its setup, EngineClosed."""
-        with self._started_child() as child:
+        """Blocking. A child's answer and the pixels that it left. Raises ChildDied where the job has ended its child,
+        Unavailable where no child can be started or two were stopped or killed, what a child says about its setup,
+        EngineClosed."""
+        try:
+            return self._run_once(self._started_child(), job, seconds, num_pixel_bytes)
+        except ChildDied as death:
+            if death.by_itself:
+                raise
+        try:
+            return self._run_once(self._started_child(fresh=True), job, seconds, num_pixel_bytes)
+        except ChildDied as death:
+            if death.by_itself:
+                raise
+            reason = f"processes to {self._purpose} were stopped, killed or given no time; try again later"
+            raise Unavailable(reason) from death
+
+    def _run_once(
+        self, started: AbstractContextManager[Child], job: object, seconds: float, num_pixel_bytes: int
+    ) -> tuple[A, bytes]:
+        with started as child:
             return child.run(job, seconds, num_pixel_bytes, self._max_answer_bytes, self._answer_type)
 
     def warm_up(self, num_children: int) -> None:
@@ -89,8 +85,11 @@ class ChildHost(Generic[A]):
 
     def start(self) -> None:
         """Blocking. One child, ready. Raises as `run` does."""
-        with self._started_child():
-            pass
+        try:
+            with self._started_child():
+                pass
+        except ChildDied as death:
+            raise self._unavailable() from death
 
     def pids(self) -> list[int]:
         with self._lock:
@@ -108,13 +107,15 @@ class ChildHost(Generic[A]):
             self._end(child)
 
     @contextmanager
-    def _started_child(self) -> Iterator[_Child]:
-        """Given back afterwards, or ended where something is raised."""
-        child = self._idle_child() or self._new_child()
+    def _started_child(self, *, fresh: bool = False) -> Iterator[Child]:
+        """Given back afterwards, or ended where something is raised. One that cannot start is not its job's fault."""
+        child = (None if fresh else self._idle_child()) or self._new_child()
         try:
             try:
                 child.wait_until_started()
             except ChildDied as death:
+                if not death.by_itself:
+                    raise
                 raise self._unavailable() from death
             yield child
         except BaseException as error:
@@ -126,7 +127,7 @@ class ChildHost(Generic[A]):
             raise
         self._give_back(child)
 
-    def _idle_child(self) -> _Child | None:
+    def _idle_child(self) -> Child | None:
         """One that did not die since its last job."""
         while True:
             with self._lock:
@@ -139,11 +140,11 @@ class ChildHost(Generic[A]):
                 return child
             self._end(child)
 
-    def _new_child(self) -> _Child:
+    def _new_child(self) -> Child:
         """One that may still be starting."""
         try:
-            child = _Child(self._command, self._setup, self._environment)
-        except OSError as error:
+            child = Child(self._command, self._setup, self._environment, self._on_end)
+        except (OSError, RuntimeError) as error:  # no process, or no thread that waits for it
             raise self._unavailable() from error
         with self._lock:
             if not self._closed:
@@ -152,137 +153,29 @@ class ChildHost(Generic[A]):
         child.end()
         raise _engine_closed()
 
-    def _give_back(self, child: _Child) -> None:
+    def _give_back(self, child: Child) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(child)
                 return
         self._end(child)
 
-    def _end(self, child: _Child) -> None:
+    def _end(self, child: Child) -> None:
         child.end()
         with self._lock:
             self._children.discard(child)
 
+    def _on_end(self, child: Child) -> None:
+        """On the child's thread. Whoever uses it notices; a child that nobody uses is forgotten here."""
+        with self._lock:
+            if child not in self._idle:
+                return
+            self._idle.remove(child)
+        logger.warning("a process to %s %s while it had nothing to do", self._purpose, child.how_it_ended)
+        self._end(child)
+
     def _unavailable(self) -> Unavailable:
         return Unavailable(f"no process to {self._purpose} could be started; try again later")
-
-
-class _Child:
-    """One process, for one thread at a time. Still starting when it is made."""
-
-    def __init__(self, command: Sequence[str], setup: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._memory: _SharedMemory | None = None
-        self._has_started = False
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), *setup],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=environment,
-                    start_new_session=True,  # a terminal's Ctrl-C is the parent's business
-                )
-        except OSError:
-            self._socket.close()
-            raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def wait_until_started(self) -> None:
-        """Raises ChildDied, or what the child says about its setup."""
-        if not self._has_started:
-            with self._watched():
-                data = receive(self._socket, MAX_ANSWER_BYTES, time.monotonic() + START_SECONDS)
-                error = msgspec.msgpack.decode(data, type=Started).error
-            if error is not None:
-                raise from_info(error)
-            self._has_started = True
-
-    def run(
-        self, job: object, seconds: float, num_pixel_bytes: int, max_answer_bytes: int, answer_type: type[A]
-    ) -> tuple[A, bytes]:
-        """Raises ChildDied."""
-        deadline = time.monotonic() + seconds
-        with self._watched():
-            self._socket.settimeout(seconds)
-            send(self._socket, job, self._new_memory(num_pixel_bytes))
-            answer = msgspec.msgpack.decode(receive(self._socket, max_answer_bytes, deadline), type=answer_type)
-            return answer, b"" if self._memory is None else self._memory.read(num_pixel_bytes)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Tells how the child failed, and waits a moment for one that is dying."""
-        try:
-            yield
-        except TimeoutError as error:
-            raise ChildDied("did not answer in time") from error
-        except msgspec.MsgspecError as error:
-            raise ChildDied("gave an answer that cannot be read") from error
-        except (OSError, EOFError) as error:
-            try:
-                status = self._process.wait(_DEATH_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise ChildDied("closed its socket") from error
-            raise ChildDied(describe_exit(status), by_itself=status != -signal.SIGKILL) from error
-
-    def kill(self) -> None:
-        """From any thread; whoever waits for an answer gets an error."""
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        self.kill()
-        self._socket.close()
-        self._forget_memory()
-
-    def _new_memory(self, size: int) -> list[int]:
-        """The descriptor of memory for `size` bytes of pixels, if the child does not have that."""
-        memory = self._memory
-        if size == 0 or (memory is not None and size <= memory.size <= max(_KEPT_BYTES, 2 * size)):
-            return []
-        self._forget_memory()
-        self._memory = _SharedMemory(max(_MIN_BYTES, size))
-        return [self._memory.descriptor]
-
-    def _forget_memory(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.close()
-
-
-class _SharedMemory:
-    """Shared with one child, whose pixels go there. Sealed, so its size is what it was made with."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.descriptor = os.memfd_create("pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, size)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-        except OSError:
-            self.close()
-            raise
-
-    def read(self, size: int) -> bytes:
-        """The first `size` bytes as they are now."""
-        data = os.pread(self.descriptor, size, 0)
-        if len(data) < size:
-            raise EOFError
-        return data
-
-    def close(self) -> None:
-        os.close(self.descriptor)
 
 
 def _environment(inherited: Iterable[str]) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""The loop of every sandboxed child process, `python -m CHILD FD [SETUP]`: it answers one job after another until its
-socket closes.
+"""The loop of every sandboxed child process, `launch.command(CHILD) FD [SETUP]`: it answers one job after another until
+its socket closes.
 
-A frame in either direction is a length and a msgpack message. With a job may come a descriptor of shared memory, which
-is where a child leaves pixels. What a job does to its process costs that process alone. Both sides import this file, so
-it imports nothing heavy. Does not know what the jobs are.
+Before the first job the process gives up what no job needs (`containment.py`). A frame in either direction is a length
+and a msgpack message. With a job may come a descriptor of shared memory, which is where a child leaves pixels. What a
+job does to its process costs that process alone. Both sides import this file, so it imports nothing heavy. Does not
+know what the jobs are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hydra_engine.core.processes.launch import bind_to_parent
 from hydra_engine.errors import ErrorInfo, HydraError
+from hydra_engine.preprocess.sandbox.containment import forbid_calls, give_up_privileges
 
 Memory = npt.NDArray[np.uint8]
 J = TypeVar("J")
@@ -34,18 +37,25 @@ _NO_LIMIT = 0.0
 
 
 class Started(msgspec.Struct):
-    """The first message of a child: it takes jobs, or the reason why no child with its setup ever will."""
+    """The first message of a child: it takes jobs, or the reason why no child with its setup ever will. `uncontained`:
+    why calls of the system are not forbidden to it."""
 
     error: ErrorInfo | None = None
+    uncontained: str | None = None
 
 
 def serve(
     jobs: msgspec.msgpack.Decoder[J],
     start: Callable[[], Callable[[J, Memory], object]],
     cpu_seconds: Callable[[J], float] | None = None,
+    *,
+    network: bool = False,
 ) -> None:
     """Answers jobs until the parent has gone. `start` loads what they need, may raise a HydraError, and returns what
-    answers them; an answer may leave pixels in the memory. `cpu_seconds` is what a job may take."""
+    answers them; an answer may leave pixels in the memory. `cpu_seconds` is what a job may take. Jobs start no
+    processes and change no files; with `network` they may make connections."""
+    bind_to_parent()
+    give_up_privileges()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # draining is the parent's business; its end closes the socket
     limit(resource.RLIMIT_CORE, 0)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
@@ -54,7 +64,7 @@ def serve(
         except HydraError as error:
             send(connection, Started(error.info()))
             return
-        send(connection, Started())
+        send(connection, Started(uncontained=forbid_calls(network=network)))
         memory = np.empty(0, np.uint8)
         while (received := _receive_job(connection)) is not None:
             data, descriptors = received
@@ -73,26 +83,37 @@ def limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, value))
 
 
-def send(connection: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
+def send(
+    connection: socket.socket, message: object, descriptors: Sequence[int] = (), look: Callable[[], None] | None = None
+) -> None:
+    """`look`: as for `receive`."""
     data = msgspec.msgpack.encode(message)
     length = _LENGTH.pack(len(data))
     if descriptors:
         socket.send_fds(connection, [length], descriptors)
     else:
         connection.sendall(length)
-    connection.sendall(data)
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest) :]
+        except TimeoutError:
+            if look is None:
+                raise
+        if rest and look is not None:
+            look()
 
 
-def receive(connection: socket.socket, max_bytes: int, deadline: float) -> bytearray:
-    """The bytes of a message. Raises EOFError when the other side has gone, TimeoutError at the `deadline` of
-    time.monotonic, DecodeError for a length that nobody expects."""
+def receive(connection: socket.socket, max_bytes: int, look: Callable[[], None]) -> bytearray:
+    """The bytes of a message. Raises EOFError when the other side has gone, DecodeError for a length that nobody
+    expects. `look` is called after every part and every timeout of the connection, and may raise."""
     length = bytearray(_LENGTH.size)
-    _fill(connection, memoryview(length), deadline)
+    _fill(connection, memoryview(length), look)
     (size,) = _LENGTH.unpack(length)
     if size > max_bytes:
         raise msgspec.DecodeError(f"a message of {size} bytes")
     data = bytearray(size)
-    _fill(connection, memoryview(data), deadline)
+    _fill(connection, memoryview(data), look)
     return data
 
 
@@ -110,14 +131,20 @@ def _receive_job(connection: socket.socket) -> tuple[bytearray, list[int]] | Non
     return job, descriptors
 
 
-def _fill(connection: socket.socket, rest: memoryview, deadline: float | None = None) -> None:
+def _fill(connection: socket.socket, rest: memoryview, look: Callable[[], None] | None = None) -> None:
     while rest:
-        if deadline is not None:
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would mean: do not wait at all
-        num_read = connection.recv_into(rest)
+        try:
+            num_read = connection.recv_into(rest)
+        except TimeoutError:
+            if look is None:
+                raise
+            look()
+            continue
         if num_read == 0:
             raise EOFError
         rest = rest[num_read:]
+        if rest and look is not None:
+            look()
 
 
 def _map(descriptor: int) -> Memory:

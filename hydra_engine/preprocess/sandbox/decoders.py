@@ -6,23 +6,24 @@ models.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
+from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.preprocess.media.containers import broken
 from hydra_engine.preprocess.media.pixels import num_bytes
 from hydra_engine.preprocess.media.videos import ProbeJob, VideoJob, broken_video
-from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox.child_host import ChildHost
+from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.image_child import Decoded, FramesJob, ImageJob
 
 ANSWER_SECONDS = 30.0  # for a picture; the child's own limit is CPU time, this one is for a child that sleeps
 VIDEO_ANSWER_SECONDS = 180.0
 
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # whose stacks would count as memory
-_COMMAND = (sys.executable, "-m", "hydra_engine.preprocess.sandbox.image_child")
-_VIDEO_COMMAND = (sys.executable, "-m", "hydra_engine.preprocess.sandbox.video_child")
+_COMMAND = launch.command("hydra_engine.preprocess.sandbox.image_child")
+_VIDEO_COMMAND = launch.command("hydra_engine.preprocess.sandbox.video_child")
 
 _FAILED = "its decoder failed"
 

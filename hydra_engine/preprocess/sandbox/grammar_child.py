@@ -1,4 +1,4 @@
-"""The grammar child: `python -m hydra_engine.preprocess.sandbox.grammar_child FD SETUP` compiles strangers' grammars.
+"""The grammar child: `hydra_engine.preprocess.sandbox.grammar_child FD SETUP` compiles strangers' grammars.
 
 A grammar that crashes or blocks the compiler harms only this process: each has limits of CPU time, memory and stack,
 and reaching one ends the process. Instances compile the grammars that pass, with the same code and higher limits.

@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 from hydra_engine.core.grammar import Grammar
+from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import is_installed
 from hydra_engine.guidance.reasons import TOO_COMPLEX
 from hydra_engine.preprocess.pool import WorkerPool
-from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox.child_host import ChildHost
+from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict
 
 ANSWER_SECONDS = 20.0  # the child's own limit is CPU time, this one is for a child that sleeps
@@ -29,7 +30,7 @@ MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 8192
 
 _SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-_COMMAND = (sys.executable, "-m", "hydra_engine.preprocess.sandbox.grammar_child")
+_COMMAND = launch.command("hydra_engine.preprocess.sandbox.grammar_child")
 _MISSING = "structured output needs the package llguidance, which is not installed here: pip install llguidance"
 
 
@@ -82,17 +83,14 @@ class Grammars:
         self._host.close()
 
     def _ask(self, key: bytes, grammar: Grammar) -> Verdict:
-        """In the pool's one thread, so there is one child. A grammar that ended the child is wrong; one that the child
-        did not get done is so this time only."""
+        """In the pool's one thread, so there is one child. A grammar that ended the child is wrong."""
         verdict = self._verdicts.get(key)  # of one that was checked while this one waited
         if verdict is not None:
             return verdict
         try:
             verdict, _ = self._host.run(grammar, self._answer_seconds)
-        except ChildDied as death:
+        except ChildDied:
             verdict = Verdict(TOO_COMPLEX)
-            if not death.by_itself:
-                return verdict
         except InvalidRequest as error:  # of the tokenizer
             error.param = grammar.param
             raise

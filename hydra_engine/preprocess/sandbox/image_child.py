@@ -1,4 +1,4 @@
-"""The decode child: `python -m hydra_engine.preprocess.sandbox.image_child FD` turns files into small pictures.
+"""The decode child: `hydra_engine.preprocess.sandbox.image_child FD` turns files into small pictures.
 
 A decoder that crashes, loops or eats memory takes this process with it and nothing else. Does not know where files come
 from.

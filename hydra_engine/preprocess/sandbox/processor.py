@@ -6,7 +6,6 @@ One child, because it holds torch. Does not import torch, does not know files or
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +14,12 @@ import numpy as np
 
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import ArrayLayout, PixelPayload
+from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidImage, from_info
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ProcessorSpec, View
 from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
-from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox.child_host import ChildHost
+from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed
 
 ANSWER_SECONDS = 60.0  # for a picture
@@ -26,7 +27,7 @@ MAX_ARRAY_BYTES = 1 << 30  # of one picture's arrays
 
 _FOLDERS = ("HOME", "TMPDIR", "HF_HOME", "HF_MODULES_CACHE")  # where transformers keeps code that comes with models
 _SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-_COMMAND = (sys.executable, "-m", "hydra_engine.preprocess.sandbox.processor_child")
+_COMMAND = launch.command("hydra_engine.preprocess.sandbox.processor_child")
 
 
 @dataclass(frozen=True, slots=True)

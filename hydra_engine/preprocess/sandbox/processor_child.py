@@ -1,4 +1,4 @@
-"""The processor child: `python -m hydra_engine.preprocess.sandbox.processor_child FD SETUP` runs a model's processor.
+"""The processor child: `hydra_engine.preprocess.sandbox.processor_child FD SETUP` runs a model's processor.
 
 It needs torch and transformers, which the frontend process stays free of; and with --trust-remote-code it runs the code
 that comes with the model. It gets decoded pixels only, never untrusted files.

@@ -1,4 +1,4 @@
-"""The decode child for videos, with PyAV: `python -m hydra_engine.preprocess.sandbox.video_child FD`.
+"""The decode child for videos, with PyAV: `hydra_engine.preprocess.sandbox.video_child FD`.
 
 Only listed containers and codecs are opened, so nothing in a file can name another file or an address. Does not know
 which frames are sampled.

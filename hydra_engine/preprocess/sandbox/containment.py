@@ -1,0 +1,42 @@
+"""What a child gives up before it takes jobs from strangers: privileges, being looked into, and calls of the system.
+
+Does not know what the children do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+
+from hydra_engine.preprocess.sandbox import seccomp
+
+_PR_SET_DUMPABLE = 4  # <linux/prctl.h>
+_CAPABILITY_VERSION = 0x20080522  # <linux/capability.h>
+_CAP_DAC_READ_SEARCH = 1 << 2  # modules that root reads later may belong to others
+
+
+def give_up_privileges() -> None:
+    """Of root, where it is root. And no process of the same user may read this one's memory, environment or
+    descriptors, so one child that was taken over does not reach another."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    kept = _effective_capabilities(libc) & _CAP_DAC_READ_SEARCH
+    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
+    libc.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0))
+
+
+def forbid_calls(*, network: bool) -> str | None:
+    """Of the system, beside those that the jobs need. Returns why that is not possible here, or None."""
+    if sys.platform != "linux":
+        return f"there is no filter for {sys.platform}"
+    return seccomp.forbid(network=network)
+
+
+def _effective_capabilities(libc: ctypes.CDLL) -> int:
+    """The first 32."""
+    sets = ctypes.create_string_buffer(24)
+    libc.capget(struct.pack("=Ii", _CAPABILITY_VERSION, 0), sets)
+    return int(struct.unpack("=6I", sets.raw)[0])
