@@ -15,16 +15,19 @@ import pytest
 from hydra_engine.config import MediaConfig, SchedulerConfig, ServerConfig
 from hydra_engine.core.fairness.byte_budget import ByteBudget
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS
+from hydra_engine.core.prompting import MAX_JSON_VALUES, MAX_TOOL_CHARS, MAX_TOOL_VALUES, MAX_TOOLS
 from hydra_engine.core.request import (
     MAX_ALLOWED_TOKENS,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,
+    MAX_LISTED_TOKENS,
     MAX_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MAX_TOKENS_LIMIT,
 )
+from hydra_engine.core.schemas.subschemas import MAX_ID_CHARS
 from hydra_engine.errors import ConfigError, RateLimited, Unavailable
 from hydra_engine.server import state
 from hydra_engine.server.app import build_app
@@ -416,6 +419,9 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("`logprobs`", (MAX_LOGPROBS,)),
         ("`logit_bias`", (MAX_BIASED_TOKENS,)),
         ("`allowed_token_ids`", (MAX_ALLOWED_TOKENS,)),
+        ("both together x answers", (MAX_LISTED_TOKENS,)),
+        ("tools |", (MAX_TOOLS, MAX_TOOL_CHARS, MAX_JSON_VALUES, MAX_TOOL_VALUES)),
+        ("`$id`", (MAX_ID_CHARS,)),
         ("grammars and", (MAX_GRAMMAR_CHARS,)),
         ("messages", (MAX_MESSAGES, MAX_PARTS)),
         ("one text", (MAX_TEXT_CHARS,)),
