@@ -172,13 +172,13 @@ async def _held(server: Server) -> list[str]:
 # ---- ends
 
 
-async def ends(pids: Iterable[int], told_at_cpu_s: dict[int, float]) -> list[Finding]:
+async def ends(pids: Iterable[int], told_at_cpu_s: dict[int, float], *, cpu_s: float = ENDS_CPU_S) -> list[Finding]:
     """After they were told to end. `told_at_cpu_s`: what they had used then."""
     left, deadline = set(pids), time.monotonic() + ENDS_S
     while True:
         left = {pid for pid in left if processes.is_running(pid)}
         used_s = {pid: processes.cpu_s(pid) - told_at_cpu_s.get(pid, 0.0) for pid in left}
-        late = {pid for pid in left if used_s[pid] > ENDS_CPU_S or time.monotonic() > deadline}
+        late = {pid for pid in left if used_s[pid] > cpu_s or time.monotonic() > deadline}
         if late or not left:
             return [
                 Finding("ends", f"{processes.command(pid)[:120]} is left after {used_s[pid]:.2f} s of processor time")

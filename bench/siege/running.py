@@ -60,6 +60,10 @@ class Server:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:

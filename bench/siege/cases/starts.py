@@ -7,16 +7,15 @@ import contextlib
 import random
 import signal
 import sys
-import time
 from functools import partial
 
 from bench.siege import oracles, processes
+from bench.siege.clients import CHAT, beside
 from bench.siege.oracles import Finding
 from bench.siege.running import Server
 from bench.siege.stage import Case, Stage
 
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
-_AT_ONCE = 3
 _FEW = 64
 _LIMITED = (
     f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({_FEW}, {_FEW})); "
@@ -24,19 +23,31 @@ _LIMITED = (
 )
 
 
-async def _one(number: signal.Signals, after_s: float, topology: str) -> list[Finding]:
+async def _first_child(server: Server) -> None:
+    """Waits for it: by then the interpreter has read enough of ours to know what a signal is."""
+    for _ in range(3000):
+        if server.family() or server.process.poll() is not None:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def _one(number: signal.Signals, after_s: float, topology: str, *, at_once: bool) -> list[Finding]:
+    """`after_s` counts from the beginning if `at_once`, else from the first child on."""
     server = await asyncio.to_thread(Server, topology=topology)
     try:
+        if not at_once:
+            await _first_child(server)
         await asyncio.sleep(after_s)
         family = [process.pid for process in server.family()]
         used = {pid: processes.cpu_s(pid) for pid in (server.pid, *family)}
         processes.send(server.pid, number)
         findings = await oracles.ends([server.pid, *family], used)
-        code = server.process.poll()
-        if number is signal.SIGTERM and code not in (0, None):
-            findings.append(Finding("ends", f"SIGTERM {after_s:.1f} s after the start: exit code {code}"))
-        if "Traceback" in server.log:
-            findings.append(Finding("ends", f"{number.name} {after_s:.1f} s after the start: {server.log[-400:]!r}"))
+        if family:
+            code, when = server.process.poll(), f"{number.name} {after_s:.1f} s after the start"
+            if number is signal.SIGTERM and code not in (0, None):
+                findings.append(Finding("ends", f"{when}: exit code {code}"))
+            if "Traceback" in server.log:
+                findings.append(Finding("ends", f"{when}: {server.log[-300:]!r}"))
         return findings
     finally:
         server.kill()
@@ -46,28 +57,45 @@ async def killed(turn: int, stage: Stage) -> list[Finding]:
     """Three at once, each by another signal."""
     rng = random.Random(f"{stage.seed}/starts/{turn}")
     topologies = ["EPD", "EP+D", "EPD"]
-    ending = [_one(number, rng.uniform(0.05, 4.0), topologies[i]) for i, number in enumerate(_SIGNALS[:_AT_ONCE])]
+    ending = [
+        _one(number, rng.uniform(0.05, 2.5), topology, at_once=turn == 0)
+        for number, topology in zip(_SIGNALS, topologies, strict=True)
+    ]
     return [finding for findings in await asyncio.gather(*ending) for finding in findings]
 
 
-async def hangup(stage: Stage) -> list[Finding]:
-    """SIGHUP ends nobody, at whatever moment."""
+async def hangup(_stage: Stage) -> list[Finding]:
+    """SIGHUP, again and again from the first moment that there is a child: it ends nobody."""
     server = await asyncio.to_thread(Server, topology="EPD")
     try:
-        await asyncio.sleep(stage.rng.uniform(0.5, 2.0))
-        deadline = time.monotonic() + 60
-        while not server.port and time.monotonic() < deadline:
-            # In the first moments there is no handler yet, in any program.
+        await _first_child(server)
+        while not server.is_ready and server.process.poll() is None:
             processes.send(server.pid, signal.SIGHUP)
-            await asyncio.sleep(0.5)
-            if server.process.poll() is not None:
-                return [Finding("ends", f"SIGHUP ended the start: {server.process.returncode}")]
-            with contextlib.suppress(RuntimeError):
-                if "ready on" in server.log:
-                    await asyncio.to_thread(server.wait_ready)
-        await asyncio.sleep(0.5)
-        answer = await server.client("bob").get("/health")
+            await asyncio.sleep(0.3)
+        if (code := server.process.poll()) is not None:
+            return [Finding("ends", f"SIGHUP ended the start: {code}")]
+        await asyncio.to_thread(server.wait_ready)
+        processes.send(server.pid, signal.SIGHUP)
+        await asyncio.sleep(0.3)
+        answer = await server.client("bob").ask(server.client("bob").wire("GET", "/health"))
         return [] if answer.status == 200 else [Finding("ends", f"after SIGHUP: {answer.status}")]
+    finally:
+        server.kill()
+
+
+async def drained(stage: Stage) -> list[Finding]:
+    """SIGTERM under streams that would go on for long: exit code 0, and nobody is left."""
+    server = await asyncio.to_thread(Server, topology="EP+D")
+    try:
+        await asyncio.to_thread(server.wait_ready)
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": True, "n": 16}
+        async with beside((server.client("alice").post(CHAT, body) for _ in range(4)), stage.rng.uniform(0.0, 1.0)):
+            family = [process.pid for process in server.family()]
+            processes.send(server.pid, signal.SIGTERM)
+            findings = await oracles.ends([server.pid, *family], {}, cpu_s=oracles.ENDS_S)
+            if (code := server.process.poll()) not in (0, None):
+                findings.append(Finding("ends", f"exit code {code} after SIGTERM under load"))
+        return findings
     finally:
         server.kill()
 
@@ -103,6 +131,7 @@ async def descriptors(_stage: Stage) -> list[Finding]:
 
 CASES = [
     *(Case("starts", f"killed {turn}", partial(killed, turn), alone=True) for turn in range(4)),
+    Case("starts", "drained", drained, alone=True),
     Case("starts", "SIGHUP", hangup, alone=True),
     Case("starts", "64 descriptors", descriptors, alone=True),
 ]

@@ -45,7 +45,7 @@ async def pictures(stage: Stage) -> list[Finding]:
 async def texts(stage: Stage) -> list[Finding]:
     rng, path = stage.rng, "/tokenize"
     theirs = [{"model": "demo", "prompt": _text(rng, 130_000)} for _ in range(40)]
-    return await _beside(stage, theirs, path, {"model": "demo", "prompt": _text(rng, 2_500)}, path, "text")
+    return await _beside(stage, theirs, path, {"model": "demo", "prompt": _text(rng, 2_500)}, path, "prompts")
 
 
 async def bodies(stage: Stage) -> list[Finding]:
