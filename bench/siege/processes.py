@@ -56,6 +56,18 @@ def command(pid: int) -> str:
     return ""
 
 
+def status(pid: int) -> dict[str, str]:
+    """What /proc/PID/status says, by name."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def has_seccomp() -> bool:
+    return Path("/proc/sys/kernel/seccomp/actions_avail").exists()
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

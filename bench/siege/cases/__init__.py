@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.siege.cases import children, grammars, hosts, inward, mixed, products, starts, tenants, turns
+from bench.siege.cases import children, folders, grammars, hosts, inward, mixed, products, starts, tenants, turns
 from bench.siege.stage import Case
 
 # Seconds of the five minutes that each group may take; those with a search or random moments use them up.
@@ -15,6 +15,7 @@ SECONDS = {
     "turns": 25,
     "children": 30,
     "starts": 40,
+    "folders": 60,
     "mixed": 30,
     "climb": 20,
 }
@@ -28,5 +29,6 @@ CASES: tuple[Case, ...] = (
     *turns.CASES,
     *children.CASES,
     *starts.CASES,
+    *folders.CASES,
     *mixed.CASES,
 )

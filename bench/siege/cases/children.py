@@ -73,6 +73,24 @@ async def killed_at_work(stage: Stage) -> list[Finding]:
     return oracles.ours(answers)
 
 
+async def contained(stage: Stage) -> list[Finding]:
+    """No new privileges for a sandboxed process, and few system calls where the kernel can say so."""
+    expected = {"NoNewPrivs": "1"}
+    if processes.has_seccomp():
+        expected["Seccomp"] = "2"
+    findings = []
+    for module, make in KINDS.values():
+        await stage.bob.post(CHAT, make(stage.rng))
+        for pid in stage.server.children(module):
+            status = processes.status(pid)
+            findings += [
+                Finding("walls", f"{module} has {name} {status.get(name)}")
+                for name, value in expected.items()
+                if status.get(name) != value
+            ]
+    return findings
+
+
 async def zombies(stage: Stage) -> list[Finding]:
     """Idle ones that were killed are reaped without anybody asking for one; the footprint is looked at by the stage."""
     for module, make in KINDS.values():
@@ -142,6 +160,7 @@ CASES = [
         for number in (signal.SIGKILL, signal.SIGSTOP)
     ),
     Case("children", "killed at work", killed_at_work),
+    Case("children", "contained", contained),
     Case("children", "zombies", zombies),
     Case("children", "instance killed", partial(instance, signal.SIGKILL)),
     Case("children", "stopped while it starts", stopped_while_it_starts),
