@@ -7,23 +7,44 @@ from __future__ import annotations
 
 import atexit
 import gc
+import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from hydra_engine.cli.commands import build_parser, command_of, runner, unknown_command
-from hydra_engine.cli.parser import Parser, unknown_flags
-from hydra_engine.errors import HydraError
+if TYPE_CHECKING:
+    from hydra_engine.cli.parser import Parser
 
 _LOADING_THRESHOLD = 50_000
+_SERVERS = ("serve", "demo")  # a service manager ends these with SIGTERM, and expects 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in _SERVERS:
+        signal.signal(signal.SIGTERM, _end)
+    try:
+        return _run(given)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """Before there is anything to drain. A second signal ends at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(0)
+
+
+def _run(given: list[str]) -> int:
+    # Imported here: a signal is answered while these are read.
+    from hydra_engine.cli.commands import build_parser, command_of, runner, unknown_command
+    from hydra_engine.errors import HydraError
+
     # Modules make hundreds of thousands of objects and no garbage. Without this the collector looks through them again
     # and again while they are read and once more at the end: a quarter of the time of a short command.
     gc.set_threshold(_LOADING_THRESHOLD)
     atexit.register(_leave_to_the_system)
-    given = _with_help(list(sys.argv[1:] if argv is None else argv))
+    given = _with_help(given)
     asked = next((command_of(word) for word in given if not word.startswith("-")), None)
     parser, commands = build_parser(only=asked or "")
     if asked is None and not given[0].startswith("-"):
@@ -38,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HydraError as error:
         sys.stderr.write(f"hydra-engine: {error.message}\n")
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
 
 
 def _with_help(given: list[str]) -> list[str]:
     """`help`, `help serve` and `--help serve` as argparse knows them; help too where nothing was asked for."""
+    from hydra_engine.cli.commands import command_of
+
     if not given or given == ["help"]:
         return ["--help"]
     if len(given) == 2 and (given[0] == "help" or (given[0] in ("-h", "--help") and command_of(given[1]))):
@@ -77,6 +98,7 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
 
 def _refuse(parser: Parser, extra: Sequence[str]) -> NoReturn:
     """Says which argument nobody knows, and what was perhaps meant."""
+    from hydra_engine.cli.parser import unknown_flags
     from hydra_engine.cli.sources import unknown_name
 
     names = unknown_flags(extra)

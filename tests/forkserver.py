@@ -29,6 +29,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from hydra_engine.core.processes.launch import PARENT
+
 ROOT = Path(__file__).resolve().parents[1]
 EXEC_VARIABLE = "HYDRA_TESTS_EXEC"
 _MODULES = ("hydra_engine", "hydra_engine.cluster.process")
@@ -147,6 +149,12 @@ def running() -> Forkserver:
         return _server
 
 
+def _without_launcher(command: list[str]) -> list[str]:
+    """What is forked is bound to its parent by the server."""
+    is_launched = command[1:3] == ["-m", "hydra_engine.core.processes.launch"]
+    return command[:2] + command[3:] if is_launched else command
+
+
 def _is_ours(command: list[str]) -> bool:
     if command[:2] != [sys.executable, "-m"] or EXEC_VARIABLE in os.environ:
         return False
@@ -163,6 +171,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         pipes, new_session = rest[:6], rest[11]
         environment = dict(os.environ if env is None else env)
         command = [os.fspath(word) for word in args] if not isinstance(args, str | bytes) else []
+        command = _without_launcher(command)
         server = running() if not shell and preexec_fn is None and _is_ours(command) else None
         if server is None or not server.has(environment):
             super()._execute_child(
@@ -267,6 +276,8 @@ def _become(job: Job, descriptors: list[int]) -> None:
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(job.environment)
+    if PARENT in os.environ:
+        os.environ[PARENT] = str(os.getppid())
     os.chdir(job.folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN if job.ignores_interrupts else signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

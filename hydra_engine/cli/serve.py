@@ -37,7 +37,11 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     log.never_wait()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
     from hydra_engine.cluster.spawn import COMMAND, Spawned, spawn
+    from hydra_engine.core.processes.privacy import keep_others_out
     from hydra_engine.core.roles import Topology
+
+    if server.api_key or server.api_key_file or server.admin_key:
+        keep_others_out()
 
     # Instances read torch while the imports below are made.
     ahead: dict[str, Spawned] = {}

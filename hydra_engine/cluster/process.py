@@ -1,5 +1,5 @@
-"""Entry point of an instance process: `python -m hydra_engine.cluster.process --name NAME --fd N --control M`, started
-by the supervisor.
+"""Entry point of an instance process: `hydra_engine.cluster.process --name NAME --fd N --control M`, started by the
+supervisor.
 
 Takes its configuration from the inherited channel and its connections to other instances from the control socket,
 ignores the signals that a terminal or a service manager sends to the whole group (draining is the frontend's business),
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import ctypes
 import gc
 import signal
 import socket
@@ -27,12 +26,11 @@ from hydra_engine.cluster.peers import PeerSockets
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed
 from hydra_engine.core.pools import Exports
+from hydra_engine.core.processes.launch import bind_to_parent
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance.ports import Inbox, InstanceContext, Outbox, PeerPort
 
 ConnectPeers = Callable[[Exports, tuple[int, ...]], PeerPort]
-
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class RunInstance(Protocol):
@@ -69,15 +67,8 @@ def _thaw_for_triton() -> None:
         gc.unfreeze()
 
 
-def die_with_parent() -> None:
-    """Linux kills this process when the thread that started it ends, even while it is stopped or in a long call.
-    Elsewhere the end of the channel has to do, as it does for a parent that died before this call."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
 def main(load: Callable[[], RunInstance] = load_instance) -> int:
-    die_with_parent()
+    bind_to_parent()  # again, for what is not started by `launch`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as `spawn.start_python` has left it

@@ -10,14 +10,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hydra_engine.config import SECRET_VARIABLES
+from hydra_engine.core.processes import launch
 
-COMMAND = (sys.executable, "-m", "hydra_engine.cluster.process")
+COMMAND = launch.command("hydra_engine.cluster.process")
 # An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
 OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -37,7 +37,7 @@ class Spawned(NamedTuple):
 
 
 def spawn(command: Sequence[str], name: str) -> Spawned:
-    """The kernel kills the process when the thread that called this ends (`process.die_with_parent`), so that must be
+    """The kernel kills the process when the thread that called this ends (`launch.bind_to_parent`), so that must be
     one that lives as long as the frontend: the loop's. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     control, control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -59,6 +59,7 @@ def start_python(command: Sequence[str], channel: socket.socket, control: socket
     environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
     environment.setdefault(*OPENMP_IDLE)
+    environment |= launch.parent_variable()
     # Ctrl-C goes to the whole group, and to this process before it has come to ignore it (`process.main`).
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

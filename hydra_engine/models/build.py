@@ -138,8 +138,9 @@ def _cached(
     notes = cache.restore(path, model.holders)
     if notes is None:
         _fill(model, model_dir, spec, backend, progress)
-        cache.write(path, model.holders, model.notes)
-        model.notes = (*model.notes, f"weights: packed, and written to {path}")
+        problem: str | None = cache.write(path, model.holders, model.notes)
+        where = f"written to {path}" if problem is None else f"not written to {folder}: {problem}"
+        model.notes = (*model.notes, f"weights: packed, and {where}")
     else:
         model.notes = (*notes, f"weights: mapped from {path}")
     return model

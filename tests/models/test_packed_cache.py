@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
 from hydra_engine.models import build
+from hydra_engine.models.loading import packed_cache
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.preprocess.model_files import find_model_files
@@ -179,6 +181,27 @@ def test_a_folder_that_cannot_be_written_is_an_error(plain: Path, tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"packed weights cannot be written to .*/file/cache: Not a directory"):
         load(plain, create_backend("cpu", torch.float32, threads=1), tmp_path / "file" / "cache")
+
+
+@pytest.mark.quick("ENOSPC")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+def test_a_disk_that_takes_nothing_costs_the_next_start_only(
+    plain: Path,
+    tmp_path: Path,
+    native: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    def full(*_: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(packed_cache, "_header", full)  # at the first byte
+    model = load(plain, native, tmp_path / "cache")
+    assert f"packed, and not written to {tmp_path / 'cache'}: {os.strerror(number)}" in model.notes[-1]
+    assert "packed weights cannot be written" in caplog.text and not list((tmp_path / "cache").iterdir())
+    monkeypatch.undo()
+    assert_same(load(plain, native, tmp_path / "cache"), model)
 
 
 def test_weights_that_are_not_packed_are_refused(plain: Path, tmp_path: Path) -> None:

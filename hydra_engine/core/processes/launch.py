@@ -13,7 +13,7 @@ import runpy
 import signal
 import sys
 
-PARENT = "HYDRA_PARENT_PID"  # the variable that says whose child a process is
+PARENT = "_HYDRA_PARENT_PID"  # the variable that says whose child a process is
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PR_SET_NO_NEW_PRIVS = 38

@@ -8,8 +8,10 @@ file is written under another name, renamed, and never changed. Does not know la
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import math
 import mmap
 import os
@@ -28,6 +30,9 @@ from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.loading.parameters import Holder, Kept
 from hydra_engine.models.loading.safetensors_file import SafetensorsFile
 
+logger = logging.getLogger(__name__)
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _LINE = 64  # bytes; what kernels read begins with such a line
 _CONTENTS = "hydra-engine"
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -62,8 +67,9 @@ def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...] | None:
     return tuple(contents["notes"])
 
 
-def write(path: Path, holders: Sequence[Holder], notes: Sequence[str]) -> None:
-    """Raises ResourceError."""
+def write(path: Path, holders: Sequence[Holder], notes: Sequence[str]) -> str | None:
+    """Returns why the disk has not taken it, as when it is full: then the next start packs again. Raises ResourceError
+    for a folder that is none, or that this user may not write to."""
     described, blobs = [], []
     for holder in holders:
         items = [_described(kept) for kept in holder.kept]
@@ -83,9 +89,13 @@ def write(path: Path, holders: Sequence[Holder], notes: Sequence[str]) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or type(error).__name__
+        if error.errno in _OF_THE_DISK:
+            logger.warning("packed weights cannot be written to %s: %s", path.parent, reason)
+            return reason
         raise ResourceError(
             f"packed weights cannot be written to {path.parent}: {reason}", param="packed_cache"
         ) from error
+    return None
 
 
 def _described(kept: Kept) -> tuple[dict[str, Any], list[Tensor]]:

@@ -9,9 +9,9 @@ import ctypes
 import struct
 import sys
 
+from hydra_engine.core.processes.privacy import keep_others_out
 from hydra_engine.preprocess.sandbox import seccomp
 
-_PR_SET_DUMPABLE = 4  # <linux/prctl.h>
 _CAPABILITY_VERSION = 0x20080522  # <linux/capability.h>
 _CAP_DAC_READ_SEARCH = 1 << 2  # modules that root reads later may belong to others
 
@@ -21,8 +21,8 @@ def give_up_privileges() -> None:
     descriptors, so one child that was taken over does not reach another."""
     if sys.platform != "linux":
         return
+    keep_others_out()
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     kept = _effective_capabilities(libc) & _CAP_DAC_READ_SEARCH
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     libc.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0))
