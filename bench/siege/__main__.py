@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 from bench.common import ROOT
 from bench.siege import climb, controls, long, networks, processes
-from bench.siege.cases import CASES, SECONDS
+from bench.siege.cases import AT_ONCE, CASES, SECONDS
 from bench.siege.oracles import Finding
 from bench.siege.stage import Case, Stage
 
@@ -50,16 +51,21 @@ class Campaign:
         """What comes first always runs, the others while there is time; those that are many take turns by the seed."""
         began, failed, num_run = time.monotonic(), Counter[str](), 0
         budget_s = SECONDS[group] * self._scale
-        for number, case in enumerate(_ordered(cases, self.stage.seed)):
-            if number >= _LEAST and time.monotonic() - began > budget_s:
-                break
-            self.stage.point, self.stage.found = point, {}
-            self.stage.seconds = budget_s
-            findings = await self._case(case)
-            num_run += 1
-            for finding in findings:
-                failed[finding.oracle] += 1
-                self._tell(case, finding)
+        self.stage.seconds = budget_s
+        ahead = iter(_ordered(cases, self.stage.seed))
+
+        async def work() -> None:
+            nonlocal num_run
+            for case in ahead:
+                num_run += 1
+                self.stage.point, self.stage.found = point, {}
+                for finding in await self._case(case):
+                    failed[finding.oracle] += 1
+                    self._tell(case, finding)
+                if num_run >= _LEAST and time.monotonic() - began > budget_s:
+                    return
+
+        await asyncio.gather(*(work() for _ in range(AT_ONCE.get(group, 1))))
         self._rows.append((group, num_run, time.monotonic() - began, failed))
         print(f"siege: {_row(*self._rows[-1])}", flush=True)
 
@@ -89,6 +95,7 @@ class Campaign:
 
 
 _LEAST = 14  # cases of a group that always run
+_FIRST = 2  # of them, in any case
 
 
 def _row(group: str, num_cases: int, seconds: float, failed: Counter[str]) -> str:
@@ -97,12 +104,12 @@ def _row(group: str, num_cases: int, seconds: float, failed: Counter[str]) -> st
 
 
 def _ordered(cases: list[Case], seed: str) -> list[Case]:
-    """Where there are more than always run, the first two, and the others in an order by the seed."""
+    """Where there are more than always run, some in any case, and the others in an order by the seed."""
     if len(cases) <= _LEAST:
         return cases
-    start = int(seed[:8], 16) % len(cases) if all(c in "0123456789abcdef" for c in seed[:8]) else 0
-    rest = cases[2:]
-    return cases[:2] + rest[start:] + rest[:start]
+    first, rest = cases[:_FIRST], cases[_FIRST:]
+    random.Random(seed).shuffle(rest)
+    return first + rest
 
 
 def choose(name: str) -> list[Case]:

@@ -20,6 +20,8 @@ SECONDS = {
     "climb": 20,
 }
 
+AT_ONCE = {"folders": 2}  # processes of their own, which do not meet
+
 CASES: tuple[Case, ...] = (
     *tenants.CASES,
     *products.CASES,

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from bench.common import ROOT
+from bench.siege import open_folder
 from bench.siege.folders import hostile_folders
 from bench.siege.oracles import Finding
 from bench.siege.stage import Case, Stage
 
-_turns = asyncio.Semaphore(2)
+_making = asyncio.Lock()
 _miniatures = tempfile.TemporaryDirectory(prefix="siege-miniatures-")
 
 
@@ -27,23 +28,14 @@ def _miniature(family: str) -> Path:
     return folder
 
 
-async def opened(names: tuple[str, ...], _stage: Stage) -> list[Finding]:
-    """Two at a time."""
-    from bench.siege import open_folder
-
-    async def one(name: str) -> list[Finding]:
-        folder = hostile_folders()[name]
-        async with _turns:
-            with tempfile.TemporaryDirectory(prefix="siege-folder-") as place:
-                outcome = await asyncio.to_thread(open_folder.opened, folder, _miniature(folder.family), Path(place))
-        problem = outcome.problem(folder)
-        return [] if problem is None else [Finding("walls" if outcome.canary else "ends", f"{name}: {problem}")]
-
-    return [finding for findings in await asyncio.gather(*map(one, names)) for finding in findings]
+async def opened(name: str, _stage: Stage) -> list[Finding]:
+    folder = hostile_folders()[name]
+    async with _making:
+        miniature = await asyncio.to_thread(_miniature, folder.family)
+    with tempfile.TemporaryDirectory(prefix="siege-folder-") as place:
+        outcome = await asyncio.to_thread(open_folder.opened, folder, miniature, Path(place))
+    problem = outcome.problem(folder)
+    return [] if problem is None else [Finding("walls" if outcome.canary else "ends", f"{name}: {problem}")]
 
 
-def _cases() -> list[Case]:
-    return [Case("folders", name, partial(opened, (name,)), alone=True) for name in hostile_folders()]
-
-
-CASES = _cases()
+CASES = [Case("folders", name, partial(opened, name), alone=True) for name in hostile_folders()]
