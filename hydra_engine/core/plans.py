@@ -251,7 +251,15 @@ class StagingResult:
     problem: str | None = None
 
 
-LaneResult = VisionResult | LanguageResult | PullResult | StagingResult
+@dataclass(frozen=True, slots=True)
+class ReadyResult:
+    """What a request was held for is there; `error`: or never will be."""
+
+    request_id: RequestId
+    error: ErrorInfo | None = None
+
+
+LaneResult = VisionResult | LanguageResult | PullResult | StagingResult | ReadyResult
 
 
 @dataclass(frozen=True, slots=True)

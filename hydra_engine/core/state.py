@@ -35,7 +35,12 @@ class RequestPhase(Enum):
     With other instances: what decodes elsewhere goes PREFILLING -> HANDING_OVER -> ENDED; what is prefilled elsewhere
     goes REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING. An ENCODE_JOB stays one until
     its features have been fetched. Every phase may end, by an abort or an error.
+
+    A request may be held until the worker has what its tokens are sampled with. It is HELD before everything else, or,
+    if it is prefilled elsewhere, stays REMOTE_PREFILL: it holds nothing that others could use.
     """
+
+    HELD = auto()  # no KV blocks, and no features; nothing is computed for it before it is released
 
     ENCODING = auto()  # no KV blocks; some image has no features yet
     WAITING = auto()  # no KV blocks; has all it needs to start
@@ -130,6 +135,7 @@ class RequestState:
     phase: RequestPhase = RequestPhase.WAITING
     num_prefilled: int = 0
     num_scheduled: int = 0
+    held: bool = False  # it is not released yet, and has no KV blocks
     slot_known: bool = False  # a chunk has been planned since it started last, so the language lane knows its slot
     num_preemptions: int = 0
     starts_seen: int | None = None  # of younger requests, when it began to wait for its start

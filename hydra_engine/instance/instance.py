@@ -38,9 +38,9 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LaneResult, LanguagePlan, PullResult, StagingResult, VisionResult
+from hydra_engine.core.plans import LaneResult, LanguagePlan, PullResult, ReadyResult, StagingResult, VisionResult
 from hydra_engine.core.roles import Role
-from hydra_engine.errors import ConfigError, RequestError, RequestFailed
+from hydra_engine.errors import ConfigError, RequestError, RequestFailed, Unavailable
 from hydra_engine.instance.ports import MigrationPort
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 0.25
+HOLD_S = 60.0  # that a request is held for what the worker prepares for it, behind what it prepares for others
 LEAD_S = 0.002  # before the expected end of a language step, or a third of it if that is shorter, the next is planned
 
 
@@ -113,6 +114,7 @@ class Instance:
         self._language = _LaneActivity()
         self._progress = 0
         self._requests: dict[RequestId, Request] = {}
+        self._held: dict[RequestId, tuple[float, str]] = {}  # until when, and for what; the first one first
         self._stopping = False
         self._last_status_s = float("-inf")
         self._idle_reported = False
@@ -125,7 +127,8 @@ class Instance:
 
     def wait_s(self) -> float:
         """The seconds that the loop may sleep unless it is woken."""
-        due_s = min(self._ahead_due_s, self._scheduler.language_due_s, self._migration.next_deadline_s)
+        held_s, _ = next(iter(self._held.values()), (math.inf, ""))
+        due_s = min(self._ahead_due_s, self._scheduler.language_due_s, self._migration.next_deadline_s, held_s)
         return min(STATUS_PERIOD_S, max(0.0, due_s - self._clock.now()))
 
     def turn(self) -> None:
@@ -135,6 +138,7 @@ class Instance:
             self._receive(message, outgoing)
         for result in self._worker.poll():
             self._collect(result, outgoing)
+        self._end_holds(outgoing)
         self._emit(self._migration.drain(self._clock.now(), outgoing), outgoing)
         self._feed_lanes(outgoing)
         self._progress += 1
@@ -178,6 +182,11 @@ class Instance:
     def _add(self, message: Submit | Encode, outgoing: list[ToFrontend]) -> None:
         request, now = message.request, self._clock.now()
         try:
+            held_for = self._worker.add_request(request, message.pixels) or ""
+        except RequestError as error:
+            self._refuse(request, error, outgoing)
+            return
+        try:
             if isinstance(message, Encode):
                 self._check_connected()
                 self._scheduler.add(request, now, stages=Role.E)
@@ -191,14 +200,20 @@ class Instance:
                     stages=stages,
                     remote_images=frozenset(message.remote_images),
                     pulls_kv=bool(message.source),
+                    held_for=held_for,
                 )
         except RequestError as error:
-            outgoing.append(Finished(request.id, FinishReason.ERROR, num_generated=0, error=error.info()))
+            self._worker.remove_request(request.id)
+            self._refuse(request, error, outgoing)
             return
-        self._worker.add_request(request, message.pixels)
         self._requests[request.id] = request
+        if held_for:
+            self._held[request.id] = now + HOLD_S, held_for
         self._migration.add(message)
         self._look_outside(outgoing)
+
+    def _refuse(self, request: Request, error: RequestError, outgoing: list[ToFrontend]) -> None:
+        outgoing.append(Finished(request.id, FinishReason.ERROR, num_generated=0, error=error.info()))
 
     def _check_connected(self) -> None:
         if not self._migration.connected:
@@ -216,11 +231,25 @@ class Instance:
             self._emit(self._migration.on_pull(result, now), outgoing)
         elif isinstance(result, StagingResult):
             self._emit(self._migration.on_staging(result, now), outgoing)
+        elif isinstance(result, ReadyResult):
+            self._held.pop(result.request_id, None)
+            self._emit(self._scheduler.release(result.request_id, now, result.error), outgoing)
         else:
             self._language_in_flight.pop(0)
             self._expect_end(result.ended_s)
             self._language.ended(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_language(result, now), outgoing)
+
+    def _end_holds(self, outgoing: list[ToFrontend]) -> None:
+        """Fails requests that have been held for too long, for which they are not to blame."""
+        now = self._clock.now()
+        while self._held:
+            request_id, (until_s, what) = next(iter(self._held.items()))
+            if until_s > now:
+                return
+            del self._held[request_id]
+            error = Unavailable(f"the {what} of this request was not ready within {HOLD_S:g} s; try again later")
+            self._emit(self._scheduler.release(request_id, now, error.info()), outgoing)
 
     # ---- what goes to the lanes
 
@@ -293,6 +322,7 @@ class Instance:
             if isinstance(message, Finished):
                 self._worker.remove_request(message.request_id)
                 del self._requests[message.request_id]
+                self._held.pop(message.request_id, None)
                 self._migration.finished(message.request_id)
             outgoing.append(message)
 

@@ -64,12 +64,15 @@ class WorkerPort(Protocol):
     """Two lanes that run plans in order. Never blocks the caller; never raises because of a request's content: a failed
     row or image comes back as an outcome with an error, and the lane goes on."""
 
-    def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
-        """Called before the first plan that names the request. Keeps pixels until `remove_request`."""
+    def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
+        """Called before the first plan that names the request. Keeps pixels until `remove_request`. Returns what the
+        request has to be held for, in a word, until its `ReadyResult`; None where it may start. Raises Unavailable, and
+        then keeps nothing."""
         ...
 
     def remove_request(self, request_id: RequestId) -> None:
-        """Called after the last plan that names it has come back. Unknown ids are a bug (assert)."""
+        """Called after the last plan that names it has come back. Unknown ids are a bug (assert). The `ReadyResult` of
+        a request that is gone may still come."""
         ...
 
     def submit_vision(self, plan: VisionPlan) -> None: ...

@@ -150,7 +150,7 @@ class Preprocessor:
         self._known.check_placeholders(token_ids, prompt.media, is_raw=is_raw)
         self._check_length(len(token_ids), sampling, prompt.param)  # before any picture is opened
         if sampling.grammar is not None:
-            await self._grammars.check(sampling.grammar, call.client)
+            await self._grammars.check(sampling.grammar, call.client, call.cache_salt)
         media = await self._loader.load(prompt.media, sources, call.pixels, call.cache_salt, call.client)
         spans.extend(span for item in media for span in item.spans)
         asked = Asked(request_id, len(token_ids) - len(media), tuple(item.video for item in media))

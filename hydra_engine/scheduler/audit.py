@@ -46,6 +46,7 @@ def _check_queue(requests: RequestTable, state: RequestState) -> None:
     assert state.phase is requests.phase_of(state), f"{where} is in the wrong phase"
     for phase, queue in requests.queues.items():
         assert (state in queue) == (phase is state.phase), f"{where} is in the wrong queue"
+    assert not state.held or state.request.id not in requests.kv.tables, f"{where} is held and has KV"
     assert (state in requests.unencoded) == (live and state.needs_encode), f"{where}: images to encode"
     assert (state in requests.unfetched) == (live and state.needs_pull), f"{where}: images to fetch"
 

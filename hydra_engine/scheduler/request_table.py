@@ -36,10 +36,11 @@ class RequestTable:
         KV blocks      prefilling          prefilling          decoding                 handing_over
 
     One whose KV comes from another instance is in `remote_prefills` until that is offered, then in `kv_offered`, and in
-    prefilling (though nothing is computed) until all of it is here. Encode jobs hold no KV and are no candidates for
-    the language lane. `unencoded` and `unfetched` are indices beside the queues: requests with an image that waits for
-    an encode here, and for one elsewhere. A request holds a sequence slot exactly while it holds KV blocks. `decodes`
-    has the numbers of those that decode, and of those whose last chunk is in flight.
+    prefilling (though nothing is computed) until all of it is here. One that is held is in `held` or, if its KV comes
+    from elsewhere, in `remote_prefills`. Encode jobs hold no KV and are no candidates for the language lane.
+    `unencoded` and `unfetched` are indices beside the queues: requests with an image that waits for an encode here, and
+    for one elsewhere. A request holds a sequence slot exactly while it holds KV blocks. `decodes` has the numbers of
+    those that decode, and of those whose last chunk is in flight.
 
     Reuse. KV that the cache has is looked up when a request arrives or is preempted, and images inside it are CACHED:
     they are not encoded. Nothing is held for that, so it takes room from no other request and cannot deadlock; the
@@ -77,8 +78,9 @@ class RequestTable:
         self.timelines: dict[RequestId, Timeline] = {}
         self.encoding, self.waiting, self.kv_offered = UrgencyQueue(), UrgencyQueue(), UrgencyQueue()
         self.prefilling, self.decoding, self.handing_over = ArrivalQueue(), ArrivalQueue(), ArrivalQueue()
-        self.remote_prefills, self.encode_jobs = ArrivalQueue(), ArrivalQueue()
+        self.remote_prefills, self.encode_jobs, self.held = ArrivalQueue(), ArrivalQueue(), ArrivalQueue()
         self.queues: dict[RequestPhase, ArrivalQueue] = {
+            RequestPhase.HELD: self.held,
             RequestPhase.ENCODING: self.encoding,
             RequestPhase.WAITING: self.waiting,
             RequestPhase.PREFILLING: self.prefilling,
@@ -101,23 +103,25 @@ class RequestTable:
     # ---- the life of a request
 
     def add(
-        self, request: Request, now: float, *, stages: Role, remote_images: frozenset[int], pulls_kv: bool
+        self,
+        request: Request,
+        now: float,
+        *,
+        stages: Role,
+        remote_images: frozenset[int],
+        pulls_kv: bool,
+        held_for: str = "",
     ) -> RequestState:
+        """`held_for`: what it waits for until `release`, as its timeline says it; "" where it may start."""
         assert request.id not in self.states, f"request id {request.id} is in use"
         state = RequestState.new(
             request, self._next_order, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv
         )
-        state.image_keys = self.prefixes.feature_keys(request)
+        state.image_keys, state.held = self.prefixes.feature_keys(request), bool(held_for)
         self._next_order += 1
         self.states[request.id] = state
-        by_work = self._scheduling_policy == "sjf"
-        looks = (bool(request.images) or by_work) and not state.is_encode_job and not pulls_kv
-        num_cached = self._cached_tokens(state) if looks else 0
-        num_left = 0 if pulls_kv else state.num_tokens - num_cached
-        state.urgency = policy.start_urgency(state, self._scheduling_policy, num_left)
+        num_cached = state.num_tokens if state.held else self._rank(state)  # what its images need is seen at release
         self.images.arrive(state, num_cached, now)
-        if state.due_s < math.inf and Role.P in stages and not pulls_kv:
-            heapq.heappush(self._due, (state.due_s, request.id))
         limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
         timeline = Timeline(
             self._instance, now, state.waits_for_images, prefills=not state.is_encode_job, limit_s=limit_s
@@ -127,12 +131,33 @@ class RequestTable:
             timeline.first_token_s, timeline.last_token_s = before.first_token_s, before.last_token_s
             timeline.late_gaps = before.late_gaps
             self.observer.on_away(request.id, before.blame, now)
-        if pulls_kv:
-            timeline.cause = "transfer"
+        if pulls_kv or held_for:
+            timeline.cause = "transfer" if pulls_kv else held_for
         if not any(p <= ImageProgress.ENCODING for i, p in enumerate(state.images) if i not in state.remote_images):
             timeline.images_found(now)  # encodes elsewhere are in the timelines of their jobs
         self.requeue(state)
         return state
+
+    def release(self, state: RequestState, now: float) -> None:
+        """A request that was held may start, as if it had arrived now; its age is what it was."""
+        state.held = False
+        num_cached = self._rank(state)
+        if state.remote_kv is None:
+            self.images.recheck(state, num_cached, now)
+            self.timelines[state.request.id].waits_for("images" if state.waits_for_images else "queue", now)
+        self.requeue(state)
+
+    def _rank(self, state: RequestState) -> int:
+        """Places a request that may start among those that wait. Returns how many of its tokens the cache has, as far
+        as that is looked at."""
+        pulls_kv, by_work = state.remote_kv is not None, self._scheduling_policy == "sjf"
+        looks = (bool(state.request.images) or by_work) and not state.is_encode_job and not pulls_kv
+        num_cached = self._cached_tokens(state) if looks else 0
+        num_left = 0 if pulls_kv else state.num_tokens - num_cached
+        state.urgency = policy.start_urgency(state, self._scheduling_policy, num_left)
+        if state.due_s < math.inf and Role.P in state.stages and not pulls_kv:
+            heapq.heappush(self._due, (state.due_s, state.request.id))
+        return num_cached
 
     def requeue(self, state: RequestState) -> None:
         """Moves a request into the phase that its state and its blocks say."""
@@ -163,7 +188,10 @@ class RequestTable:
             decodes = Role.D in state.stages and state.is_decode and state.slot_known and not state.num_scheduled
             return RequestPhase.DECODING if decodes else RequestPhase.PREFILLING
         if state.remote_kv is not None:
-            return RequestPhase.REMOTE_PREFILL if state.remote_kv.offer is None else RequestPhase.KV_OFFERED
+            waits = state.held or state.remote_kv.offer is None
+            return RequestPhase.REMOTE_PREFILL if waits else RequestPhase.KV_OFFERED
+        if state.held:
+            return RequestPhase.HELD
         return RequestPhase.ENCODING if state.waits_for_images else RequestPhase.WAITING
 
     def join_decodes(self, state: RequestState, *, unread: int) -> None:

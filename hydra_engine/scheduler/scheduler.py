@@ -25,7 +25,7 @@ from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, Vi
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
-from hydra_engine.errors import ConfigError
+from hydra_engine.errors import ConfigError, ErrorInfo
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.audit import check_in_flight, check_requests
 from hydra_engine.scheduler.budget import Budgets
@@ -103,18 +103,33 @@ class StageScheduler:
         stages: Role | None = None,
         remote_images: frozenset[int] = frozenset(),
         pulls_kv: bool = False,
+        held_for: str = "",
     ) -> None:
         """Accepts a request or raises the RequestError that says why it is refused; then nothing has changed.
 
         `stages`: those to be done here, by default all that the role can do; E alone is an encode job, a request
         with images and no prompt. Images in `remote_images` are encoded elsewhere, and all are if the part has no E.
-        With `pulls_kv` the KV of the prompt is computed elsewhere and pulled.
+        With `pulls_kv` the KV of the prompt is computed elsewhere and pulled. With `held_for`, what it waits for as its
+        timeline says it, the request holds nothing and is in no plan before `release`.
         """
         stages = self._limits.role if stages is None else stages
         check_fits(request, self._limits, stages)
         if Role.P in stages and not pulls_kv:  # what goes on with an accepted request is accepted
             check_queue(len(self._requests.states), self._max_queue, self._finish_times)
-        self._requests.add(request, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv)
+        self._requests.add(
+            request, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv, held_for=held_for
+        )
+
+    def release(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
+        """A request that is held may start or, with `error`, has failed; all others are ignored."""
+        state = self._requests.states.get(request_id)
+        if state is None or state.ending is not None or not state.held:
+            return []
+        if error is None:
+            self._requests.release(state, now)
+            return []
+        self._requests.end(state, Ending(FinishReason.ERROR, error=error))
+        return self._finish([state], now)
 
     def set_role(self, role: Role) -> None:
         """Which parts are accepted from now on. Only while nothing is held."""
@@ -278,7 +293,7 @@ class StageScheduler:
         requests, results = self._requests, self._results
         return Status(
             num_running=len(requests.prefilling) + len(requests.decoding),
-            num_waiting=len(requests.waiting),
+            num_waiting=len(requests.waiting) + len(requests.held),
             num_encoding=len(requests.encoding) + len(requests.encode_jobs),
             kv_blocks_used=requests.kv.num_held,
             kv_blocks_total=requests.kv.num_blocks,
@@ -332,6 +347,6 @@ def _stage_report(state: RequestState) -> StageReport:
         return StageReport(request.id, "transfer")
     if state.is_decode:
         return StageReport(request.id, "decode")
-    if state.phase is RequestPhase.WAITING:
+    if state.phase in (RequestPhase.WAITING, RequestPhase.HELD):
         return StageReport(request.id, "queue")
     return StageReport(request.id, "prefill", state.num_prefilled, state.num_tokens)

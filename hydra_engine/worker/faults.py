@@ -21,6 +21,7 @@ from hydra_engine.errors import ConfigError
 BEFORE_LANGUAGE_STEP = "eng.before_step"  # nothing computed yet
 MID_LANGUAGE_STEP = "eng.mid_step"  # KV written, no token sampled
 BEFORE_VISION_STEP = "vis.before_step"
+BEFORE_COMPILE = "eng.before_compile"  # a grammar, whose requests are held
 MID_COPY = "dst.mid_copy"  # half of the blocks of another instance are copied
 AFTER_COPY = "dst.after_copy"  # all of them, and the control word has not been read
 AFTER_STAGING = "src.after_staging"  # a piece is in host memory, and the target does not know
@@ -36,6 +37,7 @@ MIGRATION_POINTS = frozenset({AFTER_OFFER, BEFORE_FREE, AFTER_RESERVE, BEFORE_AC
 _ANYWHERE = frozenset({"raise", "delay", "kill", "off"})
 ACTIONS = {
     **dict.fromkeys(STEP_POINTS, _ANYWHERE | {"nan", "oom"}),
+    BEFORE_COMPILE: _ANYWHERE,
     **dict.fromkeys(COPY_POINTS, _ANYWHERE | {"corrupt"}),
     **dict.fromkeys(MIGRATION_POINTS, _ANYWHERE),
 }

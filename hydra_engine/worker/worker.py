@@ -76,7 +76,6 @@ class Worker:
         self._device = backend.device
         self._working = working
         self._multimodal = spec.language.rope_sections is not None
-        self._constraints = Constraints(config.model_path)
         self._wake = wake
         self._requests: dict[RequestId, WorkerRequest] = {}
         self._pixel_bytes = 0
@@ -84,6 +83,7 @@ class Worker:
         self._left_out = Counter[str]()  # graphs that the device had no memory for
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
         self.faults = faults if faults is not None else FaultPoints()
+        self._constraints = Constraints(config.model_path, self.deliver, self.faults)
         self._closing: list[Callable[[], None]] = []
         self._vision: VisionLane | None = None
         self._language: LanguageLane | None = None
@@ -110,24 +110,27 @@ class Worker:
 
     # ---- requests
 
-    def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> None:
+    def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
         assert request.id not in self._requests, "request id added twice"
+        constraint = self._constraints.of(request)
         by_digest = {payload.digest: payload for payload in pixels}
         # Encode jobs for other instances have pictures and no prompt.
         has_positions = self._multimodal and request.num_prompt > 0
         record = WorkerRequest(
             request,
-            SamplingState.of(request, self._constraints.of(request)),
+            SamplingState.of(request, constraint),
             by_digest,
             sum(len(payload.data) for payload in by_digest.values()),
             PromptPositions.of_request(request) if has_positions else None,
         )
         self._requests[request.id] = record
         self._pixel_bytes += record.pixel_bytes
+        return None if constraint is None or constraint.is_ready else "grammar"
 
     def remove_request(self, request_id: RequestId) -> None:
         assert request_id in self._requests, "unknown request id removed"
         self._pixel_bytes -= self._requests.pop(request_id).pixel_bytes
+        self._constraints.forget(request_id)
 
     @property
     def pixel_bytes(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Calls, Grammar
 from hydra_engine.core.processes.status import process_status
 from hydra_engine.errors import EngineClosed, InvalidRequest, Unavailable
 from hydra_engine.preprocess.sandbox import grammars as module
+from hydra_engine.preprocess.sandbox.grammar_child import Verdict
 from hydra_engine.preprocess.sandbox.grammars import MAX_DEPTH, Grammars
 from hydra_engine.server.tools.tool_grammars import calls_of
 
@@ -174,6 +176,40 @@ async def test_a_verdict_is_asked_for_once(checker: Grammars, monkeypatch: pytes
     for grammar in GOOD[:4]:
         await checker.check(grammar)
     assert len(checker._verdicts) <= 3
+
+
+@pytest.mark.parametrize("other", [("bob", "a"), ("alice", "b")])
+async def test_a_verdict_is_for_one_client_and_salt_alone(
+    checker: Grammars, monkeypatch: pytest.MonkeyPatch, other: tuple[str, str]
+) -> None:
+    jobs: list[Any] = []
+    run = checker._host.run
+    monkeypatch.setattr(checker._host, "run", lambda job, seconds: jobs.append(job) or run(job, seconds))
+    for owner in (("alice", "a"), other, ("alice", "a"), other):
+        await checker.check(GOOD[1], *owner)
+    assert len(jobs) == 2
+
+
+async def test_clients_take_turns(checker: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of bob's waits, at most two of alice's begin."""
+    begun: list[str] = []
+    first_begun, may_go = threading.Event(), threading.Semaphore(0)
+
+    def run(grammar: Grammar, _seconds: float) -> tuple[Verdict, None]:
+        begun.append(grammar.source)
+        first_begun.set()
+        assert may_go.acquire(timeout=60)
+        return Verdict(), None
+
+    monkeypatch.setattr(checker._host, "run", run)
+    checks = [asyncio.create_task(checker.check(Grammar("regex", f"a{{{i}}}"), "alice")) for i in range(1, 8)]
+    await asyncio.to_thread(first_begun.wait, 60)
+    checks += [asyncio.create_task(checker.check(Grammar("regex", f"b{{{i}}}"), "bob")) for i in range(1, 3)]
+    await asyncio.sleep(0)
+    may_go.release(len(checks))
+    await asyncio.gather(*checks)
+    places = [begun.index(f"b{{{i}}}") for i in range(1, 3)]
+    assert places[0] <= 2 and places[1] - places[0] <= 2 and len(begun) == len(checks)
 
 
 async def test_as_many_at_once_as_requests_may_wait(checker: Grammars) -> None:

@@ -71,6 +71,7 @@ class Node:
         self.language: list[LanguagePlan] = []
         self.vision: list[VisionPlan] = []
         self.pulls: list[PullPlan] = []
+        self.held: list[RequestId] = []
 
 
 @dataclass(eq=False)
@@ -158,8 +159,15 @@ class Cluster:
             self._add(decode, self.requests[request_id], stages=Role.D, pulls_kv=True)
 
     def _add(self, node: Node, request: Request, **kwargs) -> None:
-        node.scheduler.add(request, self.now, **kwargs)
+        held = bool(request.prompt_token_ids) and self.random.random() < 0.3
+        node.scheduler.add(request, self.now, held_for="grammar" if held else "", **kwargs)
+        if held:
+            node.held.append(request.id)
         self._after(node)
+
+    def _release(self, node: Node) -> None:
+        """The first one that is held may have ended meanwhile."""
+        self._on(node, node.scheduler.release(node.held.pop(0), self.now))
 
     def abort(self, user: User) -> None:
         if user.ended is None:
@@ -254,6 +262,8 @@ class Cluster:
                 found.append((self._speed("language", node.name), lambda node=node: self._end_language(node)))
             if node.vision:
                 found.append((self._speed("vision", node.name), lambda node=node: self._end_vision(node)))
+            if node.held:
+                found.append((self._speed("held", node.name), lambda node=node: self._release(node)))
             for pull in node.pulls:
                 found.append((self._speed("pulls", node.name), lambda n=node, p=pull: self._end_pull(n, p)))
         return found

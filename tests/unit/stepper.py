@@ -14,6 +14,7 @@ from hydra_engine.core.plans import LanguagePlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.core.state import RequestState
+from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.hooks import StepObserver
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
@@ -70,10 +71,10 @@ class Stepper:
     def add(self, number: int, *parts: int | Img, **kwargs) -> Request:
         return self.submit(make_request(number, *parts, **kwargs))
 
-    def submit(self, request: Request) -> Request:
+    def submit(self, request: Request, *, held_for: str = "") -> Request:
         """With the limits of the configuration where it has none, as the frontend sends it."""
         request = replace(request, slo=request.slo.with_defaults(self.config.ttft_slo, self.config.tpot_slo))
-        self.scheduler.add(request, self.now)
+        self.scheduler.add(request, self.now, held_for=held_for)
         self.requests[request.id] = request
         self.scheduler.check()
         self.oracle.look()
@@ -93,6 +94,9 @@ class Stepper:
 
     def abort(self, number: int) -> list[RequestMessage]:
         return self._collect(self.scheduler.abort(RequestId(number), self.now))
+
+    def release(self, number: int, error: ErrorInfo | None = None) -> None:
+        self._collect(self.scheduler.release(RequestId(number), self.now, error))
 
     def reset(self, *, kv: bool = True, images: bool = True) -> None:
         self.scheduler.reset_caches(kv=kv, images=images)

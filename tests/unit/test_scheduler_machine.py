@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hydra_engine.core.request import Slo
 from tests.examples import examples
-from tests.unit.sim import Img, make_request, next_turn, rows_of
+from tests.unit.sim import BROKEN, Img, make_request, next_turn, rows_of
 from tests.unit.stepper import Stepper
 
 KV_SIZE = 4
@@ -54,13 +54,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "s"]),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         tpot_s=st.sampled_from([None, None, 0.005]),
+        held_for=st.sampled_from(["", "", "", "grammar"]),
     )
     def add(
-        self, parts, max_new: int, eos: int, source: int | None, salt: str, priority: int, tpot_s: float | None
+        self,
+        parts,
+        max_new: int,
+        eos: int,
+        source: int | None,
+        salt: str,
+        priority: int,
+        tpot_s: float | None,
+        held_for: str,
     ) -> None:
         self.count += 1
         request = make_request(self.count, *parts, 1, max_new=max_new, eos=range(eos), source=source, salt=salt)
-        self.stepper.submit(replace(request, priority=priority, slo=Slo(tpot_s=tpot_s)))
+        self.stepper.submit(replace(request, priority=priority, slo=Slo(tpot_s=tpot_s)), held_for=held_for)
 
     @precondition(lambda self: self.stepper.finished)
     @rule(data=st.data(), more=st.integers(1, 6), max_new=st.integers(1, 8))
@@ -75,6 +84,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data) -> None:
         self.stepper.abort(data.draw(st.integers(1, self.count)))
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data(), failed=st.sampled_from([False, False, True]))
+    def release(self, data, failed: bool) -> None:
+        """Of one that is held or not, for the first time or again."""
+        self.stepper.release(data.draw(st.integers(1, self.count)), BROKEN if failed else None)
 
     @rule(kv=st.booleans(), images=st.booleans())
     def reset_caches(self, kv: bool, images: bool) -> None:
@@ -133,6 +148,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.stepper.end_language(plan)
         for plan in self.visions:
             self.stepper.end_vision(plan)
+        for number in range(1, self.count + 1):
+            self.stepper.release(number)
         self.stepper.finish_all()
         assert self.stepper.finished.keys() == set(range(1, self.count + 1)), "every request ends exactly once"
 

@@ -34,6 +34,7 @@ from hydra_engine.core.plans import (
     ImageSlice,
     LanguagePlan,
     LanguageResult,
+    ReadyResult,
     TokenLogprobs,
     VisionPlan,
 )
@@ -453,6 +454,8 @@ class Rig:
             self.woken.wait(0.5)
             self.woken.clear()
             for result in self.worker.poll():
+                if isinstance(result, ReadyResult):
+                    continue
                 assert result.ended_s >= result.started_s
                 self._results[result.step_id] = result
         return self._results.pop(step)

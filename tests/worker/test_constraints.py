@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 import pytest
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.plans import ReadyResult
 from hydra_engine.core.request import Request, SamplingParams
-from hydra_engine.errors import InvalidRequest
+from hydra_engine.errors import ErrorInfo, InvalidRequest
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
-from hydra_engine.worker.language import constraints
-from hydra_engine.worker.language.constraints import Constraints
+from hydra_engine.worker.faults import BEFORE_COMPILE, FaultPoints
+from hydra_engine.worker.language.constraints import Constraints, GrammarConstraint
 from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState, sample_row
 
 DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model"
@@ -29,17 +33,50 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(DEMO)
 
 
+class Compiler(Constraints):
+    """Waits for what has been asked for, unless a test keeps the compiler from it."""
+
+    def __init__(self) -> None:
+        self.faults = FaultPoints(enabled=True)
+        self.results: Queue[ReadyResult] = Queue()
+        super().__init__(DEMO, self.results.put, self.faults)
+
+    def ready(self, request: Request) -> GrammarConstraint:
+        constraint = self.of(request)
+        assert constraint is not None
+        if not constraint.is_ready:
+            assert self.results.get(timeout=60) == ReadyResult(request.id)
+        assert constraint.is_ready
+        return constraint
+
+    def refused(self, request: Request) -> ErrorInfo:
+        assert self.of(request) is not None
+        result = self.results.get(timeout=60)
+        assert result.request_id == request.id and result.error is not None
+        return result.error
+
+
 @pytest.fixture
-def compiler() -> Iterator[Constraints]:
-    made = Constraints(DEMO)
+def compiler() -> Iterator[Compiler]:
+    made = Compiler()
     yield made
     made.close()
+
+
+_NUMBERS = itertools.count(1)
 
 
 def request_of(grammar: Grammar | None = DIGITS, generated: tuple[int, ...] = (), **sampling: object) -> Request:
     params = SamplingParams(grammar=grammar, **{"temperature": 1.0, **sampling})  # type: ignore[arg-type]
     return Request(
-        RequestId(1), PROMPT, params, 64, seed=5, arrival_s=0.0, eos_token_ids=(EOS,), generated_token_ids=generated
+        RequestId(next(_NUMBERS)),
+        PROMPT,
+        params,
+        64,
+        seed=5,
+        arrival_s=0.0,
+        eos_token_ids=(EOS,),
+        generated_token_ids=generated,
     )
 
 
@@ -61,22 +98,22 @@ def run(sampling_state: SamplingState, generated: tuple[int, ...] = (), limit: i
     return output
 
 
-def test_text_keeps_to_the_grammar_and_ends(compiler: Constraints, tokenizer: Tokenizer) -> None:
+def test_text_keeps_to_the_grammar_and_ends(compiler: Compiler, tokenizer: Tokenizer) -> None:
     request = request_of()
-    output = run(SamplingState.of(request, compiler.of(request)))
+    output = run(SamplingState.of(request, compiler.ready(request)))
     text = tokenizer.decode(output[:-1])
     assert output[-1] == EOS and text[:3].isdigit() and len(text) in (3, 6)
 
 
-def test_from_wherever_a_request_begins(compiler: Constraints) -> None:
+def test_from_wherever_a_request_begins(compiler: Compiler) -> None:
     request = request_of(min_tokens=5)
-    whole = run(SamplingState.of(request, compiler.of(request)))
+    whole = run(SamplingState.of(request, compiler.ready(request)))
     assert len(whole) == 7
     for count in range(len(whole)):  # a replay, or a decode that is taken over, of which `count` tokens are known
         known = tuple(whole[:count])
         again = request_of(generated=known, min_tokens=5)
-        assert run(SamplingState.of(again, compiler.of(again)), known) == whole
-    sampling_state = SamplingState.of(request, compiler.of(request))
+        assert run(SamplingState.of(again, compiler.ready(again)), known) == whole
+    sampling_state = SamplingState.of(request, compiler.ready(request))
     assert sampling_state.history is not None
     for start in (0, 3, 4, 1, 5, 3):  # prefilled again after a preemption, in chunks, and a step run twice
         positions = [*PROMPT, *whole[:-1]]
@@ -86,46 +123,42 @@ def test_from_wherever_a_request_begins(compiler: Constraints) -> None:
         assert sample_row(logits_of(6), sampling_state, 6).token_id == whole[6]
 
 
-def test_requests_with_one_grammar_do_not_share_a_place(compiler: Constraints) -> None:
+def test_requests_with_one_grammar_do_not_share_a_place(compiler: Compiler) -> None:
     requests = [request_of(), request_of()]
-    first, second = (SamplingState.of(request, compiler.of(request)) for request in requests)
+    first, second = (SamplingState.of(request, compiler.ready(request)) for request in requests)
     expected = run(first)
     assert run(second) == expected
-    assert len(compiler._compiled) == 1
+    assert len(compiler._kept) == 1
 
 
-def test_few_grammars_are_kept(compiler: Constraints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "MAX_COMPILED", 2)
-    for number in (1, 2, 3, 1):
-        request = request_of(Grammar("regex", f"[a-{'xyz'[number - 1]}]{{{number}}}"))
-        assert len(run(SamplingState.of(request, compiler.of(request)))) >= 2
-    assert [language[1] for language in compiler._compiled] == ["[a-z]{3}", "[a-x]{1}"]
-
-
-def test_rows_with_a_grammar_are_never_plain(compiler: Constraints) -> None:
+def test_rows_with_a_grammar_are_never_plain(compiler: Compiler) -> None:
     request = request_of(temperature=0.0)
-    assert SamplingState.of(request, compiler.of(request)).fast_path_from == NO_FAST_PATH
+    assert SamplingState.of(request, compiler.ready(request)).fast_path_from == NO_FAST_PATH
     assert compiler.of(request_of(None)) is None
+    assert compiler.of(replace(request_of(), prompt_token_ids=())) is None, "an encode job"
 
 
-@pytest.mark.parametrize(
-    ("grammar", "generated"),
-    [(Grammar("regex", "[", "regex"), ()), (Grammar("choice", json.dumps(["yes"]), "regex"), (400, 401))],
-    ids=["does not compile", "was left"],
-)
-def test_what_cannot_be_followed_fails_with_a_sentence(
-    compiler: Constraints, grammar: Grammar, generated: tuple[int, ...]
-) -> None:
-    request = request_of(grammar, generated)
-    sampling_state = SamplingState.of(request, compiler.of(request))
+def test_what_cannot_be_followed_fails_with_a_sentence(compiler: Compiler) -> None:
+    request = request_of(Grammar("choice", json.dumps(["yes"]), "regex"), (400, 401))
+    sampling_state = SamplingState.of(request, compiler.ready(request))
     for _ in range(2):  # and does so again
         with pytest.raises(InvalidRequest, match=r"^the grammar cannot be followed any further: ") as caught:
-            sample_row(logits_of(0), sampling_state, len(generated))
+            sample_row(logits_of(0), sampling_state, 2)
     assert caught.value.param == "regex" and "\n" not in caught.value.message
 
 
-def test_a_text_that_spells_the_end_does_not_end(compiler: Constraints, tokenizer: Tokenizer) -> None:
+def test_what_was_accepted_and_does_not_compile_is_not_the_clients_fault(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = compiler.refused(request_of(Grammar("regex", "[")))
+    assert error.kind == "Unavailable" and error.message.startswith("the grammar was accepted and could not be comp")
+    compiler.faults.arm(BEFORE_COMPILE, "raise", "times=1")
+    assert compiler.refused(request_of(Grammar("regex", "[ab]"))).kind == "RequestFailed"
+    compiler.ready(request_of(Grammar("regex", "[ab]")))
+
+
+def test_a_text_that_spells_the_end_does_not_end(compiler: Compiler, tokenizer: Tokenizer) -> None:
     """It is made of other tokens than the end of the sequence, as which the tokenizer would read it."""
     request = request_of(Grammar("choice", json.dumps(["<|end|> is near"])))
-    output = run(SamplingState.of(request, compiler.of(request)))
+    output = run(SamplingState.of(request, compiler.ready(request)))
     assert output[-1] == EOS and EOS not in output[:-1] and tokenizer.decode(output[:-1]) == "<|end|> is near"

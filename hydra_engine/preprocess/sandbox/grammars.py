@@ -25,7 +25,7 @@ from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, V
 ANSWER_SECONDS = 20.0  # the child's own limit is CPU time, this one is for a child that sleeps
 MAX_WAITING = 1 << 14  # grammars; how many requests may wait for anything is another, lower limit
 WAIT_SECONDS = 60.0  # for other requests' grammars
-MAX_VERDICTS = 1024
+MAX_VERDICTS = 8192  # of all clients
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 8192
 
@@ -58,14 +58,15 @@ class Grammars:
             variables=_SETTINGS,
         )
 
-    async def check(self, grammar: Grammar, client: str = "") -> None:
-        """Raises InvalidRequest that names the grammar's field, Unavailable when no child can be started or others'
-        grammars take too long."""
+    async def check(self, grammar: Grammar, client: str = "", salt: str = "") -> None:
+        """Clients take turns, and verdicts are for one client and salt alone: how long one takes tells nothing of
+        others. Raises InvalidRequest that names the grammar's field, Unavailable when no child can be started or
+        others' grammars take too long."""
         if not is_installed():
             raise InvalidRequest(_MISSING, param=grammar.param, code="unsupported_parameter")
         if not self._usable:
             raise InvalidRequest(NO_TOKENIZER, param=grammar.param, code="unsupported_parameter")
-        key = _key(grammar)
+        key = _key(grammar, client, salt)
         verdict = self._verdicts.get(key)
         if verdict is None:
             _check_form(grammar)
@@ -100,8 +101,8 @@ class Grammars:
         return verdict
 
 
-def _key(grammar: Grammar) -> bytes:
-    return hashlib.blake2b(repr(grammar.language).encode(), digest_size=16).digest()
+def _key(grammar: Grammar, client: str, salt: str) -> bytes:
+    return hashlib.blake2b(repr((client, salt, grammar.language)).encode(), digest_size=16).digest()
 
 
 def _check_form(grammar: Grammar) -> None:

@@ -1,81 +1,224 @@
 """Grammars of an instance's requests: compiled in a thread of their own, followed by the sampler.
 
-A request's grammar is compiled while it is prefilled. Its constraint is brought to where the request is from the tokens
-that it has so far, so steps that are run again, preemptions, replays and KV from elsewhere need nothing of it. The
-frontend has refused grammars that compile slowly or not at all; one that still fails here fails its request. Does not
-know plans, slots or limits.
+A request is held until its grammar has been compiled, so no lane waits for that; one that is kept is there at once.
+Clients take turns. Its constraint is brought to where the request is from the tokens that it has so far, so steps that
+are run again, preemptions, replays and KV from elsewhere need nothing of it. The frontend has refused grammars that
+compile slowly or not at all; one that still fails here is not its client's fault. Does not know plans, slots or limits.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from hydra_engine.core.grammar import Grammar
+from hydra_engine.core.fairness.turns import FairQueue
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.plans import ReadyResult
 from hydra_engine.core.request import Request
-from hydra_engine.errors import InvalidRequest, RequestFailed
+from hydra_engine.errors import ErrorInfo, InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import GrammarError, Guide, Matcher, TokenMask
+from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.faults import BEFORE_COMPILE, FaultPoints
 
-MAX_COMPILED = 16  # grammars that are kept for the next request; a large one takes tens of megabytes
-WAIT_SECONDS = 60.0  # for a compilation; the frontend's limit is a second of CPU time each
+MAX_WAITING = 1 << 14  # grammars; how many requests an instance takes is another, lower limit
+MAX_KEPT_BYTES = 128 << 20  # compiled for requests that are gone
+# Compiled for requests that are here, before the next one waits until some of them end. One client alone takes half of
+# it, each of two a third.
+MAX_USED_BYTES = 1 << 30
+STEP_BYTES = 8 << 10  # by which what has been compiled grows with each token that is followed, or less
+MAX_STEPS = 1 << 11  # after which a grammar is compiled anew for who comes next: what grows has a limit of its own
 
 _TOKENIZER_FILE = "tokenizer.json"
 
 
-class Constraints:
-    """One per instance. `of` belongs to its thread; everything else happens in the compiler's."""
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    matcher: Matcher  # at the beginning of the text
+    client: str
+    own_bytes: int
+    num_users: int = 0  # requests
+    num_steps: int = 0  # of all requests so far
 
-    def __init__(self, model_dir: Path) -> None:
+    @property
+    def num_bytes(self) -> int:
+        return self.own_bytes + STEP_BYTES * self.num_steps
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A grammar that is to be compiled, for all requests of a client that wait for it."""
+
+    key: Hashable
+    request: Request  # the first one
+    is_begun: bool = False
+    waiting: dict[RequestId, GrammarConstraint] = field(default_factory=dict)
+
+
+class Constraints:
+    """One per instance. `of` and `forget` belong to its thread, and wait for no compilation; `deliver` is called in the
+    compiler's. What has been compiled for one client and salt is for no other: its latency would tell of the first."""
+
+    def __init__(self, model_dir: Path, deliver: Callable[[ReadyResult], None], faults: FaultPoints) -> None:
         self._tokenizer_file = model_dir / _TOKENIZER_FILE
+        self._faults = faults
+        self._deliver = deliver
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._guides: dict[tuple[int, ...], Guide] = {}  # one: the model's end-of-sequence tokens do not change
-        self._compiled: OrderedDict[tuple[Hashable, ...], Matcher] = OrderedDict()
+        self._closed = False
+        self._lock = threading.Lock()  # of what follows; never held for long
+        self._queue: FairQueue[_Job] = FairQueue("grammars", MAX_WAITING)
+        self._jobs: dict[Hashable, _Job] = {}  # that are not over
+        self._job_of: dict[RequestId, _Job] = {}
+        self._kept: OrderedDict[Hashable, _Compiled] = OrderedDict()  # for who comes next, the latest one last
+        self._used: dict[RequestId, _Compiled] = {}
 
     def of(self, request: Request) -> GrammarConstraint | None:
-        """None for requests without a grammar, and for encode jobs, which have no prompt."""
+        """None for requests without a grammar, and for encode jobs, which have no prompt. One that is not ready becomes
+        so before the request's `ReadyResult`. Raises Unavailable where too many wait."""
         grammar = request.sampling.grammar
         if grammar is None or not request.num_prompt:
             return None
-        return GrammarConstraint(self._compiler.submit(self._matcher, grammar, request.eos_token_ids), grammar.param)
+        constraint = GrammarConstraint(grammar.param)
+        key = request.client, request.cache_salt, request.eos_token_ids, *grammar.language
+        with self._lock:
+            compiled = self._kept.get(key)
+            if compiled is not None and compiled.num_steps < MAX_STEPS:
+                self._kept.move_to_end(key)
+                self._use(compiled, request.id, constraint)
+                return constraint
+            job = self._jobs.get(key)
+            if job is None:
+                job = _Job(key, request)
+                self._queue.push(request.client, job)
+                self._jobs[key] = job
+                self._compiler.submit(self._compile_all)
+            job.waiting[request.id] = constraint
+            self._job_of[request.id] = job
+        return constraint
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request is gone; one without a grammar is ignored."""
+        with self._lock:
+            job = self._job_of.pop(request_id, None)
+            if job is not None:
+                del job.waiting[request_id]
+                if not job.waiting and not job.is_begun:
+                    self._queue.remove(job.request.client, job)
+                    del self._jobs[job.key]
+            compiled = self._used.pop(request_id, None)
+            if compiled is not None:
+                compiled.num_users -= 1
+                self._trim()
+                if len(self._queue):  # perhaps there is room now
+                    self._compiler.submit(self._compile_all)
 
     def close(self) -> None:
         """Does not wait for what is being compiled."""
+        self._closed = True
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
-    def _matcher(self, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> Matcher:
-        """At the beginning of the text, for one request alone."""
-        key = grammar.language
-        compiled = self._compiled.pop(key, None)
-        if compiled is None:
+    # ---- in the compiler's thread
+
+    def _compile_all(self) -> None:
+        while not self._closed and self._compile_next():
+            pass
+
+    def _compile_next(self) -> bool:
+        """The grammar of the client whose turn it is. False: there is none that there is room for."""
+        with self._lock:
+            begun = self._queue.pop(self._has_room())
+            if begun is None:
+                return False
+            client, job = begun
+            job.is_begun = True
+        began_s = time.thread_time()
+        outcome = attempt("compiling a grammar", partial(self._compile, job.request))
+        with self._lock:
+            self._queue.end(client, time.thread_time() - began_s)
+            del self._jobs[job.key]
+            error = outcome if isinstance(outcome, ErrorInfo) else None
+            for request_id, constraint in job.waiting.items():
+                del self._job_of[request_id]
+                if not isinstance(outcome, ErrorInfo):
+                    self._use(outcome, request_id, constraint)
+            if not isinstance(outcome, ErrorInfo):
+                self._kept[job.key] = outcome
+                self._kept.move_to_end(job.key)
+                self._trim()
+        for request_id in job.waiting:
+            self._deliver(ReadyResult(request_id, error))
+        return True
+
+    def _compile(self, request: Request) -> _Compiled:
+        grammar, eos_token_ids = request.sampling.grammar, request.eos_token_ids
+        assert grammar is not None
+        self._faults.hit(BEFORE_COMPILE, [request])
+        try:
             guide = self._guides.get(eos_token_ids)
             if guide is None:
                 guide = self._guides[eos_token_ids] = Guide(self._tokenizer_file, eos_token_ids)
-            compiled = guide.compile(grammar)
-        self._compiled[key] = compiled
-        while len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        return compiled.copy()
+            matcher = guide.compile(grammar)
+        except GrammarError as error:
+            raise Unavailable(f"the grammar was accepted and could not be compiled for the model: {error}") from None
+        return _Compiled(matcher, request.client, matcher.num_bytes())
+
+    # ---- with the lock
+
+    def _use(self, compiled: _Compiled, request_id: RequestId, constraint: GrammarConstraint) -> None:
+        compiled.num_users += 1
+        self._used[request_id] = compiled
+        constraint.begin(compiled)
+
+    def _has_room(self) -> Callable[[str], bool]:
+        """Whether a client may have one more grammar compiled."""
+        num_bytes: dict[str, int] = {}
+        for compiled in set(self._used.values()):
+            num_bytes[compiled.client] = num_bytes.get(compiled.client, 0) + compiled.num_bytes
+        num_free = MAX_USED_BYTES - sum(num_bytes.values())
+        return lambda client: num_bytes.get(client, 0) <= num_free
+
+    def _trim(self) -> None:
+        """Lets go of what nobody uses, first of what was used longest ago."""
+        unused = {key: compiled.num_bytes for key, compiled in self._kept.items() if not compiled.num_users}
+        num_bytes = sum(unused.values())
+        for key, size in unused.items():
+            if num_bytes <= MAX_KEPT_BYTES:
+                return
+            del self._kept[key]
+            num_bytes -= size
 
 
 class GrammarConstraint:
-    """A `Constraint` of one request. Used by the language lane's thread alone."""
+    """A `Constraint` of one request. Once it is ready, it is used by the language lane's thread alone."""
 
-    def __init__(self, matcher: Future[Matcher], param: str) -> None:
-        self._matcher = matcher
+    def __init__(self, param: str) -> None:
+        self._matcher: Matcher | None = None
+        self._compiled: _Compiled | None = None
         self._param = param
         self._num_accepted = 0
 
+    def begin(self, compiled: _Compiled) -> None:
+        self._compiled, self._matcher = compiled, compiled.matcher.copy()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._matcher is not None
+
     def allowed(self, output_ids: Sequence[int]) -> TokenMask:
-        """Waits for the compilation, the first time. Raises InvalidRequest, RequestFailed."""
+        """Raises InvalidRequest."""
+        matcher, compiled = self._matcher, self._compiled
+        assert matcher is not None and compiled is not None, "a request that is held is sampled for"
+        compiled.num_steps += 1
         try:
-            matcher = self._matcher.result(WAIT_SECONDS)
             if len(output_ids) > self._num_accepted:
                 matcher.accept(output_ids[self._num_accepted :])
                 self._num_accepted = len(output_ids)
             return matcher.allowed()
         except GrammarError as error:
             raise InvalidRequest(f"the grammar cannot be followed any further: {error}", param=self._param) from None
-        except (TimeoutError, CancelledError):
-            raise RequestFailed("the request's grammar was not compiled in time") from None
