@@ -32,8 +32,14 @@ class Server:
     """Has two API keys, alice's and bob's, and an administrator's. Raises RuntimeError where it does not start."""
 
     def __init__(
-        self, *arguments: str, model: str = "demo", topology: str = "EP+D", prefix: Sequence[str] = ()
+        self,
+        *arguments: str,
+        model: str = "demo",
+        topology: str = "EP+D",
+        prefix: Sequence[str] = (),
+        module: str = "bench.siege.server",
     ) -> None:
+        """`prefix`: of the command. `module` "hydra_engine": not watched."""
         self._folder = TemporaryDirectory(prefix="siege-")
         self.folder = Path(self._folder.name)
         self.keys = {name: f"sk-{name}-{secrets.token_hex(12)}" for name in ("alice", "bob", "admin")}
@@ -45,7 +51,7 @@ class Server:
         self.arguments = ("serve", model, "--port", "0", "--topology", topology, *SMALL, *arguments)
         environment = dict(os.environ, HYDRA_FAULTS="1", HYDRA_ADMIN_KEY=self.keys["admin"], PYTHONPATH=str(ROOT))
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "bench.siege.server", *self.arguments, "--api-key-file", str(key_file)],
+            [*prefix, sys.executable, "-m", module, *self.arguments, "--api-key-file", str(key_file)],
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             cwd=ROOT,

@@ -7,6 +7,7 @@ import contextlib
 import random
 import signal
 import sys
+import tempfile
 from functools import partial
 
 from bench.siege import oracles, processes
@@ -16,11 +17,16 @@ from bench.siege.running import Server
 from bench.siege.stage import Case, Stage
 
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+_TURNS = 4
 _FEW = 64
-_LIMITED = (
-    f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({_FEW}, {_FEW})); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
+_POWERLESS = """
+import ctypes, os, struct, sys
+libc = ctypes.CDLL(None)
+libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", 0, 0, 0, 0, 0, 0))
+"""
+_RUN = "os.execv(sys.argv[1], sys.argv[1:])"
+_LIMITED = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({_FEW}, {_FEW})); {_RUN}"
 
 
 async def _first_child(server: Server) -> None:
@@ -33,7 +39,7 @@ async def _first_child(server: Server) -> None:
 
 async def _one(number: signal.Signals, after_s: float, topology: str, *, at_once: bool) -> list[Finding]:
     """`after_s` counts from the beginning if `at_once`, else from the first child on."""
-    server = await asyncio.to_thread(Server, topology=topology)
+    server = await asyncio.to_thread(Server, topology=topology, module="hydra_engine")
     try:
         if not at_once:
             await _first_child(server)
@@ -54,11 +60,13 @@ async def _one(number: signal.Signals, after_s: float, topology: str, *, at_once
 
 
 async def killed(turn: int, stage: Stage) -> list[Finding]:
-    """Three at once, each by another signal."""
+    """Three at once, each by another signal: first as soon as there is a child, then at random moments, at last from
+    the beginning of the interpreter on."""
     rng = random.Random(f"{stage.seed}/starts/{turn}")
     topologies = ["EPD", "EP+D", "EPD"]
+    most_s = (0.1, 1.0, 3.0, 2.0)[turn]
     ending = [
-        _one(number, rng.uniform(0.05, 2.5), topology, at_once=turn == 0)
+        _one(number, rng.uniform(0.0, most_s), topology, at_once=turn == _TURNS - 1)
         for number, topology in zip(_SIGNALS, topologies, strict=True)
     ]
     return [finding for findings in await asyncio.gather(*ending) for finding in findings]
@@ -66,7 +74,7 @@ async def killed(turn: int, stage: Stage) -> list[Finding]:
 
 async def hangup(_stage: Stage) -> list[Finding]:
     """SIGHUP, again and again from the first moment that there is a child: it ends nobody."""
-    server = await asyncio.to_thread(Server, topology="EPD")
+    server = await asyncio.to_thread(Server, topology="EPD", module="hydra_engine")
     try:
         await _first_child(server)
         while not server.is_ready and server.process.poll() is None:
@@ -129,8 +137,51 @@ async def descriptors(_stage: Stage) -> list[Finding]:
         server.kill()
 
 
+async def unreadable(_stage: Stage) -> list[Finding]:
+    """No process of the same user, without root's powers, reads the environment of a server with keys."""
+    prefix = (sys.executable, "-c", _POWERLESS + _RUN)
+    server = await asyncio.to_thread(partial(Server, topology="EPD", prefix=prefix, module="hydra_engine"))
+    try:
+        await _first_child(server)
+        code = f"{_POWERLESS}print(open('/proc/{server.pid}/environ').read())"
+        read = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        output, _ = await read.communicate()
+        return oracles.secrets_in(output, [server.keys["admin"]], "what another process reads of its environment")
+    finally:
+        server.kill()
+
+
+async def full_disk(stage: Stage) -> list[Finding]:
+    """A place for packed weights without room: it starts without them."""
+    if not stage.has_networks:
+        stage.skipped.append("starts/full disk, for nothing can be mounted here")
+        return []
+    with tempfile.TemporaryDirectory(prefix="siege-full-") as folder:
+        await _command("mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder)
+        server = await asyncio.to_thread(
+            partial(Server, "--packed-cache", folder, topology="EPD", module="hydra_engine")
+        )
+        try:
+            await asyncio.to_thread(server.wait_ready)
+            return []
+        except RuntimeError as error:
+            return [Finding("ends", str(error)[-300:])]
+        finally:
+            server.kill()
+            await _command("umount", folder)
+
+
+async def _command(*command: str) -> None:
+    process = await asyncio.create_subprocess_exec(*command)
+    await process.wait()
+
+
 CASES = [
-    *(Case("starts", f"killed {turn}", partial(killed, turn), alone=True) for turn in range(4)),
+    *(Case("starts", f"killed {turn}", partial(killed, turn), alone=True) for turn in range(_TURNS)),
+    Case("starts", "unreadable", unreadable, alone=True),
+    Case("starts", "full disk", full_disk, alone=True),
     Case("starts", "drained", drained, alone=True),
     Case("starts", "SIGHUP", hangup, alone=True),
     Case("starts", "64 descriptors", descriptors, alone=True),
