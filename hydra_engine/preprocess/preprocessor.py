@@ -23,7 +23,7 @@ from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.preprocess.media.fetch import Resolve
-from hydra_engine.preprocess.media.media import Media, MediaLoader
+from hydra_engine.preprocess.media.media import Media, MediaLoader, Planned
 from hydra_engine.preprocess.placing import place_in_ids, place_in_text
 from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.prompt_tokens import PromptTokens
@@ -151,9 +151,17 @@ class Preprocessor:
         self._check_length(len(token_ids), sampling, prompt.param)  # before any picture is opened
         if sampling.grammar is not None:
             await self._grammars.check(sampling.grammar, call.client, call.cache_salt)
-        media = await self._loader.load(prompt.media, sources, call.pixels, call.cache_salt, call.client)
+        num_text = len(token_ids) - len(prompt.media)
+        media = await self._loader.load(
+            prompt.media,
+            sources,
+            call.pixels,
+            call.cache_salt,
+            call.client,
+            check=lambda plans: self._check_length(num_text + self._num_tokens(plans), sampling, prompt.param),
+        )
         spans.extend(span for item in media for span in item.spans)
-        asked = Asked(request_id, len(token_ids) - len(media), tuple(item.video for item in media))
+        asked = Asked(request_id, num_text, tuple(item.video for item in media))
         if media and (processor := self._spec.processor) is not None:
             token_ids, media = await self._texts.run(
                 call.client, self._place_pictures, prompt, token_ids, media, processor
@@ -319,6 +327,15 @@ class Preprocessor:
             for (start, item), rope, (source, size, payload) in zip(spans, ropes, payloads, strict=True)
         )
         return expanded, items, rope_delta
+
+    def _num_tokens(self, plans: Sequence[Planned]) -> int:
+        """What takes the placeholders' places. From any thread."""
+        num_tokens, seen = 0, Counter[str]()
+        for kind, plan in plans:
+            for part in plan.parts_of(seen[kind]):
+                num_tokens += len(self._part_ids(part)) if isinstance(part, str) else part.num_tokens
+            seen[kind] += 1
+        return num_tokens
 
     def _part_ids(self, text: str) -> list[int]:
         """Separators between spans come again and again."""

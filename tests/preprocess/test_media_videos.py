@@ -14,10 +14,12 @@ from PIL import Image
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.errors import InvalidRequest
+from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.preprocess.media.pixels import num_bytes
 from hydra_engine.preprocess.preprocessor import Preprocessor
+from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
 from tools.miniatures import make_tiny
@@ -31,11 +33,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Kitchen:
-    def __init__(self, model_dir: Path, **media: Any) -> None:
+    def __init__(self, model_dir: Path, *, max_model_len: int = 512, **media: Any) -> None:
         limits = MediaConfig(local_files=True, **media)
         spec, tokenizer = load_spec(model_dir), load_tokenizer(model_dir)
         self.spec = spec
-        self.preprocessor = Preprocessor(spec=spec, tokenizer=tokenizer, media=limits, max_model_len=512)
+        self.preprocessor = Preprocessor(spec=spec, tokenizer=tokenizer, media=limits, max_model_len=max_model_len)
 
     async def prepare(self, *parts: dict[str, Any], videos: Any = None) -> Any:
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
@@ -113,6 +115,29 @@ async def test_pictures_and_videos_keep_their_order(model_dir: Path, frames: lis
     num_image, num_video = found.count(image_token) // 2, found.count(video_token)
     assert found == [image_token] * num_image + [video_token] * num_video + [image_token] * num_image
     assert [image.source for image in prepared.request.images] == [0, 1, 1, 2]
+
+
+async def test_a_video_that_does_not_fit_the_context_is_only_probed(
+    model_dir: Path, frames: list[Image.Image], movie: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[bytes] = []
+    decoded: list[Any] = []
+    info = VideoInfo(60, 40, 4, 2.0)
+    monkeypatch.setattr(Decoders, "probe_video", lambda self, data: probed.append(data) or info)
+    monkeypatch.setattr(Decoders, "render", lambda self, job: decoded.append(job) or bytes(num_bytes(job.views)))
+    video = {"type": "video", "video": movie}
+    files = {"type": "video", "video": [png(frame) for frame in frames]}
+    for parts in ([video], [files], [{"type": "image", "image": png(frames[0])}, video]):
+        fits = await Kitchen(model_dir).prepare(*parts)
+        assert len(decoded) == len(parts) and (video not in parts or len(probed) == 1)
+        exact, decoded[:], probed[:] = fits.request.num_prompt + 4, [], []
+        with pytest.raises(ContextLengthExceeded, match=f"you requested {exact} tokens"):
+            await Kitchen(model_dir, max_model_len=exact - 1).prepare(*parts)
+        assert decoded == [] and (video not in parts or len(probed) == 1)
+        again = await Kitchen(model_dir, max_model_len=exact).prepare(*parts)
+        assert len(decoded) == len(parts) and again.request.prompt_token_ids == fits.request.prompt_token_ids
+        decoded.clear()
+        probed.clear()
 
 
 async def test_what_is_wrong_with_a_video_is_said(model_dir: Path, frames: list[Image.Image], movie: bytes) -> None:

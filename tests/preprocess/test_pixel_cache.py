@@ -1,15 +1,14 @@
+import asyncio
 import random
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media import payloads as module
-from hydra_engine.preprocess.media.payloads import Payloads, PixelCache
+from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, made_elsewhere
 
 
 def payloads(size: int, name: int = 0) -> Payloads:
@@ -63,42 +62,42 @@ def test_zero_bytes_turn_it_off() -> None:
     assert cache.num_bytes == 0
 
 
-def test_one_thread_makes_what_many_want() -> None:
-    cache, started, calls = PixelCache(1000), threading.Barrier(9), []
+async def test_one_thread_makes_what_many_want_and_no_other_waits() -> None:
+    cache, entered, gate = PixelCache(1000), threading.Event(), threading.Event()
 
     def make() -> Payloads:
-        calls.append(threading.get_ident())
-        time.sleep(0.05)
+        entered.set()
+        gate.wait(10)
         return payloads(30)
 
-    def want() -> Payloads:
-        started.wait()
-        return cache.get_or_make(b"a", make)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(cache.get_or_make, b"a", make)
+        assert entered.wait(10) and cache.get(b"a") is None
+        promises = [cache.get_or_make(b"a", refuse) for _ in range(8)]
+        assert all(isinstance(promise, Future) for promise in promises)
+        waiting = [asyncio.create_task(made_elsewhere(promise)) for promise in promises]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # takes it from nobody
+        await asyncio.gather(waiting[0], return_exceptions=True)
+        gate.set()
+        results = await asyncio.gather(*waiting[1:])
+    assert all(result is made.result() for result in [*results, cache.get(b"a")])
 
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(want) for _ in range(8)]
-        started.wait()
-        results = [answer.result() for answer in answers]
-    assert len(calls) == 1 and all(result is results[0] for result in results)
 
-
-def test_a_failure_reaches_everybody_who_waits_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_reaches_everybody_who_waits_and_is_not_kept() -> None:
     cache, entered, gate = PixelCache(1000), threading.Event(), threading.Event()
-    waiting, wait = threading.Semaphore(0), module._wait
-    monkeypatch.setattr(module, "_wait", lambda promise: (waiting.release(), wait(promise))[1])
 
     def fail() -> Payloads:
         entered.set()
         gate.wait(10)
         raise InvalidImage("the image is broken")
 
-    with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(cache.get_or_make, b"a", fail)]
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(cache.get_or_make, b"a", fail)
         assert entered.wait(10)
-        answers += [pool.submit(cache.get_or_make, b"a", refuse) for _ in range(3)]
-        assert all(waiting.acquire(timeout=10) for _ in range(3))
+        waiting = [asyncio.create_task(made_elsewhere(cache.get_or_make(b"a", refuse))) for _ in range(3)]
         gate.set()
-        errors = [answer.exception() for answer in answers]
+        errors = [*await asyncio.gather(*waiting, return_exceptions=True), made.exception()]
     assert all(isinstance(error, InvalidImage) and error.message == "the image is broken" for error in errors)
     # Each request writes its own parameter into the error.
     assert len({id(error) for error in errors}) == 4

@@ -7,8 +7,6 @@ not know models, resizing or where bytes come from.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,6 @@ from hydra_engine.preprocess.media.pixels import PIL_ERRORS, to_rgb, upright
 
 _ORIENTATION_TAG = 0x0112
 
-# Pictures this large are decoded one at a time, so memory stays bounded whatever the number of threads.
-_LARGE_PIXELS = 12_000_000
-_large = threading.Lock()
 # A Pillow image that a caller shares between requests loads itself on first use, which is not safe from two threads.
 _loading = threading.Lock()
 
@@ -59,16 +54,6 @@ def check_size(width: int, height: int, limits: MediaConfig) -> None:
             f"the image has {width} x {height} pixels; at most {limits.max_aspect_ratio:g} to 1 is allowed",
             code="image_aspect_ratio",
         )
-
-
-@contextmanager
-def room_for(num_pixels: int) -> Iterator[None]:
-    """Held while a picture exists in full size."""
-    if num_pixels < _LARGE_PIXELS:
-        yield
-    else:
-        with _large:
-            yield
 
 
 def from_pil(image: Image.Image, limits: MediaConfig) -> Image.Image:

@@ -1,62 +1,47 @@
-"""The loader of pictures and videos: references are checked, fetched, decoded, and turned into payloads.
+"""The loader of pictures and videos: references are checked, fetched, opened, decoded, and turned into payloads.
 
-Cheap checks of all references come first, then everything is loaded at once, bounded by worker threads; decoding what
+Cheap checks of all references come first, then all of a request are opened, and what does not fit goes no further.
+Clients take turns at the worker threads, and at what decodes one at a time before they take a thread; decoding what
 strangers send happens in a child process, once per content. Does not know prompts, tokens or requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from PIL import Image
 
 from hydra_engine.clock import Clock
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.call import ImagePart, MediaPart, VideoPart
-from hydra_engine.core.fairness.byte_budget import ByteBudget
-from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.fairness.byte_budget import ByteBudget, Lease
+from hydra_engine.core.fairness.turns import Turns
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, VisionSpec
+from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
 from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
-from hydra_engine.preprocess.media import images, videos
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
-from hydra_engine.preprocess.media.payloads import (
-    PixelCache,
-    content_of_file,
-    content_of_frames,
-    content_of_image,
-    payloads_of,
-    plan_digest,
-)
-from hydra_engine.preprocess.media.pixels import render
-from hydra_engine.preprocess.media.sources import (
-    DataUrl,
-    InMemory,
-    LocalFile,
-    RemoteFile,
-    Source,
-    classify,
-    naming,
-    read_local,
-)
+from hydra_engine.preprocess.media.opening import Frames, Opened, Opener
+from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, made_elsewhere
+from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, naming
 from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.sandbox.decoders import Decoders
-from hydra_engine.preprocess.sandbox.image_child import FramesJob, ImageJob
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 
 MAX_WAITING = 4096  # half of them of one client
 DEFAULT_FPS = 2.0  # of frames that come without; what Qwen's models sample videos at
 
+_LARGE_PIXELS = 12_000_000  # from here on one picture at a time, so memory is bounded whatever the number of threads
+_MAX_OPENED_BYTES = 64 << 20  # of all that is opened and waits; more is opened again when its turn has come
+
 T = TypeVar("T")
+Planned = tuple[str, MediaPlan]  # the kind of a picture or video, and what becomes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +57,35 @@ class Media:
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
-    """A video that came as a list of pictures."""
+class _Asker:
+    """The request that media are loaded for."""
 
-    pictures: tuple[DataUrl | LocalFile | InMemory, ...]
-    fps: float
+    client: str
+    salt: str
+    turn: asyncio.Semaphore  # one request does not fill the queue of all
+    check: Callable[[Sequence[Planned]], object] | None
+
+
+@dataclass(slots=True)
+class _Loading:
+    """One of a request's media on its way."""
+
+    part: MediaPart
+    source: Source | Frames | None  # None: no longer needed
+    budget: PixelBudget
+    fetched: Lease  # of what was fetched, until it is decoded
+    kept: Lease
+    spans: tuple[StageSpan, ...] = ()
+    turns: Turns | None = None
+    opened: Opened | None = None  # while there is room for what it holds
+    media: Media | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    made: Payloads | Future[Payloads]
+    started_s: float
+    ended_s: float
 
 
 class MediaLoader:
@@ -88,19 +97,24 @@ class MediaLoader:
         self._clock = clock
         self._fetcher = MediaFetcher(limits, resolve)
         self._fetched = ByteBudget(limits.max_fetched_bytes)
+        self._opened = ByteBudget(_MAX_OPENED_BYTES)
         self._decoders = Decoders()
         self._pixels = PixelCache(limits.pixel_cache_mib << 20)
         self._processor = None if spec.processor is None else ImageProcessor(spec.processor)
+        self._opener = None if spec.vision is None else Opener(spec.vision, limits, self._decoders, self._processor)
+        of = "pictures and videos"
         self._workers = WorkerPool(
-            "preprocess-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING, of="pictures and videos"
+            "preprocess-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING, of=of
         )
+        self._large = Turns("large pictures", num_places=1, max_waiting=MAX_WAITING)
+        self._processing = Turns("pictures", num_places=1, max_waiting=MAX_WAITING)
 
     async def warm_up(self) -> None:
         """Starts what the first pictures would otherwise wait for, and waits for none of the decode children."""
         if self._spec.vision is not None:
             await self._workers.run("", self._decoders.warm_up, self._limits.decode_workers)
         if self._processor is not None:
-            await self._workers.run("", self._processor.warm_up)
+            await self._workers.run("", self._processor.warm_up, turns=self._processing)
 
     def forget_pictures(self) -> None:
         """Pictures that come again are decoded again."""
@@ -168,143 +182,119 @@ class MediaLoader:
         pixels: PixelBudget = AS_CONFIGURED,
         cache_salt: str = "",
         client: str = "",
+        check: Callable[[Sequence[Planned]], object] | None = None,
     ) -> list[Media]:
         """In order; `sources` are what `check` returned, `pixels` what each picture may have beside its own detail. All
-        or none: the first error ends the others. What was decoded under another salt is decoded again, or the time that
-        it takes would tell whose pictures were here before."""
+        or none: the first error ends the others. `check` raises where what all of them become is too much; it is asked
+        in some thread before any is decoded, unless only the model's own processor tells what they become. What was
+        decoded under another salt is decoded again, or the time that it takes would tell whose pictures were here."""
         if not sources:
             return []
-        turn = asyncio.Semaphore(self._limits.decode_workers)  # one request does not fill the queue of all
-        jobs = zip(parts, sources, strict=True)
-        return await _all_or_none(
-            [self._load(part, source, _budget(part, pixels), turn, cache_salt, client) for part, source in jobs]
-        )
+        check = check if self._processor is None else None
+        asker = _Asker(client, cache_salt, asyncio.Semaphore(self._limits.decode_workers), check)
+        with ExitStack() as leases:
+            items = [
+                _Loading(
+                    part,
+                    source,
+                    _budget(part, pixels),
+                    fetched=leases.enter_context(self._fetched.lease()),
+                    kept=leases.enter_context(self._opened.lease()),
+                )
+                for part, source in zip(parts, sources, strict=True)
+            ]
+            if len(items) == 1:
+                await self._open(items[0], asker, is_alone=True)
+                return [await self._decode(items[0], asker)]
+            plans = await _all_or_none([self._open(item, asker) for item in items])
+            if check is not None:
+                check(plans)
+            return await _all_or_none([self._decode(item, asker) for item in items])
 
-    async def _load(
-        self,
-        part: MediaPart,
-        source: Source | Frames,
-        budget: PixelBudget,
-        turn: asyncio.Semaphore,
-        salt: str,
-        client: str,
-    ) -> Media:
-        try:
-            spans: tuple[StageSpan, ...] = ()
-            with self._fetched.lease() as lease:  # of what was fetched, until it is decoded
-                if isinstance(source, RemoteFile):
-                    started_s = self._clock.now()
-                    source = InMemory(await self._fetcher.fetch(source, lease))
-                    spans = (StageSpan("fetch", started_s, self._clock.now()),)
-                async with turn:
-                    with naming(source):
-                        media = await self._workers.run(client, self._decode, source, part.kind, budget, salt)
-        except InvalidRequest as error:
-            error.param = error.param or part.param
-            raise
-        return replace(media, spans=(*spans, *media.spans))
+    async def _open(self, item: _Loading, asker: _Asker, *, is_alone: bool = False) -> Planned:
+        with _blaming(item.part):
+            if isinstance(item.source, RemoteFile):
+                started_s = self._clock.now()
+                item.source = InMemory(await self._fetcher.fetch(item.source, item.fetched))
+                item.spans = (StageSpan("fetch", started_s, self._clock.now()),)
+            async with asker.turn:
+                opened, work = await self._workers.run(asker.client, self._open_in_thread, item, asker, is_alone)
+            item.turns = self._turns_for(opened)
+            if work is not None:
+                await self._finish(item, opened, work)
+            elif item.kept.take(opened.num_bytes):
+                item.opened = opened
+        return opened.kind, opened.plan
 
-    def _decode(self, source: Source | Frames, kind: str, budget: PixelBudget, salt: str) -> Media:
-        """In a worker thread: a source that needs no network, to pixels."""
-        vision = self._spec.vision
-        assert vision is not None and not isinstance(source, RemoteFile)
+    async def _decode(self, item: _Loading, asker: _Asker) -> Media:
+        if item.media is not None:
+            return item.media
+        with _blaming(item.part):
+            async with asker.turn:
+                opened, work = await self._workers.run(
+                    asker.client, self._decode_in_thread, item, asker, turns=item.turns
+                )
+            return await self._finish(item, opened, work)
+
+    def _open_in_thread(self, item: _Loading, asker: _Asker, is_alone: bool) -> tuple[Opened, _Work | None]:
+        """What is known already needs no second turn, nor does a request's only one whose turn this is."""
         started_s = self._clock.now()
-        value = source if isinstance(source, Frames) else read_local(source, self._limits)
-        if isinstance(value, Frames):
-            media = self._from_frames(value, vision, salt)
-        elif kind == "video":
-            media = self._from_video(value, vision, salt)
-        elif isinstance(value, bytes):
-            media = self._from_file(value, vision, budget, salt)
-        else:
-            media = self._from_picture(self._in_memory(value), vision, budget, salt)
-        span = StageSpan("preprocess", started_s, self._clock.now(), tokens=media.plan.num_patches)
-        return replace(media, spans=(span,))
+        opened = self._opened_from(item, asker)
+        if is_alone and asker.check is not None:
+            asker.check([(opened.kind, opened.plan)])
+        made: Payloads | Future[Payloads] | None = self._pixels.get(opened.key)
+        if made is None and is_alone and self._turns_for(opened) is None:
+            made = self._made(item, opened)
+        return opened, None if made is None else _Work(made, started_s, self._clock.now())
 
-    def _from_file(self, data: bytes, vision: VisionSpec, budget: PixelBudget, salt: str) -> Media:
-        """The header here, the pixels in a child process. The plan's views, and so the budget, are in every digest."""
-        container = images.inspected(data, self._limits)
-        size = images.upright_size(container)
-        plan = vision.plan_image(*size, budget)
-        pixels = partial(self._decoders.render, ImageJob(container, plan.views, vision.preprocess.resample))
-        return self._media("image", size, plan, content_of_file(data), pixels, salt, decoded=size[0] * size[1])
+    def _decode_in_thread(self, item: _Loading, asker: _Asker) -> tuple[Opened, _Work]:
+        started_s = self._clock.now()
+        opened = item.opened or self._opened_from(item, asker)
+        return opened, _Work(self._made(item, opened), started_s, self._clock.now())
 
-    def _from_picture(self, image: Image.Image, vision: VisionSpec, budget: PixelBudget, salt: str) -> Media:
-        """A picture that is in memory already."""
-        plan = vision.plan_image(*image.size, budget)
-        pixels = partial(render, [image], plan.views, vision.preprocess.resample)
-        return self._media("image", image.size, plan, content_of_image(image), pixels, salt)
+    def _opened_from(self, item: _Loading, asker: _Asker) -> Opened:
+        assert self._opener is not None and item.source is not None and not isinstance(item.source, RemoteFile)
+        with naming(item.source):
+            return self._opener.open(item.source, item.part.kind, item.budget, asker.salt)
 
-    def _from_video(self, data: bytes, vision: VisionSpec, salt: str) -> Media:
-        """Nothing of the file is parsed in this process."""
-        info = videos.checked(self._decoders.probe_video(videos.inspected(data, self._limits)), self._limits)
-        video = vision.plan_video(info)
-        job = videos.VideoJob(data, video.frames, video.media.views, vision.preprocess.resample)
-        content = content_of_frames([content_of_file(data)], video.frames)
-        media = self._media("video", info[:2], video.media, content, partial(self._decoders.render, job), salt)
-        return replace(media, video=info)
+    def _made(self, item: _Loading, opened: Opened) -> Payloads | Future[Payloads]:
+        with naming(item.source):
+            return self._pixels.get_or_make(opened.key, opened.make)
 
-    def _from_frames(self, frames: Frames, vision: VisionSpec, salt: str) -> Media:
-        values = [read_local(picture, self._limits) for picture in frames.pictures]
-        are_files = [isinstance(value, bytes) for value in values]
-        if any(are_files) and not all(are_files):
-            raise InvalidRequest("the frames of a video must all be files or all be pictures in memory")
-        pictures: list[Any] = [
-            images.inspected(value, self._limits) if is_file else self._in_memory(value)
-            for value, is_file in zip(values, are_files, strict=True)
-        ]
-        sizes = [images.upright_size(picture) if any(are_files) else picture.size for picture in pictures]
-        info = videos.info_of_frames(sizes, frames.fps, self._limits)
-        video, resample = vision.plan_video(info), vision.preprocess.resample
-        chosen, views = [pictures[index] for index in video.frames], video.media.views
-        if any(are_files):
-            contents = [content_of_file(container.data) for container in chosen]
-            pixels = partial(self._decoders.render, FramesJob(tuple(chosen), views, resample))
-        else:
-            contents = [content_of_image(picture) for picture in chosen]
-            pixels = partial(render, chosen, views, resample)
-        content = content_of_frames(contents, video.frames)
-        return replace(self._media("video", info[:2], video.media, content, pixels, salt), video=info)
+    def _turns_for(self, opened: Opened) -> Turns | None:
+        """What is decoded one at a time."""
+        if self._processor is not None and opened.kind == "image":
+            return self._processing
+        return self._large if opened.num_pixels >= _LARGE_PIXELS else None
 
-    def _media(
-        self,
-        kind: str,
-        size: tuple[int, int],
-        plan: MediaPlan,
-        content: bytes,
-        pixels: Callable[[], bytes],
-        salt: str,
-        decoded: int = 0,
-    ) -> Media:
-        """What was made of this `content` under this plan and salt before, or is made of the `pixels` of its views.
-        `decoded` pixels of a picture exist meanwhile."""
-        assert self._spec.vision is not None
-        spec = self._spec.vision.preprocess
-        digest = plan_digest(content, plan.views, spec)
-
-        def make() -> tuple[PixelPayload, ...]:
-            with images.room_for(decoded):
-                if kind == "image" and self._processor is not None:  # the model's own, which runs through transformers
-                    return (self._processor.process(ImageDigest(digest), plan.views[0].canvas, pixels()),)
-                return payloads_of(pixels(), content, plan, spec)
-
-        payloads = self._pixels.get_or_make(_key(digest, salt), make)
-        if isinstance(payloads[0], ProcessedPicture):  # what the processor makes of a picture is known now
-            plan = payloads[0].plan()
-        return Media(kind, size, plan, payloads)
-
-    def _in_memory(self, value: Any) -> Image.Image:
-        from_memory = images.from_pil if isinstance(value, Image.Image) else images.from_array
-        return from_memory(value, self._limits)
+    async def _finish(self, item: _Loading, opened: Opened, work: _Work) -> Media:
+        made, plan, ended_s = work.made, opened.plan, work.ended_s
+        if isinstance(made, Future):
+            with naming(item.source):
+                made = await made_elsewhere(made)
+            ended_s = self._clock.now()
+        if isinstance(made[0], ProcessedPicture):  # what the processor makes of a picture is known now
+            plan = made[0].plan()
+        span = StageSpan("preprocess", work.started_s, ended_s, tokens=plan.num_patches)
+        item.media = Media(opened.kind, opened.size, plan, made, opened.video, (*item.spans, span))
+        item.source = item.opened = None
+        item.fetched.release()
+        item.kept.release()
+        return item.media
 
 
 def _budget(part: MediaPart, pixels: PixelBudget) -> PixelBudget:
     return pixels.at(part.detail) if isinstance(part, ImagePart) else pixels
 
 
-def _key(digest: bytes, salt: str) -> bytes:
-    """Of what is kept for requests with this salt; a salt needs no bound."""
-    return hashlib.blake2b(digest + salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+@contextmanager
+def _blaming(part: MediaPart) -> Iterator[None]:
+    """What is wrong with a picture or video names where the request has it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = error.param or part.param
+        raise
 
 
 async def _all_or_none(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

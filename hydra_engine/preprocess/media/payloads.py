@@ -6,6 +6,7 @@ pixels are: hashing costs the compressed file, not what became of it. Does not k
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
 import threading
@@ -78,7 +79,7 @@ Payloads = tuple[PixelPayload, ...]
 
 class PixelCache:
     """An LRU cache of processed pictures, so that the same one is decoded once. Bounded in bytes of pixels. Safe from
-    any thread: a caller waits for an entry that another thread is making. Never keeps a failure."""
+    any thread; no thread waits for what another one makes. Never keeps a failure."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -91,25 +92,34 @@ class PixelCache:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def get_or_make(self, key: bytes, make: Callable[[], Payloads]) -> Payloads:
-        """Blocking. What `make` raises reaches everybody who waits for this key, and the next call makes it again."""
+    def get(self, key: bytes) -> Payloads | None:
+        with self._lock:
+            return self._known(key)
+
+    def get_or_make(self, key: bytes, make: Callable[[], Payloads]) -> Payloads | Future[Payloads]:
+        """What another thread is making is for `made_elsewhere`. What `make` raises reaches everybody who waits for
+        this key, and the next call makes it again."""
         if self.max_bytes == 0:
             return make()
         with self._lock:
-            known = self._entries.get(key)
+            known = self._known(key) or self._making.get(key)
             if known is not None:
-                self._entries.move_to_end(key)
                 return known
-            promise = self._making.get(key)
-            if promise is None:
-                mine = self._making[key] = Future()
-        return self._make(key, mine, make) if promise is None else _wait(promise)
+            mine = self._making[key] = Future()
+            mine.set_running_or_notify_cancel()  # whoever waits cannot cancel it for others
+        return self._make(key, mine, make)
 
     def clear(self) -> None:
         """Forgets everything; what is being made is kept when it is there."""
         with self._lock:
             self._entries.clear()
             self._num_bytes = 0
+
+    def _known(self, key: bytes) -> Payloads | None:
+        known = self._entries.get(key)
+        if known is not None:
+            self._entries.move_to_end(key)
+        return known
 
     def _make(self, key: bytes, promise: Future[Payloads], make: Callable[[], Payloads]) -> Payloads:
         try:
@@ -136,9 +146,10 @@ class PixelCache:
             self._num_bytes -= _size_of(dropped)
 
 
-def _wait(promise: Future[Payloads]) -> Payloads:
+async def made_elsewhere(promise: Future[Payloads]) -> Payloads:
+    """Waits for it on the loop."""
     try:
-        return promise.result()
+        return await asyncio.wrap_future(promise)
     except HydraError as error:
         raise _copy(error) from error
 

@@ -6,7 +6,6 @@ One child, because it holds torch. Does not import torch, does not know files or
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,14 +49,13 @@ class ProcessedPicture(PixelPayload):
 
 
 class ImageProcessor:
-    """The model's own processor of pictures. Safe from any thread; pictures go through one after another."""
+    """The model's own processor of pictures. For one thread at a time."""
 
     def __init__(
         self, spec: ProcessorSpec, command: Sequence[str] = _COMMAND, answer_seconds: float = ANSWER_SECONDS
     ) -> None:
         self._whole = spec.whole
         self._answer_seconds = answer_seconds
-        self._turn = threading.Lock()
         self._host = ChildHost(
             "run the model's image processor",
             command,
@@ -71,11 +69,10 @@ class ImageProcessor:
     def process(self, digest: ImageDigest, size: tuple[int, int], pixels: bytes) -> ProcessedPicture:
         """Blocking. An upright RGB picture of that (width, height), row by row. Raises InvalidImage where the processor
         refuses it or fails on it, Unavailable when no child can be started."""
-        with self._turn:
-            try:
-                answer, _ = self._host.run(Picture(*size, memoryview(pixels)), self._answer_seconds)
-            except ChildDied as error:
-                raise _failed() from error
+        try:
+            answer, _ = self._host.run(Picture(*size, memoryview(pixels)), self._answer_seconds)
+        except ChildDied as error:
+            raise _failed() from error
         if answer.error is not None:
             raise from_info(answer.error)
         sizes = [math.prod(layout.shape) * np.dtype(layout.dtype).itemsize for layout in answer.arrays]
@@ -97,8 +94,7 @@ class ImageProcessor:
 
     def warm_up(self) -> None:
         """Blocking. Starts the child, so that the first picture does not wait for it."""
-        with self._turn:
-            self._host.start()
+        self._host.start()
 
     def close(self) -> None:
         """Ends the child now, whatever it does."""
