@@ -7,7 +7,6 @@ checks of counts and lengths, the cheap ones first. Does not know instances, rea
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,15 +14,15 @@ from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
 from hydra_engine.core.call import ChatMessage, GenerationCall, MediaPart, Role, TextPart
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
+from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import TemplateOptions, texts_of
 from hydra_engine.core.request import NO_DEFAULTS, GenerationDefaults, Request, SamplingParams, Slo
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
-from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec, VideoInfo
-from hydra_engine.models.specs.positions import place_spans
+from hydra_engine.models.specs.base import ModelSpec, ProcessorSpec, VideoInfo
+from hydra_engine.preprocess.expansion import Expansion
 from hydra_engine.preprocess.media.fetch import Resolve
-from hydra_engine.preprocess.media.media import Media, MediaLoader, Planned
+from hydra_engine.preprocess.media.media import Media, MediaLoader
 from hydra_engine.preprocess.placing import place_in_ids, place_in_text
 from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.prompt_tokens import PromptTokens
@@ -33,7 +32,6 @@ from hydra_engine.preprocess.text.quoting import Quoting
 from hydra_engine.preprocess.text.template_files import read_given
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
-MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
 MAX_WAITING_TEXTS = 1024  # half of them of one client
 
@@ -106,7 +104,7 @@ class Preprocessor:
         )
         self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
         self._texts = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
-        self._parts: dict[str, list[int]] = {}
+        self._expansion = Expansion(spec, tokenizer)
         self._known = PromptTokens(spec, tokenizer)
         self._grammars = Grammars(tokenizer.file, self._eos_token_ids)
 
@@ -158,7 +156,9 @@ class Preprocessor:
             call.pixels,
             call.cache_salt,
             call.client,
-            check=lambda plans: self._check_length(num_text + self._num_tokens(plans), sampling, prompt.param),
+            check=lambda plans: self._check_length(
+                num_text + self._expansion.num_tokens(plans), sampling, prompt.param
+            ),
         )
         spans.extend(span for item in media for span in item.spans)
         asked = Asked(request_id, num_text, tuple(item.video for item in media))
@@ -166,7 +166,7 @@ class Preprocessor:
             token_ids, media = await self._texts.run(
                 call.client, self._place_pictures, prompt, token_ids, media, processor
             )
-        token_ids, items, rope_delta = self._expand(token_ids, media)
+        token_ids, items, rope_delta = self._expansion.expand(token_ids, media)
         if media:
             self._known.check_rows(token_ids, prompt.param)
         request = Request(
@@ -285,66 +285,6 @@ class Preprocessor:
         )
 
     # ---- the prompt
-
-    def _expand(self, token_ids: list[int], media: Sequence[Media]) -> tuple[list[int], tuple[ImageItem, ...], int]:
-        """Every placeholder becomes what its picture's plan says. Also returns the request's `rope_delta`."""
-        expanded: list[int] = []
-        spans: list[tuple[int, ItemPlan]] = []
-        begin = 0
-        seen: Counter[str] = Counter()
-        for source in media:
-            token = self._spec.video_token_id if source.kind == "video" else self._spec.image_token_id
-            assert token is not None
-            at = token_ids.index(token, begin)
-            expanded += token_ids[begin:at]
-            begin = at + 1
-            for part in source.plan.parts_of(seen[source.kind]):
-                if isinstance(part, str):
-                    expanded += self._part_ids(part)
-                else:
-                    spans.append((len(expanded), part))
-                    expanded += [token] * part.num_tokens
-            seen[source.kind] += 1
-        expanded += token_ids[begin:]
-        ropes: Sequence[RopeSpan | None] = [None] * len(spans)
-        rope_delta = 0
-        if self._spec.language.rope_sections is not None:
-            ropes, rope_delta = place_spans(spans)
-        payloads = ((index, source.size, payload) for index, source in enumerate(media) for payload in source.payloads)
-        items = tuple(
-            ImageItem(
-                digest=payload.digest,
-                width=size[0],
-                height=size[1],
-                num_patches=item.num_patches,
-                num_tokens=item.num_tokens,
-                start=start,
-                grid=item.grid,
-                rope=rope,
-                whole=item.whole,
-                source=source,
-            )
-            for (start, item), rope, (source, size, payload) in zip(spans, ropes, payloads, strict=True)
-        )
-        return expanded, items, rope_delta
-
-    def _num_tokens(self, plans: Sequence[Planned]) -> int:
-        """What takes the placeholders' places. From any thread."""
-        num_tokens, seen = 0, Counter[str]()
-        for kind, plan in plans:
-            for part in plan.parts_of(seen[kind]):
-                num_tokens += len(self._part_ids(part)) if isinstance(part, str) else part.num_tokens
-            seen[kind] += 1
-        return num_tokens
-
-    def _part_ids(self, text: str) -> list[int]:
-        """Separators between spans come again and again."""
-        known = self._parts.get(text)
-        if known is None:
-            if len(self._parts) >= MAX_PARTS_KEPT:  # timestamps of videos have no end
-                self._parts.clear()
-            known = self._parts[text] = self.tokenizer.encode(text, add_special_tokens=False)
-        return known
 
     def _check_length(self, num_prompt: int, sampling: SamplingParams, param: str) -> int:
         """How many tokens may be generated."""
