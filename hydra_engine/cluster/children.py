@@ -11,10 +11,11 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Protocol
 
+from hydra_engine.clock import Clock
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontendEnd, FrontendSocket, LocalFrontendEnd, LocalInstanceEnd, local_channel
 from hydra_engine.cluster.spawn import OPENMP_IDLE, Spawned, spawn
@@ -22,6 +23,7 @@ from hydra_engine.cluster.wire import send_with
 from hydra_engine.core.processes.status import waited_s
 from hydra_engine.core.units import describe_exit
 
+REAPING_S = 0.01  # between two looks at a process that is about to end
 # LLVM's and Intel's OpenMP, which some builds of torch come with, keep a page of this name for each process and remove
 # it in an exit handler, which a killed process never runs. One page for each death would fill the volume in the end.
 _OPENMP_PAGE = "/dev/shm/__KMP_REGISTERED_LIB_{pid}_{uid}"
@@ -138,6 +140,25 @@ class ThreadChild:
 
     def close(self) -> None:
         self.end.close()
+
+
+async def outlast(children: Sequence[Child], clock: Clock, grace_s: float) -> list[Child]:
+    """Waits until they have ended; returns those that have not in time, in which what they wait for a processor does
+    not count. Threads are waited for as long as it takes."""
+    begun_s = clock.now()
+    before = [child.waited_s() for child in children]
+    while True:
+        left = [(child, waits) for child, waits in zip(children, before, strict=True) if not child.how_it_ended()]
+        late_s = clock.now() - begun_s - grace_s
+        if not left or (late_s >= 0 and all(is_late(child, waits, late_s) for child, waits in left)):
+            return [child for child, _ in left]
+        await asyncio.sleep(REAPING_S)
+
+
+def is_late(child: Child, waited_before: Mapping[str, float], late_s: float) -> bool:
+    """Whether its most starved thread has waited for a processor for less than it is late."""
+    waits = (waited_s - waited_before.get(thread, 0.0) for thread, waited_s in child.waited_s().items())
+    return child.pid is not None and max(waits, default=0.0) <= late_s
 
 
 def _remove_openmp_page(pid: int) -> None:

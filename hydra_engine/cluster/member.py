@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontendEnd
@@ -17,6 +17,7 @@ from hydra_engine.cluster.children import Child
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import WIRE_VERSION, InstanceSummary, Loading, Status, ToFrontend
+from hydra_engine.core.processes.status import ProcessStatus
 from hydra_engine.core.roles import InstanceSpec, Role
 from hydra_engine.errors import HydraError
 
@@ -30,7 +31,7 @@ class Pace:
     start_last_words_s: float = 10.0  # the same while an instance starts, where no request waits and the code says why
     exit_grace_s: float = 5.0  # from Shutdown to SIGKILL, without what the process waits for a processor
     backoff_s: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start
-    settled_s: float = 60.0  # who served this long starts again without waiting
+    settled_s: float = 60.0  # who served this long starts again without waiting, as does one that nobody replaces
     window_s: float = 60.0
     max_deaths: int = 5  # in `window_s`, then it is not started again
     reconnect_s: float = 1.0  # before a pair whose connection ended gets a new one
@@ -41,6 +42,13 @@ class Pace:
 PACE = Pace()
 
 
+class Waits(NamedTuple):
+    """Before the next start of an instance, in seconds."""
+
+    usual_s: float
+    needed_s: float  # while no other instance serves what it does: only starts that fail make this one longer
+
+
 class Restarts:
     """The deaths of one instance."""
 
@@ -48,10 +56,11 @@ class Restarts:
         self._pace = pace
         self._recent: deque[float] = deque()
         self._in_a_row = 0
+        self._failed_starts = 0
         self.total = 0
 
-    def died(self, now: float, served_s: float) -> float | None:
-        """The wait before the next start; None: the instance dies too often. `served_s`: how long it was ready."""
+    def died(self, now: float, served_s: float) -> Waits | None:
+        """The waits before the next start; None: the instance dies too often. `served_s`: how long it was ready."""
         self.total += 1
         self._recent.append(now)
         while self._recent[0] <= now - self._pace.window_s:
@@ -59,8 +68,10 @@ class Restarts:
         if len(self._recent) >= self._pace.max_deaths:
             return None
         self._in_a_row = 1 if served_s >= self._pace.settled_s else self._in_a_row + 1
+        self._failed_starts = 0 if served_s > 0 else self._failed_starts + 1
         waits = self._pace.backoff_s
-        return waits[min(self._in_a_row, len(waits)) - 1]
+        usual, needed = (waits[min(number, len(waits) - 1)] for number in (self._in_a_row - 1, self._failed_starts))
+        return Waits(usual, needed)
 
 
 class Change(Enum):
@@ -95,6 +106,43 @@ class Silence:
         if quiet_s >= self._suspect_s and not self.silent:
             self.silent = True
             return Change.SILENT
+        return None
+
+
+class StartProgress:
+    """Signs of life of an instance that starts: its messages, and what its processes do. A start may take hours; what
+    is stopped, or sleeps without any sign, does not end by itself."""
+
+    QUIET = 12  # times `fence_s`: programs wait for a network or for another process now and then
+
+    def __init__(self, fence_s: float, now: float = 0.0) -> None:
+        self._fence_s = fence_s
+        self._sign_s = now
+        self._cpu_s = 0.0
+        self._look_s = now
+
+    def sign(self, now: float) -> None:
+        """It was heard of, or nobody looked until now."""
+        self._sign_s = now
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for another look at its processes."""
+        if now - self._look_s < self._fence_s / 20:
+            return False
+        self._look_s = now
+        return True
+
+    def problem(self, now: float, status: ProcessStatus | None) -> str | None:
+        """What follows its name in a sentence, once it has to be killed."""
+        if status is None:
+            return None
+        if not status.is_stopped and (status.is_ready or status.cpu_s != self._cpu_s):
+            self._cpu_s, self._sign_s = status.cpu_s, now
+        quiet_s = now - self._sign_s
+        if status.is_stopped and quiet_s >= self._fence_s:
+            return f"was stopped for {self._fence_s:g} s while it started and was killed"
+        if quiet_s >= self.QUIET * self._fence_s:
+            return f"did nothing for {self.QUIET * self._fence_s:g} s while it started and was killed"
         return None
 
 
@@ -136,23 +184,26 @@ class Member:
         self.exiting: Exiting | None = None
         self.failure: HydraError | None = None  # what it said before it ended
         self.start_due_s: float | None = None
+        self.start_due_if_needed_s = 0.0
         self.ready_s: float | None = None
         self.summary: InstanceSummary | None = None
         self.status: Status | None = None
         self.restarts = Restarts(pace)
         self.silence = Silence(config.cluster.suspect_s, config.cluster.fence_s)
+        self.start_progress = StartProgress(config.cluster.fence_s)
 
     @property
     def is_up(self) -> bool:
         return self.condition in (Condition.READY, Condition.SILENT)
 
-    def begin(self, incarnation: int, *, neighbours: tuple[str, ...], has_peers: bool) -> wire.Start:
+    def begin(self, now: float, incarnation: int, *, neighbours: tuple[str, ...], has_peers: bool) -> wire.Start:
         """Begins a new life of the instance."""
         self.incarnation = incarnation
         self.condition = Condition.STARTING
         self.start_due_s = self.ready_s = None
         self.exiting = self.failure = self.summary = self.status = None
         self.silence = Silence(self.config.cluster.suspect_s, self.config.cluster.fence_s)
+        self.start_progress = StartProgress(self.config.cluster.fence_s, now)
         letters = self.loaded.letters
         return wire.Start(WIRE_VERSION, self.name, letters, self.config, incarnation, neighbours, has_peers)
 

@@ -12,13 +12,14 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster import wire
-from hydra_engine.cluster.children import Child, ProcessChild, ThreadChild
+from hydra_engine.cluster.children import REAPING_S, Child, ProcessChild, ThreadChild, outlast
 from hydra_engine.cluster.member import PACE, Change, ClusterListener, Exiting, InstanceLink, Member, OwnPauses, Pace
 from hydra_engine.cluster.pairs import Names, Pairs
 from hydra_engine.cluster.spawn import COMMAND, Spawned
@@ -35,14 +36,13 @@ from hydra_engine.core.messages import (
     Status,
     ToFrontend,
 )
+from hydra_engine.core.processes.status import process_status
 from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
 
 logger = logging.getLogger(__name__)
 
 Ahead = MutableMapping[str, Spawned]  # by the names of instances; whoever uses one takes it out
-
-_REAPING_S = 0.01  # between two looks at a process that is about to end
 
 
 class Supervisor:
@@ -118,12 +118,12 @@ class Supervisor:
                 else:  # it has nothing to end in order, or cannot
                     child.kill()
         children = [c for m in self._members.values() for c in (m.child, m.killed_child) if c is not None]
-        for child in await self._outlast(children):
+        for child in await outlast(children, self._clock, self._pace.exit_grace_s):
             logger.warning(
                 "instance process %s did not end in %.0f s and is killed", child.pid, self._pace.exit_grace_s
             )
             child.kill()
-        for child in await self._outlast(children):
+        for child in await outlast(children, self._clock, self._pace.exit_grace_s):
             logger.error("process %s is killed and does not end", child.pid)
         for child in children:
             child.close()
@@ -158,7 +158,9 @@ class Supervisor:
         """Raises OSError."""
         device = member.config.device
         neighbours = tuple(other.name for other in self._members.values() if other.config.device == device)
-        start = member.begin(next(self._incarnations), neighbours=neighbours, has_peers=self._has_peers)
+        start = member.begin(
+            self._clock.now(), next(self._incarnations), neighbours=neighbours, has_peers=self._has_peers
+        )
         child: Child
         if self._processes:
             child = await ProcessChild.launch(self._command, start, self._ahead.pop(member.name, None))
@@ -177,6 +179,7 @@ class Supervisor:
         if member.child is not child or self._stopping:
             return
         now = self._clock.now()
+        member.start_progress.sign(now)
         if member.silence.heartbeat(now) and member.exiting is None:
             member.condition, member.reason = Condition.READY, ""
             self._listener.on_silent(member.name, False)
@@ -252,11 +255,12 @@ class Supervisor:
         pauses = OwnPauses(self._clock.now(), self._longest_pause_s)
         while True:
             any_exiting = any(member.exiting is not None for member in self._members.values())
-            await asyncio.sleep(_REAPING_S if any_exiting else self._pace.tick_s)
+            await asyncio.sleep(REAPING_S if any_exiting else self._pace.tick_s)
             now = self._clock.now()
             if pauses.paused(now):
                 for member in self._members.values():
                     member.silence.reset_timer(now)
+                    member.start_progress.sign(now)
             for member in self._members.values():
                 if member.child is None:
                     await self._restart(member, now)
@@ -272,6 +276,7 @@ class Supervisor:
 
     def _check_silence(self, member: Member, child: Child, now: float) -> None:
         if not member.is_up:
+            self._check_start_progress(member, child, now)
             return
         match member.silence.check(now):
             case Change.SILENT:
@@ -283,6 +288,13 @@ class Supervisor:
                 child.kill()
                 seconds = member.config.cluster.fence_s
                 member.exiting = Exiting(now, f"was silent for {seconds:g} s and was killed")
+
+    def _check_start_progress(self, member: Member, child: Child, now: float) -> None:
+        if child.pid is None or not member.start_progress.is_due(now):
+            return
+        if (problem := member.start_progress.problem(now, process_status(child.pid))) is not None:
+            child.kill()
+            member.exiting = Exiting(now, problem)
 
     def _finish_if_exited(self, member: Member, child: Child, now: float) -> bool:
         """True once the instance exits. The exit is reported when its last messages have been read and its exit code is
@@ -316,41 +328,37 @@ class Supervisor:
         self._schedule_restart(member, reason, now)
 
     def _schedule_restart(self, member: Member, reason: str, now: float) -> None:
-        delay_s = member.restarts.died(now, member.served_s(now)) if self._processes else None
-        if delay_s is not None:
-            member.start_due_s = now + delay_s
+        waits = member.restarts.died(now, member.served_s(now)) if self._processes else None
+        if waits is not None:
+            member.start_due_s, member.start_due_if_needed_s = now + waits.usual_s, now + waits.needed_s
             member.condition = Condition.STARTING
-            logger.error("instance %s %s; it starts again in %g s", member.name, reason, delay_s)
+            wait_s = waits.needed_s if self._is_needed(member) else waits.usual_s
+            logger.error("instance %s %s; it starts again in %g s", member.name, reason, wait_s)
         else:
             member.condition = Condition.FAILED
             if self._processes:
                 reason += f"; it died {self._pace.max_deaths} times within {self._pace.window_s:g} s"
             logger.error("instance %s %s; it is not started again", member.name, reason)
         member.reason = reason
-        self._listener.on_down(member.name, reason, restarts=delay_s is not None)
+        self._listener.on_down(member.name, reason, restarts=waits is not None)
 
     async def _restart(self, member: Member, now: float) -> None:
         """Starts the instance again when it is time and its last process has gone, with its memory."""
         if member.killed_child is not None and member.killed_child.how_it_ended() is not None:
             member.killed_child = None
-        if member.start_due_s is None or now < member.start_due_s or member.killed_child is not None:
+        if member.start_due_s is None or member.killed_child is not None:
+            return
+        if now < (member.start_due_if_needed_s if self._is_needed(member) else member.start_due_s):
             return
         try:
             await self._launch(member)
         except OSError as error:
             self._schedule_restart(member, f"cannot be started: {error.strerror}", now)
 
-    async def _outlast(self, children: Sequence[Child]) -> list[Child]:
-        """Waits until they have ended; returns those that have not in time, in which what they wait for a processor
-        does not count. Threads are waited for as long as it takes."""
-        begun_s = self._clock.now()
-        before = [child.waited_s() for child in children]
-        while True:
-            left = [(child, waits) for child, waits in zip(children, before, strict=True) if not child.how_it_ended()]
-            late_s = self._clock.now() - begun_s - self._pace.exit_grace_s
-            if not left or (late_s >= 0 and all(_is_late(child, waits, late_s) for child, waits in left)):
-                return [child for child, _ in left]
-            await asyncio.sleep(_REAPING_S)
+    def _is_needed(self, member: Member) -> bool:
+        """No other instance serves one of its stages now."""
+        others = (other.role for other in self._members.values() if other.condition is Condition.READY)
+        return bool(member.role & ~reduce(or_, others, Role(0)))
 
     # ---- pairs
 
@@ -382,9 +390,3 @@ class Supervisor:
         with left, right:
             one.child.connect(wire.Connect(other.name, other.incarnation), left)
             other.child.connect(wire.Connect(one.name, one.incarnation), right)
-
-
-def _is_late(child: Child, waited_before: Mapping[str, float], late_s: float) -> bool:
-    """Whether its most starved thread has waited for a processor for less than it is late."""
-    waits = (waited_s - waited_before.get(thread, 0.0) for thread, waited_s in child.waited_s().items())
-    return child.pid is not None and max(waits, default=0.0) <= late_s

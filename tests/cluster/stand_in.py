@@ -1,9 +1,9 @@
 """An instance that computes nothing: the real process, channel and peer sockets around a loop that only reports.
 
 Started like a real one with `python -m tests.cluster.stand_in`. How it starts is told by the environment variable
-STAND_IN_<NAME>: "fail" (a ConfigError), "exit" (code 3, without a word), "deaf" (ignores Shutdown), "slow" (computes
-before it ends). What it does later is told by SetFault: "exit" (code 7), "leave" (code 0), "offer" and "garble"
-(argument: the peer).
+STAND_IN_<NAME>: "fail" (a ConfigError), "exit" (code 3, without a word), "hang" (sleeps before it is ready), "deaf"
+(ignores Shutdown), "slow" (computes before it ends). What it does later is told by SetFault: "exit" (code 7), "leave"
+(code 0), "offer" and "garble" (argument: the peer).
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def run_instance(
             return error.exit_code
         case "exit":
             return 3
+        case "hang":
+            time.sleep(600)
     peers = connect(*exports()) if connect is not None else None
     assert peers is None or isinstance(peers, PeerSockets)
     instance = StandIn(name, inbox, outbox, peers)

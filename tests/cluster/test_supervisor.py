@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.cluster.children import ProcessChild
-from hydra_engine.cluster.member import PACE, Pace
+from hydra_engine.cluster import member
+from hydra_engine.cluster.children import ProcessChild, is_late
+from hydra_engine.cluster.member import PACE, Pace, StartProgress
 from hydra_engine.cluster.spawn import spawn
-from hydra_engine.cluster.supervisor import Supervisor, _is_late
+from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import LedgerReport, NeedImages, SetFault
@@ -192,6 +193,43 @@ async def test_what_an_instance_says_before_it_dies_is_the_reason(make: Make, mo
     assert recorder.of("down", "e0")[1][2].startswith("the model is made of paper")
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+async def test_an_instance_that_hangs_while_it_starts_is_killed_and_started_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(StartProgress, "QUIET", 1e9 if stopped else 1)
+    supervisor, recorder = make("E+PD"), Recorder()
+    await supervisor.start(recorder)
+    monkeypatch.setattr(member, "StartProgress", lambda fence_s, now: StartProgress(0.4, now))
+    monkeypatch.setenv("STAND_IN_E0", "hang")
+    supervisor.kill("e0")
+    first = pid_of(supervisor, "e0")
+    await recorder.until(lambda: (pid := state_of(supervisor, "e0").pid) is not None and pid != first)
+    monkeypatch.delenv("STAND_IN_E0")
+    if stopped:
+        os.kill(pid_of(supervisor, "e0"), signal.SIGSTOP)
+    await recorder.until(lambda: len(recorder.of("down", "e0")) == 2 and len(recorder.of("up")) == 3)
+    said = "was stopped for 0.4 s" if stopped else "did nothing for 0.4 s"
+    assert recorder.of("down", "e0")[1][2] == f"{said} while it started and was killed"
+
+
+async def test_an_instance_that_nobody_replaces_starts_at_once(make: Make) -> None:
+    """After any number of deaths, as long as it had served; and one that waits, when the last other one dies."""
+    never = replace(QUICK, backoff_s=(0.0, 1e6))
+    supervisor, recorder = make("2E+PD", never), Recorder()
+    await supervisor.start(recorder)
+    for number in range(3):
+        supervisor.kill("pd0")
+        await recorder.until(lambda n=number: len(recorder.of("up", "pd0")) == n + 2)
+    for number in range(2):
+        supervisor.kill("e0")
+        await recorder.until(lambda n=number: len(recorder.of("down", "e0")) == n + 1)
+        await recorder.until(lambda n=number: n == 1 or len(recorder.of("up", "e0")) == 2)
+    assert state_of(supervisor, "e0").pid is None, "e1 does its work"
+    supervisor.kill("e1")
+    await recorder.until(lambda: len(recorder.of("up", "e0")) == 3 and len(recorder.of("up", "e1")) == 2)
+
+
 @pytest.mark.slow
 async def test_starts_wait_longer_after_each_death(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor, recorder = make("E+PD", replace(QUICK, backoff_s=(0.0, 0.2, 0.6), max_deaths=4)), Recorder()
@@ -292,11 +330,11 @@ def test_the_time_for_an_end_is_spent_by_computing_and_by_waiting_for_others() -
     """Three threads, of which one has begun since, and a fourth that is gone."""
     before = {"1": 5.0, "2": 0.5, "4": 9.0}
     child: Any = SimpleNamespace(pid=7, waited_s=lambda: {"1": 5.1, "2": 2.5, "3": 1.0})
-    assert not _is_late(child, before, late_s=1.9) and _is_late(child, before, late_s=2.1)
+    assert not is_late(child, before, late_s=1.9) and is_late(child, before, late_s=2.1)
     child.waited_s = dict
-    assert _is_late(child, before, late_s=0.0)
+    assert is_late(child, before, late_s=0.0)
     child.pid = None
-    assert not _is_late(child, before, late_s=9.0)
+    assert not is_late(child, before, late_s=9.0)
 
 
 def test_a_process_that_has_no_processor_says_how_long() -> None:

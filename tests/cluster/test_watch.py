@@ -6,18 +6,52 @@ import itertools
 
 import pytest
 
-from hydra_engine.cluster.member import PACE, Change, OwnPauses, Restarts, Silence
+from hydra_engine.cluster.member import PACE, Change, OwnPauses, Restarts, Silence, StartProgress
 from hydra_engine.cluster.pairs import Pairs
+from hydra_engine.core.processes.status import ProcessStatus
 from hydra_engine.core.units import describe_exit
 
 
 def test_waits_grow_with_each_death_and_start_over_after_a_long_life() -> None:
     restarts = Restarts(PACE)
     waits = [restarts.died(now, served_s=5.0) for now in range(0, 1600, 200)]
-    assert waits == [0, 1, 2, 4, 8, 16, 30, 30]
-    assert restarts.died(1600, served_s=60.0) == 0
-    assert restarts.died(1800, served_s=59.0) == 1
+    assert waits == [(usual, 0) for usual in (0, 1, 2, 4, 8, 16, 30, 30)], "the second if nobody does its work"
+    assert restarts.died(1600, served_s=60.0) == (0, 0)
+    assert restarts.died(1800, served_s=59.0) == (1, 0)
     assert restarts.total == 10
+
+
+def test_starts_that_fail_wait_even_if_nobody_else_serves() -> None:
+    restarts = Restarts(PACE)
+    waits = [restarts.died(now, served) for now, served in ((0, 9.0), (200, 0.0), (400, 0.0), (600, 0.0), (800, 1.0))]
+    assert waits == [(0, 0), (1, 1), (2, 2), (4, 4), (8, 0)]
+
+
+def starting(cpu_s: float, *, stopped: bool = False, ready: bool = False) -> ProcessStatus:
+    return ProcessStatus(stopped, ready, cpu_s)
+
+
+def test_a_start_that_gives_signs_may_take_for_ever() -> None:
+    """Processor time, a thread that would go on if it had a processor or its disk, a message, each on its own."""
+    start = StartProgress(10.0)
+    for now in range(0, 5000, 100):
+        assert start.problem(now, starting(now / 1000)) is None
+    for now in range(5000, 10000, 100):
+        assert start.problem(now, starting(5.0, ready=True)) is None
+    for now in range(10000, 15000, 100):
+        start.sign(now)
+        assert start.problem(now + 5, starting(5.0)) is None
+    assert start.problem(15010, None) is None, "where the system does not tell"
+
+
+def test_a_start_without_signs_is_fenced_and_a_stopped_one_sooner() -> None:
+    start = StartProgress(10.0)
+    assert start.problem(0.0, starting(1.0)) is None
+    assert start.problem(119.9, starting(1.0)) is None
+    assert start.problem(120.0, starting(1.0)) == "did nothing for 120 s while it started and was killed"
+    start = StartProgress(10.0, now=100.0)
+    assert start.problem(109.9, starting(1.0, stopped=True)) is None
+    assert start.problem(110.0, starting(1.0, stopped=True)) == "was stopped for 10 s while it started and was killed"
 
 
 def test_five_deaths_in_a_minute_are_enough() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Calls, Grammar
-from hydra_engine.core.processes.status import process_status
+from hydra_engine.core.processes.status import is_stopped
 from hydra_engine.errors import EngineClosed, InvalidRequest, Unavailable
 from hydra_engine.preprocess.sandbox import grammars as module
 from hydra_engine.preprocess.sandbox.grammar_child import Verdict
@@ -246,7 +246,7 @@ async def test_a_child_that_is_killed_or_stopped_condemns_no_grammar() -> None:
 
 
 def wait_until_stopped(pid: int) -> None:
-    while (status := process_status(pid)) is not None and not status.is_stopped:
+    while not is_stopped(pid):
         time.sleep(0.01)
 
 

@@ -13,17 +13,36 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 class ProcessStatus(NamedTuple):
     is_stopped: bool  # by SIGSTOP or the like, so it does nothing until somebody continues it
-    cpu_s: float  # that all its threads have used
+    is_ready: bool  # a thread of it, or of what it has started, works or would if it had a processor or its disk
+    cpu_s: float  # that all of these have used
+
+
+def is_stopped(pid: int) -> bool:
+    fields = _fields(Path(f"/proc/{pid}/stat"))
+    return fields is not None and fields[0] == "T"
 
 
 def process_status(pid: int) -> ProcessStatus | None:
     """None: it has gone, or this system does not tell."""
+    if (fields := _fields(Path(f"/proc/{pid}/stat"))) is None:
+        return None
+    is_ready, cpu_s, todo = False, 0.0, [pid]
+    while todo:
+        for task in Path(f"/proc/{todo.pop()}/task").glob("*"):
+            if (thread := _fields(task / "stat")) is not None:
+                is_ready = is_ready or thread[0] in "RD"
+                cpu_s += (int(thread[11]) + int(thread[12])) / _TICKS_PER_S
+                with contextlib.suppress(OSError):  # it has ended
+                    todo += map(int, (task / "children").read_text(encoding="ascii").split())
+    return ProcessStatus(fields[0] == "T", is_ready, cpu_s)
+
+
+def _fields(stat: Path) -> list[str] | None:
+    """From the state on; the name before it may be anything."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # behind the name, which may be anything
-    return ProcessStatus(fields[0] == "T", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
 
 
 def waited_s(pid: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from hydra_engine.core.processes.launch import parent_variable
-from hydra_engine.core.processes.status import longest_wait_s, process_status, waited_s
+from hydra_engine.core.processes.status import is_stopped, longest_wait_s, waited_s
 from hydra_engine.core.units import describe_exit
 from hydra_engine.errors import from_info
 from hydra_engine.preprocess.sandbox.child_loop import Started, receive, send
@@ -208,8 +208,7 @@ class _Patience:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS / 2
-        status = process_status(self._pid)
-        self._stopped_looks = self._stopped_looks + 1 if status is not None and status.is_stopped else 0
+        self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._pid) else 0
         if self._stopped_looks >= _MAX_STOPPED_LOOKS:
             raise ChildDied("was stopped")
 
