@@ -126,7 +126,7 @@ def footprints(server: Server) -> dict[str, Footprint]:
     return found | {"front": Footprint.of(server.pid, front=True)}
 
 
-def _grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[str]:
+def _grown(before: dict[str, Footprint], after: dict[str, Footprint], growth_mib: float) -> list[str]:
     grown = []
     for name, now in after.items():
         if (then := before.get(name)) is None:
@@ -135,17 +135,22 @@ def _grown(before: dict[str, Footprint], after: dict[str, Footprint]) -> list[st
         counts = [(now.memfds, then.memfds + more), (now.descriptors, then.descriptors + 2 * more)]
         if any(a > b for a, b in [*counts, (now.threads, then.threads)]):
             grown.append(f"{name} has {now}, before {then}")
-        elif now.resident_mib > then.resident_mib + MAX_GROWTH_MIB:
+        elif now.resident_mib > then.resident_mib + growth_mib:
             grown.append(f"{name} has {now.resident_mib:.0f} MiB, before {then.resident_mib:.0f}")
     return grown
 
 
 async def footprint(
-    server: Server, before: dict[str, Footprint], log_before: int, within_s: float = 15.0
+    server: Server,
+    before: dict[str, Footprint],
+    log_before: int,
+    *,
+    within_s: float = 15.0,
+    growth_mib: float = MAX_GROWTH_MIB,
 ) -> list[Finding]:
     deadline = time.monotonic() + within_s
     while True:
-        problems = await _held(server) + _grown(before, footprints(server))
+        problems = await _held(server) + _grown(before, footprints(server), growth_mib)
         problems += [f"zombie {processes.command(p.pid)}" for p in server.family() if p.state == "Z"]
         if not problems or time.monotonic() > deadline:
             break

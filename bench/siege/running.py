@@ -19,12 +19,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import ROOT
-from bench.siege import processes
+from bench.siege import processes, turn_log
 from bench.siege.clients import Client
 
 START_S = 120.0
 END_S = 30.0
 KEPT_LOG_BYTES = 1 << 20
+_INSTANCE = re.compile(r"(?:cluster\.process|siege\.instance) --name (\S+)")
 SMALL = ("--threads", "1", "--pixel-cache-mib", "8", "--shutdown-timeout", "2")
 
 
@@ -50,6 +51,7 @@ class Server:
         self.log_bytes = 0
         self.arguments = ("serve", model, "--port", "0", "--topology", topology, *SMALL, *arguments)
         environment = dict(os.environ, HYDRA_FAULTS="1", HYDRA_ADMIN_KEY=self.keys["admin"], PYTHONPATH=str(ROOT))
+        environment[turn_log.FOLDER] = str(self.folder)
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", module, *self.arguments, "--api-key-file", str(key_file)],
             stderr=subprocess.PIPE,
@@ -100,9 +102,7 @@ class Server:
         """Process ids by name."""
         found = {}
         for process in self.family():
-            if process.state != "Z" and (
-                name := re.search(r"cluster\.process --name (\S+)", processes.command(process.pid))
-            ):
+            if process.state != "Z" and (name := _INSTANCE.search(processes.command(process.pid))):
                 found[name[1]] = process.pid
         return found
 

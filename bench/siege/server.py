@@ -1,32 +1,32 @@
 """The server under siege: `python -m bench.siege.server serve MODEL ...` is `hydra-engine serve MODEL ...`, watched.
 
 Everything is added from outside: a ticker that measures what processor time the event loop's thread takes between two
-of its turns, a record of what happens in every queue of `core.fairness`, and GET /siege, which shows both to the holder
-of an API key. The package itself has nothing for tests.
+of its turns, a record of what happens in every queue of `core.fairness`, here and in the instances, and GET /siege,
+which shows both to the holder of an API key. The package itself has nothing for tests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from aiohttp import web
 
-from bench.siege import networks
+from bench.siege import networks, turn_log
 from hydra_engine.__main__ import main
-from hydra_engine.core.fairness.turns import FairQueue
+from hydra_engine.cluster import spawn
+from hydra_engine.core.processes import launch
 from hydra_engine.preprocess.sandbox.child_host import ChildHost
 from hydra_engine.server import runner
 from hydra_engine.server.state import client_of
 
+Build = Callable[..., web.Application]
+
 TICK_S = 0.004
-MAX_EVENTS = 200_000
 PUBLIC = "--documentation-is-public"  # the addresses of `networks.py` are like any other
 CHILD_SECONDS = "--child-seconds="  # a job of a sandboxed child may take so long at most
 
@@ -52,34 +52,6 @@ class Ticker:
         self.longest_s, self.num_ticks, self._last_s = 0.0, 0, time.thread_time()
 
 
-class Turns:
-    """Every event of every queue: its name, what happened ("push", "begin", "end", "remove"), whose job it was."""
-
-    def __init__(self) -> None:
-        self.events: deque[tuple[str, str, str]] = deque(maxlen=MAX_EVENTS)
-        self._numbers = itertools.count()
-
-    def watch(self) -> None:
-        made, numbers, events = FairQueue.__init__, self._numbers, self.events
-
-        def init(queue: Any, of: str, *rest: Any, **options: Any) -> None:
-            queue.siege_name = f"{of}#{next(numbers)}"
-            made(queue, of, *rest, **options)
-
-        FairQueue.__init__ = init  # type: ignore[method-assign]
-        for name in ("push", "begin", "end", "remove"):
-            setattr(FairQueue, name, self._recorded(name, getattr(FairQueue, name), events))
-
-    @staticmethod
-    def _recorded(name: str, method: Callable[..., Any], events: deque[tuple[str, str, str]]) -> Callable[..., Any]:
-        def call(queue: Any, client: str, *rest: Any, **options: Any) -> Any:
-            result = method(queue, client, *rest, **options)
-            events.append((queue.siege_name, name, client))
-            return result
-
-        return call
-
-
 def cap_children(seconds: float) -> None:
     """Nobody waits longer than this for a child that was stopped: a case has half a minute."""
     run = ChildHost.run
@@ -90,7 +62,9 @@ def cap_children(seconds: float) -> None:
     ChildHost.run = shorter  # type: ignore[method-assign]
 
 
-def watched(build: Callable[..., web.Application], ticker: Ticker, turns: Turns) -> Callable[..., web.Application]:
+def watched(
+    build: Callable[..., web.Application], ticker: Ticker, turns: turn_log.Log
+) -> Callable[..., web.Application]:
     async def show(request: web.Request) -> web.Response:
         """With `?reset=1` what is counted begins anew."""
         shown = {
@@ -98,11 +72,10 @@ def watched(build: Callable[..., web.Application], ticker: Ticker, turns: Turns)
             "lag_ms": round(ticker.longest_s * 1e3, 2),
             "num_ticks": ticker.num_ticks,
             "num_threads": threading.active_count(),
-            "events": list(turns.events),
+            "events": turns.events(reset="reset" in request.query),
         }
         if "reset" in request.query:
             ticker.reset()
-            turns.events.clear()
         return web.json_response(shown)
 
     async def tick(_app: web.Application) -> AsyncIterator[None]:
@@ -119,7 +92,7 @@ def watched(build: Callable[..., web.Application], ticker: Ticker, turns: Turns)
     return build_watched
 
 
-def launch(arguments: list[str]) -> int:
+def serve(arguments: list[str]) -> int:
     if PUBLIC in arguments:
         arguments.remove(PUBLIC)
         networks.count_as_public()
@@ -127,11 +100,12 @@ def launch(arguments: list[str]) -> int:
         if argument.startswith(CHILD_SECONDS):
             arguments.remove(argument)
             cap_children(float(argument.removeprefix(CHILD_SECONDS)))
-    turns = Turns()
+    spawn.COMMAND = launch.command("bench.siege.instance")
+    turns = turn_log.Log()
     turns.watch()
     runner.build_app = watched(runner.build_app, Ticker(), turns)
     return main(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))
+    sys.exit(serve(sys.argv[1:]))

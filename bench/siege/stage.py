@@ -31,6 +31,7 @@ class Case:
     name: str
     run: Callable[[Stage], Awaitable[list[Finding]]]
     alone: bool = False
+    growth_mib: float = oracles.MAX_GROWTH_MIB  # of a process
 
     @property
     def full_name(self) -> str:
@@ -145,7 +146,7 @@ class Stage:
             return [*findings, Finding("lag", f"the loop does not answer: {type(error).__name__}")]
         findings += oracles.lag(state["lag_ms"])
         findings += oracles.turn(map(tuple, state["events"]), self._tenants["bob"], ())
-        findings += await oracles.footprint(self.server, before, log_before)
+        findings += await oracles.footprint(self.server, before, log_before, growth_mib=case.growth_mib)
         findings += oracles.written(self.server)
         return list(dict.fromkeys(findings))
 
