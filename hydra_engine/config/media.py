@@ -22,7 +22,8 @@ class MediaConfig:
     max_video_pixels: int = opt(4_000_000_000, "most pixels of all frames of one video together")
     fetch_timeout_s: float = opt(10.0, "total time to fetch one image by URL")
     max_fetched_bytes: int = opt(
-        1 << 30, "most bytes of fetched images and videos that are not decoded yet; above it 503"
+        1 << 30,
+        "most bytes of fetched images and videos that are not decoded yet, half of them for one client; above it 503",
     )
     allow_private_media: bool = opt(False, "also fetch images from private network addresses")
     allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
@@ -41,9 +42,10 @@ class MediaConfig:
     def __post_init__(self) -> None:
         positive(self, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
         positive(self, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
-        if self.max_fetched_bytes < max(self.max_image_bytes, self.max_video_bytes):
+        if self.max_fetched_bytes < 2 * max(self.max_image_bytes, self.max_video_bytes):
             raise ConfigError(
-                "max_fetched_bytes must be at least max_image_bytes and max_video_bytes", param="max_fetched_bytes"
+                "max_fetched_bytes must be at least twice max_image_bytes and max_video_bytes, for a client gets half",
+                param="max_fetched_bytes",
             )
         if self.allowed_media_path is not None and not self.allowed_media_path.strip():
             raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")

@@ -21,8 +21,8 @@ from hydra_engine.core.request import NO_DEFAULTS, GenerationDefaults, Request, 
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.preprocess.expansion import Expansion
-from hydra_engine.preprocess.media.fetch import Resolve
 from hydra_engine.preprocess.media.media import Media, MediaLoader
+from hydra_engine.preprocess.media.names import Resolve
 from hydra_engine.preprocess.placing import place_in_ids, place_in_text
 from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.prompt_tokens import PromptTokens

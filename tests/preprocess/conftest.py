@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import signal
+import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +36,12 @@ from hydra_engine.models.specs.base import (
 )
 from hydra_engine.models.specs.geometry import no_videos, shortest_edge_size
 from hydra_engine.preprocess.preprocessor import Prepared, Preprocessor
+from hydra_engine.preprocess.sandbox import fetch_child, fetch_process
+from hydra_engine.preprocess.sandbox.fetch_child import Ready
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
 from tests.calls import asked
+
+CERTIFICATE = Path(__file__).parent / "tls" / "certificate.pem"  # of pictures.test and 127.0.0.1, signed by itself
 
 SPECIALS = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<image>"]
 CORPUS = [
@@ -249,3 +258,33 @@ def noise(width: int, height: int, seed: int = 0, channels: int = 3) -> Image.Im
 @pytest.fixture
 def picture() -> Callable[..., Image.Image]:
     return noise
+
+
+@cache
+def _context() -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(CERTIFICATE))
+
+
+class _ChildHere:
+    """A fetch child that is a task of this loop."""
+
+    def __init__(self, theirs: socket.socket) -> None:
+        connection = theirs.dup()
+        self._task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._task.add_done_callback(lambda _task: connection.close())  # where it has not even begun
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            await fetch_child.serve(connection, _context(), Ready())
+
+    def kill(self) -> None:
+        self._task.cancel()
+
+    def wait(self) -> int:
+        return -signal.SIGKILL
+
+
+@pytest.fixture
+def fetch_child_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hosts send is read in this process, where it can be looked at and which nobody has to start."""
+    monkeypatch.setattr(fetch_process, "_spawn", _ChildHere)

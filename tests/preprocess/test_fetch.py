@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,6 +31,8 @@ from hydra_engine.preprocess.media.sources import (
     is_public,
     read_local,
 )
+
+pytestmark = pytest.mark.usefixtures("fetch_child_here")
 
 BODY = b"\x89PNG not really"
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -242,7 +245,8 @@ async def get(
     config = config or MediaConfig()
     source = classify(url, config)
     assert isinstance(source, RemoteFile)
-    return await MediaFetcher(config, resolve).fetch(source, lease or a_lease())
+    with closing(MediaFetcher(config, resolve)) as fetcher:
+        return await fetcher.fetch(source, lease or a_lease())
 
 
 async def test_a_picture_is_fetched_plainly(host: Host, one_open_door: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,6 +455,7 @@ async def test_one_slow_host_keeps_nobody_from_another(
     host.answer = answer
     config = MediaConfig(fetch_timeout_s=0.4)
     fetcher = MediaFetcher(config, to_the_door)
+    fetcher.warm_up()
 
     async def ask(name: str) -> object:
         source = classify(host.url(name), config)
@@ -468,6 +473,7 @@ async def test_one_slow_host_keeps_nobody_from_another(
     # Two at a time, and who has no turn in time is told that it is not the host's fault.
     assert found.count(MediaFetchFailed) >= 2 and set(found) <= {MediaFetchFailed, Unavailable}
     assert fetcher._slots_of_host == {}
+    fetcher.close()
 
 
 async def test_cancelling_a_fetch_closes_its_connection(host: Host, one_open_door: None) -> None:

@@ -36,27 +36,27 @@ class ByteBudget:
 class Lease:
     """What one user holds; `release` gives all of it back and may be called again."""
 
-    __slots__ = ("_budget", "_client", "held")
+    __slots__ = ("_budget", "client", "held")
 
     def __init__(self, budget: ByteBudget, client: str | None) -> None:
         self._budget = budget
-        self._client = client
+        self.client = client
         self.held = 0
 
     def fits(self, num_bytes: int) -> bool:
         """Whether `take` would."""
-        return self._budget.fits(num_bytes, self._client)
+        return self._budget.fits(num_bytes, self.client)
 
     def take(self, num_bytes: int) -> bool:
         """False, with nothing taken, when that would be too much."""
         if not self.fits(num_bytes):
             return False
-        self._budget.change(num_bytes, self._client)
+        self._budget.change(num_bytes, self.client)
         self.held += num_bytes
         return True
 
     def release(self) -> None:
-        self._budget.change(-self.held, self._client)
+        self._budget.change(-self.held, self.client)
         self.held = 0
 
     def __enter__(self) -> Lease:

@@ -1,8 +1,8 @@
-"""The fetcher of pictures and videos: the one place that opens URLs which a user names.
+"""The fetcher of pictures and videos: the one place that decides which addresses are asked for what a user names.
 
-A host is resolved once, every address must be allowed, and those addresses are the ones dialled. The machine's own
-addresses are not, public ones included: what listens there may trust whoever is on this machine. Errors never quote
-what was fetched.
+A host is resolved once, every address must be allowed, and those addresses are the ones dialled, by a child process
+that reads what the hosts send. The machine's own addresses are not allowed, public ones included: what listens there
+may trust whoever is on this machine. Errors never quote what was fetched.
 """
 
 from __future__ import annotations
@@ -10,43 +10,39 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
-import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.fairness.byte_budget import Lease
+from hydra_engine.core.fairness.turns import Turns
 from hydra_engine.core.units import size
-from hydra_engine.errors import MediaFetchFailed, Unavailable
+from hydra_engine.errors import InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
+from hydra_engine.preprocess.media.names import Names, Resolve
 from hydra_engine.preprocess.media.sources import (
     IPAddress,
     RemoteFile,
-    checked_url,
     is_public,
     literal,
     max_bytes,
     private,
+    redirected,
 )
+from hydra_engine.preprocess.sandbox.bounded_http import Get
+from hydra_engine.preprocess.sandbox.fetch_child import Ended
+from hydra_engine.preprocess.sandbox.fetch_process import ChildLost, FetchProcess
 
 MAX_REDIRECTS = 3
-MAX_FETCHES = 256  # at once; what they may hold together is `max_fetched_bytes`
-MAX_FETCHES_OF_HOST = 32  # at once, so that one slow host does not keep others from being asked
-MAX_LOOKUPS = 32  # of host names at once; each has a thread while the resolver takes its time
-
-_CHUNK_BYTES = 1 << 16
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "hydra-engine"}
-# What reaching a hostile host raises: aiohttp's own errors, the socket's and TLS's (OSError), broken URLs.
-_FETCH_ERRORS = (aiohttp.ClientError, OSError, ValueError, asyncio.IncompleteReadError)
-
-_lookups = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="preprocess-names")
-
-Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> addresses
+# At once. A client takes as many places as it leaves free, so one alone has half of them.
+MAX_FETCHES = 256  # what they may hold together is `max_fetched_bytes`
+MAX_FETCHES_OF_HOST = 32  # of one client alone: of a name, and twice as many of an address
+MAX_LOOKUPS = 64  # of host names; each has a thread while the resolver takes its time
+MAX_WAITING = 16384  # fetches, half of them of one client
+MAX_ADDRESSES = 64  # of a name
+MAX_DIALLED = 8
 
 
 def _is_own(address: IPAddress) -> bool:
@@ -65,89 +61,131 @@ class MediaFetcher:
 
     def __init__(self, config: MediaConfig, resolve: Resolve | None = None) -> None:
         self._config = config
-        self._resolve = resolve or _system_resolve
-        self._slots = asyncio.Semaphore(MAX_FETCHES)
-        self._slots_of_host: dict[str, tuple[asyncio.Semaphore, int]] = {}  # and how many hold or await one
+        self._names = Names(MAX_LOOKUPS, resolve)
+        self._slots = _places("fetches", MAX_FETCHES)
+        self._slots_of_host: dict[str, tuple[Turns, int]] = {}  # and how many hold or await one
+        self._process = FetchProcess(answer_seconds=config.fetch_timeout_s / 2)
+
+    def warm_up(self) -> None:
+        """Starts what the first fetch would otherwise wait for, and does not wait for it."""
+        self._process.start()
+
+    def close(self) -> None:
+        self._process.close()
 
     async def fetch(self, source: RemoteFile, lease: Lease) -> bytes:
-        """The body, whose bytes `lease` holds from now on. Raises MediaForbidden, MediaFetchFailed or, when too much is
-        fetched already, Unavailable; after twice `fetch_timeout_s` at the latest."""
+        """The body, whose bytes `lease` holds from now on, for its client. Raises MediaForbidden, MediaFetchFailed or,
+        when too much is fetched already, Unavailable; after twice `fetch_timeout_s` at the latest."""
         try:
-            async with self._turn(source):
-                return await self._in_time(source, lease)
+            async with asyncio.timeout(2 * self._config.fetch_timeout_s):
+                return await self._fetch(source, lease)
         except TimeoutError as error:
             raise _overloaded(source.kind) from error
 
-    @asynccontextmanager
-    async def _turn(self, source: RemoteFile) -> AsyncIterator[None]:
-        """A place among all fetches and among those of this host. Raises TimeoutError."""
-        host = source.url.raw_host or ""
-        slots, num_turns = self._slots_of_host.get(host, (asyncio.Semaphore(MAX_FETCHES_OF_HOST), 0))
-        self._slots_of_host[host] = slots, num_turns + 1
-        async with AsyncExitStack() as held:
-            held.callback(self._forget, host)
-            async with asyncio.timeout(self._config.fetch_timeout_s):
-                await held.enter_async_context(slots)
-                await held.enter_async_context(self._slots)
-            yield
-
-    def _forget(self, host: str) -> None:
-        slots, num_turns = self._slots_of_host.pop(host)
-        if num_turns > 1:
-            self._slots_of_host[host] = slots, num_turns - 1
-
-    async def _in_time(self, source: RemoteFile, lease: Lease) -> bytes:
-        try:
-            async with asyncio.timeout(self._config.fetch_timeout_s):
-                return await self._follow(source.url, source.kind, lease)
-        except TimeoutError as error:
-            raise MediaFetchFailed(
-                f"the {source.kind} could not be fetched within {self._config.fetch_timeout_s:g} seconds"
-            ) from error
-        except _FETCH_ERRORS as error:
-            raise MediaFetchFailed(f"the {source.kind} could not be fetched: the connection failed") from error
-
-    async def _follow(self, url: URL, kind: str, lease: Lease) -> bytes:
+    async def _fetch(self, source: RemoteFile, lease: Lease) -> bytes:
+        fetching = _Fetching(source.kind, lease, self._config.fetch_timeout_s)
+        url = source.url
         for _ in range(1 + MAX_REDIRECTS):
-            answer = await self._get(url, kind, lease)
+            answer = await self._get(url, fetching)
             if isinstance(answer, bytes):
                 return answer
             url = answer
-        raise MediaFetchFailed(f"the {kind} could not be fetched: more than {MAX_REDIRECTS} redirects")
+        raise MediaFetchFailed(f"the {source.kind} could not be fetched: more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, url: URL, kind: str, lease: Lease) -> bytes | URL:
+    async def _get(self, url: URL, fetching: _Fetching) -> bytes | URL:
         """The body, or where a redirect points to. A connection of its own, so no state is shared between hosts."""
-        connector = aiohttp.TCPConnector(
-            resolver=_Pinned(await self._addresses(url, kind)), use_dns_cache=False, force_close=True, limit=1
-        )
-        async with (
-            aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers=_HEADERS | {"Accept": f"{kind}/*"},
-                auto_decompress=False,
-                trust_env=False,
-                timeout=aiohttp.ClientTimeout(total=None),  # the caller's timeout covers all hops
-            ) as session,
-            session.get(url, allow_redirects=False) as response,
-        ):
-            location = response.headers.get("Location")
-            if response.status in _REDIRECTS and location is not None:
-                return checked_url(str(url.join(URL(location))), self._config, kind)
-            if response.status != 200:
-                raise MediaFetchFailed(f"the {kind}'s host answered with status {response.status}")
-            return await self._body(response, kind, lease)
+        addresses = (await self._addresses(url, fetching))[:MAX_DIALLED]
+        async with AsyncExitStack() as held:
+            async with fetching.waiting():
+                if url.raw_host not in addresses:
+                    await held.enter_async_context(self._slot_of_host(url.raw_host or "", 1, fetching.client))
+                for address in sorted(addresses):  # in one order, so that nobody waits in a circle
+                    await held.enter_async_context(self._slot_of_host(address, 2, fetching.client))
+                await held.enter_async_context(self._slots.place(fetching.client))
+            kind, most = fetching.kind, max_bytes(self._config, fetching.kind)
+            body, ended = await self._ask(_question(url, addresses, kind, most), fetching)
+        if ended.location is not None:
+            return self._redirected(url, ended.location, kind)
+        if ended.why is None:
+            return b"".join(body)
+        raise MediaFetchFailed(self._why(ended, fetching, most))
 
-    async def _addresses(self, url: URL, kind: str) -> list[str]:
+    def _redirected(self, url: URL, location: str, kind: str) -> URL:
+        try:
+            return redirected(url, location, self._config, kind)
+        except MediaForbidden:
+            raise
+        except InvalidRequest as error:
+            raise MediaFetchFailed(f"the {kind}'s host redirects to a malformed URL") from error
+
+    async def _ask(self, get: Get, fetching: _Fetching) -> tuple[list[bytes], Ended]:
+        """Once more, where the child was lost."""
+        for _ in range(2):
+            body: list[bytes] = []
+            fetching.lease.release()
+
+            def take(data: bytes, body: list[bytes] = body) -> None:
+                if not fetching.lease.take(len(data)):
+                    raise _overloaded(fetching.kind)
+                body.append(data)
+
+            try:
+                async with fetching.waiting():
+                    await self._process.wait_until_ready()
+                with fetching.working() as left_s:
+                    return body, await self._process.get(get, left_s, take)
+            except ChildLost:
+                continue
+        raise Unavailable(f"the process that fetches {fetching.kind}s was stopped or killed; try again later")
+
+    @asynccontextmanager
+    async def _slot_of_host(self, host: str, weight: int, client: str) -> AsyncIterator[None]:
+        """A place among the fetches from this name or address, of which one client alone has half."""
+        num_places = 2 * weight * MAX_FETCHES_OF_HOST
+        slots, num_users = self._slots_of_host.get(host) or (_places("fetches from a host", num_places), 0)
+        self._slots_of_host[host] = slots, num_users + 1
+        try:
+            async with slots.place(client):
+                yield
+        finally:
+            slots, num_users = self._slots_of_host.pop(host)
+            if num_users > 1:
+                self._slots_of_host[host] = slots, num_users - 1
+
+    def _why(self, ended: Ended, fetching: _Fetching, most: int) -> str:
+        kind = fetching.kind
+        match ended.why:
+            case "status":
+                return f"the {kind}'s host answered with status {ended.status}"
+            case "compressed":
+                return f"the {kind}'s host sent a compressed answer that was not asked for"
+            case "large":
+                return f"the fetched {kind} is larger than {size(most)}"
+            case "stopped":
+                return fetching.too_slow
+            case "wasteful":
+                return f"the {kind} could not be fetched: its host sends too little of it in too many pieces"
+        return f"the {kind} could not be fetched: the connection failed"
+
+    async def _addresses(self, url: URL, fetching: _Fetching) -> list[str]:
         assert url.raw_host is not None and url.port is not None
+        kind = fetching.kind
         if literal(url.raw_host) is not None:
             return self._checked([url.raw_host], kind)
+        async with fetching.waiting():
+            lookup = await self._names.start(fetching.client, url.raw_host, url.port)
         try:
-            addresses = await self._resolve(url.raw_host, url.port)
+            with fetching.working() as left_s:
+                async with asyncio.timeout(left_s):
+                    addresses = await asyncio.shield(lookup)
+        except TimeoutError as error:
+            raise MediaFetchFailed(fetching.too_slow) from error
         except (OSError, UnicodeError) as error:
             raise MediaFetchFailed(f"the {kind} URL's host name could not be resolved") from error
         if not addresses:
             raise MediaFetchFailed(f"the {kind} URL's host name could not be resolved")
+        if len(addresses) > MAX_ADDRESSES:
+            raise MediaFetchFailed(f"the {kind} URL's host name has more than {MAX_ADDRESSES} addresses")
         return self._checked(addresses, kind)
 
     def _checked(self, addresses: list[str], kind: str) -> list[str]:
@@ -156,52 +194,55 @@ class MediaFetcher:
             raise private(kind)
         return addresses
 
-    async def _body(self, response: aiohttp.ClientResponse, kind: str, lease: Lease) -> bytes:
-        most = max_bytes(self._config, kind)
-        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise MediaFetchFailed(f"the {kind}'s host sent a compressed answer that was not asked for")
-        if (response.content_length or 0) > most:
-            raise MediaFetchFailed(f"the fetched {kind} is larger than {size(most)}")
-        body = bytearray()
-        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            if len(body) + len(chunk) > most:
-                raise MediaFetchFailed(f"the fetched {kind} is larger than {size(most)}")
-            if not lease.take(len(chunk)):
-                raise _overloaded(kind)
-            body += chunk
-        return bytes(body)
+
+class _Fetching:
+    """One fetch with all its hops, and what is left of the time that it may wait for others and take itself."""
+
+    def __init__(self, kind: str, lease: Lease, seconds: float) -> None:
+        self.kind = kind
+        self.client = lease.client or ""
+        self.lease = lease
+        self.too_slow = f"the {kind} could not be fetched within {seconds:g} seconds"
+        self._waiting_s = self._working_s = seconds
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Raises Unavailable when it has lasted too long."""
+        begun_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._waiting_s):
+                yield
+        except TimeoutError as error:
+            raise _overloaded(self.kind) from error
+        finally:
+            self._waiting_s -= time.monotonic() - begun_s
+
+    @contextmanager
+    def working(self) -> Iterator[float]:
+        """Gives the seconds that are left."""
+        begun_s = time.monotonic()
+        try:
+            yield self._working_s
+        finally:
+            self._working_s -= time.monotonic() - begun_s
+
+
+def _places(of: str, most: int) -> Turns:
+    return Turns(of, num_places=most, max_waiting=MAX_WAITING, keeps_free=True)
+
+
+def _question(url: URL, addresses: Sequence[str], kind: str, max_bytes: int) -> Get:
+    assert url.raw_host is not None and url.port is not None
+    return Get(
+        addresses=tuple(addresses),
+        port=url.port,
+        tls_name=url.raw_host.rstrip(".") if url.scheme == "https" else None,
+        host=url.host_port_subcomponent or "",
+        target=url.raw_path_qs,
+        accept=f"{kind}/*",
+        max_bytes=max_bytes,
+    )
 
 
 def _overloaded(kind: str) -> Unavailable:
     return Unavailable(f"too many images and videos are being fetched; try again later or send the {kind} as data")
-
-
-class _Pinned(AbstractResolver):
-    """Answers with the addresses that were checked and never asks anybody."""
-
-    def __init__(self, addresses: list[str]) -> None:
-        self._addresses = addresses
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        return [
-            ResolveResult(
-                hostname=host,
-                host=address,
-                port=port,
-                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                proto=0,
-                flags=socket.AI_NUMERICHOST,
-            )
-            for address in self._addresses
-        ]
-
-    async def close(self) -> None:
-        return None
-
-
-async def _system_resolve(host: str, port: int) -> list[str]:
-    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    records = await asyncio.get_running_loop().run_in_executor(_lookups, look_up)
-    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in records))

@@ -26,7 +26,8 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
 from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
-from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
+from hydra_engine.preprocess.media.fetch import MediaFetcher
+from hydra_engine.preprocess.media.names import Resolve
 from hydra_engine.preprocess.media.opening import Frames, Opened, Opener
 from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, made_elsewhere
 from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, naming
@@ -112,6 +113,7 @@ class MediaLoader:
     async def warm_up(self) -> None:
         """Starts what the first pictures would otherwise wait for, and waits for none of the decode children."""
         if self._spec.vision is not None:
+            self._fetcher.warm_up()
             await self._workers.run("", self._decoders.warm_up, self._limits.decode_workers)
         if self._processor is not None:
             await self._workers.run("", self._processor.warm_up, turns=self._processing)
@@ -123,6 +125,7 @@ class MediaLoader:
     def close(self) -> None:
         self._workers.close()
         self._decoders.close()
+        self._fetcher.close()
         if self._processor is not None:
             self._processor.close()
 
@@ -198,7 +201,7 @@ class MediaLoader:
                     part,
                     source,
                     _budget(part, pixels),
-                    fetched=leases.enter_context(self._fetched.lease()),
+                    fetched=leases.enter_context(self._fetched.lease(client)),
                     kept=leases.enter_context(self._opened.lease()),
                 )
                 for part, source in zip(parts, sources, strict=True)

@@ -28,10 +28,13 @@ from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden
 
 MAX_URL_CHARS = 8192
+MAX_AUTHORITY_BYTES = 320  # a name of 253 with a port; longer international ones take long to put into their ASCII form
 
 _BASE64_SLICE = 1 << 20  # characters
 _WHITE_SPACE = "\t\n\f\r "
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/_=\-\t\n\f\r ]")
+_AUTHORITY = re.compile(r"[\x00- ]*(?:[A-Za-z][A-Za-z0-9+.\-]*:)?//([^/?#]*)")
+_LEFT_OUT = dict.fromkeys(map(ord, "\t\n\r"))  # by readers of URLs, wherever it stands
 _STANDARD = bytes.maketrans(b"-_", b"+/")  # of the alphabet for URLs
 # What encoders of URLs make of base64. Replaced one after another, each in one pass, whatever is in there.
 _ESCAPES = {form % ord(character): character for character in "+/=" + _WHITE_SPACE for form in ("%%%02X", "%%%02x")}
@@ -123,10 +126,19 @@ def _classify_file_url(text: str, config: MediaConfig, kind: str) -> LocalFile:
 
 def checked_url(text: str, config: MediaConfig, kind: str) -> URL:
     """A URL whose host may be asked for as far as its spelling tells."""
-    if len(text) > MAX_URL_CHARS:
+    return redirected(None, text, config, kind)
+
+
+def redirected(url: URL | None, location: str, config: MediaConfig, kind: str) -> URL:
+    """Where a redirect from `url` leads, checked as what a user names is."""
+    if len(location) > MAX_URL_CHARS:
         raise InvalidRequest(f"the {kind} URL may have at most {MAX_URL_CHARS} characters")
+    authority = _AUTHORITY.match(location.translate(_LEFT_OUT))
+    if authority is not None and len(authority[1].encode("utf-8", "replace")) > MAX_AUTHORITY_BYTES:
+        raise InvalidRequest(f"the {kind} URL is malformed: its host has more than {MAX_AUTHORITY_BYTES} bytes")
     try:
-        return _check_url(URL(text), config, kind)
+        target = URL(location)
+        return _check_url(target if url is None else url.join(target), config, kind)
     except ValueError as error:
         raise InvalidRequest(f"the {kind} URL is malformed") from error
 

@@ -47,7 +47,7 @@ class ChildHost(Generic[A]):
         self._purpose = purpose
         self._command = tuple(command)
         self._setup = () if setup is None else (msgspec.json.encode(setup).decode(),)
-        self._environment = {**_environment(inherited), **variables}
+        self._environment = {**environment(inherited), **variables}
         self._answer_type = answer_type
         self._max_answer_bytes = max_answer_bytes
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ class ChildHost(Generic[A]):
         return Unavailable(f"no process to {self._purpose} could be started; try again later")
 
 
-def _environment(inherited: Iterable[str]) -> dict[str, str]:
+def environment(inherited: Iterable[str]) -> dict[str, str]:
     variables = {name: os.environ[name] for name in (*_INHERITED, *inherited) if name in os.environ}
     package_parent = str(Path(__file__).parents[3])
     return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [package_parent, variables.get("PYTHONPATH")]))}

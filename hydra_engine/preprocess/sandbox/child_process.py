@@ -138,7 +138,7 @@ class Child:
             if started.error is not None:
                 raise from_info(started.error)
             if started.uncontained is not None:
-                _tell_uncontained(started.uncontained)
+                tell_uncontained(started.uncontained)
             self._has_started = True
 
     def run(
@@ -244,6 +244,6 @@ class _SharedMemory:
 
 
 @cache
-def _tell_uncontained(reason: str) -> None:
+def tell_uncontained(reason: str) -> None:
     """Once."""
     logger.warning("calls of the system cannot be forbidden to the processes that read what clients send: %s", reason)
