@@ -67,6 +67,7 @@ test: build
 test-all: build
 	@HYDRA_TESTS_EXEC=1 $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
 	@$(MAKE) --no-print-directory test-isa
+	@$(MAKE) --no-print-directory siege ARGS=
 
 # The kernels of all instruction sets, with what is above AVX2 emulated (setup.py). ARGS="-k 'test_linear and amx'" chooses.
 ISA_TESTS := tests/ops tests/preprocess/test_resize.py -m "not slow" -k "avx512 or amx or behind_the_source"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from typing import Any
@@ -11,6 +12,7 @@ from bench.siege.clients import CHAT, beside
 from bench.siege.oracles import Finding
 from bench.siege.stage import Case, Stage
 
+_ALMOST_ALL = 1960  # tokens of the demo's context of 2,048; 16 pictures have 144
 _BODY: dict[str, Any] = {"model": "demo", "max_tokens": 1}
 
 
@@ -42,6 +44,20 @@ async def pictures(stage: Stage) -> list[Finding]:
     return await _beside(stage, theirs, CHAT, _with_pictures(noise(rng, 40, 41)), CHAT, "picture")
 
 
+async def measured_first(stage: Stage) -> list[Finding]:
+    """Large pictures beside words that almost fill the context: refused before one of them is decoded."""
+    alice, words = stage.alice, "word " * 100
+    count = json.loads((await alice.post("/tokenize", {"model": "demo", "prompt": words})).body)["count"]
+    body = _with_pictures(*(one_bit(5_800, stage.rng.randrange(1 << 30)) for _ in range(16)))
+    body["messages"].insert(0, {"role": "user", "content": "word " * (_ALMOST_ALL * 100 // count)})
+    answer = await alice.post(CHAT, body)
+    decoded = {
+        queue for queue, what, _ in (await stage.server.state())["events"] if "large" in queue and what == "begin"
+    }
+    findings = [Finding("turn", f"decoded before it was measured: {queue}") for queue in decoded]
+    return findings + [Finding("blame", f"too long: {answer.status} {answer.code}")] * (answer.status != 400)
+
+
 async def texts(stage: Stage) -> list[Finding]:
     rng, path = stage.rng, "/tokenize"
     theirs = [{"model": "demo", "prompt": _text(rng, 130_000)} for _ in range(40)]
@@ -59,4 +75,9 @@ def _text(rng: random.Random, chars: int) -> str:
     return "".join(rng.choice("abcdefghij klmnop qrstu vwxyz") for _ in range(chars))
 
 
-CASES = [Case("turns", "pictures", pictures), Case("turns", "texts", texts), Case("turns", "large bodies", bodies)]
+CASES = [
+    Case("turns", "pictures", pictures),
+    Case("turns", "measured first", measured_first),
+    Case("turns", "texts", texts),
+    Case("turns", "large bodies", bodies),
+]
