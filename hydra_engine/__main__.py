@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0] in _SERVERS:
         signal.signal(signal.SIGTERM, _end)
+    if given and given[0] == "serve" and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _on_hangup)  # until the server handles it
     try:
         return _run(given)
     except KeyboardInterrupt:
@@ -70,6 +72,10 @@ def _with_help(given: list[str]) -> list[str]:
     if len(given) == 2 and (given[0] == "help" or (given[0] in ("-h", "--help") and command_of(given[1]))):
         return [given[1], "--help"]
     return given
+
+
+def _on_hangup(*_: object) -> None:
+    sys.stderr.write("hydra-engine: SIGHUP changes nothing yet: the server is starting, and will read its keys then\n")
 
 
 def _leave_to_the_system() -> None:

@@ -10,6 +10,7 @@
     |   |   +-- MediaFetchFailed     400
     |   |   +-- PayloadTooLarge      413
     |   |   +-- UnsupportedMediaType 415
+    |   |   +-- ExpectationFailed    417
     |   +-- InvalidApiKey            401
     |   +-- NotFound                 404  unknown model or route
     |   +-- MethodNotAllowed         405
@@ -17,7 +18,7 @@
     |   +-- RateLimited              429  this client has too many requests, now or in the last minute
     |   +-- RequestFailed            500  this request failed inside the engine (numerical_error, ...)
     |   +-- Unavailable              503  try again later: overloaded, draining, not_ready, instance_lost
-    |   +-- RequestAborted           499  cancelled by its owner; never sent to a client
+    |   +-- RequestAborted           499  cancelled by its owner
     +-- ConfigError                  exit 2  a setting is wrong or settings contradict each other
     +-- CheckpointError              exit 3  the model directory cannot be served
     +-- ResourceError                exit 4  memory, port or device is missing
@@ -120,6 +121,10 @@ class UnsupportedMediaType(InvalidRequest):
     default_code = "unsupported_media_type"
 
 
+class ExpectationFailed(InvalidRequest):
+    status = 417
+
+
 class InvalidApiKey(RequestError):
     status = 401
     error_type = "invalid_request_error"
@@ -172,6 +177,7 @@ class Unavailable(RequestError):
 
 class RequestAborted(RequestError):
     status = 499
+    error_type = "invalid_request_error"
     default_code = "request_aborted"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 def start(config: EngineConfig, server: ServerConfig) -> int:
     """Serves until it is stopped. `config` with the model's files."""
     log.never_wait()
+    _raise_descriptor_limit()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
     from hydra_engine.cluster.spawn import COMMAND, Spawned, spawn
     from hydra_engine.core.processes.privacy import keep_others_out
@@ -52,6 +54,15 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     finally:
         for spawned in ahead.values():
             spawned.discard()
+
+
+def _raise_descriptor_limit() -> None:
+    """As many open files as the system lets this process have; what it starts inherits that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # macOS takes no infinity
+        log.tell(f"at most {soft} files can be open at once: {error}")
 
 
 def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:

@@ -37,6 +37,7 @@ _WORDS = {
     413: "The body is too large",
     415: "The body is not plain JSON",
     429: "This client asks for more than it may; Retry-After says when to try again",
+    499: "The request was ended by its id",
     500: "This request failed; others did not",
     503: "Not now; Retry-After says when to try again",
 }

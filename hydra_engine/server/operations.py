@@ -45,6 +45,7 @@ class Operation:
 
 _BODY = (400, 408, 413, 415)
 _MODEL = (*_BODY, 404, 429, 503)
+_GENERATION = (*_MODEL, 499)  # which can be ended by its id
 _PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJg"
     "gg=="
@@ -68,7 +69,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         chat.ChatCompletionRequest,
         chat.ChatChunk,
         done=True,
-        errors=_MODEL,
+        errors=_GENERATION,
         examples=(
             {"messages": [_HELLO]},
             {
@@ -87,7 +88,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         completions.CompletionRequest,
         completions.TextCompletion,
         done=True,
-        errors=_MODEL,
+        errors=_GENERATION,
         examples=({"prompt": "One, two,"}, {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True}),
     ),
     ("POST", "/v1/responses"): Operation(
@@ -96,7 +97,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         responses.Response,
         responses.ResponsesRequest,
         response_events.AnyResponseEvent,
-        errors=_MODEL,
+        errors=_GENERATION,
         examples=(
             {"input": "Hello", "instructions": "Answer in one word."},
             {
@@ -117,7 +118,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         message_events.AnthropicMessage,
         messages.MessagesRequest,
         message_events.AnyMessageEvent,
-        errors=_MODEL,
+        errors=_GENERATION,
         examples=(
             {"max_tokens": 32, "messages": [_HELLO], "system": "Answer in one word."},
             {

@@ -49,11 +49,12 @@ async def serve(
     The port is bound first, so a wrong one fails in no time and health answers while `start` loads the model.
     `ready` gets the URL once requests are served; `stop` is called whatever ends the serving. The first SIGTERM or
     SIGINT drains, the second ends at once, a third one meets the system's default. SIGHUP reads the file of API keys
-    again, if there is one.
+    again, if there is one, and never ends the server.
     """
     app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
     if config.access_log != "off":
         access.turn_on(config.access_log)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app[KEYS])
     listening = await listen(app, config.host, config.port)
     signals, recorded = _Signals(), None
     sys.setswitchinterval(SWITCH_S)
@@ -61,7 +62,7 @@ async def serve(
         if config.record_workload is not None:
             recorded = WorkloadFile(Path(config.record_workload))
         _warn_of_exposure(listening, app[KEYS], config)
-        with signals.installed(app[KEYS]):
+        with signals.installed():
             return await _run(engine, config, app[STATE], listening.url, signals, start, ready, recorded)
     finally:
         try:
@@ -189,8 +190,15 @@ def _running(lifecycle: Lifecycle) -> str:
     return f"{lifecycle.num_running} request{'s' * (lifecycle.num_running != 1)}"
 
 
+def _on_hangup(keys: KeyRing) -> None:
+    if keys.has_file:
+        keys.reload()
+    else:
+        logger.warning("SIGHUP changes nothing: it reads --api-key-file again, and there is none")
+
+
 class _Signals:
-    """The first and the second SIGTERM or SIGINT as events; SIGHUP reads the file of keys again."""
+    """The first and the second SIGTERM or SIGINT as events."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -198,17 +206,14 @@ class _Signals:
         self.number: int | None = None
 
     @contextlib.contextmanager
-    def installed(self, keys: KeyRing) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        if keys.has_file:
-            loop.add_signal_handler(signal.SIGHUP, keys.reload)
         try:
             yield
         finally:
             self._remove()
-            loop.remove_signal_handler(signal.SIGHUP)
 
     def _on_signal(self, number: int) -> None:
         self.number = number

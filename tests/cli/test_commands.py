@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +13,10 @@ import pytest
 
 from hydra_engine.__main__ import main
 from hydra_engine.backend.devices import probe
+from hydra_engine.cli import serve
 from hydra_engine.cli.commands import build_parser
 from hydra_engine.cli.settings import other_engines
+from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.frontend.frontend import Frontend
 from tests.cli.conftest import Here
 from tests.packaging.flags import FLAG
@@ -315,3 +320,50 @@ def test_help_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_hangup_ends_no_server_that_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = []
+
+    def run(_arguments: object) -> int:
+        handlers.append(signal.getsignal(signal.SIGHUP))
+        if handlers[-1] is not signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGHUP)
+        return 0
+
+    monkeypatch.setattr("hydra_engine.cli.commands.runner", lambda _name: run)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert main(["doctor"]) == 0 and main(["serve", "demo"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert handlers[0] is signal.SIG_DFL, "what somebody types ends with its terminal"
+    assert capsys.readouterr().err.count("SIGHUP changes nothing yet") == 1
+
+
+def test_a_server_takes_all_the_descriptors_there_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Spawning(Exception):
+        pass
+
+    def spawn(*_: object) -> None:
+        raise Spawning
+
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    monkeypatch.setattr("hydra_engine.cluster.spawn.spawn", spawn)
+    with pytest.raises(Spawning):
+        serve.start(EngineConfig(), ServerConfig())
+    assert limits[1:] == [(4096, 4096)], "before there are instances, which inherit it"
+
+    def refuse(_kind: int, _limit: tuple[int, int]) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    with caplog.at_level("INFO"), pytest.raises(Spawning):
+        serve.start(EngineConfig(), ServerConfig())
+    assert "at most 4096 files can be open at once" in caplog.text

@@ -286,7 +286,7 @@ async def test_unknown_fields_are_logged_once_a_name(
         (errors.Unavailable("gone", code="instance_lost"), 503, "instance_lost"),
         (errors.RequestFailed("nan", code="numerical_error"), 500, "numerical_error"),
         (errors.EngineClosed("closed"), 503, "engine_closed"),
-        (errors.RequestAborted("aborted"), 500, "internal_error"),
+        (errors.RequestAborted("aborted"), 499, "request_aborted"),
         (ValueError("secret /etc/shadow at 0x7f00"), 500, "internal_error"),
     ],
 )

@@ -49,9 +49,10 @@ async def test_it_ends_at_whatever_it_waits_for(served: Served, name: str, phase
     await asyncio.sleep(0.05)
     assert await end(served, name) == (200, {"id": name, "object": "request.ended", "ended": 1})
     status, text = await waiting
-    assert status == (200 if stream and phase == "token_s" else 500)
+    assert status == (200 if stream and phase == "token_s" else 499)
     error = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
-    assert error["message"] == "the request was stopped before it had finished" and "[DONE]" not in text
+    assert (error["message"], error["code"]) == ("the request was ended by its id", "request_aborted")
+    assert error["type"] == "invalid_request_error" and "[DONE]" not in text
     if phase == "intake_s":
         assert served.engine.intakes_cancelled == 1 and served.engine.submissions == []
     else:
@@ -82,7 +83,7 @@ async def test_all_with_exactly_this_id(served: Served) -> None:
         status, answer = await end(served, absent)
         assert (status, answer["error"]["code"]) == (404, "not_found"), absent
     assert (await end(served, "same"))[1]["ended"] == 3
-    assert [status for status, _ in await asyncio.gather(*same)] == [500] * 3
+    assert [status for status, _ in await asyncio.gather(*same)] == [499] * 3
     assert not other.done() and (await end(served, "same2"))[1]["ended"] == 1
     await other
 
@@ -101,7 +102,7 @@ async def test_the_ids_of_all_endpoints(served: Served, path: str, body: dict[st
     waiting = start(served, "mine", path, **body)
     await until(lambda: len(served.engine.submissions) == 1)
     assert (await end(served, name))[1]["ended"] == 1
-    assert (await waiting)[0] == 500
+    assert (await waiting)[0] == 499
 
 
 async def test_a_finished_request_is_not_known(served: Served) -> None:
@@ -135,7 +136,7 @@ async def test_requests_of_others_are_out_of_reach(tenants: Served) -> None:
     await until(lambda: len(tenants.engine.submissions) == 2)
     assert (await end(tenants, "same", headers={"X-Tenant": "three"}))[0] == 404
     assert (await end(tenants, "same", headers={"X-Tenant": "one"}))[1]["ended"] == 1
-    assert (await mine)[0] == 500 and not theirs.done()
+    assert (await mine)[0] == 499 and not theirs.done()
     assert (await end(tenants, "same", headers={"X-Tenant": "one"}))[0] == 404
     assert (await end(tenants, "same", headers={"X-Tenant": "two"}))[1]["ended"] == 1
     await theirs

@@ -130,11 +130,14 @@ async def test_addresses_that_do_not_work(host: str) -> None:
 
 
 def test_health_answers_while_the_model_loads_and_signals_drain(port: int, processes: list[ServerProcess]) -> None:
-    server = ServerProcess(port, engine={"token_s": 0.1}, load_s=0.5)
+    """SIGHUP at any of these times changes nothing."""
+    server = ServerProcess(port, engine={"token_s": 0.1}, load_s=0.5, stderr=subprocess.PIPE)
     processes.append(server)
     server.wait_until("/livez", 200)
+    server.process.send_signal(signal.SIGHUP)
     assert server.status("/health") == 503
     server.wait_until("/health", 200)
+    server.process.send_signal(signal.SIGHUP)
 
     async def run() -> str:
         async with aiohttp.ClientSession() as http:
@@ -145,11 +148,13 @@ def test_health_answers_while_the_model_loads_and_signals_drain(port: int, proce
             async with http.post(server.url + "/v1/chat/completions", json=chat_body()) as refused:
                 assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
                 assert "Retry-After" in refused.headers
+            server.process.send_signal(signal.SIGHUP)
             return (await response.read()).decode()
 
     assert asyncio.run(run()).endswith("data: [DONE]\n\n")
     code, output = server.end()
     assert (code, output.split("\n")[1:3]) == (0, ["stopped", "cancelled 0"])
+    assert server.errors.count("SIGHUP changes nothing: it reads --api-key-file again, and there is none") == 3
 
 
 @pytest.mark.slow

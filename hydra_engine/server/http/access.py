@@ -154,7 +154,7 @@ def _trace(request: web.Request, status: int, access: Access) -> None:
 
 # ---- every request
 
-_PROBES = frozenset({"/livez", "/health", "/ready", "/ping"})  # come every second and say nothing about anybody
+PROBES = frozenset({"/livez", "/health", "/ready", "/ping"})  # come every second and say nothing about anybody
 
 
 @web.middleware
@@ -183,7 +183,7 @@ def _note(request: web.Request, status: int, access: Access) -> None:
     if access.results:
         answers = [result.usage.completion_tokens for result, _ in access.answers]
         metrics.requests.add_choices(len(answers), max(answers))
-    is_probe = route in _PROBES
+    is_probe = route in PROBES
     if config.enable_log_requests and config.access_log != "text" and not is_probe:
         line = "%s %s %s %d %.1f ms" + (" for %s" if client else "%s")
         logger.info(line, request[REQUEST_ID], request.method, route, status, elapsed_s * 1e3, client or "")

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from hydra_engine.errors import (
+    ExpectationFailed,
     HydraError,
     InvalidApiKey,
     InvalidRequest,
@@ -25,9 +26,11 @@ from hydra_engine.errors import (
     RequestAborted,
     RequestFailed,
     RequestTimeout,
+    Unavailable,
     UnsupportedMediaType,
 )
-from hydra_engine.server.http.access import ACCESS, has_anthropic_style
+from hydra_engine.server.http.accepting import PLACES
+from hydra_engine.server.http.access import ACCESS, PROBES, has_anthropic_style, route_of
 from hydra_engine.server.http.encoding import event
 from hydra_engine.server.http.sse import EventStream
 from hydra_engine.server.state import REQUEST_ID, STATE
@@ -43,6 +46,7 @@ _BY_STATUS: dict[int, tuple[type[HydraError], str]] = {
     408: (RequestTimeout, "the request did not arrive in time"),
     413: (PayloadTooLarge, "the request body is larger than this server accepts"),
     415: (UnsupportedMediaType, "the request body has a type that this server does not read"),
+    417: (ExpectationFailed, "of the Expect header this server knows 100-continue only; leave it out"),
 }
 
 
@@ -143,19 +147,21 @@ def error_response(
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     headers: dict[str, str] = {}
     try:
+        _check_connection(request)
         return await handler(request)
     except web.HTTPException as exception:
-        error = _from_http(exception)
+        error = from_http(exception)
         if "Allow" in exception.headers:
             headers["Allow"] = exception.headers["Allow"]
-    except RequestAborted:
-        # Ended by the engine or by its id: the owner of this one still waits for it.
-        error = RequestFailed("the request was stopped before it had finished")
+    except RequestAborted as exception:
+        error = exception  # by its id, while its owner still waits for it
         headers["X-Should-Retry"] = "false"  # what OpenAI's and Anthropic's clients go by
     except HydraError as exception:
         error = exception
         if error.status >= 500 and request.method == "POST":
-            level = logging.INFO if error.code == "draining" else logging.WARNING  # a drain tells their number itself
+            # A drain tells their number itself, and whoever is short of places tells that.
+            is_told = error.code == "draining" or request.app[PLACES].is_spare(request.protocol)
+            level = logging.INFO if is_told else logging.WARNING
             logger.log(level, "%s %d %s: %s", request[REQUEST_ID], error.status, error.code, error.message)
     except asyncio.CancelledError:
         logger.info("%s 499 the client has gone", request[REQUEST_ID])
@@ -176,7 +182,15 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     return error_response(error, headers, request)
 
 
-def _from_http(exception: web.HTTPException) -> HydraError:
+def _check_connection(request: web.Request) -> None:
+    """Raises InvalidRequest for another HTTP, and Unavailable on a connection that is there for probes of health."""
+    if request.version not in (HttpVersion10, HttpVersion11):
+        raise InvalidRequest("this server speaks HTTP/1.1 and HTTP/1.0")
+    if request.app[PLACES].is_spare(request.protocol) and route_of(request) not in PROBES:
+        raise Unavailable("too many connections are open; try again later", retry_after_s=2)
+
+
+def from_http(exception: web.HTTPException) -> HydraError:
     if exception.status in _BY_STATUS:
         kind, message = _BY_STATUS[exception.status]
         return kind(message)

@@ -11,13 +11,16 @@ import os
 import socket
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
 from hydra_engine.server.http import sse
-from hydra_engine.server.http.errors import STREAM, error_response
+from hydra_engine.server.http.accepting import PLACES, Acceptor, Places, bind
+from hydra_engine.server.http.errors import STREAM, error_response, from_http
+from hydra_engine.server.http.reading import PIECE_BYTES, ReadingTurns
 from hydra_engine.server.http.sse import COMMENT
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ CLOSE_S = 2.0  # what the last answers get for leaving after a drain
 
 _IDLE_S = 75.0  # an idle connection is closed after this
 _HEADERS_S = 20.0  # one whose first or next headers do not come in full
+_SPARE_HEADERS_S = 2.0  # where places are few
 _SLOWEST_READER = 16 << 10  # bytes a second at which a whole answer must leave, besides STALL_S
 _READ_AHEAD_BYTES = 64 << 10  # of a body before it is read
 _ANSWERED_S = 0.02  # within this most requests are answered, and nothing has to be asked of a half-closed connection
@@ -34,41 +38,123 @@ _LOOK_S = 0.03
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients read over it, however often it comes
 _LINGER_S = 2.0  # how long the rest of a refused body is read and dropped so that the client sees the answer
 _MAX_HEADER_BYTES = 16 << 10
-_MAX_CONNECTIONS = 4096
+_MAX_FRAMING_BYTES = 32 << 10  # of sizes, extensions and ends of a body's chunks, besides as many as the body has
+_RECEIVED_AT_ONCE = 64 << 10  # and held until it is parsed
 _BACKLOG = 1024
 
 
 class Connection(RequestHandler):
-    """aiohttp's connection with our words for what is not HTTP, a cap on their number, and an end to those that do not
-    send their headers or do not read their answers. None of that holds a place in the engine.
+    """aiohttp's connection with our words for what is not HTTP, turns in which what was sent is parsed, and an end to
+    those that do not send their headers, send hardly anything but chunk sizes, or do not read their answers. None of
+    that holds a place in the engine.
 
     A client that has sent all it had may close its side of the connection and read on (RFC 9112, 9.6), which looks as
     if it had gone. Whether it has shows when it is sent something: a client that has gone resets the connection.
     """
 
-    __slots__ = ("_gone_timer", "_half_closed", "_headers_timer")
+    __slots__ = (
+        *("_body", "_body_wire_bytes", "_gone_timer", "_half_closed", "_headers_timer"),
+        *("_num_parsed", "_places", "_turns", "_unparsed"),
+    )
 
-    _headers_timer: asyncio.TimerHandle | None
-    _gone_timer: asyncio.TimerHandle | None
+    def __init__(self, manager: web.Server, places: Places, turns: ReadingTurns, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._headers_timer: asyncio.TimerHandle | None = None
+        self._gone_timer: asyncio.TimerHandle | None = None
+        self._half_closed = False
+        self._places = places
+        self._turns = turns
+        self._unparsed = b""  # waits for its turn, but for the first `_num_parsed` bytes
+        self._num_parsed = 0
+        self._body: StreamReader | None = None  # of the latest request
+        self._body_wire_bytes = 0  # what its chunks took, from the piece behind its headers on
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._headers_timer = self._gone_timer = None
-        self._half_closed = False
+        transport.max_size = _RECEIVED_AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own transports
         super().connection_made(transport)
+        self._places.opened(self)
+        if self._places.is_spare(self):
+            self._lingering_time = 0.0
         self._expect_headers()
-        assert self._manager is not None
-        if len(self._manager.connections) > _MAX_CONNECTIONS:
-            logger.warning("closing a new connection: %d are open", _MAX_CONNECTIONS)
-            self.force_close()
+
+    def leave(self) -> None:
+        self._abort()
+
+    # ---- what the client sends, a piece at a time
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        if not data:  # there is room again
+            super().data_received(data)
+        elif self._unparsed or len(data) > PIECE_BYTES or not self._turns.may_parse():
+            self._unparsed += data
+            while self._turns.may_parse() and self.parse_piece():
+                pass
+        else:
+            self._parse(data)
+        if self._unparsed:
+            if not self._buffer_paused:
+                self._pause_reading_for_buffer()
+            if not self._is_held:
+                self._turns.wait(self)
+
+    def parse_piece(self) -> bool:
+        end = self._num_parsed + PIECE_BYTES
+        piece = self._unparsed[self._num_parsed : end]
+        if end >= len(self._unparsed):
+            self._unparsed, end = b"", 0
+        self._num_parsed = end
+        self._parse(piece)
+        if self._unparsed:
+            return not self._is_held
+        if self._buffer_paused:
+            self._resume_reading_if_drained()
+        return False
+
+    @property
+    def _is_held(self) -> bool:
+        """Until requests or parts of a body have been taken nothing more is parsed."""
+        return self._reading_paused or len(self._messages) >= self._max_msg_queue_size
+
+    def _resume_reading_if_drained(self) -> None:
+        if self._unparsed:
+            self._turns.wait(self)
+        else:
+            super()._resume_reading_if_drained()
+
+    def _parse(self, piece: bytes) -> None:
+        self._turns.count(piece)
+        num_requests = self._request_count
+        super().data_received(piece)
+        if self._request_count != num_requests:
+            self._body = self._messages[-1][1]
+            self._body_wire_bytes = 0 if self._body.is_eof() else self._body.total_bytes
+        elif self._body is not None and not self._body.is_eof():
+            self._body_wire_bytes += len(piece)
+            if self._body_wire_bytes > _MAX_FRAMING_BYTES + 2 * self._body.total_bytes:
+                self._refuse(self._body)
         if self._waiter is None or self._waiter.done():
+            self._places.works(self)
             self._stop_timer()  # headers are here, or a request is being answered
         elif self._headers_timer is None:
             self._expect_headers()
 
+    def _refuse(self, body: StreamReader) -> None:
+        """Nothing more is read of a body that is hardly one, nor of what may come behind it."""
+        body.set_exception(
+            InvalidRequest(
+                "the chunks of the request body are too small or their extensions too long; send larger ones"
+            )
+        )
+        body.feed_eof()
+        self._unparsed, self._num_parsed = b"", 0
+        self._close = True
+
+    # ---- the end of a connection
+
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._places.closed(self)
+        self._turns.forget(self)
+        self._unparsed = b""
         self._stop_timer()
         if self._gone_timer is not None:
             self._gone_timer.cancel()
@@ -111,7 +197,8 @@ class Connection(RequestHandler):
             self.transport.abort()
 
     def _expect_headers(self) -> None:
-        self._headers_timer = asyncio.get_running_loop().call_later(_HEADERS_S, self._give_up)
+        limit_s = _SPARE_HEADERS_S if self._places.is_spare(self) else _HEADERS_S
+        self._headers_timer = asyncio.get_running_loop().call_later(limit_s, self._give_up)
 
     def _stop_timer(self) -> None:
         if self._headers_timer is not None:
@@ -127,6 +214,10 @@ class Connection(RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """A stream has sent all by now (`sse.py` cuts slow readers off); a whole answer leaves here."""
+        if isinstance(resp, web.HTTPException):  # aiohttp's own, of an Expect header
+            resp = error_response(from_http(resp), request=request)
+        if (self._close or self._places.is_spare(self)) and not resp.prepared:
+            resp.force_close()
         limit_s = sse.STALL_S + (resp.content_length or 0) / _SLOWEST_READER
         try:
             async with asyncio.timeout(limit_s):
@@ -135,8 +226,10 @@ class Connection(RequestHandler):
             logger.warning("slow_reader: cut off, an answer was not read within %g s", limit_s)
             self._abort()
             return resp, True
-        if self._half_closed and not self._messages:
-            self.close()
+        if not self._messages:
+            self._places.waits(self)
+            if self._half_closed:
+                self.close()
         return finished
 
     def handle_error(
@@ -162,29 +255,31 @@ class Listening:
     """An application on an address."""
 
     runner: web.AppRunner
-    server: asyncio.Server
+    acceptor: Acceptor
     url: str
 
     @property
     def addresses(self) -> list[str]:
-        return [str(sock.getsockname()[0]) for sock in self.server.sockets]
+        return [str(sock.getsockname()[0]) for sock in self.acceptor.sockets]
 
     async def close(self) -> None:
         """Ends idle connections at once and busy ones after a moment."""
-        self.server.close()
+        self.acceptor.close()
         await self.runner.cleanup()
 
 
 async def listen(app: web.Application, host: str, port: int) -> Listening:
     """Raises ResourceError when the address cannot be had."""
+    places = app[PLACES]
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S)
     await runner.setup()
     assert runner.server is not None
-    loop = asyncio.get_running_loop()
     connection = partial(
         Connection,
         runner.server,
-        loop=loop,
+        places,
+        ReadingTurns(),
+        loop=asyncio.get_running_loop(),
         auto_decompress=False,  # a small compressed body must not become a large one
         keepalive_timeout=_IDLE_S,
         lingering_time=_LINGER_S,
@@ -192,14 +287,16 @@ async def listen(app: web.Application, host: str, port: int) -> Listening:
         max_line_size=_MAX_HEADER_BYTES,
         max_field_size=_MAX_HEADER_BYTES,
         logger=logger,
-        access_log=None,  # type: ignore[arg-type]  # None turns it off; the annotation forgets that
+        access_log=None,  # turns it off
     )
     try:
-        server = await loop.create_server(connection, host, port, backlog=_BACKLOG)
+        sockets = await bind(host, port, _BACKLOG)
     except OSError as error:
         await runner.cleanup()
         raise ResourceError(f"cannot listen on {host}:{port}: {_why(error)}", param="port") from error
-    return Listening(runner, server, _url(host, server.sockets[0].getsockname()[1]))
+    acceptor = Acceptor(sockets, connection, places)
+    acceptor.start()
+    return Listening(runner, acceptor, _url(host, sockets[0].getsockname()[1]))
 
 
 def _why(error: OSError) -> str:
