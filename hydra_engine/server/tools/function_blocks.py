@@ -117,7 +117,7 @@ class FunctionBlock:
 
     def _behind_name(self) -> bool:
         """Only a parameter or the end shows that this is more than words about the function."""
-        held = self._held.lstrip(SPACE)
+        held = self._held = self._held.lstrip(SPACE)
         if held.startswith((PARAMETER, _END)):
             self.begun = True
             self._output.start(self._name)

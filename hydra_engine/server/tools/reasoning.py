@@ -34,10 +34,12 @@ class ReasoningParser:
     ) -> None:
         self.inner = inner
         self._start, self._end = marks
+        self._empty = re.compile(rf"\s*(?:{re.escape(marks[0])}\s*)*")  # also once more behind the prompt's mark
         self._state = "thinking" if opened else "before"  # thinking, behind (in white space), answering
         self._shown = shown
         self._streamed = streamed
         self._thoughts: list[str] = []  # that are not sent yet
+        self._space: list[str] = []  # before what is held, and not sent unless more than white space follows
         self._held = ""
         self._has_begun = False
 
@@ -71,48 +73,55 @@ class ReasoningParser:
     def finish(self) -> list[Event]:
         events: list[Event] = []
         if self._state == "before":
-            events += self.inner.feed(self._held)
+            events += self.inner.feed("".join(self._space) + self._held)
         elif self._state == "thinking":
             events += self._think(self._held.rstrip()) + self._flush()
         return events + self.inner.finish()
 
     def _before(self) -> list[Event]:
         text = self._held.lstrip()
+        self._space.append(self._held[: len(self._held) - len(text)])
+        self._held = text
         if text.startswith(self._start):
             self._state, self._held = "thinking", text[len(self._start) :]
+            self._space.clear()
         elif not self._start.startswith(text):
-            return self._answer(self._held)
+            return self._answer("".join(self._space) + text)
         return []
 
     def _thinking(self) -> list[Event]:
         if not self._has_begun:
-            self._held = self._held.lstrip()
-            while self._held.startswith(self._start):  # once more behind the prompt's
-                self._held = self._held[len(self._start) :].lstrip()
+            self._held = self._empty.sub("", self._held, count=1)
             if not self._held or self._start.startswith(self._held):
                 return []
         place = self._held.find(self._end)
         if place >= 0:
-            thought, self._held = self._held[:place].rstrip(), self._held[place + len(self._end) :]
+            thought, self._held = self._held[:place], self._held[place + len(self._end) :]
             self._state = "behind"
-            return self._think(thought) + self._flush()
-        text = self._held[: len(self._held) - _overlap(self._held, self._end)].rstrip()
-        self._held = self._held[len(text) :]
-        return self._think(text)
+            return self._think(thought.rstrip()) + self._flush()
+        more, self._held = _cut(self._held, len(self._held) - _overlap(self._held, self._end))
+        thought, space = _cut(more, len(more.rstrip()))
+        events = self._think(thought)
+        self._space.append(space)
+        return events
 
     def _behind(self) -> list[Event]:
-        text = self._held.lstrip()
-        return self._answer(text) if text else []
+        self._held = self._held.lstrip()
+        return self._answer(self._held) if self._held else []
 
     def _answer(self, text: str) -> list[Event]:
         self._state, self._held = "answering", ""
         return self.inner.feed(text)
 
     def _think(self, text: str) -> list[Event]:
-        if not text or not self._shown:
-            self._has_begun = self._has_begun or bool(text)
+        """`text` follows the white space, which is no part of the reasoning where nothing does."""
+        if not text:
             return []
         self._has_begun = True
+        text = "".join(self._space) + text
+        self._space.clear()
+        if not self._shown:
+            return []
         if self._streamed:
             return [Reasoning(text)]
         self._thoughts.append(text)
@@ -122,6 +131,10 @@ class ReasoningParser:
         text = "".join(self._thoughts)
         self._thoughts.clear()
         return [Reasoning(text)] if text else []
+
+
+def _cut(text: str, place: int) -> tuple[str, str]:
+    return text[:place], text[place:]
 
 
 def _overlap(text: str, mark: str) -> int:

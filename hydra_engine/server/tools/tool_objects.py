@@ -77,21 +77,22 @@ class Output:
         self._parts: list[str] = []  # of the event that is growing: content, or arguments of the latest call
         self._grows_call = False
         self._num_calls = 0
-        self._space = ""
+        self._space: list[str] = []
         self._has_words = False  # since the beginning, or since the last call
 
     def text(self, text: str) -> None:
         if not self._has_words:
-            self._space += text
-            if self._space.isspace() or not text:
+            self._space.append(text)
+            if not text or text.isspace():
                 return
-            text, self._space, self._has_words = self._space, "", True
+            text, self._has_words = self._take_space(), True
         self._grow(text, call=False)
 
     def start(self, name: str) -> None:
         self._close()
         self._num_calls += 1
-        self._space, self._has_words = "", False
+        self._space.clear()
+        self._has_words = False
         if self.is_wanted:
             self._events.append(CallStart(self._num_calls - 1, call_id(), name))
 
@@ -105,14 +106,19 @@ class Output:
         return events
 
     def finish(self) -> list[Event]:
-        if self._space and not self._num_calls:
-            self._grow(self._space, call=False)
+        if not self._num_calls:
+            self._grow(self._take_space(), call=False)
         return self.take()
 
     @property
     def is_wanted(self) -> bool:
         """Whether the latest call is one of those that are kept."""
         return self._most is None or self._num_calls <= self._most
+
+    def _take_space(self) -> str:
+        space = "".join(self._space)
+        self._space.clear()
+        return space
 
     def _grow(self, text: str, *, call: bool) -> None:
         if call != self._grows_call:

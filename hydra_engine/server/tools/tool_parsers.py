@@ -216,7 +216,8 @@ class JsonParser:
         self._output = Output(most)
         self._required = required
         self._call: CallObject | None = None
-        self._before = ""  # what has been read before the first call
+        self._before: list[str] = []  # what has been read before the first call, character by character
+        self._is_list = False
         self._is_text = False
         self._num_read = 0
 
@@ -235,7 +236,7 @@ class JsonParser:
     def finish(self) -> list[Event]:
         call = self._call
         if not self._required and (call is None or not call.begun):
-            self._output.text(self._before + ("" if call is None else call.raw))
+            self._output.text("".join(self._before) + ("" if call is None else call.raw))
         return self._output.finish()
 
     def _read(self, char: str) -> None:
@@ -245,21 +246,25 @@ class JsonParser:
             elif (
                 char in SPACE
                 or (char in ",;]" and self._num_read)
-                or (char == "[" and not (self._num_read or self._before.strip()))
+                or (char == "[" and not (self._num_read or self._is_list))
             ):
-                self._before += "" if self._num_read else char
+                self._is_list = self._is_list or char == "["
+                if not self._num_read:
+                    self._before.append(char)
                 return
             else:
-                self._give_up(self._before + char)
+                self._give_up("".join(self._before) + char)
                 return
         call = self._call
         state = call.feed(char)
         if state == "done":
-            self._call, self._before = None, ""
+            self._call = None
+            self._before.clear()
             self._num_read += 1
         elif state == "failed":
-            self._give_up(char if call.begun else self._before + call.raw)
+            self._give_up(char if call.begun else "".join(self._before) + call.raw)
 
     def _give_up(self, text: str) -> None:
-        self._call, self._before, self._is_text = None, "", True
+        self._call, self._is_text = None, True
+        self._before.clear()
         self._output.text(text)
