@@ -30,7 +30,7 @@ _NO_TOKEN = (1 << 31) - 1
 # Measured over 40 kinds of grammars with mallinfo2: at most 6.9 bytes for a unit of the cost where that counts, and for
 # a character at most 375, or 34 where the grammar is one expression.
 _LEAST_BYTES, _BYTES_PER_COST = 128 << 10, 8
-_BYTES_PER_CHAR, _BYTES_PER_CHAR_ALONE = 512, 48
+_BYTES_PER_CHAR, _BYTES_PER_CHAR_ALONE = 400, 48
 _UNKNOWN_BYTES = 64 << 20
 
 TokenMask = npt.NDArray[np.bool_]  # [vocabulary of the tokenizer]

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -142,7 +143,7 @@ def test_what_nobody_uses_is_kept_up_to_so_many_bytes(
     requests = [asks("alice", f"a{{{number}}}") for number in range(1, 6)]
     used = asks("alice", "[0-9]{9}")
     compiler.ready(used)
-    size = compiler._used[used.id].num_bytes
+    size = compiler._used[used.id][0].num_bytes
     monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 3 * size)
     for request in requests:
         compiler.ready(request)
@@ -158,7 +159,7 @@ def test_those_in_use_are_bounded_and_no_client_has_all_of_it(
     gate.open()
     first = asks("alice", "a{1}")
     compiler.ready(first)
-    size = compiler._used[first.id].num_bytes
+    size = compiler._used[first.id][0].num_bytes
     monkeypatch.setattr(constraints, "MAX_USED_BYTES", 4 * size + size // 2)
     second, third, fourth, fifth = more = [asks("alice", f"a{{{number}}}") for number in range(2, 6)]
     for request in more:
@@ -187,6 +188,22 @@ def test_what_has_been_followed_for_long_is_compiled_anew(
     assert entry.num_bytes == entry.own_bytes + 4 * constraints.STEP_BYTES
     compiler.ready(asks("alice", "[a-z]{9}"))
     assert len(gate.begun) == 2 and compiler._kept.keys() == before.keys() and constraint.allowed(()).any()
+
+
+def test_nothing_of_a_request_that_is_gone_keeps_its_memory(
+    compiler: Compiler, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose constraint may still be in the table of slots; and what is free is given back."""
+    trimmed = threading.Event()
+    monkeypatch.setattr(constraints, "trim_heap", trimmed.set)
+    monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(constraints, "TRIM_BYTES", 1)
+    gate.open()
+    request = asks("alice", "[a-z]{9}")
+    constraint = compiler.ready(request)
+    gone = weakref.ref(compiler._used[request.id][0].matcher)
+    compiler.forget(request.id)
+    assert gone() is None and not constraint.is_ready and trimmed.wait(60)
 
 
 class _MallocInfo(ctypes.Structure):

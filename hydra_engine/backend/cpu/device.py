@@ -5,7 +5,6 @@ Does not know which ops run on it; `select.py` puts the two together.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +22,11 @@ from hydra_engine.backend.cpu.shared_memory import TRANSPORT, SharedPool, map_po
 from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
 from hydra_engine.core.options import NICENESS
 from hydra_engine.core.pools import PoolExport
+from hydra_engine.core.processes.heap import trim_heap
 from hydra_engine.errors import TransferError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-_LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
 
 
 class CpuDevice:
@@ -70,8 +69,7 @@ class CpuDevice:
 
     def trim(self) -> None:
         """glibc keeps freed blocks of some MiB for itself; packing weights frees one per tensor."""
-        if _LIBC is not None:
-            _LIBC.malloc_trim(0)
+        trim_heap()
 
     def share(self, num_bytes: int) -> SharedMemory:
         return SharedPool(num_bytes)

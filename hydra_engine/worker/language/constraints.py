@@ -20,6 +20,7 @@ from pathlib import Path
 from hydra_engine.core.fairness.turns import FairQueue
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import ReadyResult
+from hydra_engine.core.processes.heap import trim_heap
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo, InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import GrammarError, Guide, Matcher, TokenMask
@@ -27,11 +28,12 @@ from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.faults import BEFORE_COMPILE, FaultPoints
 
 MAX_WAITING = 1 << 14  # grammars; how many requests an instance takes is another, lower limit
-MAX_KEPT_BYTES = 128 << 20  # compiled for requests that are gone
+MAX_KEPT_BYTES = 32 << 20  # compiled for requests that are gone
 # Compiled for requests that are here, before the next one waits until some of them end. One client alone takes half of
 # it, each of two a third.
 MAX_USED_BYTES = 1 << 30
-STEP_BYTES = 8 << 10  # by which what has been compiled grows with each token that is followed, or less
+STEP_BYTES = 4 << 10  # by which what has been compiled grows with each token that is followed, or less
+TRIM_BYTES = 16 << 20  # let go of since the heap was trimmed
 MAX_STEPS = 1 << 11  # after which a grammar is compiled anew for who comes next: what grows has a limit of its own
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -42,6 +44,7 @@ class _Compiled:
     matcher: Matcher  # at the beginning of the text
     client: str
     own_bytes: int
+    is_kept: bool = True
     num_users: int = 0  # requests
     num_steps: int = 0  # of all requests so far
 
@@ -76,7 +79,8 @@ class Constraints:
         self._jobs: dict[Hashable, _Job] = {}  # that are not over
         self._job_of: dict[RequestId, _Job] = {}
         self._kept: OrderedDict[Hashable, _Compiled] = OrderedDict()  # for who comes next, the latest one last
-        self._used: dict[RequestId, _Compiled] = {}
+        self._used: dict[RequestId, tuple[_Compiled, GrammarConstraint]] = {}
+        self._freed_bytes = 0
 
     def of(self, request: Request) -> GrammarConstraint | None:
         """None for requests without a grammar, and for encode jobs, which have no prompt. One that is not ready becomes
@@ -111,11 +115,14 @@ class Constraints:
                 if not job.waiting and not job.is_begun:
                     self._queue.remove(job.request.client, job)
                     del self._jobs[job.key]
-            compiled = self._used.pop(request_id, None)
-            if compiled is not None:
+            if request_id in self._used:
+                compiled, constraint = self._used.pop(request_id)
+                constraint.end()
                 compiled.num_users -= 1
+                if not compiled.num_users and not compiled.is_kept:
+                    self._freed_bytes += compiled.num_bytes
                 self._trim()
-                if len(self._queue):  # perhaps there is room now
+                if len(self._queue) or self._freed_bytes >= TRIM_BYTES:  # perhaps there is room now
                     self._compiler.submit(self._compile_all)
 
     def close(self) -> None:
@@ -128,6 +135,9 @@ class Constraints:
     def _compile_all(self) -> None:
         while not self._closed and self._compile_next():
             pass
+        if self._freed_bytes >= TRIM_BYTES:
+            self._freed_bytes = 0
+            trim_heap()
 
     def _compile_next(self) -> bool:
         """The grammar of the client whose turn it is. False: there is none that there is room for."""
@@ -148,6 +158,8 @@ class Constraints:
                 if not isinstance(outcome, ErrorInfo):
                     self._use(outcome, request_id, constraint)
             if not isinstance(outcome, ErrorInfo):
+                if job.key in self._kept:  # which has been followed for long
+                    self._kept[job.key].is_kept = False
                 self._kept[job.key] = outcome
                 self._kept.move_to_end(job.key)
                 self._trim()
@@ -172,13 +184,13 @@ class Constraints:
 
     def _use(self, compiled: _Compiled, request_id: RequestId, constraint: GrammarConstraint) -> None:
         compiled.num_users += 1
-        self._used[request_id] = compiled
+        self._used[request_id] = compiled, constraint
         constraint.begin(compiled)
 
     def _has_room(self) -> Callable[[str], bool]:
         """Whether a client may have one more grammar compiled."""
         num_bytes: dict[str, int] = {}
-        for compiled in set(self._used.values()):
+        for compiled in {compiled for compiled, _ in self._used.values()}:
             num_bytes[compiled.client] = num_bytes.get(compiled.client, 0) + compiled.num_bytes
         num_free = MAX_USED_BYTES - sum(num_bytes.values())
         return lambda client: num_bytes.get(client, 0) <= num_free
@@ -192,6 +204,7 @@ class Constraints:
                 return
             del self._kept[key]
             num_bytes -= size
+            self._freed_bytes += size
 
 
 class GrammarConstraint:
@@ -205,6 +218,10 @@ class GrammarConstraint:
 
     def begin(self, compiled: _Compiled) -> None:
         self._compiled, self._matcher = compiled, compiled.matcher.copy()
+
+    def end(self) -> None:
+        """Lets go of what has been compiled. Whoever has this may not ask it any more."""
+        self._compiled = self._matcher = None
 
     @property
     def is_ready(self) -> bool:
