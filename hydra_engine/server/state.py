@@ -25,11 +25,13 @@ from aiohttp import web
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.fairness.byte_budget import ByteBudget
+from hydra_engine.core.fairness.turns import Turns
 from hydra_engine.errors import HydraError, RateLimited, RequestAborted, Unavailable
 from hydra_engine.server.port import EnginePort
 from hydra_engine.telemetry.metrics import Metrics
 
 MAX_CLIENTS = 10_000  # remembered at once
+MAX_WAITING_BODIES = 4096  # for the thread that parses large ones; half of them of one client
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 ENGINE = web.AppKey[EnginePort]("engine")
@@ -208,6 +210,7 @@ class ServerState:
         self.lifecycle = Lifecycle()
         self.metrics = Metrics(model_name)
         self.bodies = ByteBudget(config.max_inflight_body_bytes)
+        self.parsing = Turns("large request bodies", num_places=1, max_waiting=MAX_WAITING_BODIES)
         self.clients = ClientLimits(config.max_requests_per_client, config.requests_per_minute)
 
 

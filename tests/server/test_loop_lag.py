@@ -121,7 +121,13 @@ async def test_large_bodies_are_parsed_in_a_thread(served: Served, monkeypatch: 
             "/v1/chat/completions", chat_body() | {"messages": [{"role": "user", "content": content}]}
         ) as response:
             assert response.status == status
-    assert [thread == threading.get_ident() for thread in threads] == [False, True, False]
+    many = [{"type": "text", "text": "x"}] * 500
+    for content in (many, many[:100], [{"type": "text", "text": "x" * 100_000}]):
+        async with served.post(
+            "/v1/chat/completions", chat_body() | {"messages": [{"role": "user", "content": content}]}
+        ) as response:
+            assert response.status == 200
+    assert [thread == threading.get_ident() for thread in threads] == [False, True, False, False, True, True]
     async with served.post("/v1/chat/completions", chat_body("x" * 300_000, temperature="hot")) as response:
         assert response.status == 400
         assert (await response.json())["error"]["param"] == "temperature"

@@ -242,8 +242,9 @@ def _quotes(part: npt.NDArray[Any], num_before: int) -> tuple[Positions, int]:
         if not len(firsts) or firsts[0] != 0:
             firsts, behinds, lengths = (np.insert(array, 0, 0) for array in (firsts, behinds, lengths))
         lengths[0] += num_before
-    escaping = behinds[lengths % 2 == 1]
-    return quotes[~np.isin(quotes, escaping, assume_unique=True)], at_end
+    is_escaped = np.zeros(len(part) + 1, np.bool_)
+    is_escaped[behinds[lengths % 2 == 1]] = True
+    return quotes[~is_escaped[quotes]], at_end
 
 
 def _backslashes_at_end(part: npt.NDArray[Any], num_before: int) -> int:
