@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from bench.hostile.pictures import data_url, noise
 from bench.siege import oracles, processes
 from bench.siege.clients import CHAT
 from bench.siege.oracles import Finding
+from bench.siege.running import Server
 from bench.siege.stage import Case, Stage
 
 _MESSAGES = [{"role": "user", "content": "x"}]
@@ -135,6 +137,34 @@ async def stopped_while_it_starts(stage: Stage) -> list[Finding]:
     return []
 
 
+async def killed_again(_stage: Stage) -> list[Finding]:
+    """The only one that decodes dies four times: it is started at once every time, for nobody serves meanwhile."""
+    server = await asyncio.to_thread(Server)
+    try:
+        await asyncio.to_thread(server.wait_ready)
+        gaps_s, pid = [], server.instances()["d0"]
+        for _ in range(4):
+            began = time.monotonic()
+            processes.send(pid, signal.SIGKILL)
+            pid = await _successor(server, pid)
+            gaps_s.append(time.monotonic() - began)
+        if gaps_s[-1] > 2.0 + 3 * gaps_s[0]:
+            told = ", ".join(f"{gap:.1f}" for gap in gaps_s)
+            return [Finding("ends", f"seconds without a process that decodes: {told}")]
+        return []
+    finally:
+        server.kill()
+
+
+async def _successor(server: Server, pid: int) -> int:
+    for _ in range(2400):
+        found = server.instances().get("d0", pid)
+        if found != pid:
+            return found
+        await asyncio.sleep(0.025)
+    raise TimeoutError("nobody has replaced the instance")
+
+
 async def front(stage: Stage) -> list[Finding]:
     """Children are stopped, the front is killed: nobody outlives it."""
     server = stage.drop()
@@ -164,5 +194,6 @@ CASES = [
     Case("children", "zombies", zombies),
     Case("children", "instance killed", partial(instance, signal.SIGKILL)),
     Case("children", "stopped while it starts", stopped_while_it_starts),
+    Case("children", "killed again", killed_again, alone=True),
     Case("children", "front killed, children stopped", front),
 ]
