@@ -19,7 +19,6 @@ from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.errors import InvalidRequest
 from hydra_engine.frontend.batch import run_batch
 from hydra_engine.frontend.call import (
     BatchOptions,
@@ -345,10 +344,11 @@ class Engine(EngineLife):
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
-        tokenizer = self.frontend.preprocessor.tokenizer
-        if any(not 0 <= token_id < tokenizer.vocab_size for token_id in token_ids):
-            raise InvalidRequest(f"token ids must be between 0 and {tokenizer.vocab_size - 1}", param="tokens")
-        return tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return await self.detokenize(token_ids, "")
+
+    async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
+        """`adetokenize`, in turn with what other clients ask for."""
+        return await self._await(self.frontend.preprocessor.detokenize(token_ids, client))
 
     def export_trace(self, path: str | Path) -> None:
         """Chrome trace JSON of the last requests' stages; open it in ui.perfetto.dev."""

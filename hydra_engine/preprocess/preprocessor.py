@@ -196,6 +196,18 @@ class Preprocessor:
         """Token ids of a call's text, checked against no limit but that of texts; pictures are not looked at."""
         return await self._tokenize(self._prompt_of(call), call.client)
 
+    async def detokenize(self, token_ids: Sequence[int], client: str = "") -> str:
+        """Raises InvalidRequest for ids outside the vocabulary."""
+        if len(token_ids) < LONG_TEXT_CHARS:
+            return self._decode(token_ids)
+        return await self._texts.run(client, self._decode, token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        vocab_size = self.tokenizer.vocab_size
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", param="tokens")
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._spec.language.vocab_size
         biased = [token for token, _ in sampling.logit_bias]

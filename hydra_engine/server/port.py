@@ -141,7 +141,7 @@ class EnginePort(Protocol):
         `add_request` would."""
         ...
 
-    async def adetokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
         ...
 

@@ -418,3 +418,31 @@ async def test_requests_mixed_with_broken_ones_are_untouched(kitchen: Any, pictu
         *(kitchen.prepare("the cat", good) for _ in range(20)), *(broken(index) for index in range(40))
     )
     assert all(result.pixels == alone for result in results[:20])
+
+
+async def test_long_lists_of_tokens_are_spelled_off_the_loop_in_turn(
+    make_preprocessor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocessor = make_preprocessor().preprocessor
+    threads: list[str] = []
+    clients: list[str] = []
+    decode, run = preprocessor.tokenizer.decode, preprocessor._texts.run
+
+    def decoded(*args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return str(decode(*args, **options))
+
+    async def counted(client: str, *work: Any) -> Any:
+        clients.append(client)
+        return await run(client, *work)
+
+    monkeypatch.setattr(preprocessor.tokenizer, "decode", decoded)
+    monkeypatch.setattr(preprocessor._texts, "run", counted)
+    short, long = [5, 6, 7], [5, 6, 7] * 1000
+    assert await preprocessor.detokenize(long, "bob") == decode(long, skip_special_tokens=False)
+    assert await preprocessor.detokenize(short) == decode(short, skip_special_tokens=False)
+    assert threads[0].startswith("preprocess-text") and threads[1] == threading.current_thread().name
+    assert clients == ["bob"]
+    for wrong in (short, long):
+        with pytest.raises(InvalidRequest, match="token ids must be between 0"):
+            await preprocessor.detokenize([*wrong, preprocessor.tokenizer.vocab_size], "bob")

@@ -329,7 +329,7 @@ class StubEngine:
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{chr(token)}>" for token in token_ids]
 
-    async def adetokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
         if any(token >= VOCABULARY for token in token_ids):
             raise InvalidRequest("a token id is outside the vocabulary", param="tokens")
         return "".join(chr(token) for token in token_ids)

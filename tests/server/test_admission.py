@@ -36,6 +36,7 @@ from hydra_engine.server.http.listening import listen
 from hydra_engine.server.http.strict_json import MAX_DEPTH, MAX_VALUES
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
 from hydra_engine.server.protocol.fields import MAX_NAME_CHARS, MAX_PROMPT_TOKENS, MAX_SALT_CHARS, MAX_TEXT_CHARS
+from hydra_engine.server.protocol.tokenize import MAX_DETOKENIZED
 from hydra_engine.server.state import STATE, ClientLimits, client_of
 from tests.server.conftest import Serve, Served, chat_body, until
 from tests.server.stub import StubEngine
@@ -424,6 +425,7 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("`$id`", (MAX_ID_CHARS,)),
         ("grammars and", (MAX_GRAMMAR_CHARS,)),
         ("messages", (MAX_MESSAGES, MAX_PARTS)),
+        ("`tokens` of", (MAX_DETOKENIZED,)),
         ("one text", (MAX_TEXT_CHARS,)),
         ("`cache_salt`", (MAX_SALT_CHARS, MAX_NAME_CHARS)),
         ("JSON", (MAX_DEPTH, MAX_VALUES)),

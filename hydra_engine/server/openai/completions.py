@@ -4,6 +4,7 @@ written.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -64,8 +65,11 @@ async def _read_back(
     engine: EnginePort, prompts: Sequence[Prompt], body: CompletionRequest, call: GenerationCall
 ) -> tuple[list[Prompt], list[Echo]]:
     """The prompts, as token ids where log probabilities are asked for, and what of them goes into the answers."""
+    pairs = []
     try:
-        pairs = [await _echo(engine, prompt, body, call) for prompt in prompts]
+        for prompt in prompts:
+            pairs.append(await _echo(engine, prompt, body, call))
+            await asyncio.sleep(0)  # others have a turn of the loop between two of them
     except InvalidRequest as error:
         error.param = "prompt"
         raise
@@ -82,8 +86,8 @@ async def _echo(
     elif len(prompt) > engine.max_model_len:
         return prompt, Echo()  # it is refused in a moment
     else:
-        text = await engine.adetokenize(prompt)
-    return prompt, Echo(text, await engine.adetokenize(prompt[:1]))
+        text = await engine.detokenize(prompt, call.client)
+    return prompt, Echo(text, await engine.detokenize(prompt[:1], call.client))
 
 
 class CompletionAnswer(ChunkAnswer):

@@ -45,4 +45,4 @@ async def detokenize(request: web.Request) -> web.Response:
     engine = loaded_engine(request)
     body = await read_request(request, DetokenizeRequest)
     check_model(request, body.model)
-    return json_response(Text(await engine.adetokenize(body.tokens)))
+    return json_response(Text(await engine.detokenize(body.tokens, client_of(request))))

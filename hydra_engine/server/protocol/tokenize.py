@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from hydra_engine.server.protocol.chat import Messages, Tools, Variables
-from hydra_engine.server.protocol.fields import Name, TokenIds
+from hydra_engine.server.protocol.fields import Name, TokenId
 from hydra_engine.server.protocol.fields import Text as PromptText
 from hydra_engine.server.protocol.pixels import ProcessorSettings
+
+MAX_DETOKENIZED = 1 << 18  # about 40 ms, in which no other thread runs
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +30,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: Name | None = None
-    tokens: TokenIds
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)]
 
 
 class Tokens(msgspec.Struct, frozen=True):
