@@ -15,6 +15,7 @@ from hydra_engine.errors import RequestAborted, Unavailable
 from hydra_engine.guidance.guide import GrammarError, Guide, Matcher
 from hydra_engine.instance import instance
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.engine.faulty import until
 
 PLAIN = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
@@ -56,8 +57,7 @@ def test_streams_and_pictures_go_on_while_a_compiler_is_busy(make_engine: Engine
     assert sum(len(piece.token_ids) for piece in tokens) == 40
     assert len(engine.generate("What?", [picture(9)], **PLAIN).token_ids) == 40
     assert not any(handle.done for handle in slow)
-    status = engine.stats()
-    assert status is not None and status.num_running == 0
+    until(lambda: (status := engine.stats()) is not None and not status.num_running and status.num_waiting == 4, "idle")
     gate.open.set()
     for count, handle in enumerate(slow, start=1):
         result = handle.result(60)
