@@ -65,6 +65,8 @@ class Dispatcher:
         self._router = Router(self.instances, config.cluster.router)
         self.late_decoder = LateDecoder(self.instances, self._router)
         self._broken: list[Broken] = []
+        # Called between the loss of an instance and that of its requests. True: another one has taken a stage over.
+        self.on_loss: Callable[[], bool] = lambda: False
 
     # ---- instances
 
@@ -75,10 +77,11 @@ class Dispatcher:
 
     def on_down(self, name: str, now: float, *, restarts: bool) -> None:
         self.instances.down(name, restarts=restarts)
+        has_stand_in = self.on_loss()
         for in_flight in self.poison_guard.left_lately(name, now):
             self._count_death_after_leaving(in_flight, name, now)
         self._lose_all(name, now)
-        if not restarts:
+        if has_stand_in or not restarts:
             self.wake(now)  # those that wait for it in vain are told
 
     def on_silent(self, name: str, silent: bool, now: float) -> None:
@@ -87,7 +90,10 @@ class Dispatcher:
             return
         if silent:
             self.instances[name].condition = Condition.SILENT
+            has_stand_in = self.on_loss()
             self._lose_all(name, now)
+            if has_stand_in:
+                self.wake(now)
         else:
             self.instances.up(name)
             self.instances.repeat_aborts(name)
@@ -150,7 +156,7 @@ class Dispatcher:
             elif in_flight.running and (attempt := in_flight.attempt) is not None:
                 if attempt.unserved:
                     self.encode(in_flight, attempt, (), now)
-                if attempt.asks_decoder:
+                if attempt.asks_decoder and in_flight.attempt is attempt:
                     self.bind(in_flight, attempt, now)
 
     def _by_age(self) -> list[RequestInFlight]:
@@ -178,7 +184,7 @@ class Dispatcher:
     def bind(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
         """Decides where the request decodes; or it waits."""
         if not self.late_decoder.bind(in_flight, attempt):
-            self._wait(in_flight, now)
+            self._wait_or_stay(in_flight, attempt, Role.D, now)
         elif not attempt.waits:
             in_flight.deadline_s = None
 
@@ -188,7 +194,7 @@ class Dispatcher:
         images = [(index, in_flight.request.images[index]) for index in sorted(attempt.unserved)]
         chosen = self._router.encoders(attempt.route.prefill, images)
         if isinstance(chosen, Role):
-            self._wait(in_flight, now)
+            self._wait_or_stay(in_flight, attempt, chosen, now)
             return
         attempt.unserved.clear()
         if not attempt.waits:
@@ -199,6 +205,14 @@ class Dispatcher:
             attempt.jobs[number] = Job(number, name, set(share), Charge(self.instances[name], patches=patches))
             self.by_id[number] = in_flight
             self.instances.send(name, [in_flight.encode_message(number, share, attempt.route.prefill)])
+
+    def _wait_or_stay(self, in_flight: RequestInFlight, attempt: Attempt, stage: Role, now: float) -> None:
+        """No other instance does this stage. The one that prefills may have come to do so since the request was sent
+        there: then the request begins again, and stays."""
+        if self.instances[attempt.route.prefill].serves(stage):
+            self.replay(in_flight, now)
+        else:
+            self._wait(in_flight, now)
 
     def _wait(self, in_flight: RequestInFlight, now: float) -> None:
         if missing_for_good(self.instances.values(), images=bool(in_flight.request.images)) is not None:

@@ -46,6 +46,7 @@ from hydra_engine.frontend.reports import LedgerQueries, StatusTable, Watch
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.instances import missing_for_good
 from hydra_engine.frontend.routing.placement import Placement, check_fits, plan_switches, switch_roles
+from hydra_engine.frontend.routing.stand_ins import StandIns
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.media import MediaLoader
 from hydra_engine.preprocess.preprocessor import Preprocessor
@@ -92,6 +93,8 @@ class Frontend:
         topology = Topology.parse(config.topology)
         roles = {name: spec.role for name, spec in zip(topology.names, topology.instances, strict=True)}
         self._dispatcher = Dispatcher(config, roles, send=self._send, next_id=self._next_id, report=self._report)
+        self._stand_ins = StandIns(self._dispatcher.instances, self._supervisor.set_role)
+        self._dispatcher.on_loss = self._stand_in
         self._stealing = DecodeStealing(config, self._dispatcher)
         self._incoming = Incoming(self._dispatcher, self._stealing)
         self._choices = Choices(self._dispatcher, config.scheduler, self._clock, self._next_id)
@@ -163,8 +166,19 @@ class Frontend:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._look_for_stand_ins()
             self._dispatcher.tick(self._clock.now())
             self._stealing.tick(self._clock.now())
+
+    def _stand_in(self) -> bool:
+        if self._switching.locked():
+            return False
+        loaded = {name: link.role for name, link in self._links.items()}
+        return self._stand_ins.look(loaded, self._placement.stages)
+
+    def _look_for_stand_ins(self) -> None:
+        if self._stand_in():
+            self._dispatcher.wake(self._clock.now())
 
     def _send(self, name: str, messages: Sequence[ToInstance]) -> None:
         self._links[name].end.send(messages)
@@ -283,6 +297,8 @@ class Frontend:
 
     def on_pair(self, one: str, other: str, up: bool) -> None:
         self._dispatcher.on_pair(one, other, up, self._clock.now())
+        if up:
+            self._look_for_stand_ins()
 
     def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
         now = self._clock.now()
@@ -396,6 +412,7 @@ class Frontend:
         self._check_running()
         async with self._switching:
             self._placement.check(text)
+            self._stand_ins.end()
             devices = {name: link.device for name, link in self._links.items()}
             set_role, check = self._supervisor.set_role, self._check_running
             for group in plan_switches(text, self.instances(), devices, self._placement.stages):

@@ -71,6 +71,7 @@ class StageScheduler:
                 "where they are, so use roles that prefill and decode, for example E+PD",
                 param="topology",
             )
+        self._has_language = role.needs_language
         self._limits = Limits(role, kv.num_blocks, kv.block_size, images.num_blocks, images.block_size)
         self._max_queue = config.max_queue
         self._requests = RequestTable(
@@ -132,8 +133,7 @@ class StageScheduler:
         return self._finish([state], now)
 
     def set_role(self, role: Role) -> None:
-        """Which parts are accepted from now on. Only while nothing is held."""
-        assert not self.has_work, "the role changes while requests are served"
+        """Which parts are accepted from now on. What was accepted before is done."""
         self._limits = replace(self._limits, role=role)
 
     def reset_caches(self, *, kv: bool, images: bool) -> None:
@@ -193,10 +193,7 @@ class StageScheduler:
         """
         ahead = bool(self._language_steps)
         self._yielded = False
-        if (
-            not (self._requests.states and self._limits.role.needs_language)
-            or len(self._language_steps) > self._most_ahead
-        ):
+        if not (self._requests.states and self._has_language) or len(self._language_steps) > self._most_ahead:
             return None
         if self._yields_to_vision(now, ahead=ahead):
             self._yielded = not ahead

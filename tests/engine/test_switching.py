@@ -61,6 +61,23 @@ def test_roles_change_under_load_and_back(tiny_model: Path, golden: list[Outcome
         assert roles(engine) == ["EPD", "EPD"]
 
 
+@pytest.mark.quick("1")
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_survivor_with_the_weights_stands_in(tiny_model: Path, golden: list[Outcome], lost: int) -> None:
+    """Nobody is told that the instance is lost, and the roles are the old ones afterwards."""
+    with RestlessEngine(tiny_model, topology="2EPD", **{**OPTIONS, "recovery_s": 0.2}) as engine:
+        engine.set_topology("EP+D")
+        rig = Rig(engine, REQUESTS, golden)
+        for _ in range(2):
+            handles = rig.submit()
+            until(lambda started=handles: rig.running(started), "tokens")
+            rig.kill(rig.pid(f"epd{lost}"))
+            assert rig.differences(handles) == [] and rig.serve() == []
+            until(lambda: rig.whole() and roles(engine) == ["EP", "D"], "the stage is given back")
+        assert rig.serve() == []
+        rig.settle()
+
+
 def total_pulled(engine: Engine) -> int:
     return sum(status.transfer.pulled for status in engine.statuses().values())
 

@@ -123,7 +123,8 @@ class PlayedSupervisor:
         )
 
     def set_role(self, name: str, role: Role) -> None:
-        assert self.played[name].idle, "a role is switched only while nothing is held"
+        is_idle, grows = self.played[name].idle, self.roles[name] in role
+        assert is_idle or grows, "a stage is given up only while nothing is held"
         self.roles[name] = role
 
     # ---- what happens
@@ -370,6 +371,39 @@ async def test_roles_are_switched_after_an_instance_has_finished() -> None:
         assert [state.role for state in frontend.instances()] == ["E", "P", "D"]
         await frontend.set_topology("EPD+EPD+EPD")
         assert [state.role for state in frontend.instances()] == ["EPD"] * 3
+
+
+@pytest.mark.parametrize(
+    ("topology", "lost", "stands_in"), [("EP+D", 1, "EPD"), ("E+PD", 1, "EPD"), ("P+ED", 0, "EPD"), ("PD+E", 1, "EPD")]
+)
+async def test_who_has_the_weights_stands_in_for_the_only_one_of_a_stage(
+    topology: str, lost: int, stands_in: str
+) -> None:
+    """Requests go on there with the same tokens; it gives the stage back when the other one is there again."""
+    async with started("2EPD") as (frontend, supervisor):
+        await frontend.set_topology(topology)
+        before = [state.role for state in frontend.instances()]
+        dead, survivor = f"epd{lost}", f"epd{1 - lost}"
+        asked = [await ask(frontend, images=Image.new("RGB", (32, 32), "blue")) for _ in range(3)]
+        supervisor.die(dead)
+        assert frontend.instances()[1 - lost].role == supervisor.roles[survivor].letters == stands_in
+        assert frontend.health() == (True, "ok")
+        asked.append(await ask(frontend))
+        for number, handle in asked:
+            result = await asyncio.wait_for(handle, 5)
+            assert result.token_ids == tuple(token(number, i) for i in range(5))
+        supervisor.back(dead)
+        assert [state.role for state in frontend.instances()] == before
+        assert supervisor.roles[survivor].letters == before[1 - lost]
+        number, handle = await ask(frontend, images=Image.new("RGB", (32, 32), "red"))
+        assert (await asyncio.wait_for(handle, 5)).token_ids == tuple(token(number, i) for i in range(5))
+
+
+async def test_who_lacks_the_weights_stands_in_for_nobody() -> None:
+    async with started("EP+D") as (frontend, supervisor):
+        supervisor.die("d0")
+        assert [state.role for state in frontend.instances()] == ["EP", "D"]
+        assert frontend.health() == (False, "instance_lost")
 
 
 async def test_two_that_swap_their_roles_do_it_at_once() -> None:

@@ -121,11 +121,13 @@ def test_continued_requests_are_accepted_though_the_queue_is_full() -> None:
         scheduler.add(make_request(3, 4), 0.0)
 
 
-def test_the_role_changes_only_at_rest() -> None:
+def test_the_role_decides_what_is_accepted_and_what_was_accepted_is_done() -> None:
     scheduler = StageScheduler(Role.E | Role.P, CacheManager(5, 4), CacheManager(2, 4), config(), instance="t")
     with pytest.raises(Unavailable):
         scheduler.add(make_request(0, 4), 0.0, stages=Role.D, pulls_kv=True)
     scheduler.set_role(EPD)
-    scheduler.add(make_request(0, 4), 0.0, stages=Role.D, pulls_kv=True)
-    with pytest.raises(AssertionError, match="while requests are served"):
-        scheduler.set_role(Role.E)
+    scheduler.add(make_request(0, 4), 0.0)
+    scheduler.set_role(Role.E)
+    with pytest.raises(Unavailable):
+        scheduler.add(make_request(1, 4), 0.0, stages=Role.P)
+    assert scheduler.plan_language(0.0) is not None
