@@ -246,10 +246,10 @@ class Engine(EngineLife):
         """The chat template of conversations with tools."""
         return self.frontend.preprocessor.tool_template
 
-    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
+    async def generation_prompt(self, options: TemplateOptions, role: Role, client: str = "") -> str:
         """What the chat template writes behind a last message of this role for the answer to begin; empty without a
         template."""
-        return self.frontend.preprocessor.generation_prompt(options, role)
+        return await self._await(self.frontend.preprocessor.generation_prompt(options, role, client))
 
     @property
     def model_name(self) -> str:

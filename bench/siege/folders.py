@@ -263,13 +263,14 @@ _COSTLY = {
     "format": "{{ '{:>10000000000}'.format(1) }}",
     "indent": "{{ [1, [2]] | tojson(indent=10**9) }}",
     "doubling": "{%- set n = namespace(x='a') -%}{%- for a in range(99) -%}{%- set n.x = n.x ~ n.x -%}{%- endfor -%}",
-    "power": "{{ 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
     "lipsum": "{{ lipsum(n=10**7) }}",
     "recursion": "{%- macro m(n) -%}{{ m(n + 1) }}{{ m(n + 1) }}{%- endmacro -%}{{ m(0) }}",
     "join": "{{ ('x' * 10**5) | join('y' * 10**6) }}",
     "time": "{{ strftime_now('%c' * 10**8) }}",
     "replace": "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
 }
+_REFUSED_BY_CHATS = ("format", "recursion")  # such a template is one that refuses every conversation
 _TALK = "{%- for message in messages -%}{{ message.content }}{%- endfor -%}"
 
 
@@ -281,12 +282,11 @@ def _asked(costly: str) -> str:
 def _templates() -> dict[str, HostileFolder]:
     found: dict[str, HostileFolder] = {}
     for name, text in _COSTLY.items():
-        found[f"template {name}"] = HostileFolder("llama", _template(_TALK + text))
+        if name not in _REFUSED_BY_CHATS:
+            found[f"template {name}"] = HostileFolder("llama", _template(_TALK + text))
         found[f"template {name} when asked"] = HostileFolder("llama", _template(_asked(text)), WORDS)
     found["template of 50 MB"] = HostileFolder("llama", _template("x" * 50_000_000))
     found["template of 300,000 blocks"] = HostileFolder("llama", _template("{% if 1 %}{% endif %}" * 300_000))
-    found["template of 40,000 blocks"] = HostileFolder("llama", _template("{% if 1 %}x{% endif %}" * 40_000))
-    found["template nested deeply"] = HostileFolder("llama", _template("{% if 1 %}" * 9000 + "{% endif %}" * 9000))
     within = _edit("tokenizer_config.json", chat_template="x" * 5_000_000)
     found["template in tokenizer_config.json"] = HostileFolder("llama", _both(_remove("chat_template.jinja"), within))
     tools = _write("additional_chat_templates/tool_use.jinja", _TALK + _loops())
@@ -301,7 +301,15 @@ def _remove(name: str) -> Change:
 # ---- tokenizers
 
 _DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-_SLOW = "(?:x+x+)+y"
+
+
+def _slow(letter: str) -> str:
+    """Takes twice as long for each of these letters more."""
+    return f"(?:{letter}+{letter}+)+!"
+
+
+def _stripped(letter: str) -> Json:
+    return {"type": "Replace", "pattern": {"Regex": _slow(letter)}, "content": ""}
 
 
 def _split(expression: str) -> Change:
@@ -312,22 +320,23 @@ def _split(expression: str) -> Change:
 
 def _tokenizers() -> dict[str, HostileFolder]:
     doubled = {"type": "Sequence", "normalizers": [_DOUBLE] * 40}
-    slow = {"type": "Replace", "pattern": {"Regex": _SLOW}, "content": ""}
     found: dict[str, Change] = {
         "normalizer that doubles": _edit("tokenizer.json", normalizer=doubled),
         "normalizer of a long text": _edit("tokenizer.json", normalizer={"type": "Prepend", "prepend": "a" * 10**6}),
         "decoder that doubles": _edit("tokenizer.json", decoder={"type": "Sequence", "decoders": [_DOUBLE] * 40}),
-        "decoder with a slow expression": _edit("tokenizer.json", decoder=slow),
-        "expression that is large": _split("(((((a{1000}){1000}){1000}){1000}){1000})"),
+        "decoder with a slow expression": _edit("tokenizer.json", decoder=_stripped("x")),
+        "with a slow expression": _split(_slow("x")),
+        "normalizer with a slow expression": _edit("tokenizer.json", normalizer=_stripped("x")),
         "of 10^6 added tokens": _added(10**6),
         "with a long token": _long_token,
         "without a model": _write("tokenizer.json", "{}"),
         "with nested steps": _edit("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [_DOUBLE] * 10**5}),
     }
     cases = {f"tokenizer {name}": HostileFolder("llama", change) for name, change in found.items()}
-    cases["tokenizer with a slow expression"] = HostileFolder("llama", _split(_SLOW), "x" * 40)
-    replaced = _edit("tokenizer.json", normalizer=slow)
-    cases["normalizer with a slow expression"] = HostileFolder("llama", replaced, "x" * 40)
+    asked = "z" * 40  # which no text has that is tried at a start
+    cases["tokenizer with a slow expression when asked"] = HostileFolder("llama", _split(_slow("z")), asked)
+    stripped = _edit("tokenizer.json", normalizer=_stripped("z"))
+    cases["normalizer with a slow expression when asked"] = HostileFolder("llama", stripped, asked)
     return cases
 
 

@@ -50,8 +50,9 @@ from hydra_engine.frontend.routing.stand_ins import StandIns
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.media import MediaLoader
 from hydra_engine.preprocess.preprocessor import Preprocessor
+from hydra_engine.preprocess.sandbox.texts import SandboxedTexts
 from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
-from hydra_engine.preprocess.text.tokenizer import load_tokenizer
+from hydra_engine.preprocess.text.writer import TextSpec
 from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ class Frontend:
             self._stealing.stop()
         self._on_progress = on_progress
         loader = MediaLoader(spec, self.config.media, self._clock)
-        beside = asyncio.gather(in_thread(None, load_tokenizer, path, spec.tokenizer_class), loader.warm_up())
+        texts = SandboxedTexts(path, TextSpec.of(spec), self.config.chat_template)
+        beside = asyncio.gather(texts.start(), loader.warm_up())
         try:
             await self._supervisor.start(self)
             check_fits(self._summaries.values())
@@ -134,6 +136,7 @@ class Frontend:
                 chat_template_path=self.config.chat_template,
                 clock=self._clock,
                 loader=loader,
+                texts=texts,
             )
             if self._preprocessor.chat_template is None:
                 logger.warning("%s; until then chat requests are refused, completions are not", NO_TEMPLATE)
@@ -141,10 +144,12 @@ class Frontend:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
             loader.close()
+            texts.close()
             await self._supervisor.stop()
             raise
         finally:
             self._on_progress = None
+        texts.warm_up()
         self._ticker = asyncio.create_task(self._tick())
         self.state = "ok"
 

@@ -5,39 +5,43 @@ know texts or requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hydra_engine.core.media import ImageItem, RopeSpan
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.preprocess.media.media import Media, Planned
-from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.preprocess.sandbox.texts import Texts
 
 MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
 
 
 class Expansion:
-    """Safe from any thread."""
+    """Used on one event loop, but for `num_tokens`, which any thread may ask."""
 
-    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-        self._spec, self._tokenizer = spec, tokenizer
+    def __init__(self, spec: ModelSpec, texts: Texts) -> None:
+        self._spec, self._texts = spec, texts
         self._known: dict[str, list[int]] = {}
 
     def num_tokens(self, plans: Sequence[Planned]) -> int:
-        """How many tokens take the placeholders' places."""
+        """How many tokens at least take the placeholders' places: a text that did not come before counts as one."""
+        known = self._known
         return sum(
-            part.num_tokens if isinstance(part, ItemPlan) else len(part)
-            for parts in self._parts(plans)
+            len(known.get(part, " ")) if isinstance(part, str) else part.num_tokens
+            for parts in _parts(plans)
             for part in parts
         )
 
-    def expand(self, token_ids: list[int], media: Sequence[Media]) -> tuple[list[int], tuple[ImageItem, ...], int]:
+    async def expand(
+        self, token_ids: list[int], media: Sequence[Media], client: str
+    ) -> tuple[list[int], tuple[ImageItem, ...], int]:
         """Every placeholder becomes what its picture's plan says. Also returns the request's `rope_delta`."""
         expanded: list[int] = []
         spans: list[tuple[int, ItemPlan]] = []
         begin = 0
         plans = [(source.kind, source.plan) for source in media]
-        for (kind, _), parts in zip(plans, self._parts(plans), strict=True):
+        texts = await self._ids_of([part for parts in _parts(plans) for part in parts if isinstance(part, str)], client)
+        for (kind, _), parts in zip(plans, _parts(plans), strict=True):
             token = self._spec.video_token_id if kind == "video" else self._spec.image_token_id
             assert token is not None
             at = token_ids.index(token, begin)
@@ -48,7 +52,7 @@ class Expansion:
                     spans.append((len(expanded), part))
                     expanded += [token] * part.num_tokens
                 else:
-                    expanded += part
+                    expanded += texts[part]
         expanded += token_ids[begin:]
         ropes: Sequence[RopeSpan | None] = [None] * len(spans)
         rope_delta = 0
@@ -72,19 +76,22 @@ class Expansion:
         )
         return expanded, items, rope_delta
 
-    def _parts(self, plans: Iterable[Planned]) -> Iterator[list[ItemPlan | list[int]]]:
-        """Those of one picture or video after another, texts as token ids."""
-        seen: Counter[str] = Counter()
-        for kind, plan in plans:
-            parts = plan.parts_of(seen[kind])
-            yield [self._ids_of(part) if isinstance(part, str) else part for part in parts]
-            seen[kind] += 1
-
-    def _ids_of(self, text: str) -> list[int]:
+    async def _ids_of(self, texts: Sequence[str], client: str) -> Mapping[str, list[int]]:
         """Separators between spans come again and again."""
-        known = self._known.get(text)
-        if known is None:
+        found = {text: self._known[text] for text in texts if text in self._known}
+        new = [text for text in dict.fromkeys(texts) if text not in found]
+        if new:
+            read = dict(zip(new, await self._texts.parts(client, new), strict=True))
             if len(self._known) >= MAX_PARTS_KEPT:  # timestamps of videos have no end
                 self._known.clear()
-            known = self._known[text] = self._tokenizer.encode(text, add_special_tokens=False)
-        return known
+            self._known |= read
+            found |= read
+        return found
+
+
+def _parts(plans: Iterable[Planned]) -> Iterator[tuple[str | ItemPlan, ...]]:
+    """Those of one picture or video after another."""
+    seen: Counter[str] = Counter()
+    for kind, plan in plans:
+        yield plan.parts_of(seen[kind])
+        seen[kind] += 1

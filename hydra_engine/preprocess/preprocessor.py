@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
-from hydra_engine.core.call import ChatMessage, GenerationCall, MediaPart, Role, TextPart
+from hydra_engine.core.call import ChatMessage, GenerationCall, Role, TextPart
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
@@ -23,17 +23,16 @@ from hydra_engine.models.specs.base import ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.preprocess.expansion import Expansion
 from hydra_engine.preprocess.media.media import Media, MediaLoader
 from hydra_engine.preprocess.media.names import Resolve
-from hydra_engine.preprocess.placing import place_in_ids, place_in_text
+from hydra_engine.preprocess.placing import place_in_ids, without_texts
 from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.prompt_tokens import PromptTokens
 from hydra_engine.preprocess.sandbox.grammars import Grammars
+from hydra_engine.preprocess.sandbox.texts import MAX_WAITING_TEXTS, OwnTexts, Texts
 from hydra_engine.preprocess.text.chat import ChatTemplate
-from hydra_engine.preprocess.text.quoting import Quoting
-from hydra_engine.preprocess.text.template_files import read_given
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
-MAX_WAITING_TEXTS = 1024  # half of them of one client
 
 _COUNTING = SamplingParams(max_tokens=1, seed=0)  # of a call whose prompt alone is looked at
 
@@ -74,37 +73,25 @@ class Preprocessor:
         clock: Clock | None = None,
         resolve: Resolve | None = None,
         loader: MediaLoader | None = None,
+        texts: Texts | None = None,
     ) -> None:
+        """Without `texts` they are read in this process."""
         self.tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len
         self._seed = seed
         self._defaults = defaults
         self._num_drawn = 0
-        self._eos_token_ids = tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_ids)))
         self._clock = clock or MonotonicClock()
-        image_token, video_token, feature_token = (
-            None if id is None else tokenizer.token(id)
-            for id in (spec.placeholder_id, spec.video_token_id, spec.image_token_id)
-        )
-        ends = [tokenizer.token(id) or "" for id in self._eos_token_ids if id in tokenizer.special_ids]
-        templates = (tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template)
-        if chat_template_path is not None:
-            templates = (read_given(chat_template_path),) * 2
-        self._template, self._tool_template = (
-            ChatTemplate(
-                tokenizer,
-                text,
-                image_token,
-                video_token,
-                other_marks=ends if feature_token is None else (feature_token, *ends),
-                has_processor=spec.vision is not None,
-            )
-            for text in templates
-        )
+        writer = Writer(tokenizer, TextSpec.of(spec), chat_template_path)
+        self._eos_token_ids = writer.eos_token_ids
+        self._template, self._tool_template = writer.template, writer.tool_template
+        self._texts = texts or OwnTexts(writer)
         self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
-        self._texts = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
-        self._expansion = Expansion(spec, tokenizer)
+        self._expansion = Expansion(spec, self._texts)
+        self._decodes = WorkerPool(
+            "preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="lists of tokens"
+        )
         self._known = PromptTokens(spec, tokenizer)
         self._grammars = Grammars(tokenizer.file, self._eos_token_ids)
 
@@ -117,12 +104,13 @@ class Preprocessor:
     def tool_template(self) -> str | None:
         return self._tool_template.text
 
-    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
-        return (self._tool_template if options.tools else self._template).generation_prompt(options, role)
+    async def generation_prompt(self, options: TemplateOptions, role: Role, client: str = "") -> str:
+        return await self._texts.generation_prompt(client, options, role)
 
     async def close(self) -> None:
         self._loader.close()
         self._texts.close()
+        self._decodes.close()
         self._grammars.close()
 
     def forget_pictures(self) -> None:
@@ -163,10 +151,8 @@ class Preprocessor:
         spans.extend(span for item in media for span in item.spans)
         asked = Asked(request_id, num_text, tuple(item.video for item in media))
         if media and (processor := self._spec.processor) is not None:
-            token_ids, media = await self._texts.run(
-                call.client, self._place_pictures, prompt, token_ids, media, processor
-            )
-        token_ids, items, rope_delta = self._expansion.expand(token_ids, media)
+            token_ids, media = await self._place_pictures(prompt, token_ids, media, processor, call.client)
+        token_ids, items, rope_delta = await self._expansion.expand(token_ids, media, call.client)
         if media:
             self._known.check_rows(token_ids, prompt.param)
         request = Request(
@@ -200,7 +186,7 @@ class Preprocessor:
         """Raises InvalidRequest for ids outside the vocabulary."""
         if len(token_ids) < LONG_TEXT_CHARS:
             return self._decode(token_ids)
-        return await self._texts.run(client, self._decode, token_ids)
+        return await self._decodes.run(client, self._decode, token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         vocab_size = self.tokenizer.vocab_size
@@ -220,16 +206,16 @@ class Preprocessor:
 
     # ---- text
 
-    def _prompt_of(self, call: GenerationCall) -> _Prompt:
+    def _prompt_of(self, call: GenerationCall) -> Prompt:
         text, messages, media, param = call.prompt, call.messages, list(call.media), "prompt"
         if messages:
             media = [part for message in messages for part in message.media]
             param = messages[-1].param.partition("[")[0]
         elif not isinstance(text, str):
-            return _Prompt(media, token_ids=self._check_token_ids(text))
+            return Prompt(media, token_ids=self._check_token_ids(text))
         elif call.raw:
             special = call.template.add_special_tokens is not False
-            return _Prompt(media, text=text, num_chars=len(text), add_special_tokens=special)
+            return Prompt(media, text=text, num_chars=len(text), add_special_tokens=special)
         else:
             content = (*media, TextPart(text)) if media else text
             messages = (ChatMessage("user", content, "prompt"),)
@@ -237,7 +223,7 @@ class Preprocessor:
         num_chars = sum(len(text) for message in messages for _, text in message.texts())
         others = [message.others for message in messages]
         num_chars += sum(map(len, texts_of((others, call.template.tools, call.template.variables))))
-        return _Prompt(media, messages, num_chars=num_chars, param=param, template=call.template)
+        return Prompt(media, messages, num_chars=num_chars, param=param, template=call.template)
 
     def _check_token_ids(self, prompt: object) -> list[int]:
         if not isinstance(prompt, Sequence):
@@ -249,7 +235,7 @@ class Preprocessor:
             raise InvalidRequest(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
         return list(prompt)
 
-    async def _tokenize(self, prompt: _Prompt, client: str) -> list[int]:
+    async def _tokenize(self, prompt: Prompt, client: str) -> list[int]:
         if prompt.token_ids is not None:
             return prompt.token_ids
         # LiteLLM looks for "maximum context length", LangChain and clients of Anthropic's API for "prompt is too long".
@@ -260,41 +246,23 @@ class Preprocessor:
                 param=prompt.param,
             )
         try:
-            if prompt.num_chars < LONG_TEXT_CHARS:
-                token_ids = self._encode(prompt)
-            else:
-                token_ids = await self._texts.run(client, self._encode, prompt)
+            token_ids = await self._texts.encode(client, prompt)
         except InvalidRequest as error:
             error.param = error.param or prompt.param
             raise
         return token_ids
 
-    def _encode(self, prompt: _Prompt) -> list[int]:
-        if prompt.messages:
-            template, options = self._template_for(prompt.template), prompt.template
-            messages = template.arranged(prompt.messages)
-            prompt.quoting = quoting = template.quoting_of(messages, options)
-            prompt.text = template.render(messages, options, quoting)
-            prompt.add_special_tokens = template.adds_special_tokens(prompt.text, options, quoting)
-        encode = self.tokenizer.encode if prompt.quoting is None else prompt.quoting.encode
-        return encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
-
     def _template_for(self, options: TemplateOptions) -> ChatTemplate:
         return self._tool_template if options.tools else self._template
 
-    def _place_pictures(
-        self, prompt: _Prompt, token_ids: list[int], media: list[Media], processor: ProcessorSpec
+    async def _place_pictures(
+        self, prompt: Prompt, token_ids: list[int], media: Sequence[Media], processor: ProcessorSpec, client: str
     ) -> tuple[list[int], list[Media]]:
+        """The token ids with the texts that the processor writes around pictures, and these without."""
         if prompt.token_ids is not None:
-            return place_in_ids(token_ids, processor), media
-        return place_in_text(
-            prompt.text,
-            media,
-            processor,
-            self.tokenizer,
-            quoting=prompt.quoting,
-            add_special_tokens=prompt.add_special_tokens,
-        )
+            return place_in_ids(token_ids, processor), list(media)
+        token_ids = await self._texts.place(client, prompt, [picture.plan for picture in media])
+        return token_ids, without_texts(media)
 
     # ---- the prompt
 
@@ -324,21 +292,6 @@ class Preprocessor:
 
 
 SEED_MASK = (1 << 63) - 1  # seeds count modulo 2^63
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """One of `messages`, `text` and `token_ids`, with the pictures that go into it."""
-
-    media: list[MediaPart]
-    messages: tuple[ChatMessage, ...] = ()
-    text: str = ""
-    quoting: Quoting | None = None  # what the text is spelled for
-    token_ids: list[int] | None = None
-    num_chars: int = 0
-    add_special_tokens: bool = False
-    param: str = "prompt"
-    template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
 def _check_limits(slo: Slo, priority: int) -> None:

@@ -18,7 +18,6 @@ class PromptTokens:
         self._num_rows = spec.language.vocab_size
         # Features take the places of these, so that they need no embedding.
         self._replaced = {spec.placeholder_id, spec.video_token_id, spec.image_token_id}
-        self._may_lack_rows = tokenizer.vocab_size > self._num_rows
 
     def placeholder(self, kind: str) -> int | None:
         """The token that stands for one picture or video in a prompt."""
@@ -26,7 +25,7 @@ class PromptTokens:
 
     def check_rows(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequest for a token that the tokenizer knows and the model has no embedding for."""
-        if not self._may_lack_rows or not token_ids or max(token_ids) < self._num_rows:
+        if not token_ids or max(token_ids) < self._num_rows:
             return
         lacking = (id for id in token_ids if id >= self._num_rows and id not in self._replaced)
         if (id := next(lacking, None)) is not None:

@@ -143,7 +143,7 @@ def offered(request: web.Request, use: ToolUse) -> ToolUse:
     return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].tool_template)
 
 
-def thinking_of(
+async def thinking_of(
     request: web.Request, template: TemplateOptions, messages: Sequence[ChatMessage], wish: Wish
 ) -> tuple[TemplateOptions, Thinking]:
     """The template's options with what is wished, and how the model thinks with them. Raises InvalidRequest for a wish
@@ -162,7 +162,7 @@ def thinking_of(
         last = "".join(text for _, text in messages[-1].texts())
         place = "opened" if place_of(last, marks, "") == "opened" else "closed"
     elif template.add_generation_prompt:
-        place = place_of(engine.generation_prompt(template, messages[-1].role), marks, parser)
+        place = place_of(await engine.generation_prompt(template, messages[-1].role, client_of(request)), marks, parser)
     else:
         place = "free"
     if (problem := always_thinks(wish, place, text)) is not None:

@@ -75,7 +75,7 @@ class EnginePort(Protocol):
         """The same of conversations with tools."""
         ...
 
-    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
+    async def generation_prompt(self, options: TemplateOptions, role: Role, client: str = "") -> str:
         """What its chat template writes behind a last message of this role for the answer to begin; empty without a
         template."""
         ...

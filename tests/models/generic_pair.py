@@ -21,8 +21,7 @@ from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
 from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
-from hydra_engine.preprocess.media.media import Media
-from hydra_engine.preprocess.preprocessor import place_in_text
+from hydra_engine.preprocess.placing import place_in_text
 from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.models.driver import Driver, Request, Span
@@ -67,13 +66,13 @@ class Pair:
         if not pictures:
             return Prompt(parts, self.tokenizer.encode(text, add_special_tokens=False), [])
         expansions = [self._pictures.expand(picture) for picture in pictures]
-        media = []
+        plans = []
         for picture, found in zip(pictures, expansions, strict=True):
             payload = ProcessedPicture(
                 ImageDigest(bytes(32)), *picture.size, b"", 1, (), found.before, found.behind, found.num_tokens, 1
             )
-            media.append(Media("image", picture.size, payload.plan(), (payload,)))
-        ids, media = place_in_text(text, media, self.processor, self.tokenizer, add_special_tokens=False)
+            plans.append(payload.plan())
+        ids = place_in_text(text, plans, self.processor, self.tokenizer, add_special_tokens=False)
         token_ids: list[int] = []
         spans = []
         for id in ids:

@@ -426,7 +426,7 @@ async def test_long_lists_of_tokens_are_spelled_off_the_loop_in_turn(
     preprocessor = make_preprocessor().preprocessor
     threads: list[str] = []
     clients: list[str] = []
-    decode, run = preprocessor.tokenizer.decode, preprocessor._texts.run
+    decode, run = preprocessor.tokenizer.decode, preprocessor._decodes.run
 
     def decoded(*args: Any, **options: Any) -> str:
         threads.append(threading.current_thread().name)
@@ -437,7 +437,7 @@ async def test_long_lists_of_tokens_are_spelled_off_the_loop_in_turn(
         return await run(client, *work)
 
     monkeypatch.setattr(preprocessor.tokenizer, "decode", decoded)
-    monkeypatch.setattr(preprocessor._texts, "run", counted)
+    monkeypatch.setattr(preprocessor._decodes, "run", counted)
     short, long = [5, 6, 7], [5, 6, 7] * 1000
     assert await preprocessor.detokenize(long, "bob") == decode(long, skip_special_tokens=False)
     assert await preprocessor.detokenize(short) == decode(short, skip_special_tokens=False)

@@ -258,7 +258,7 @@ class StubEngine:
     def tool_template(self) -> str | None:
         return self.own_tool_template or self.chat_template
 
-    def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
+    async def generation_prompt(self, options: TemplateOptions, role: Role, client: str = "") -> str:
         """What the template, rendered with plain Jinja, writes behind a message."""
         messages = [{"role": role, "content": "hydra9probe"}]
         more = {"tools": options.tools or None, "add_generation_prompt": options.add_generation_prompt}

@@ -25,8 +25,8 @@ class ChatTemplates(NamedTuple):
 def find_templates(folder: Path) -> ChatTemplates:
     """A processor's own goes before the tokenizer's. Raises CheckpointError for a file that is broken."""
     template = _checked(read_json(folder, "processor_config.json").get("chat_template"))
-    if template is None and (older := read_json(folder, _OLDER)):
-        template = _checked(older.get("chat_template"))
+    if template is None and read_file(folder, _OLDER) is not None:
+        template = _checked(read_json(folder, _OLDER).get("chat_template"))
         if not isinstance(template, str):
             raise CheckpointError(f"{_OLDER} is broken")
     if isinstance(template, str) and template:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import msgspec
 from tokenizers import AddedToken, Encoding, decoders
 from tokenizers import Tokenizer as Backend
 
@@ -66,9 +67,35 @@ def load_tokenizer(model_dir: str | Path, class_name: str | None = None) -> Toke
         raise CheckpointError(f"the tokenizer files ({_TOKENIZER_FILE}, tokenizer_config.json) are broken") from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Backend):
         raise CheckpointError(f"the model directory needs a {_TOKENIZER_FILE}; this tokenizer has no fast form")
-    file = folder / _TOKENIZER_FILE
     templates = find_templates(folder)
-    return Tokenizer(tokenizer, templates.default, file if file.is_file() else None, templates.with_tools)
+    return Tokenizer(tokenizer, templates.default, _file_of(folder), templates.with_tools)
+
+
+def _file_of(folder: Path) -> Path | None:
+    return file if (file := folder / _TOKENIZER_FILE).is_file() else None
+
+
+class TokenizerParts(msgspec.Struct):
+    """All that is needed of a tokenizer but for rendering templates, as one process tells another: tokenizer.json as
+    transformers made it of the model's files, special tokens, templates."""
+
+    backend: str
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_id: int | None
+    unnamed_text: str
+    chat_template: str | None
+    tool_template: str | None
+
+
+class _Plain(NamedTuple):
+    """As much of transformers' class as `Tokenizer` uses."""
+
+    backend_tokenizer: Backend
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_id: int | None
+    init_kwargs: Mapping[str, Any]
 
 
 class Tokenizer:
@@ -78,12 +105,12 @@ class Tokenizer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: PreTrainedTokenizerFast | _Plain,
         chat_template: str | None = None,
         file: Path | None = None,
         tool_template: str | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
         self._backend: Backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -103,6 +130,34 @@ class Tokenizer:
         self.is_byte_level = isinstance(self._backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
+
+    def check_lengths(self, most: int) -> None:
+        """Raises CheckpointError where a token has more characters."""
+        longest = max(map(len, self._backend.get_vocab()), default=0)
+        if longest > most:
+            raise CheckpointError(f"the tokenizer has a token of {longest} characters; at most {most} are taken")
+
+    @classmethod
+    def of_parts(cls, parts: TokenizerParts, model_dir: Path) -> Self:
+        """Renders no templates. Raises CheckpointError."""
+        data = parts.backend.encode()
+        check_tokenizer_file(data)
+        backend: Backend = Backend.from_buffer(data)
+        unnamed = {"unnamed_text": parts.unnamed_text}
+        plain = _Plain(backend, parts.bos_token, parts.eos_token, parts.eos_token_id, unnamed)
+        return cls(plain, parts.chat_template, _file_of(model_dir), parts.tool_template)
+
+    def parts(self) -> TokenizerParts:
+        """What `of_parts` makes the same tokenizer of."""
+        return TokenizerParts(
+            self._backend.to_str(),
+            self.bos_token,
+            self.eos_token,
+            next(iter(self.eos_ids), None),
+            self._unnamed.decode(),
+            self.chat_template,
+            self.tool_template,
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text are parsed. Raises InvalidRequest for text that is not Unicode."""
@@ -256,7 +311,7 @@ class _WholeTexts(dict[int, str | None]):
     they are known, as streams ask for every token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
 
     def __missing__(self, token_id: int) -> str | None:
         text: str | None

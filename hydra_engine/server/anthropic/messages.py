@@ -72,7 +72,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     use = offered(request, tool_use_of(body))
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
     turns = conversation(body.messages, body.system)
-    template, thinking = thinking_of(request, template_of(body, use), turns, body.wish)
+    template, thinking = await thinking_of(request, template_of(body, use), turns, body.wish)
     call = replace(
         call_of(request, body, thinking.sampling(sampling)),
         messages=turns,
@@ -89,7 +89,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     check_model(request, body.model)
     use = offered(request, tool_use_of(body))
     turns = conversation(body.messages, body.system)
-    template, _ = thinking_of(request, template_of(body, use), turns, wish_of(body.thinking))
+    template, _ = await thinking_of(request, template_of(body, use), turns, wish_of(body.thinking))
     call = GenerationCall(
         messages=turns,
         template=template,

@@ -36,7 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     use = offered(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
     messages = chat_messages(body.messages)
-    template, thinking = thinking_of(request, body.template(use), messages, body.wish)
+    template, thinking = await thinking_of(request, body.template(use), messages, body.wish)
     call = call_of(request, body, thinking.sampling(sampling))
     call = replace(call, template=template, pixels=body.pixels, messages=messages)
     return await respond(request, [call], ChatAnswer(body, identity, use, thinking), body)

@@ -51,7 +51,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
     messages = body.chat_messages()
     options = TemplateOptions(use.shown, body.chat_template_kwargs or {})
-    template, thinking = thinking_of(request, options, messages, body.wish)
+    template, thinking = await thinking_of(request, options, messages, body.wish)
     call = replace(
         call_of(request, body, thinking.sampling(sampling)),
         messages=messages,

@@ -1,0 +1,184 @@
+"""The text child: `python -m hydra_engine.preprocess.sandbox.text_child FD SETUP` renders and tokenises prompts.
+
+Templates and tokenizers are programs of whoever made the model. What they do harms only this process: loading them and
+each prompt have limits of CPU time and memory, and reaching one ends the process or the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from hydra_engine.core.call import ChatMessage, Role, ToolCall
+from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.errors import CheckpointError, ErrorInfo, InvalidRequest
+from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
+from hydra_engine.preprocess.text.tokenizer import TokenizerParts, load_tokenizer
+from hydra_engine.preprocess.text.wire import options_of, plans_of, prompt_of
+from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
+
+LOAD_CPU_SECONDS = 30.0  # for the tokenizer; 150,000 tokens take one or two
+PROBE_CPU_SECONDS = 5.0  # for some short conversations
+CPU_SECONDS = 2.0  # of one prompt; ordinary ones take milliseconds
+CPU_SECONDS_PER_CHAR = 2e-5  # more, of a long one; tokenising takes a tenth of it
+MEMORY_BYTES = 768 << 20  # of address space, besides what an interpreter takes
+MAX_TOKEN_CHARS = 4096  # of a token of the vocabulary: streams show it on the event loop
+MAX_PROBE_CHARS = 1 << 20  # of a rendered short conversation
+
+_PAGE_BYTES = resource.getpagesize()
+_SAMPLE = (
+    "Hello, world! 1234567890 aaaa    \t\n\n(){}[] don't \u00e9\u4e2d\u6587\u0e01\U0001f600 https://a.example/b?c=d "
+    * 4
+)
+
+
+Method = Literal["encode", "place", "parts", "generation_prompt", "tokenizer"]
+
+
+class Setup(msgspec.Struct):
+    """What the child is started with, as JSON."""
+
+    model_dir: str
+    spec: TextSpec
+    chat_template_path: str | None = None
+
+
+class Job(msgspec.Struct):
+    """`arguments`: of the writer's method, as JSON."""
+
+    method: Method
+    arguments: bytes
+    num_chars: int
+
+
+class Written(msgspec.Struct):
+    """What the method returned: token ids, uint32, a text or the tokenizer. `error`: what is wrong with the request.
+    `exhausted`: it took more memory than it may."""
+
+    ids: list[bytes] = []
+    text: str = ""
+    tokenizer: TokenizerParts | None = None
+    error: ErrorInfo | None = None
+    exhausted: bool = False
+
+
+def cpu_seconds(num_chars: int) -> float:
+    """What one job may take."""
+    return CPU_SECONDS + num_chars * CPU_SECONDS_PER_CHAR
+
+
+def main() -> None:
+    serve(msgspec.msgpack.Decoder(Job), start, lambda job: cpu_seconds(job.num_chars))
+
+
+def start() -> Callable[[Job, Memory], Written]:
+    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    import jinja2.sandbox  # noqa: F401 - what is imported does not count as the model's
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+    limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, LOAD_CPU_SECONDS)
+        tokenizer = load_tokenizer(setup.model_dir, setup.spec.tokenizer_class)
+        tokenizer.check_lengths(MAX_TOKEN_CHARS)
+        writer = Writer(tokenizer, setup.spec, setup.chat_template_path)
+        signal.setitimer(signal.ITIMER_PROF, PROBE_CPU_SECONDS)
+        _probe(writer)
+    except MemoryError:
+        raise too_much() from None
+    time.localtime()  # reads the zone's file before files are out of reach
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def answer(job: Job, _memory: Memory) -> Written:
+        try:
+            if job.method == "tokenizer":
+                return Written(tokenizer=tokenizer.parts())
+            result = _METHODS[job.method](writer, *json.loads(job.arguments))
+        except InvalidRequest as error:
+            return Written(error=error.info())
+        except MemoryError:
+            return Written(exhausted=True)
+        if isinstance(result, str):
+            return Written(text=result)
+        return Written([array("I", ids).tobytes() for ids in result])
+
+    return answer
+
+
+def _encode(writer: Writer, prompt: Any) -> list[list[int]]:
+    return [writer.encode(prompt_of(prompt))]
+
+
+def _place(writer: Writer, prompt: Any, plans: Any) -> list[list[int]]:
+    return [writer.place(prompt_of(prompt), plans_of(plans))]
+
+
+def _generation_prompt(writer: Writer, options: Any, role: Role) -> str:
+    return writer.generation_prompt(options_of(options), role)
+
+
+_METHODS: dict[Method, Callable[..., str | list[list[int]]]] = {
+    "encode": _encode,
+    "place": _place,
+    "parts": Writer.parts,
+    "generation_prompt": _generation_prompt,
+}
+
+
+def too_much() -> CheckpointError:
+    return CheckpointError(
+        "the model's tokenizer or its chat template takes more time or memory for a short conversation than any needs; "
+        "take them from another copy of the model, or give another template with --chat-template FILE"
+    )
+
+
+def _probe(writer: Writer) -> None:
+    """Some short conversations and a text, so that what never works is found before anybody is served."""
+    for prompt in _prompts():
+        try:
+            writer.encode(prompt)
+        except InvalidRequest:  # which a template may say of any of them
+            continue
+        if len(prompt.text) > MAX_PROBE_CHARS:
+            raise CheckpointError(
+                f"the model's chat template makes {len(prompt.text)} characters of a short conversation; give another "
+                "one with --chat-template FILE"
+            )
+    for role in ("user", "tool"):
+        writer.generation_prompt(TemplateOptions(), "tool" if role == "tool" else "user")
+    writer.parts([_SAMPLE, "x" * 64, " " * 64])
+
+
+def _prompts() -> Iterator[Prompt]:
+    tool = {"type": "function", "function": {"name": "probe", "description": "x", "parameters": {"type": "object"}}}
+    call = ToolCall("probe", {"x": 1}, "call00001", "tool_calls")
+    user = ChatMessage("user", "Hello, who are you?", "messages[0]")
+    turns = (
+        ChatMessage("system", "Be brief.", "messages[0]"),
+        user,
+        ChatMessage("assistant", "Nobody.", "messages[2]"),
+    )
+    called: tuple[ChatMessage, ...] = (user, ChatMessage("assistant", "", "messages[1]", (call,)))
+    called = (*called, ChatMessage("tool", "2", "messages[2]", tool_call_id="call00001", name="probe"))
+    for options in (TemplateOptions(), TemplateOptions(tools=(tool,)), TemplateOptions(add_generation_prompt=False)):
+        for messages in ((user,), (*turns, user), called):
+            yield Prompt([], messages, template=options)
+    yield Prompt([], text=_SAMPLE, add_special_tokens=True)
+
+
+def _address_space() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE_BYTES
+
+
+if __name__ == "__main__":
+    main()

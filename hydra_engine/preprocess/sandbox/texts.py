@@ -1,0 +1,191 @@
+"""The parent's side of the text children: conversations and texts to token ids, in turns of clients.
+
+There are two children: long prompts have one of their own, so that short ones wait for nobody else's long one. Does not
+trust what a child says: token ids are those of the vocabulary. Does not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from hydra_engine.core.call import Role
+from hydra_engine.core.processes import launch
+from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.errors import InvalidRequest, RequestFailed, Unavailable
+from hydra_engine.models.specs.base import MediaPlan
+from hydra_engine.preprocess.pool import WorkerPool
+from hydra_engine.preprocess.sandbox.child_host import ChildHost
+from hydra_engine.preprocess.sandbox.child_process import ChildDied
+from hydra_engine.preprocess.sandbox.text_child import Job, Method, Setup, Written, cpu_seconds, too_much
+from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from hydra_engine.preprocess.text.wire import as_json, option_fields, plan_fields, prompt_fields
+from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
+
+MAX_WAITING_TEXTS = 1024  # in each of two queues; half of them of one client
+MAX_ANSWER_BYTES = 128 << 20  # a tokenizer, or the ids of the longest prompts
+MAX_ERROR_CHARS = 2000
+WAIT_SECONDS = 30.0  # for a child that sleeps; its own limit is CPU time
+
+_SETTINGS = {
+    **{"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+    **{"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "USE_TORCH": "0"},
+}
+_COMMAND = launch.command("hydra_engine.preprocess.sandbox.text_child")
+
+
+class Texts(Protocol):
+    """Token ids of prompts. Each method raises InvalidRequest for what is wrong with a request."""
+
+    async def encode(self, client: str, prompt: Prompt) -> list[int]: ...
+
+    async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+        """With the texts that a model's processor writes around its pictures."""
+        ...
+
+    async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
+        """Of each text by itself."""
+        ...
+
+    async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class OwnTexts:
+    """In this process, for a model whose files are the caller's own; long prompts in a thread."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._pool = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
+
+    async def encode(self, client: str, prompt: Prompt) -> list[int]:
+        if prompt.num_chars < LONG_TEXT_CHARS:
+            return self._writer.encode(prompt)
+        return await self._pool.run(client, self._writer.encode, prompt)
+
+    async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+        return self._writer.place(prompt, plans)
+
+    async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
+        return self._writer.parts(texts)
+
+    async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str:
+        return self._writer.generation_prompt(options, role)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class SandboxedTexts:
+    """In child processes. Owned by one event loop; `start` before anything else."""
+
+    def __init__(
+        self, model_dir: Path, spec: TextSpec, chat_template_path: str | None = None, command: Sequence[str] = _COMMAND
+    ) -> None:
+        self._model_dir = model_dir
+        setup = Setup(str(model_dir), spec, chat_template_path)
+        self._short, self._long = (_Lane(length, setup, command) for length in ("short", "long"))
+
+    async def start(self) -> Tokenizer:
+        """The model's tokenizer, for what needs no child. Raises CheckpointError where the model's files take more than
+        they may."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._start)
+
+    def _start(self) -> Tokenizer:
+        self._short.start()
+        parts = self._short.run(Job("tokenizer", b"", 0)).tokenizer
+        assert parts is not None
+        return Tokenizer.of_parts(parts, self._model_dir)
+
+    def warm_up(self) -> None:
+        """Starts the child for long prompts and does not wait."""
+        self._long.host.warm_up(1)
+
+    async def encode(self, client: str, prompt: Prompt) -> list[int]:
+        (ids,) = (await self._run(client, "encode", prompt.num_chars, prompt_fields(prompt))).ids
+        return _ids(ids)
+
+    async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+        (ids,) = (await self._run(client, "place", prompt.num_chars, prompt_fields(prompt), plan_fields(plans))).ids
+        return _ids(ids)
+
+    async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
+        return [_ids(ids) for ids in (await self._run(client, "parts", sum(map(len, texts)), texts)).ids]
+
+    async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str:
+        return (await self._run(client, "generation_prompt", 0, option_fields(options), role)).text
+
+    def close(self) -> None:
+        for lane in (self._short, self._long):
+            lane.pool.close()
+            lane.host.close()
+
+    async def _run(
+        self,
+        client: str,
+        method: Method,
+        num_chars: int,
+        *args: object,
+    ) -> Written:
+        job = Job(method, as_json(args), num_chars)
+        lane = self._short if num_chars < LONG_TEXT_CHARS else self._long
+        written = await lane.pool.run(client, partial(lane.run, job))
+        if written.error is not None:
+            error = written.error
+            raise InvalidRequest(error.message[:MAX_ERROR_CHARS], code=error.code, param=error.param)
+        if written.exhausted:
+            raise _failed()
+        return written
+
+
+class _Lane:
+    """One child, and those who wait for it."""
+
+    def __init__(self, length: str, setup: Setup, command: Sequence[str]) -> None:
+        self.pool = WorkerPool(f"text-{length}", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
+        self.host = ChildHost(
+            "read prompts",
+            command,
+            Written,
+            setup=setup,
+            variables=_SETTINGS,
+            inherited=("TZ",),
+            max_answer_bytes=MAX_ANSWER_BYTES,
+        )
+
+    def start(self) -> None:
+        """Blocking."""
+        try:
+            self.host.start()
+        except Unavailable as error:
+            if isinstance(error.__cause__, ChildDied) and error.__cause__.by_itself:
+                raise too_much() from error
+            raise
+
+    def run(self, job: Job) -> Written:
+        """Blocking. The next child starts at once where a job has ended its own."""
+        try:
+            return self.host.run(job, WAIT_SECONDS + 2 * cpu_seconds(job.num_chars))[0]
+        except ChildDied as death:
+            self.host.warm_up(1)
+            if death.by_itself:
+                raise _failed() from death
+            raise Unavailable("the process that reads prompts was stopped or killed; try again later") from death
+
+
+def _ids(data: bytes) -> list[int]:
+    ids = array("I")
+    ids.frombytes(data)
+    return ids.tolist()
+
+
+def _failed() -> RequestFailed:
+    return RequestFailed(
+        "the model's chat template or tokenizer needs more time or memory for this prompt than it may have; "
+        "other prompts are served"
+    )
