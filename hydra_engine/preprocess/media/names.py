@@ -6,10 +6,10 @@ again when its thread is. Does not know which addresses may be asked.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -49,11 +49,12 @@ class Names:
 
 
 async def _system_resolve(host: str, port: int) -> list[str]:
-    """In a thread that the end of this process does not wait for."""
+    """In a thread that the end of this process does not wait for, and whose begin the loop does not wait for either: on
+    a busy machine that takes long."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[list[str]] = loop.create_future()
     try:
-        threading.Thread(target=_look_up, args=(host, port, loop, found), name="preprocess-names", daemon=True).start()
+        _thread.start_new_thread(_look_up, (host, port, loop, found))
     except RuntimeError as error:
         raise Unavailable("no thread to look a host name up could be started; try again later") from error
     return await found
