@@ -122,13 +122,10 @@ async def instance(number: signal.Signals, stage: Stage) -> list[Finding]:
 
 async def stopped_while_it_starts(stage: Stage) -> list[Finding]:
     """An instance that hangs in its start is replaced."""
-    processes.send(stage.decoder, signal.SIGKILL)
-    for _ in range(600):
-        await asyncio.sleep(0.05)
-        if any("d" in name for name in stage.server.instances()):
-            break
+    dead = stage.decoder
+    processes.send(dead, signal.SIGKILL)
+    pid = await _successor(stage.server, dead)
     await asyncio.sleep(stage.rng.uniform(0.1, 0.5))
-    pid = stage.decoder
     processes.send(pid, signal.SIGSTOP)
     whole = await stage.server.wait_whole(90)
     if processes.is_running(pid) or not whole:

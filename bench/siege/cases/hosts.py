@@ -55,6 +55,12 @@ async def _good(stage: Stage, others: list[dict[str, Any]], queue: str) -> list[
     return findings + await stage.turns(queue)
 
 
+async def good(stage: Stage) -> list[Finding]:
+    """Pictures from a host without fault are had."""
+    told = [await stage.bob.post(CHAT, _with_urls([_url("/good", "good")])) for _ in range(3)]
+    return [Finding("blame", f"bob: {one.status} {one.body[:200]!r}") for one in told if one.status != 200]
+
+
 async def slots(stage: Stage) -> list[Finding]:
     """512 fetches that are held, of 20 names of one address."""
     names = [f"held{number}" for number in range(20)]
@@ -102,6 +108,7 @@ _STORMS = {
 }
 CASES = [
     *(Case("hosts", name, partial(answers, paths)) for name, paths in _STORMS.items()),
+    Case("hosts", "good", good),
     Case("hosts", "TLS", tls),
     Case("hosts", "slots", slots),
     Case("hosts", "lookups", lookups),
