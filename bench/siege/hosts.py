@@ -80,6 +80,10 @@ async def _hold() -> _Pieces:
     yield b""
 
 
+async def _redirect() -> _Pieces:
+    yield b"HTTP/1.1 302 Found\r\nLocation: /redirects\r\nContent-Length: 0\r\n\r\n"
+
+
 async def _heavy_redirect() -> _Pieces:
     yield b"HTTP/1.1 302 Found\r\nLocation: /heavy-redirect\r\nContent-Length: 1000000000\r\n\r\n"
     while True:
@@ -103,7 +107,7 @@ ANSWERS: dict[str, Callable[[], _Pieces]] = {
     "/endless": _repeated(_HEAD + b"\r\n", bytes(16)),
     "/drip": _drip,
     "/hold": _hold,
-    "/redirects": _repeated(b"HTTP/1.1 302 Found\r\nLocation: /redirects\r\nContent-Length: 0\r\n\r\n", b""),
+    "/redirects": _redirect,
     "/heavy-redirect": _heavy_redirect,
 }
 

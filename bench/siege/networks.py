@@ -75,7 +75,7 @@ def joined() -> Iterator[None]:
         _run(*inside, "ip", "link", "set", "siege1", "up")
         _run(*inside, "ip", "link", "set", "lo", "up")
         with tempfile.NamedTemporaryFile("w", prefix="resolv.") as names:
-            names.write(f"nameserver {HOST}\noptions timeout:5 attempts:2\n")
+            names.write(f"nameserver {HOST}\noptions timeout:1 attempts:9\n")
             names.flush()
             _run("mount", "--bind", names.name, os.path.realpath("/etc/resolv.conf"))
             _await_hosts(hosts)

@@ -20,7 +20,7 @@ from bench.siege.oracles import Finding
 from bench.siege.running import Server
 
 CHILD_SECONDS = 8.0  # of a sandboxed child's job, on the stage
-FETCH_SECONDS = 2.0
+FETCH_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
