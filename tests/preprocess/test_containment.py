@@ -176,7 +176,7 @@ def test_a_machine_without_a_filter_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_child_without_a_filter_works_and_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    child_process._tell_uncontained.cache_clear()
+    child_process.tell_uncontained.cache_clear()
     code = "from hydra_engine.preprocess.sandbox import seccomp; seccomp.forbid = lambda **_: 'old kernel'" + CHILD
     for _ in range(2):
         host = ChildHost("try", [sys.executable, "-c", code], Answer)
