@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -108,6 +110,19 @@ async def test_bodies_of_hardly_anything_but_chunk_sizes_are_refused(
     assert "chunks" in answer["error"]["message"]
     async with served.chat() as response:
         assert response.status == 200
+
+
+async def test_the_rest_of_a_body_that_was_not_wanted_ends_quietly(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(HEAD.replace(b"/v1/chat/completions", b"/nowhere") + b"\r\n")
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).split()[1] == b"404"
+    with contextlib.suppress(ConnectionError):
+        writer.write(b"1\r\nx\r\n" * 50_000)
+        await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize(

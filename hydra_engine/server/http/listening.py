@@ -140,11 +140,12 @@ class Connection(RequestHandler):
 
     def _refuse(self, body: StreamReader) -> None:
         """Nothing more is read of a body that is hardly one, nor of what may come behind it."""
-        body.set_exception(
-            InvalidRequest(
-                "the chunks of the request body are too small or their extensions too long; send larger ones"
+        if self._messages or self._request_in_progress:  # else it is answered, and the rest is read and dropped
+            body.set_exception(
+                InvalidRequest(
+                    "the chunks of the request body are too small or their extensions too long; send larger ones"
+                )
             )
-        )
         body.feed_eof()
         self._unparsed, self._num_parsed = b"", 0
         self._close = True
