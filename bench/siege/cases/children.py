@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import time
@@ -162,6 +163,24 @@ async def _successor(server: Server, pid: int) -> int:
     raise TimeoutError("nobody has replaced the instance")
 
 
+async def stand_in(_stage: Stage) -> list[Finding]:
+    """Two that can all, of which one only decodes now, dies: the other one decodes meanwhile."""
+    server = await asyncio.to_thread(lambda: Server(topology="2EPD"))
+    try:
+        await asyncio.to_thread(server.wait_ready)
+        admin, bob = server.client("admin"), server.client("bob")
+        switched = await admin.post("/admin/topology", {"topology": "EP+D"})
+        health = json.loads((await bob.get("/health")).body)
+        name = next(one["name"] for one in health["instances"] if one["role"].upper() == "D")
+        processes.send(server.instances()[name], signal.SIGKILL)
+        body = {"model": "demo", "max_tokens": 8, "messages": _MESSAGES}
+        answers = [await bob.post(CHAT, body) for _ in range(4)]
+        wrong = [f"{answer.status} {answer.code}" for answer in answers if answer.status != 200]
+        return [Finding("ends", f"topology {switched.status}; nobody stood in: {one}") for one in wrong]
+    finally:
+        server.kill()
+
+
 async def front(stage: Stage) -> list[Finding]:
     """Children are stopped, the front is killed: nobody outlives it."""
     server = stage.drop()
@@ -191,6 +210,7 @@ CASES = [
     Case("children", "zombies", zombies),
     Case("children", "instance killed", partial(instance, signal.SIGKILL)),
     Case("children", "stopped while it starts", stopped_while_it_starts),
+    Case("children", "stand-in", stand_in, alone=True),
     Case("children", "killed again", killed_again, alone=True),
     Case("children", "front killed, children stopped", front),
 ]
