@@ -54,7 +54,7 @@ class Connection(RequestHandler):
 
     __slots__ = (
         *("_body", "_body_wire_bytes", "_gone_timer", "_half_closed", "_headers_timer"),
-        *("_num_parsed", "_places", "_turns", "_unparsed"),
+        *("_num_answered", "_num_parsed", "_places", "_turns", "_unparsed"),
     )
 
     def __init__(self, manager: web.Server, places: Places, turns: ReadingTurns, **options: Any) -> None:
@@ -66,6 +66,7 @@ class Connection(RequestHandler):
         self._turns = turns
         self._unparsed = b""  # waits for its turn, but for the first `_num_parsed` bytes
         self._num_parsed = 0
+        self._num_answered = 0
         self._body: StreamReader | None = None  # of the latest request
         self._body_wire_bytes = 0  # what its chunks took, from the piece behind its headers on
 
@@ -140,7 +141,7 @@ class Connection(RequestHandler):
 
     def _refuse(self, body: StreamReader) -> None:
         """Nothing more is read of a body that is hardly one, nor of what may come behind it."""
-        if self._messages or self._request_in_progress:  # else it is answered, and the rest is read and dropped
+        if self._num_answered < self._request_count:  # else the rest is read and dropped
             body.set_exception(
                 InvalidRequest(
                     "the chunks of the request body are too small or their extensions too long; send larger ones"
@@ -227,6 +228,7 @@ class Connection(RequestHandler):
             logger.warning("slow_reader: cut off, an answer was not read within %g s", limit_s)
             self._abort()
             return resp, True
+        self._num_answered += 1
         if not self._messages:
             self._places.waits(self)
             if self._half_closed:
