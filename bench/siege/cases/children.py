@@ -165,7 +165,7 @@ async def _successor(server: Server, pid: int) -> int:
 
 async def stand_in(_stage: Stage) -> list[Finding]:
     """Two that can all, of which one only decodes now, dies: the other one decodes meanwhile."""
-    server = await asyncio.to_thread(lambda: Server(topology="2EPD"))
+    server = await asyncio.to_thread(lambda: Server("--recovery-s", "0.3", topology="2EPD"))
     try:
         await asyncio.to_thread(server.wait_ready)
         admin, bob = server.client("admin"), server.client("bob")
