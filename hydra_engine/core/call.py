@@ -18,7 +18,8 @@ from hydra_engine.core.prompting import (
     MAX_ARGUMENT_CHARS,
     PixelBudget,
     TemplateOptions,
-    json_problem,
+    check_json,
+    looked_through,
     texts_of,
 )
 from hydra_engine.core.request import SamplingParams, Slo
@@ -27,6 +28,7 @@ from hydra_engine.errors import InvalidRequest
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_CALL_ID_CHARS = 256
+MAX_CALL_VALUES = 100_000  # JSON values in the arguments of all calls of a conversation
 MAX_NAME_CHARS = 128  # of a called function
 MAX_FIELD_CHARS = 1 << 20  # of one further field of a message
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients and templates name an answer's thoughts
@@ -73,31 +75,54 @@ class ToolCall:
     arguments: Mapping[str, Any] | str | None
     id: str | None
     param: InitVar[str]
+    num_values: int = field(init=False, compare=False)  # in the arguments
 
     def __post_init__(self, param: str) -> None:
-        object.__setattr__(self, "arguments", _arguments(self.arguments, param))
+        arguments, num_values = _arguments(self.arguments, param)
+        object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "num_values", num_values)
 
     def texts(self) -> Iterator[str]:
         yield from (self.id or "", self.name)
         yield from texts_of(self.arguments)
 
 
-def _arguments(value: Mapping[str, Any] | str | None, param: str) -> Mapping[str, Any] | str:
+def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mapping[str, Any] | str, int]:
+    """And how many values they hold, as far as that was looked at."""
     if value is None or (isinstance(value, str) and not value.strip()):
-        return {}
+        return {}, 0
     if isinstance(value, Mapping):
-        problem = json_problem(value, MAX_ARGUMENT_CHARS)
-        if problem is not None:
-            raise InvalidRequest(f"{param} {problem}", param=param)
-        return value
+        return value, check_json(value, param, MAX_ARGUMENT_CHARS)
     if len(value) > MAX_ARGUMENT_CHARS:
         raise InvalidRequest(f"{param} may have at most {MAX_ARGUMENT_CHARS} characters", param=param)
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
-        return value
-    is_object = isinstance(parsed, Mapping) and json_problem(parsed, MAX_ARGUMENT_CHARS) is None
-    return parsed if is_object else value
+        return value, 1
+    if not isinstance(parsed, Mapping):
+        return value, 1
+    num_values, problem = looked_through(parsed, MAX_ARGUMENT_CHARS)
+    return (parsed if problem is None else value), num_values
+
+
+class PastCalls:
+    """Counts what the calls of one conversation hold, each as it is made: a conversation may have many calls, and its
+    client pays for one request."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def add(self, name: str, arguments: Mapping[str, Any] | str | None, id: str | None, param: str) -> ToolCall:
+        """A call. Raises InvalidRequest also where all so far hold too much."""
+        call = ToolCall(name, arguments, id, param)
+        self._num_values += call.num_values
+        if self._num_values > MAX_CALL_VALUES:
+            raise InvalidRequest(
+                f"the calls of this conversation hold more than {MAX_CALL_VALUES} JSON values by {param}; leave older "
+                "ones out",
+                param=param,
+            )
+        return call
 
 
 @dataclass(frozen=True, slots=True)

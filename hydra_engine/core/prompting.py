@@ -125,19 +125,14 @@ def _check_tool(tool: object, path: str) -> int:
 def check_json(value: object, param: str, max_chars: int) -> int:
     """How many values there are. Raises InvalidRequest naming `param` unless `value` is plain JSON: bounded in depth,
     in values and in the characters of its strings and names."""
-    num_values, problem = _looked_through(value, max_chars)
+    num_values, problem = looked_through(value, max_chars)
     if problem is not None:
         raise InvalidRequest(f"{param} {problem}", param=param)
     return num_values
 
 
-def json_problem(value: object, max_chars: int) -> str | None:
-    """Why `value` is not plain JSON within these bounds."""
-    return _looked_through(value, max_chars)[1]
-
-
-def _looked_through(value: object, max_chars: int) -> tuple[int, str | None]:
-    """The number of values and what is wrong."""
+def looked_through(value: object, max_chars: int) -> tuple[int, str | None]:
+    """How many values were looked at, and why `value` is not plain JSON within these bounds."""
     num_chars = num_values = 0
     for num_values, (one, depth) in enumerate(_values_of(value), 1):
         if depth > MAX_JSON_DEPTH:

@@ -26,7 +26,7 @@ from hydra_engine.server.generate import (
     thinking_of,
 )
 from hydra_engine.server.http.auth import cache_salt
-from hydra_engine.server.http.body import read_request
+from hydra_engine.server.http.body import made_of_body, read_request
 from hydra_engine.server.http.encoding import json_event
 from hydra_engine.server.protocol.anthropic import (
     CountTokensRequest,
@@ -71,7 +71,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, MessagesRequest, "msg_")
     use = offered(request, tool_use_of(body))
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    turns = conversation(body.messages, body.system)
+    turns = await made_of_body(request, conversation, body.messages, body.system)
     template, thinking = await thinking_of(request, template_of(body, use), turns, body.wish)
     call = replace(
         call_of(request, body, thinking.sampling(sampling)),
@@ -88,7 +88,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await read_request(request, CountTokensRequest)
     check_model(request, body.model)
     use = offered(request, tool_use_of(body))
-    turns = conversation(body.messages, body.system)
+    turns = await made_of_body(request, conversation, body.messages, body.system)
     template, _ = await thinking_of(request, template_of(body, use), turns, wish_of(body.thinking))
     call = GenerationCall(
         messages=turns,

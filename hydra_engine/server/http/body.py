@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -24,15 +25,18 @@ from hydra_engine.server.state import CONFIG, STATE, client_of
 LEAST_RATE = 1024  # bytes a second of a body that is not there yet
 _PACE = 1 / 6  # of the time that a body may take: over so much of it the rate is taken
 # From here on parsing may take more than two or three milliseconds, and takes the thread: as many bytes, each 25 ns at
-# most, or as many quotes, each a microsecond. Usual texts and pictures cost less than a nanosecond a byte.
+# most, or as many quotes, each a microsecond, or commas, whose values may be looked through one by one. Usual texts and
+# pictures cost less than a nanosecond a byte.
 _LARGE_BYTES = 1 << 17
-_MANY_QUOTES = 2048
+_MANY = ((b'"', 2048), (b",", 4096))
 # One: parsing holds the interpreter's lock, so that more of them would only take more turns from the loop.
 _parser = ThreadPoolExecutor(1, "large-bodies")
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 _LEASE = web.RequestKey("body_lease", Lease)
+_IS_LARGE = web.RequestKey("body_is_large", bool)
 
 
 @web.middleware
@@ -60,26 +64,28 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
             body = await _read(request, config.max_body_bytes, config.body_timeout_s * _PACE)
     except TimeoutError:
         raise RequestTimeout(f"the request body did not arrive within {config.body_timeout_s:g} seconds") from None
-    if len(body) < _LARGE_BYTES and body.count(b'"') < _MANY_QUOTES:
-        return parse_request(body, kind)
-    return await _parse_beside(request, body, kind)
+    request[_IS_LARGE] = len(body) >= _LARGE_BYTES or any(body.count(mark) >= many for mark, many in _MANY)
+    return await made_of_body(request, parse_request, body, kind)
 
 
-async def _parse_beside(request: web.Request, body: bytearray, kind: type[R]) -> R:
-    """In the thread, which clients take in turn; one that nobody waits for any more has it until it is parsed."""
+async def made_of_body(request: web.Request, make: Callable[..., T], *args: object) -> T:
+    """`make(*args)`, which takes time in proportion to the body: of a large one in the thread, which clients take in
+    turn; one that nobody waits for any more has it until it is done."""
+    if not request[_IS_LARGE]:
+        return make(*args)
     client, turns = client_of(request), request.app[STATE].parsing
     await turns.take(client)
     begun_s = time.monotonic()
-    parsing = asyncio.get_running_loop().run_in_executor(_parser, parse_request, body, kind)
+    making = asyncio.get_running_loop().run_in_executor(_parser, make, *args)
 
-    def end(done: asyncio.Future[R]) -> None:
+    def end(done: asyncio.Future[T]) -> None:
         turns.give_back(client, time.monotonic() - begun_s)
         if not done.cancelled():
             done.exception()  # which may be nobody's any more
 
-    parsing.add_done_callback(end)
-    await asyncio.wait([parsing])
-    return parsing.result()
+    making.add_done_callback(end)
+    await asyncio.wait([making])
+    return making.result()
 
 
 async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:

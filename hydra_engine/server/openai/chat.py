@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.server.generate import ChunkAnswer, Identity, call_of, offered, read_generation, respond, thinking_of
+from hydra_engine.server.http.body import made_of_body
 from hydra_engine.server.protocol.chat import (
     AssistantMessage,
     CallDelta,
@@ -35,7 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ChatCompletionRequest, "chatcmpl-")
     use = offered(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    messages = chat_messages(body.messages)
+    messages = await made_of_body(request, chat_messages, body.messages)
     template, thinking = await thinking_of(request, body.template(use), messages, body.wish)
     call = call_of(request, body, thinking.sampling(sampling))
     call = replace(call, template=template, pixels=body.pixels, messages=messages)

@@ -17,6 +17,7 @@ from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import HydraError
 from hydra_engine.server.generate import Answer, Identity, call_of, offered, read_generation, respond, thinking_of
+from hydra_engine.server.http.body import made_of_body
 from hydra_engine.server.http.encoding import Slices, json_event
 from hydra_engine.server.http.errors import FAILURE, error_body
 from hydra_engine.server.protocol import response_events as events
@@ -49,7 +50,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ResponsesRequest, "resp_")
     use = offered(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    messages = body.chat_messages()
+    messages = await made_of_body(request, body.chat_messages)
     options = TemplateOptions(use.shown, body.chat_template_kwargs or {})
     template, thinking = await thinking_of(request, options, messages, body.wish)
     call = replace(

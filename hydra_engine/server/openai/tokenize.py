@@ -8,7 +8,7 @@ from hydra_engine.core.call import GenerationCall
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.auth import cache_salt
-from hydra_engine.server.http.body import read_request
+from hydra_engine.server.http.body import made_of_body, read_request
 from hydra_engine.server.protocol.chat import chat_messages, goes_on, plain_tools, template_options
 from hydra_engine.server.protocol.pixels import pixel_budget
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
@@ -23,7 +23,7 @@ async def tokenize(request: web.Request) -> web.Response:
         raise InvalidRequest("give either prompt or messages", param="prompt")
     call = GenerationCall(
         prompt=body.prompt,
-        messages=chat_messages(body.messages or ()),
+        messages=await made_of_body(request, chat_messages, body.messages or ()),
         raw=True,
         cache_salt=cache_salt(request, None),
         client=client_of(request),

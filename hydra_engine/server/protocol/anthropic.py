@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from hydra_engine.core.call import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, MediaPart, Role, TextPart, ToolCall
+from hydra_engine.core.call import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, MediaPart, PastCalls, Role, TextPart
 from hydra_engine.core.prompting import MAX_TOOLS, TemplateOptions
 from hydra_engine.core.request import MAX_STOPS, SamplingParams
 from hydra_engine.errors import InvalidRequest
@@ -203,10 +203,11 @@ def _function(tool: InputTool, where: str) -> GivenFunction:
 def conversation(messages: Sequence[InputMessage], system: System | None) -> tuple[ChatMessage, ...]:
     """Turns of the same role that follow each other are one."""
     turns: list[ChatMessage] = []
+    past = PastCalls()
     if system:
         turns.append(ChatMessage("system", content_of(system, "system", _part), "system"))
     for index, message in enumerate(messages):
-        for turn in _turns(message, f"messages[{index}]"):
+        for turn in _turns(message, f"messages[{index}]", past):
             if turns and turns[-1].role == turn.role != "tool":
                 turns[-1] = _joined(turns[-1], turn)
             else:
@@ -225,7 +226,7 @@ def template_of(body: MessagesRequest | CountTokensRequest, use: ToolUse) -> Tem
     return TemplateOptions(use.shown, body.chat_template_kwargs or {}, not goes_on, goes_on)
 
 
-def _turns(message: InputMessage, where: str) -> Iterator[ChatMessage]:
+def _turns(message: InputMessage, where: str, past: PastCalls) -> Iterator[ChatMessage]:
     """The turns of a message: one for a text, else one for each block."""
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content, where)
@@ -233,14 +234,14 @@ def _turns(message: InputMessage, where: str) -> Iterator[ChatMessage]:
     if not message.content:
         yield ChatMessage(message.role, (), where)  # which is refused
     for index, block in enumerate(message.content):
-        yield _turn(block, message.role, where, f"{where}.content[{index}]")
+        yield _turn(block, message.role, where, f"{where}.content[{index}]", past)
 
 
-def _turn(block: Block, role: Role, message: str, where: str) -> ChatMessage:
+def _turn(block: Block, role: Role, message: str, where: str, past: PastCalls) -> ChatMessage:
     match block:
         case ToolUseBlock(id=id, name=name, input=arguments):
             _check_role(role, "assistant", "tool_use", where)
-            return ChatMessage(role, "", message, tool_calls=(ToolCall(name, arguments, id, f"{where}.input"),))
+            return ChatMessage(role, "", message, tool_calls=(past.add(name, arguments, id, f"{where}.input"),))
         case ToolResultBlock(tool_use_id=id, content=content, is_error=is_error):
             _check_role(role, "user", "tool_result", where)
             if is_error:  # chat templates have no place for it; the content says what went wrong

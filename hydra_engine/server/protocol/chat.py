@@ -213,10 +213,11 @@ def goes_on(messages: Sequence[Message], continue_final_message: bool | None) ->
 
 
 def chat_messages(messages: Sequence[Message]) -> tuple[call.ChatMessage, ...]:
-    return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    past = call.PastCalls()
+    return tuple(_chat_message(message, f"messages[{index}]", past) for index, message in enumerate(messages))
 
 
-def _chat_message(message: Message, where: str) -> call.ChatMessage:
+def _chat_message(message: Message, where: str, past: call.PastCalls) -> call.ChatMessage:
     role = _ROLES[message.role]
     if message.content is None and role != "assistant":
         raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
@@ -224,13 +225,11 @@ def _chat_message(message: Message, where: str) -> call.ChatMessage:
         raise InvalidRequest(f"{where} has content and a refusal; send one of them", param=f"{where}.refusal")
     content = message.refusal if message.refusal else "" if message.content is None else message.content
     calls = [
-        call.ToolCall(
-            past.function.name, past.function.arguments, past.id, f"{where}.tool_calls[{index}].function.arguments"
-        )
-        for index, past in enumerate(message.tool_calls or ())
+        past.add(one.function.name, one.function.arguments, one.id, f"{where}.tool_calls[{index}].function.arguments")
+        for index, one in enumerate(message.tool_calls or ())
     ]
     if (older := message.function_call) is not None:
-        calls.append(call.ToolCall(older.name, older.arguments, None, f"{where}.function_call.arguments"))
+        calls.append(past.add(older.name, older.arguments, None, f"{where}.function_call.arguments"))
     return call.ChatMessage(
         role,
         content_of(content, f"{where}.content", chat_part),

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from hydra_engine.core.call import MAX_PARTS, ChatMessage, ImagePart, TextPart, ToolCall
+from hydra_engine.core.call import MAX_PARTS, ChatMessage, ImagePart, PastCalls, TextPart
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.protocol.chat_parts import ImageDetail, detail_of
 from hydra_engine.server.protocol.fields import (
@@ -85,8 +85,9 @@ class InputItem(msgspec.Struct, frozen=True):
 
 def turns_of(items: Sequence[InputItem]) -> tuple[ChatMessage, ...]:
     turns: list[ChatMessage] = []
+    past = PastCalls()
     for index, item in enumerate(items):
-        turn = _chat_message(item, f"input[{index}]")
+        turn = _chat_message(item, f"input[{index}]", past)
         if turn is None:
             continue
         if turns and (joined := _joined(turns[-1], turn, item.type)) is not None:
@@ -112,7 +113,7 @@ def _joined(turn: ChatMessage, more: ChatMessage, kind: str) -> ChatMessage | No
     return None
 
 
-def _chat_message(item: InputItem, where: str) -> ChatMessage | None:
+def _chat_message(item: InputItem, where: str, past: PastCalls) -> ChatMessage | None:
     """None: reasoning that cannot be read."""
     match item.type:
         case "message":
@@ -121,7 +122,7 @@ def _chat_message(item: InputItem, where: str) -> ChatMessage | None:
         case "function_call":
             name = required(item.name, f"{where}.name")
             call_id = required(item.call_id, f"{where}.call_id")
-            calls = (ToolCall(name, item.arguments, call_id, f"{where}.arguments"),)
+            calls = (past.add(name, item.arguments, call_id, f"{where}.arguments"),)
             return ChatMessage("assistant", "", where, tool_calls=calls)
         case "function_call_output":
             call_id = required(item.call_id, f"{where}.call_id")
