@@ -119,8 +119,8 @@ class MediaFetcher:
             raise MediaFetchFailed(f"the {kind}'s host redirects to a malformed URL") from error
 
     async def _ask(self, get: Get, fetching: _Fetching) -> tuple[list[bytes], Ended]:
-        """Once more, where the child was lost."""
-        for _ in range(2):
+        """Once more, where the child was lost. What a lost child has taken of the time is not the host's fault."""
+        for lost in (False, True):
             body: list[bytes] = []
             fetching.lease.release()
 
@@ -133,9 +133,11 @@ class MediaFetcher:
                 async with fetching.waiting():
                     await self._process.wait_until_ready()
                 with fetching.working() as left_s:
-                    return body, await self._process.get(get, left_s, take)
+                    ended = await self._process.get(get, left_s, take)
             except ChildLost:
                 continue
+            if not (lost and ended.why == "stopped"):
+                return body, ended
         raise Unavailable(f"the process that fetches {fetching.kind}s was stopped or killed; try again later")
 
     @asynccontextmanager

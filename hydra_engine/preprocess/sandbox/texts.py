@@ -88,7 +88,7 @@ class SandboxedTexts:
         self, model_dir: Path, spec: TextSpec, chat_template_path: str | None = None, command: Sequence[str] = _COMMAND
     ) -> None:
         self._model_dir = model_dir
-        setup = Setup(str(model_dir), spec, chat_template_path)
+        setup = Setup(str(model_dir), spec, None if chat_template_path is None else str(chat_template_path))
         self._short, self._long = (_Lane(length, setup, command) for length in ("short", "long"))
 
     async def start(self) -> Tokenizer:
