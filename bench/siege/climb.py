@@ -98,8 +98,9 @@ async def climb(stage: Stage) -> list[Finding]:
         path, body = request(point, chat=chat)
         began = time.monotonic()
         answer = await stage.alice.post(path, body)
-        found_ms = (await stage.server.state())["lag_ms"]
-        wrong = oracles.theirs([answer]) + oracles.lag(found_ms)
+        state = await stage.server.state()
+        found_ms = state["lag_ms"]
+        wrong = oracles.theirs([answer]) + oracles.lag(found_ms, state["reference_ms"])
         if wrong:
             stage.found = {"chat": int(chat), **point}
             return wrong

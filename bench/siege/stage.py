@@ -144,7 +144,7 @@ class Stage:
             state = await self.server.state()
         except (TimeoutError, OSError, ValueError) as error:
             return [*findings, Finding("lag", f"the loop does not answer: {type(error).__name__}")]
-        findings += oracles.lag(state["lag_ms"])
+        findings += oracles.lag(state["lag_ms"], state["reference_ms"])
         findings += oracles.turn(map(tuple, state["events"]), self._tenants["bob"], ())
         findings += await oracles.footprint(self.server, before, log_before, growth_mib=case.growth_mib)
         findings += oracles.written(self.server)

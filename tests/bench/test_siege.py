@@ -67,8 +67,9 @@ def test_a_stream_is_right_to_the_byte_to_the_end_and_in_time() -> None:
 
 
 def test_a_turn_of_the_loop_is_short() -> None:
-    assert oracles.lag(20.0) == []
-    assert oracles.lag(400.0)
+    assert oracles.lag(20.0, oracles.REFERENCE_MS) == []
+    assert oracles.lag(400.0, oracles.REFERENCE_MS) and oracles.lag(101.0, oracles.REFERENCE_MS / 2)
+    assert oracles.lag(400.0, 5 * oracles.REFERENCE_MS) == [], "a machine that is five times as slow"
 
 
 def test_pieces_of_the_long_form_add_up(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ async def twelve_twice(stage: Stage) -> list[Finding]:
         findings += oracles.theirs([await other for other in others])
     async with beside((stage.alice.post(CHAT, body) for body in bodies), 0.3):
         answer = await stage.bob.post(CHAT, _quick(stage.rng))
-    return list(dict.fromkeys(findings)) + _is_200(answer) + await stage.turns("grammar")
+    return list(dict.fromkeys(findings)) + _is_200(answer) + await stage.turns("front: grammars", "instance")
 
 
 async def own_grammar(stage: Stage) -> list[Finding]:
@@ -53,7 +53,7 @@ async def own_grammar(stage: Stage) -> list[Finding]:
 
 def _quick(rng: random.Random) -> dict[str, Any]:
     body = {"model": "demo", "max_tokens": 6, "messages": [{"role": "user", "content": "x"}]}
-    return body | {"guided_regex": f"[a-z]{{{rng.randrange(3, 9)}}}[0-9]"}
+    return body | {"guided_regex": f"[a-z]{{3}}[0-9]|{rng.getrandbits(64):x}"}  # which nobody has had before
 
 
 def _is_200(answer: Answer) -> list[Finding]:
