@@ -61,13 +61,14 @@ def _is_200(answer: Answer) -> list[Finding]:
 
 
 async def private(stage: Stage) -> list[Finding]:
-    """What alice has had checked is checked again for bob, or its time would tell."""
-    [body] = slow_ones(stage.rng, 1)
+    """What alice has had checked and compiled is checked and compiled again for bob, or its time would tell. A small
+    one, which instances keep."""
+    body = _quick(stage.rng)
     first = await stage.alice.post(CHAT, body)
     again = await stage.alice.post(CHAT, body)
     await stage.begin()
     second = await stage.bob.post(CHAT, body)
-    seen = await stage.turns("grammar")
+    seen = await stage.turns("front: grammars", "instance")
     return oracles.theirs([first, again, second]) + [Finding("walls", finding.value) for finding in seen]
 
 
