@@ -252,7 +252,7 @@ def _gguf_files() -> dict[str, HostileFolder]:
 
 
 def _loops() -> str:
-    return "{%- for a in range(99999) -%}" * 4 + "x" + "{%- endfor -%}" * 4
+    return "{%- for a in range(99999) -%}" * 4 + "{%- set x = a -%}" + "{%- endfor -%}" * 4  # and no text
 
 
 _COSTLY = {

@@ -22,17 +22,20 @@ MAX_SECONDS = 60.0  # of wall time on a busy machine; nothing takes more than a 
 MAX_BYTES = GIB  # of one process
 REFUSED = (3, 4)
 SAID = "said: "
+WAITED = "did not answer in time"  # of a child that only its parent's patience has ended
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: of the process, None where it did not end. `peak`: bytes of its largest process."""
+    """`status`: of the process, None where it did not end. `peak`: bytes of its largest process. `waited`: a child took
+    what it liked until its parent had enough."""
 
     status: int | None
     sentence: str
     seconds: float
     peak: int
     canary: bool
+    waited: bool
 
     def problem(self, folder: HostileFolder) -> str | None:
         """None where all is well."""
@@ -40,6 +43,8 @@ class Outcome:
             return f"it hangs, after {self.sentence!r}"
         if self.canary:
             return "the canary was touched"
+        if self.waited:
+            return "a child has no limit of its own"
         if self.peak > MAX_BYTES:
             return f"it took {self.peak >> 20} MiB"
         allowed = REFUSED if folder.words is None else (0,)
@@ -58,7 +63,7 @@ def opened(folder: HostileFolder, miniature: Path, place: Path) -> Outcome:
     begun = time.monotonic()
     read, write = os.pipe()
     process = subprocess.Popen(
-        command, cwd=place, env=variables, stdin=subprocess.DEVNULL, stdout=write, start_new_session=True
+        command, cwd=place, env=variables, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
     )
     os.close(write)
     status: int | None = None
@@ -71,7 +76,8 @@ def opened(folder: HostileFolder, miniature: Path, place: Path) -> Outcome:
         lines = output.read().splitlines()
     sentence = next((line.removeprefix(SAID) for line in lines if line.startswith(SAID)), "")
     peak = next((int(line.removeprefix("peak: ")) for line in lines if line.startswith("peak: ")), 0)
-    return Outcome(status, sentence, time.monotonic() - begun, peak, (place / "canary").exists())
+    waited = any(WAITED in line for line in lines)
+    return Outcome(status, sentence, time.monotonic() - begun, peak, (place / "canary").exists(), waited)
 
 
 def main(names: Sequence[str] | None = None) -> None:
