@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(number: int, _frame: object) -> NoReturn:
-    """Before there is anything to drain. A second signal ends at once."""
+    """Ends the process before there is anything to drain. A second signal ends it at once."""
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(0)
 

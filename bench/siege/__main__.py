@@ -48,7 +48,7 @@ class Campaign:
             self.stage.close()
 
     async def _group(self, group: str, cases: list[Case], point: dict[str, Any]) -> None:
-        """What comes first always runs, the others while there is time; those that are many take turns by the seed."""
+        """Runs the first cases, and the others while there is time; of many, those that the seed draws."""
         began, failed, num_run = time.monotonic(), Counter[str](), 0
         budget_s = SECONDS[group] * self._scale
         self.stage.seconds = budget_s
@@ -104,7 +104,7 @@ def _row(group: str, num_cases: int, seconds: float, failed: Counter[str]) -> st
 
 
 def _ordered(cases: list[Case], seed: str) -> list[Case]:
-    """Where there are more than always run, some in any case, and the others in an order by the seed."""
+    """Puts some cases first, which always run, and the others behind them in an order by the seed."""
     if len(cases) <= _LEAST:
         return cases
     first, rest = cases[:_FIRST], cases[_FIRST:]

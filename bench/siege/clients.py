@@ -29,7 +29,7 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """Of an error."""
+        """The code of an error."""
         with contextlib.suppress(ValueError, TypeError, KeyError):
             code: str | None = json.loads(self.body)["error"]["code"]
             return code

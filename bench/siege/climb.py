@@ -83,7 +83,7 @@ def _changed(point: Mapping[str, int], rng: random.Random, *, chat: bool) -> dic
 
 
 async def climb(stage: Stage) -> list[Finding]:
-    """With `stage.point` that point alone."""
+    """Climbs for as long as the group may; with `stage.point` tries that point alone."""
     rng, findings, deadline = stage.rng, [], time.monotonic() + stage.seconds
     if stage.point:
         point = dict(stage.point)

@@ -49,7 +49,7 @@ def case_of(name: str) -> str:
 
 
 def apply(name: str, root: Path, *, check: bool = False) -> None:
-    """With `check` only whether it can be. Raises ControlError."""
+    """Applies the patch, with `check` only tries whether it can be. Raises ControlError."""
     command = ["git", "apply", *["--check"] * check, str(FOLDER / f"{name}.patch")]
     environment = dict(os.environ, GIT_CEILING_DIRECTORIES=str(root.parent))
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)

@@ -362,7 +362,7 @@ def _long_token(folder: Path) -> None:
 
 
 def hostile_folders() -> dict[str, HostileFolder]:
-    """By name."""
+    """All folders by name."""
     return {
         **_files(),
         **_json(),

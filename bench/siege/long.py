@@ -32,7 +32,7 @@ TOPOLOGIES = (
 
 @dataclass
 class Tally:
-    """Of all pieces together."""
+    """The sums over all pieces."""
 
     seconds: float = 0.0
     pieces: int = 0

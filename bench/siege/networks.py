@@ -29,7 +29,7 @@ _START_S = 30.0
 
 
 def count_as_public() -> None:
-    """In this process, the addresses of `NETWORK`, whoever does not own them."""
+    """Lets this process take the addresses of `NETWORK` for public ones."""
     from hydra_engine.preprocess.media import fetch, sources
 
     real = sources.is_public

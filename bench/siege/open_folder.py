@@ -54,7 +54,7 @@ class Outcome:
 
 
 def opened(folder: HostileFolder, miniature: Path, place: Path) -> Outcome:
-    """What comes of it. `place` is an empty folder, that of the canary."""
+    """Opens the folder and tells what came of it. `place` is an empty folder, that of the canary."""
     model = place / "model"
     shutil.copytree(miniature, model)
     folder.change(model)
@@ -106,8 +106,7 @@ def main(names: Sequence[str] | None = None) -> None:
 
 
 def _open(model: str, words: str | None) -> int:
-    """In the process of its own: an engine, and where there are `words` a chat that must fail between two that must
-    not."""
+    """Starts an engine here; where there are `words`, tries a chat that must fail between two that must not."""
     from hydra_engine import Engine
     from hydra_engine.errors import RequestError
 

@@ -184,7 +184,7 @@ async def _held(server: Server) -> list[str]:
 
 
 async def ends(pids: Iterable[int], told_at_cpu_s: dict[int, float], *, cpu_s: float = ENDS_CPU_S) -> list[Finding]:
-    """After they were told to end. `told_at_cpu_s`: what they had used then."""
+    """Waits for processes that were told to end. `told_at_cpu_s`: the seconds that each had used then."""
     left, deadline = set(pids), time.monotonic() + ENDS_S
     while True:
         left = {pid for pid in left if processes.is_running(pid)}

@@ -16,7 +16,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 
 
 def adopt_orphans() -> None:
-    """From now on processes whose parent has died are children of this one, so that none is lost sight of."""
+    """Adopts processes whose parent has died from now on, so that none is lost sight of."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -76,7 +76,7 @@ def is_running(pid: int) -> bool:
 
 
 def cpu_s(pid: int) -> float:
-    """Of all its threads, those that have ended too; 0 where it is gone."""
+    """Seconds of all its threads, ended ones included; 0 where it is gone."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:

@@ -131,7 +131,7 @@ class Server:
     # ---- its end
 
     def end(self) -> int:
-        """By SIGTERM; its exit code. Raises subprocess.TimeoutExpired."""
+        """Ends it by SIGTERM and returns its exit code. Raises subprocess.TimeoutExpired."""
         processes.send(self.pid, signal.SIGTERM)
         try:
             return self.process.wait(END_S)

@@ -67,7 +67,7 @@ def _work_s() -> float:
 
 
 def cap_children(seconds: float) -> None:
-    """Nobody waits longer than this for a child that was stopped: a case has half a minute."""
+    """Bounds the wait for a child that was stopped: a case has half a minute."""
     run = ChildHost.run
 
     def shorter(host: Any, job: object, allowed_s: float, *rest: Any) -> Any:
@@ -80,7 +80,7 @@ def watched(
     build: Callable[..., web.Application], ticker: Ticker, turns: turn_log.Log
 ) -> Callable[..., web.Application]:
     async def show(request: web.Request) -> web.Response:
-        """With `?reset=1` what is counted begins anew."""
+        """Shows what has been counted; with `?reset=1` counting begins anew."""
         shown = {
             "client": client_of(request),
             "lag_ms": round(ticker.longest_s * 1e3, 2),

@@ -118,11 +118,11 @@ class Stage:
         return streamed, self._golden[index]
 
     async def begin(self) -> None:
-        """What is counted begins anew."""
+        """Begins to count anew."""
         await self.server.state(reset=True)
 
     async def turns(self, *queues: str) -> list[Finding]:
-        """Of bob, since `begin`, in all queues; `queues`: those that he must have gone through."""
+        """Judges the turns of bob since `begin`, in all queues; `queues`: those that he must have gone through."""
         state = await self.server.state()
         return oracles.turn(map(tuple, state["events"]), self._tenants["bob"], queues)
 

@@ -40,14 +40,14 @@ def watch(note: Callable[[Event], object], where: str) -> None:
 
 
 def watch_to_file() -> None:
-    """In an instance: one line for each event, to a file of its own in the folder."""
+    """Writes one line for each event of this instance to a file of its own in the folder."""
     path = Path(os.environ[FOLDER]) / f"{os.getpid()}.turns"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     watch(lambda event: os.write(descriptor, json.dumps(event).encode() + b"\n"), f"instance {os.getpid()}")
 
 
 class Log:
-    """Of the front, in memory, and of its instances, from their files."""
+    """Events of the front, in memory, and of its instances, from their files."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)

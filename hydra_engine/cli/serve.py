@@ -57,7 +57,7 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """As many open files as the system lets this process have; what it starts inherits that."""
+    """Raises the limit of open files as far as the system allows; what this process starts inherits it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

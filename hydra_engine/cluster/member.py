@@ -43,7 +43,7 @@ PACE = Pace()
 
 
 class Waits(NamedTuple):
-    """Before the next start of an instance, in seconds."""
+    """Seconds before the next start of an instance."""
 
     usual_s: float
     needed_s: float  # while no other instance serves what it does: only starts that fail make this one longer
@@ -133,7 +133,7 @@ class StartProgress:
         return True
 
     def problem(self, now: float, status: ProcessStatus | None) -> str | None:
-        """What follows its name in a sentence, once it has to be killed."""
+        """The reason to kill it, as it follows a name in a sentence."""
         if status is None:
             return None
         if not status.is_stopped and (status.is_ready or status.cpu_s != self._cpu_s):

@@ -158,7 +158,7 @@ def decode_to_instance(body: bytes | memoryview) -> Start | Alike | ToInstance:
 
 
 def messages_to_instance(bodies: Iterable[bytes]) -> list[ToInstance]:
-    """What `encode_to_instance` was given; a `Start` is passed over."""
+    """The messages that `encode_to_instance` was given; a `Start` is passed over."""
     messages: list[ToInstance] = []
     for message in map(decode_to_instance, bodies):
         if isinstance(message, Alike):

@@ -88,7 +88,7 @@ class ToolCall:
 
 
 def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mapping[str, Any] | str, int]:
-    """And how many values they hold, as far as that was looked at."""
+    """Parsed arguments, and how many values they hold as far as that was looked at."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}, 0
     if isinstance(value, Mapping):

@@ -48,7 +48,7 @@ def read_file(folder: Path, name: str) -> bytes | None:
 
 
 def read_text(folder: Path, name: str) -> str | None:
-    """The same as text."""
+    """All of a small file as text; None where there is none."""
     data = read_file(folder, name)
     try:
         return None if data is None else data.decode()
@@ -57,7 +57,7 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def check_small_files(folder: Path) -> None:
-    """Before somebody else opens them: raises where `read_file` would, for all small files of the folder."""
+    """Raises where `read_file` would, for all small files of the folder, before somebody else opens them."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_SMALL)]
     for name in (*sorted(names), *template_names(folder)):
         if (file := _open_small(folder, name, _most_bytes(name))) is not None:
@@ -65,7 +65,7 @@ def check_small_files(folder: Path) -> None:
 
 
 def template_names(folder: Path) -> list[str]:
-    """Of the chat templates beside the first one."""
+    """Names of the chat templates beside the first one."""
     try:
         names = sorted(os.listdir(folder / _TEMPLATES))
     except (FileNotFoundError, NotADirectoryError):

@@ -253,7 +253,7 @@ class StagingResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadyResult:
-    """What a request was held for is there; `error`: or never will be."""
+    """Tells that what a request was held for is there, or with `error` that it never will be."""
 
     request_id: RequestId
     error: ErrorInfo | None = None

@@ -109,7 +109,7 @@ class SamplingParams:
             )
 
     def of_one(self, *, scores_prompt: bool) -> SamplingParams:
-        """What one of several answers is sampled with."""
+        """The parameters of one of several answers."""
         one = copy(self)  # whose fields are checked
         object.__setattr__(one, "n", 1)
         if not scores_prompt:

@@ -75,7 +75,7 @@ class Preprocessor:
         loader: MediaLoader | None = None,
         texts: Texts | None = None,
     ) -> None:
-        """Without `texts` they are read in this process."""
+        """Reads texts in this process where there are no `texts`."""
         self.tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len

@@ -29,7 +29,7 @@ def _head(key: str) -> bytes:
 
 
 async def _pour(port: int, head: bytes, data: bytes, seconds: float) -> None:
-    """As much as is taken; what comes back is read and forgotten. Connections that end are opened again."""
+    """Sends as much as is taken, and reads and forgets what comes back. Connections that end are opened again."""
     deadline = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < deadline:
         with contextlib.suppress(OSError, TimeoutError):

@@ -106,7 +106,7 @@ class FairQueue(Generic[J]):
                 self._wait(client, state)
 
     def _next(self, may_begin: Callable[[str], bool]) -> str | None:
-        """Nobody begins twice while one waits that may begin."""
+        """The client to begin: nobody begins twice while one waits that may begin."""
         now, since, best, least_s = self._clock(), None, None, 0.0
         for client, state in self._waiting.items():
             if not may_begin(client):
@@ -202,7 +202,7 @@ class Turns:
             raise
 
     def give_back(self, client: str, used_s: float) -> None:
-        """What was taken, after so much time of whatever is scarce."""
+        """Gives a place back, after so many seconds of use."""
         self._queue.end(client, used_s)
         self._num_free += 1
         self._give_out()

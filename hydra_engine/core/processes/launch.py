@@ -25,7 +25,7 @@ def command(module: str) -> tuple[str, ...]:
 
 
 def parent_variable() -> dict[str, str]:
-    """What a child of this process has in its environment."""
+    """The variable that a child of this process has in its environment."""
     return {PARENT: str(os.getpid())}
 
 

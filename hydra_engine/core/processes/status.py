@@ -38,7 +38,7 @@ def process_status(pid: int) -> ProcessStatus | None:
 
 
 def _fields(stat: Path) -> list[str] | None:
-    """From the state on; the name before it may be anything."""
+    """The fields from the state on; the name before it may be anything."""
     try:
         return stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -163,8 +163,8 @@ class Instances(dict[str, InstanceLoad]):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """What is sent inside leaves at the end, all that goes to one instance at once: what requests have in common
-        then travels once."""
+        """Holds back what is sent inside, and sends all that goes to one instance together: what requests have in
+        common then travels once."""
         if self._gathered is not None:
             yield
             return

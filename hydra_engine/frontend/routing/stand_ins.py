@@ -47,7 +47,7 @@ class StandIns:
         return any(took)
 
     def end(self) -> None:
-        """Nobody stands in any more."""
+        """Ends all stand-ins."""
         for name, own in self._own.items():
             self._instances[name].role = own
             self._set_role(name, own)

@@ -120,7 +120,7 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _check_counts(section: Fields) -> None:
-    """Before transformers builds lists, and then modules, of what is counted."""
+    """Checks counts before transformers builds lists, and then modules, by them."""
     for name, value in section.values.items():
         if isinstance(value, dict):
             _check_counts(Fields(value, f"{name[:40]} of {section.where}"))

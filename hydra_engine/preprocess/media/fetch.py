@@ -119,7 +119,7 @@ class MediaFetcher:
             raise MediaFetchFailed(f"the {kind}'s host redirects to a malformed URL") from error
 
     async def _ask(self, get: Get, fetching: _Fetching) -> tuple[list[bytes], Ended]:
-        """Once more, where the child was lost. What a lost child has taken of the time is not the host's fault."""
+        """Asks the child, and its successor where it was lost. Time that a lost one has taken is no host's fault."""
         for lost in (False, True):
             body: list[bytes] = []
             fetching.lease.release()

@@ -240,7 +240,7 @@ class MediaLoader:
             return await self._finish(item, opened, work)
 
     def _open_in_thread(self, item: _Loading, asker: _Asker, is_alone: bool) -> tuple[Opened, _Work | None]:
-        """What is known already needs no second turn, nor does a request's only one whose turn this is."""
+        """Decodes in this turn what needs no other: what is known already, and a request's only medium."""
         started_s = self._clock.now()
         opened = self._opened_from(item, asker)
         if is_alone and asker.check is not None:
@@ -265,7 +265,7 @@ class MediaLoader:
             return self._pixels.get_or_make(opened.key, opened.make)
 
     def _turns_for(self, opened: Opened) -> Turns | None:
-        """What is decoded one at a time."""
+        """Decodes media that take a turn of their own."""
         if self._processor is not None and opened.kind == "image":
             return self._processing
         return self._large if opened.num_pixels >= _LARGE_PIXELS else None
@@ -292,7 +292,7 @@ def _budget(part: MediaPart, pixels: PixelBudget) -> PixelBudget:
 
 @contextmanager
 def _blaming(part: MediaPart) -> Iterator[None]:
-    """What is wrong with a picture or video names where the request has it."""
+    """Adds to an error of a picture or video where the request has it."""
     try:
         yield
     except InvalidRequest as error:

@@ -49,7 +49,7 @@ class Names:
 
 
 async def _system_resolve(host: str, port: int) -> list[str]:
-    """In a thread that the end of this process does not wait for, and whose begin the loop does not wait for either: on
+    """Resolves in a thread that neither the end of this process nor the loop waits for, not even for its begin: on
     a busy machine that takes long."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[list[str]] = loop.create_future()

@@ -100,7 +100,7 @@ class Opener:
         return self._opened("image", image.size, plan, content_of_image(image), pixels, salt, num_bytes)
 
     def _video(self, data: bytes, salt: str) -> Opened:
-        """Nothing of the file is parsed in this process."""
+        """Probes a video in a child; nothing of the file is parsed in this process."""
         info = videos.checked(self._decoders.probe_video(videos.inspected(data, self._limits)), self._limits)
         video = self._vision.plan_video(info)
         job = videos.VideoJob(data, video.frames, video.media.views, self._vision.preprocess.resample)
@@ -160,5 +160,5 @@ class Opener:
 
 
 def _key(digest: bytes, salt: str) -> bytes:
-    """Of what is kept for requests with this salt; a salt needs no bound."""
+    """The key of what is kept for requests with this salt; a salt needs no bound."""
     return hashlib.blake2b(digest + salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()

@@ -97,7 +97,7 @@ class PixelCache:
             return self._known(key)
 
     def get_or_make(self, key: bytes, make: Callable[[], Payloads]) -> Payloads | Future[Payloads]:
-        """What another thread is making is for `made_elsewhere`. What `make` raises reaches everybody who waits for
+        """Leaves what another thread is making to `made_elsewhere`. What `make` raises reaches everybody who waits for
         this key, and the next call makes it again."""
         if self.max_bytes == 0:
             return make()

@@ -130,7 +130,7 @@ def checked_url(text: str, config: MediaConfig, kind: str) -> URL:
 
 
 def redirected(url: URL | None, location: str, config: MediaConfig, kind: str) -> URL:
-    """Where a redirect from `url` leads, checked as what a user names is."""
+    """The target of a redirect from `url`, checked as what a user names is."""
     if len(location) > MAX_URL_CHARS:
         raise InvalidRequest(f"the {kind} URL may have at most {MAX_URL_CHARS} characters")
     authority = _AUTHORITY.match(location.translate(_LEFT_OUT))

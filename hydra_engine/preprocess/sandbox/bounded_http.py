@@ -57,7 +57,7 @@ class Failed(Exception):
 
 
 class Costs:
-    """What one answer has cost, and what it has brought for that."""
+    """Counts what one answer has cost, and what it has brought for that."""
 
     def __init__(self) -> None:
         self.num_reads = 0
@@ -66,7 +66,7 @@ class Costs:
         self._body_bytes = 0
 
     def read(self, num_bytes: int) -> None:
-        """From the wire."""
+        """Counts a read from the wire."""
         self.num_reads += 1
         self._wire_bytes += num_bytes
         if self._wire_bytes > _FREE_BYTES + self._body_bytes + self._body_bytes // 8:

@@ -166,7 +166,7 @@ class ChildHost(Generic[A]):
             self._children.discard(child)
 
     def _on_end(self, child: Child) -> None:
-        """On the child's thread. Whoever uses it notices; a child that nobody uses is forgotten here."""
+        """Forgets a child that ended while nobody used it; whoever uses one notices. On the child's thread."""
         with self._lock:
             if child not in self._idle:
                 return

@@ -165,7 +165,7 @@ class Child:
             raise ChildDied(self.how_it_ended, by_itself=status >= 0 or -status in _OWN_SIGNALS) from error
 
     def kill(self) -> None:
-        """From any thread; whoever waits for an answer gets an error."""
+        """Kills it, from any thread; whoever waits for an answer gets an error."""
         self._process.kill()
         self._process.wait()
 
@@ -190,7 +190,7 @@ class Child:
 
 
 class _Patience:
-    """With a child that has something to do: until a deadline, and less with one that somebody has stopped."""
+    """Bounds the wait for a child that has something to do: by a deadline, and sooner where somebody has stopped it."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         self._pid = pid

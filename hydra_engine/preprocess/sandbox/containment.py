@@ -17,7 +17,7 @@ _CAP_DAC_READ_SEARCH = 1 << 2  # modules that root reads later may belong to oth
 
 
 def give_up_privileges() -> None:
-    """Of root, where it is root. And no process of the same user may read this one's memory, environment or
+    """Gives up those of root, and keeps other processes of the same user from reading this one's memory, environment or
     descriptors, so one child that was taken over does not reach another."""
     if sys.platform != "linux":
         return
@@ -29,7 +29,7 @@ def give_up_privileges() -> None:
 
 
 def forbid_calls(*, network: bool) -> str | None:
-    """Of the system, beside those that the jobs need. Returns why that is not possible here, or None."""
+    """Forbids calls of the system that jobs do not need. Returns why that is not possible here, or None."""
     if sys.platform != "linux":
         return f"there is no filter for {sys.platform}"
     return seccomp.forbid(network=network)

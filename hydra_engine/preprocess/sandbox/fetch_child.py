@@ -37,7 +37,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Nobody waits for that answer any more, which ends at once if it has not."""
+    """Asks to end a fetch that nobody waits for any more."""
 
     number: int
 
@@ -86,7 +86,7 @@ def client_context() -> ssl.SSLContext:
 
 
 async def serve(connection: socket.socket, context: ssl.SSLContext, ready: Ready) -> None:
-    """Until the parent has gone. `connection` keeps messages apart. What nobody expects ends the process."""
+    """Serves until the parent has gone. `connection` keeps messages apart. What nobody expects ends the process."""
     connection.setblocking(False)
     loop, decoder, sending = asyncio.get_running_loop(), msgspec.msgpack.Decoder(ToChild), asyncio.Lock()
     tasks: dict[int, asyncio.Task[None]] = {}

@@ -55,7 +55,7 @@ class _Fetch:
 
 
 class FetchProcess:
-    """For one event loop; its thread has to live as long as the child."""
+    """The fetch child and its parent's end, for one event loop, whose thread has to live as long as the child."""
 
     def __init__(self, answer_seconds: float) -> None:
         """A child that is told to stop a fetch and does not answer for so long is ended."""

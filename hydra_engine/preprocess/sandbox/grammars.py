@@ -84,7 +84,7 @@ class Grammars:
         self._host.close()
 
     def _ask(self, key: bytes, grammar: Grammar) -> Verdict:
-        """In the pool's one thread, so there is one child. A grammar that ended the child is wrong."""
+        """Asks the child, from the pool's one thread, so there is one. A grammar that ended the child is wrong."""
         verdict = self._verdicts.get(key)  # of one that was checked while this one waited
         if verdict is not None:
             return verdict

@@ -71,8 +71,8 @@ class _Program(ctypes.Structure):
 
 
 def forbid(*, network: bool) -> str | None:
-    """From now on and in all threads of this process; with `network` it may make connections. Returns why this kernel
-    cannot, or None."""
+    """Installs the filter in all threads of this process; with `network` it may make connections. Returns why this
+    kernel cannot, or None."""
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         return f"there is no filter for {platform.machine()}"

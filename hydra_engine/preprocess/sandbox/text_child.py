@@ -45,7 +45,7 @@ Method = Literal["encode", "place", "parts", "generation_prompt", "tokenizer"]
 
 
 class Setup(msgspec.Struct):
-    """What the child is started with, as JSON."""
+    """The arguments of the child, as JSON."""
 
     model_dir: str
     spec: TextSpec
@@ -61,7 +61,7 @@ class Job(msgspec.Struct):
 
 
 class Written(msgspec.Struct):
-    """What the method returned: token ids, uint32, a text or the tokenizer. `error`: what is wrong with the request.
+    """The result of a method: token ids, uint32, a text or the tokenizer. `error`: what is wrong with the request.
     `exhausted`: it took more memory than it may."""
 
     ids: list[bytes] = []
@@ -72,7 +72,7 @@ class Written(msgspec.Struct):
 
 
 def cpu_seconds(num_chars: int) -> float:
-    """What one job may take."""
+    """The limit of one job."""
     return CPU_SECONDS + num_chars * CPU_SECONDS_PER_CHAR
 
 

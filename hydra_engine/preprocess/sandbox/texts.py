@@ -44,11 +44,11 @@ class Texts(Protocol):
     async def encode(self, client: str, prompt: Prompt) -> list[int]: ...
 
     async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
-        """With the texts that a model's processor writes around its pictures."""
+        """Token ids with the texts that a model's processor writes around its pictures."""
         ...
 
     async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
-        """Of each text by itself."""
+        """Token ids of each text by itself."""
         ...
 
     async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str: ...
@@ -57,7 +57,7 @@ class Texts(Protocol):
 
 
 class OwnTexts:
-    """In this process, for a model whose files are the caller's own; long prompts in a thread."""
+    """Reads prompts in this process, for a model whose files are the caller's own; long ones in a thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -82,7 +82,7 @@ class OwnTexts:
 
 
 class SandboxedTexts:
-    """In child processes. Owned by one event loop; `start` before anything else."""
+    """Reads prompts in child processes. Owned by one event loop; `start` before anything else."""
 
     def __init__(
         self, model_dir: Path, spec: TextSpec, chat_template_path: str | None = None, command: Sequence[str] = _COMMAND
@@ -168,7 +168,7 @@ class _Lane:
             raise
 
     def run(self, job: Job) -> Written:
-        """Blocking. The next child starts at once where a job has ended its own."""
+        """Runs a job, blocking. The next child starts at once where a job has ended its own."""
         try:
             return self.host.run(job, WAIT_SECONDS + 2 * cpu_seconds(job.num_chars))[0]
         except ChildDied as death:

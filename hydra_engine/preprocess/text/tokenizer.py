@@ -89,7 +89,7 @@ class TokenizerParts(msgspec.Struct):
 
 
 class _Plain(NamedTuple):
-    """As much of transformers' class as `Tokenizer` uses."""
+    """The part of transformers' class that `Tokenizer` uses."""
 
     backend_tokenizer: Backend
     bos_token: str | None
@@ -148,7 +148,7 @@ class Tokenizer:
         return cls(plain, parts.chat_template, _file_of(model_dir), parts.tool_template)
 
     def parts(self) -> TokenizerParts:
-        """What `of_parts` makes the same tokenizer of."""
+        """The parts of which `of_parts` makes the same tokenizer."""
         return TokenizerParts(
             self._backend.to_str(),
             self.bos_token,

@@ -31,7 +31,7 @@ class _File(msgspec.Struct):
 
 
 class _Added(msgspec.Struct, array_like=False):
-    """Of which nothing but the number counts."""
+    """An entry of which nothing but the number counts."""
 
 
 def check_tokenizer_file(data: bytes) -> None:

@@ -18,12 +18,12 @@ _SPAN = ItemPlan(0, 0, 0, 0, 0, (0, 0, 0))
 
 
 def as_json(value: Any) -> bytes:
-    """Of plain JSON, tuples and mappings of all kinds; lone surrogates stay what they are."""
+    """Encodes plain JSON, tuples and mappings of all kinds; lone surrogates stay what they are."""
     return json.dumps(value, default=dict).encode()
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """What `prompt_of` makes the same prompt of."""
+    """The fields of which `prompt_of` makes the same prompt."""
     return {
         "messages": [_message_fields(message) for message in prompt.messages],
         "text": prompt.text,

@@ -113,7 +113,7 @@ class Connection(RequestHandler):
 
     @property
     def _is_held(self) -> bool:
-        """Until requests or parts of a body have been taken nothing more is parsed."""
+        """Parses nothing more until requests or parts of a body have been taken."""
         return self._reading_paused or len(self._messages) >= self._max_msg_queue_size
 
     def _resume_reading_if_drained(self) -> None:
@@ -140,7 +140,7 @@ class Connection(RequestHandler):
             self._expect_headers()
 
     def _refuse(self, body: StreamReader) -> None:
-        """Nothing more is read of a body that is hardly one, nor of what may come behind it."""
+        """Reads nothing more of a body that is hardly one, nor of what may come behind it."""
         if self._num_answered < self._request_count:  # else the rest is read and dropped
             body.set_exception(
                 InvalidRequest(

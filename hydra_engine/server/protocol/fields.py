@@ -176,7 +176,7 @@ class GenerationFields(StructuredFields, frozen=True, kw_only=True):
 
     @property
     def answer_fields(self) -> str:
-        """What says how many answers are asked for."""
+        """The fields that say how many answers are asked for."""
         return "n"
 
     @property
