@@ -136,7 +136,8 @@ async def stopped_while_it_starts(stage: Stage) -> list[Finding]:
 
 
 async def killed_again(_stage: Stage) -> list[Finding]:
-    """The only one that decodes dies four times: it is started at once every time, for nobody serves meanwhile."""
+    """The only one that decodes dies four times while it serves: it is started at once every time, for nobody serves
+    meanwhile."""
     server = await asyncio.to_thread(Server)
     try:
         await asyncio.to_thread(server.wait_ready)
@@ -146,6 +147,8 @@ async def killed_again(_stage: Stage) -> list[Finding]:
             processes.send(pid, signal.SIGKILL)
             pid = await _successor(server, pid)
             gaps_s.append(time.monotonic() - began)
+            if not await server.wait_whole(90):
+                return [Finding("ends", "the instance has not come back")]
         if gaps_s[-1] > 2.0 + 3 * gaps_s[0]:
             told = ", ".join(f"{gap:.1f}" for gap in gaps_s)
             return [Finding("ends", f"seconds without a process that decodes: {told}")]
