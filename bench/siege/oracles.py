@@ -27,7 +27,8 @@ MAX_OTHERS_CPU_S = 0.3  # between two tokens: less than half of a grammar that i
 MAX_BEGUN = 2
 MAX_GROWTH_MIB = 64.0
 MAX_LOG_BYTES = 64 << 10
-MAX_THREADS = 48  # of the front, whose pools of bounded size fill up in their own time
+# Pools of bounded size fill up in their own time: so many threads of the front and of an instance are no growth.
+MAX_THREADS, INSTANCE_THREADS = 48, 16
 MORE_DESCRIPTORS = 6  # of the front: sandboxed children are started when they are needed, with a socket and a memfd
 ENDS_CPU_S = 1.0  # of those that are left, since they were told
 ENDS_S = 20.0  # on a machine that does much else
@@ -122,7 +123,7 @@ class Footprint:
         return cls(
             processes.num_entries(pid, "fd"),
             processes.num_memfds(pid),
-            max(threads, MAX_THREADS) if front else threads,
+            max(threads, MAX_THREADS if front else INSTANCE_THREADS),
             processes.resident_mib(pid),
         )
 
