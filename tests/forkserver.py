@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXEC_VARIABLE = "HYDRA_TESTS_EXEC"
 _MODULES = ("hydra_engine", "hydra_engine.cluster.process")
 _FOLDERS = ("tests.", "bench.")
+_SANDBOXED = ("hydra_engine.preprocess.sandbox.text_child", "hydra_engine.preprocess.sandbox.fetch_child")
 _LAST = ("hydra_engine.",)  # these start none that the server could fork
 _IMPORTED = (
     "torch",
@@ -113,10 +114,11 @@ class Forkserver:
         self._socket.close()
         os.waitpid(self._pid, 0)
 
-    def has(self, environment: dict[str, str]) -> bool:
-        """What was imported under its environment is what would be imported under this one."""
+    def has(self, environment: dict[str, str], *, sandboxed: bool) -> bool:
+        """What was imported under its environment is what would be imported under this one. `sandboxed` children
+        compute nothing with what reads these variables."""
         names = {name for name in {*environment, *self._environment} if name.startswith(_EARLY) and name not in _LATE}
-        names.discard("OMP_WAIT_POLICY")
+        names = set() if sandboxed else names - {"OMP_WAIT_POLICY"}
         known = {str(ROOT), *sys.path, ""}
         return (
             all(environment.get(name) == self._environment.get(name) for name in names)
@@ -158,7 +160,7 @@ def _without_launcher(command: list[str]) -> list[str]:
 def _is_ours(command: list[str]) -> bool:
     if command[:2] != [sys.executable, "-m"] or EXEC_VARIABLE in os.environ:
         return False
-    return command[2] in _MODULES or command[2].startswith(_FOLDERS)
+    return command[2] in (*_MODULES, *_SANDBOXED) or command[2].startswith(_FOLDERS)
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -173,7 +175,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         command = [os.fspath(word) for word in args] if not isinstance(args, str | bytes) else []
         command = _without_launcher(command)
         server = running() if not shell and preexec_fn is None and _is_ours(command) else None
-        if server is None or not server.has(environment):
+        if server is None or not server.has(environment, sandboxed=command[2] in _SANDBOXED):
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *rest
             )  # type: ignore[misc]
@@ -199,12 +201,15 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _internal_poll(self, *arguments: Any, **options: Any) -> Any:
         if self._handle is None:
             return super()._internal_poll(*arguments, **options)  # type: ignore[misc]
-        if self.returncode is None:
-            with self._waitpid_lock:  # type: ignore[attr-defined]
+        lock = self._waitpid_lock  # type: ignore[attr-defined]
+        if self.returncode is None and lock.acquire(False):  # or another thread waits for the end
+            try:
                 if self.returncode is None:
-                    _, status = self._try_wait(os.WNOHANG)
-                    if _:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid:
                         self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                lock.release()
         return self.returncode
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from hydra_engine.preprocess.preprocessor import Prepared, Preprocessor
 from hydra_engine.preprocess.sandbox import fetch_child, fetch_process
 from hydra_engine.preprocess.sandbox.fetch_child import Ready
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
+from tests import forkserver
 from tests.calls import asked
 
 CERTIFICATE = Path(__file__).parent / "tls" / "certificate.pem"  # of pictures.test and 127.0.0.1, signed by itself
@@ -120,6 +121,12 @@ def wrap(backend: Backend) -> PreTrainedTokenizerFast:
         additional_special_tokens=SPECIALS[2:],
         clean_up_tokenization_spaces=False,
     )
+
+
+@pytest.fixture(autouse=True)
+def children_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxed children are what is tested here."""
+    monkeypatch.setenv(forkserver.EXEC_VARIABLE, "1")
 
 
 @pytest.fixture(scope="session")
