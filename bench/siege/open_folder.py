@@ -47,7 +47,7 @@ class Outcome:
             return "a child has no limit of its own"
         if self.peak > MAX_BYTES:
             return f"it took {self.peak >> 20} MiB"
-        allowed = REFUSED if folder.words is None else (0,)
+        allowed = REFUSED if folder.words is None else (0, *REFUSED)  # what costs much may be found before it is asked
         if self.status not in allowed or not self.sentence:
             return f"exit status {self.status}, said {self.sentence!r}"
         return None
