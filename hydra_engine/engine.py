@@ -270,7 +270,7 @@ class Engine(EngineLife):
         return () if self._closed or self._frontend is None else self._frontend.instances()
 
     def activity(self, since: int = 0, limit: int = 100, client: str | None = None) -> Activity:
-        """Where running requests are, and the stages of those that have ended behind the first `since` ones; of all
+        """Places of running requests, and the stages of those that have ended behind the first `since` ones; of all
         clients of a server or of one."""
         return self.frontend.activity(since, limit, client)
 

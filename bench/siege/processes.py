@@ -111,7 +111,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Those of them that were adopted and have ended."""
+    """Reaps adopted processes that have ended."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)

@@ -90,7 +90,7 @@ class Expansion:
 
 
 def _parts(plans: Iterable[Planned]) -> Iterator[tuple[str | ItemPlan, ...]]:
-    """Those of one picture or video after another."""
+    """Texts and spans of one picture or video after another."""
     seen: Counter[str] = Counter()
     for kind, plan in plans:
         yield plan.parts_of(seen[kind])

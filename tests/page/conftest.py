@@ -78,7 +78,7 @@ class Tab:
             self.page.wait_for_timeout(20)
 
     def until(self, happened: Callable[[], bool]) -> None:
-        """Of what happens elsewhere."""
+        """Waits for what happens elsewhere."""
         deadline = time.monotonic() + 40
         while not happened():
             assert time.monotonic() < deadline, "it never happened"

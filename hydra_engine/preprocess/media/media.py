@@ -265,7 +265,7 @@ class MediaLoader:
             return self._pixels.get_or_make(opened.key, opened.make)
 
     def _turns_for(self, opened: Opened) -> Turns | None:
-        """Decodes media that take a turn of their own."""
+        """The turns that decoding it takes besides those of threads, None where it takes no other."""
         if self._processor is not None and opened.kind == "image":
             return self._processing
         return self._large if opened.num_pixels >= _LARGE_PIXELS else None

@@ -72,7 +72,7 @@ class Written(msgspec.Struct):
 
 
 def cpu_seconds(num_chars: int) -> float:
-    """The limit of one job."""
+    """Seconds of CPU time that one job may take."""
     return CPU_SECONDS + num_chars * CPU_SECONDS_PER_CHAR
 
 

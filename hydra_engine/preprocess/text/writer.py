@@ -101,7 +101,7 @@ class Writer:
         return encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
 
     def place(self, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
-        """Those of a prompt into which the texts go that a model's processor writes around its pictures."""
+        """Token ids of a prompt, with the texts that a model's processor writes around its pictures."""
         self.encode(prompt)
         assert self._processor is not None, "models of other kinds take features alone"
         return place_in_text(

@@ -113,7 +113,7 @@ class Connection(RequestHandler):
 
     @property
     def _is_held(self) -> bool:
-        """Parses nothing more until requests or parts of a body have been taken."""
+        """True until requests or parts of a body have been taken: nothing more is parsed before."""
         return self._reading_paused or len(self._messages) >= self._max_msg_queue_size
 
     def _resume_reading_if_drained(self) -> None:
