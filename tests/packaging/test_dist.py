@@ -24,7 +24,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 OBJECTS = Path("build") / f"native-{sysconfig.get_config_var('SOABI')}"
 VERSION = hydra_engine.__version__
 # Their owner is a dependency that always has them.
-BROUGHT_ALONG = {"tokenizers": "transformers", "huggingface_hub": "transformers", "yarl": "aiohttp"}
+BROUGHT_ALONG = {
+    "aiohappyeyeballs": "aiohttp",
+    "huggingface_hub": "transformers",
+    "tokenizers": "transformers",
+    "yarl": "aiohttp",
+}
 
 BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 WHERE = """
