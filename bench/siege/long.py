@@ -1,7 +1,7 @@
 """The long form: mixed traffic under faults for as long as one likes, in pieces that resume and add up.
 
-Each piece of half an hour, or of what is left, has one topology, drawn by the seed, of up to five instances, and a
-server of its own. What it found is added to a file of JSON, so that a run that was ended goes on with its next piece.
+Each piece of three minutes, or of what is left, has one topology of up to five instances and a server of its own; after
+an hour every topology has had its piece, in an order drawn by the seed. What it found is added to a file of JSON, so that a run that was ended goes on with its next piece.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bench.siege.cases.mixed import FAULTS, Traffic, drive
 from bench.siege.oracles import Finding
 from bench.siege.stage import Stage
 
-PIECE_S = 1800.0
-FAULT_EVERY_S = 4.0
+PIECE_S = 180.0
+FAULT_EVERY_S = 2.5
 ROUND_S = 60.0  # of traffic between two looks at what is held and how large it is
 TOPOLOGIES = (
     *("EPD", "EP+D", "ED+P", "E+PD", "2EPD", "E+P+D"),
@@ -101,7 +101,7 @@ def save(path: Path, tally: Tally) -> None:
 async def piece(seed: str, tally: Tally, seconds: float, *, has_networks: bool) -> None:
     """Adds one piece to the tally."""
     rng = random.Random(f"{seed}/{tally.pieces}")
-    topology = rng.choice(TOPOLOGIES)
+    topology = random.Random(seed).sample(TOPOLOGIES, len(TOPOLOGIES))[tally.pieces % len(TOPOLOGIES)]
     stage, began = Stage(seed, has_networks=has_networks, topology=topology), time.monotonic()
     tally.topologies[topology] += 1
     tally.pieces += 1
