@@ -1,7 +1,8 @@
 """The long form: mixed traffic under faults for as long as one likes, in pieces that resume and add up.
 
 Each piece of three minutes, or of what is left, has one topology of up to five instances and a server of its own; after
-an hour every topology has had its piece, in an order drawn by the seed. What it found is added to a file of JSON, so that a run that was ended goes on with its next piece.
+an hour every topology has had its piece, in an order drawn by the seed. What a piece found is added to a file of JSON,
+so that a run that was ended goes on with its next piece.
 """
 
 from __future__ import annotations
