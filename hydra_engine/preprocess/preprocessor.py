@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
 from hydra_engine.core.call import ChatMessage, GenerationCall, Role, TextPart
+from hydra_engine.core.fairness.worker_pool import WorkerPool
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
@@ -24,7 +25,6 @@ from hydra_engine.preprocess.expansion import Expansion
 from hydra_engine.preprocess.media.media import Media, MediaLoader
 from hydra_engine.preprocess.media.names import Resolve
 from hydra_engine.preprocess.placing import place_in_ids, without_texts
-from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.prompt_tokens import PromptTokens
 from hydra_engine.preprocess.sandbox.grammars import Grammars
 from hydra_engine.preprocess.sandbox.texts import MAX_WAITING_TEXTS, OwnTexts, Texts

@@ -64,7 +64,12 @@ def build_app(
 
     app.on_response_prepare.extend((add_headers, cors.add_headers))
     app.cleanup_ctx.append(_watch_loop)
+    app.on_cleanup.append(_end_parsing)
     return app
+
+
+async def _end_parsing(app: web.Application) -> None:
+    app[STATE].parsing.close()
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.fairness.byte_budget import ByteBudget
-from hydra_engine.core.fairness.turns import Turns
+from hydra_engine.core.fairness.worker_pool import WorkerPool
 from hydra_engine.errors import HydraError, RateLimited, RequestAborted, Unavailable
 from hydra_engine.server.port import EnginePort
 from hydra_engine.telemetry.metrics import Metrics
@@ -210,7 +210,10 @@ class ServerState:
         self.lifecycle = Lifecycle()
         self.metrics = Metrics(model_name)
         self.bodies = ByteBudget(config.max_inflight_body_bytes)
-        self.parsing = Turns("large request bodies", num_places=1, max_waiting=MAX_WAITING_BODIES)
+        # One: parsing holds the interpreter's lock, so that more of them would only take more turns from the loop.
+        self.parsing = WorkerPool(
+            "large-bodies", num_workers=1, max_waiting=MAX_WAITING_BODIES, of="large request bodies"
+        )
         self.clients = ClientLimits(config.max_requests_per_client, config.requests_per_minute)
 
 

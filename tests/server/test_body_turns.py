@@ -44,7 +44,7 @@ async def test_nobody_waits_for_all_bodies_of_another_client(serve: Serve, monke
         ) as response:
             return response.status
 
-    turns = served.app[STATE].parsing
+    turns = served.app[STATE].parsing._threads
     alice = [asyncio.create_task(send("alice", number)) for number in range(6)]
     await until(lambda: turns.num_waiting == 5 and len(gate.begun) == 1)
     bob = asyncio.create_task(send("bob", 100))
@@ -60,3 +60,12 @@ async def test_nobody_waits_for_all_bodies_of_another_client(serve: Serve, monke
     assert set(statuses) == {200}
     assert gate.begun.index(100) <= 2 and len(gate.begun) == 7
     assert (turns.num_waiting, turns.num_free) == (0, 1)
+
+
+async def test_the_thread_for_large_bodies_ends_with_the_server(serve: Serve) -> None:
+    served, before = await serve(), set(threading.enumerate())
+    async with served.post("/v1/completions", {"prompt": [1] * 70_000}) as response:
+        assert response.status == 200
+    (parser,) = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("large-bodies")]
+    await served.close()
+    await until(lambda: not parser.is_alive())

@@ -1,7 +1,7 @@
 """What the frontend process does before a request can be routed: template, tokens, decoding and resizing of pictures.
 
-A pool of threads, as `preprocess/pool.py` has one, on the cores of the host. A picture that was decoded lately is not
-decoded again (`--pixel-cache-mib`).
+A pool of threads, as in `core/fairness/worker_pool.py`, on the cores of the host. A picture that was decoded lately is
+not decoded again (`--pixel-cache-mib`).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.call import ImagePart, MediaPart, VideoPart
 from hydra_engine.core.fairness.byte_budget import ByteBudget, Lease
 from hydra_engine.core.fairness.turns import Turns
+from hydra_engine.core.fairness.worker_pool import WorkerPool
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
@@ -31,7 +32,6 @@ from hydra_engine.preprocess.media.names import Resolve
 from hydra_engine.preprocess.media.opening import Frames, Opened, Opener
 from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, made_elsewhere
 from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, naming
-from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 

@@ -12,12 +12,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra_engine.core.fairness.worker_pool import WorkerPool
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import is_installed
 from hydra_engine.guidance.reasons import TOO_COMPLEX
-from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.sandbox.child_host import ChildHost
 from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 from hydra_engine.core.call import Role
+from hydra_engine.core.fairness.worker_pool import WorkerPool
 from hydra_engine.core.processes import launch
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest, RequestFailed, Unavailable
 from hydra_engine.models.specs.base import MediaPlan
-from hydra_engine.preprocess.pool import WorkerPool
 from hydra_engine.preprocess.sandbox.child_host import ChildHost
 from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.text_child import Job, Method, Setup, Written, cpu_seconds, too_much

@@ -5,9 +5,7 @@ together, as a typed struct. Does not know its fields.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -29,8 +27,6 @@ _PACE = 1 / 6  # of the time that a body may take: over so much of it the rate i
 # pictures cost less than a nanosecond a byte.
 _LARGE_BYTES = 1 << 17
 _MANY = ((b'"', 2048), (b",", 4096))
-# One: parsing holds the interpreter's lock, so that more of them would only take more turns from the loop.
-_parser = ThreadPoolExecutor(1, "large-bodies")
 
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -73,19 +69,7 @@ async def made_of_body(request: web.Request, make: Callable[..., T], *args: obje
     turn; one that nobody waits for any more has it until it is done."""
     if not request[_IS_LARGE]:
         return make(*args)
-    client, turns = client_of(request), request.app[STATE].parsing
-    await turns.take(client)
-    begun_s = time.monotonic()
-    making = asyncio.get_running_loop().run_in_executor(_parser, make, *args)
-
-    def end(done: asyncio.Future[T]) -> None:
-        turns.give_back(client, time.monotonic() - begun_s)
-        if not done.cancelled():
-            done.exception()  # which may be nobody's any more
-
-    making.add_done_callback(end)
-    await asyncio.wait([making])
-    return making.result()
+    return await request.app[STATE].parsing.run(client_of(request), make, *args)
 
 
 async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:

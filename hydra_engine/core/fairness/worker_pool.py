@@ -1,7 +1,8 @@
 """A pool of threads for work that must not run on the event loop, which clients take in turn, with a bound on how much
 may wait.
 
-Decoding and tokenising release the interpreter lock for most of their time. Does not know what the work is.
+Decoding and tokenising release the interpreter lock for most of their time; parsing does not. Does not know what the
+work is.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from hydra_engine.core.fairness.worker_pool import WorkerPool
 from hydra_engine.errors import EngineClosed, Unavailable
-from hydra_engine.preprocess.pool import WorkerPool
 
 
 async def until_idle(pool: WorkerPool, num_workers: int) -> None:
