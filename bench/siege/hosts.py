@@ -126,7 +126,7 @@ class Host:
                 writer.write(_HEAD + b"Connection: close\r\n\r\n" + json.dumps(self.counts).encode())
             else:
                 self.counts[path] += 1
-                await _send(writer, ANSWERS.get(path, _good)())
+                await _send(reader, writer, ANSWERS.get(path, _good)())
         with contextlib.suppress(OSError):
             writer.close()
             await writer.wait_closed()
@@ -137,7 +137,7 @@ class Host:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
             await reader.read(1 << 16)
-            await _send(writer, _greeting())
+            await _send(reader, writer, _greeting())
             writer.close()
 
 
@@ -146,7 +146,16 @@ async def _greeting() -> _Pieces:
         yield b"\x16\x03\x03\x00\x01" + bytes([byte])
 
 
-async def _send(writer: asyncio.StreamWriter, pieces: _Pieces) -> None:
+async def _send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pieces: _Pieces) -> None:
+    """All of them, or as many as there are before the client leaves."""
+    both = asyncio.create_task(_write(writer, pieces)), asyncio.create_task(reader.read())
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    for task in both:
+        task.cancel()
+    await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _write(writer: asyncio.StreamWriter, pieces: _Pieces) -> None:
     async for piece in pieces:
         writer.write(piece)
         await writer.drain()

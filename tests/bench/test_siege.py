@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from pathlib import Path
 
 import pytest
 
 from bench.common import ROOT
-from bench.siege import controls, long, oracles
+from bench.siege import controls, hosts, long, oracles
 from bench.siege.__main__ import ALL, choose
 from bench.siege.cases.mixed import Traffic
 from bench.siege.clients import Answer, Streamed
@@ -84,3 +86,23 @@ def test_pieces_of_the_long_form_add_up(tmp_path: Path) -> None:
     told = long.load(tmp_path / "state.json").summary()
     assert (told["compared"], told["requests"], told["wrong"], told["topologies"]) == (6, 18, 2, {"EPD": 2})
     assert told["refused"] == {"503 instance_lost": 4} and not told["clean"]
+
+
+async def test_hosts_end_an_answer_when_its_client_leaves() -> None:
+    host, told = hosts.Host(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context["message"]))
+    server = await asyncio.start_server(host.answer, "127.0.0.1", 0)
+    paths = ("/hold", "/drip", "/chunks", "/segments")
+    async with asyncio.timeout(20):
+        for path in paths:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])
+            writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+            while not host.counts[path]:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            writer.transport.abort()
+        while len(asyncio.all_tasks()) > 1:
+            gc.collect()  # takes a task that nothing could wake any more
+            await asyncio.sleep(0.001)
+    server.close()
+    await server.wait_closed()
+    assert told == []
