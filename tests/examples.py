@@ -10,7 +10,7 @@ from hypothesis import settings
 THOROUGH = "thorough"
 _QUICK_PART = 8  # of so many examples a quick run tries one
 _FEWEST = 4
-_QUICK = 25  # of a property that does not say how many it wants
+_QUICK = 12  # of a property that does not say how many it wants
 
 
 def register_profiles() -> None:

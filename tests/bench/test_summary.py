@@ -163,6 +163,7 @@ def test_the_command_writes_table_and_picture(tmp_path: Path) -> None:
         assert picture.width > 500 and len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20
 
 
+@pytest.mark.slow
 def test_a_picture_takes_the_worst_of_too_many_rows(tmp_path: Path) -> None:
     drawing = pytest.importorskip("bench.summary.drawing", reason="needs matplotlib", exc_type=ImportError)
     rows = [row(f"m decode graph B={n} KV=1", 1.0, 0.5 + n / 1000) for n in range(2, 202)]

@@ -181,6 +181,7 @@ def test_an_answer_that_fails_takes_the_others_with_it(
     assert len(engine.generate("Hello", n=2, **SEEDED).choices) == 2
 
 
+@pytest.mark.slow
 def test_answers_begin_although_the_first_one_s_instance_dies(
     make_engine: EngineFactory, golden: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

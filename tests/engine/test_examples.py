@@ -60,6 +60,7 @@ def test_it_says_what_it_should(
     assert ("3/3" in printed.err) == (name == "captions")
 
 
+@pytest.mark.slow
 async def test_a_fastapi_application_answers_and_shuts_down() -> None:
     app = runpy.run_path(str(EXAMPLES / "fastapi_app.py"), run_name="fastapi_app")["app"]
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))

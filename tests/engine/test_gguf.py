@@ -32,6 +32,7 @@ def test_the_same_answers_as_from_the_directory(make_engine: EngineFactory, tiny
         assert answer.usage == expected.usage
 
 
+@pytest.mark.slow
 def test_internvl_answers_alike_where_its_template_knows_text_only(make_engine: EngineFactory, tmp_path: Path) -> None:
     """As the files of published models have it, which are made from checkpoints without a template for pictures."""
     directory, plain = tmp_path / "origin", tmp_path / "plain"
@@ -48,6 +49,7 @@ def test_internvl_answers_alike_where_its_template_knows_text_only(make_engine: 
         assert answer.usage == expected.usage
 
 
+@pytest.mark.slow
 def test_a_quantised_model_says_the_same_alone_and_among_others(
     make_engine: EngineFactory, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_a_cancelled_request_gives_its_slot_back(make_engine: EngineFactory, hyb
     assert engine.ledger().state_slots_total == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["eng.before_step", "eng.mid_step"])
 def test_a_step_that_raised_is_run_again(
     make_engine: EngineFactory, hybrid_model: Path, golden: list[tuple[int, ...]], monkeypatch: Any, point: str

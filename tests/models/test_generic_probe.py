@@ -200,6 +200,7 @@ def processor_of(directory: Path) -> PictureProcessor:
     return PictureProcessor.of(spec.processor)
 
 
+@pytest.mark.quick("smolvlm")
 @pytest.mark.parametrize("family", ["gemma3", "smolvlm", "idefics3", "llava_phi3"])
 def test_other_processors_take_several(family: str, made: Make) -> None:
     spec = load_spec(made(family), GENERIC)

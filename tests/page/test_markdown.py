@@ -156,6 +156,7 @@ def test_an_answer_looks_the_same_wherever_its_pieces_end(page: Any) -> None:
     assert wrong == [] and num_cases > 1000
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_drawn_ends_with_its_text_and_an_error(page: Any) -> None:
     while_growing, at_the_end = page.evaluate(
         """async () => {

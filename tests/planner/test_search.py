@@ -261,6 +261,7 @@ def test_a_load_is_simulated_once() -> None:
     assert search([job]) == [first] and first is second and len(search.points) == 1
 
 
+@pytest.mark.slow
 def test_jobs_run_in_children_answer_in_order_and_their_failures_are_told() -> None:
     point = fake({"2EPD": 1.0})([(candidate("EPD@cuda:0+EPD@cuda:1"), 1.0, 1, 0)])[0]  # type: ignore[operator]
     jobs = [lambda seed=seed: Point(**{**_fields(point), "seed": seed}) for seed in range(7)]

@@ -97,6 +97,7 @@ def one_prompt(handover_tokens: int) -> tuple[float, float, list[StageSpan]]:
     return record.stamps[0], record.stamps[1], spans_of(deployment, "pull_kv")
 
 
+@pytest.mark.slow
 def test_one_part_of_a_prompt_is_copied_while_the_next_is_computed() -> None:
     first_s, second_s, (whole,) = one_prompt(0)
     assert whole.start_s > first_s, "all of it waits for the end of the prefill"

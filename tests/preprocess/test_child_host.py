@@ -125,6 +125,7 @@ def test_a_child_that_fails_is_replaced(
     assert len(host.pids()) == 1
 
 
+@pytest.mark.quick("[9]")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_child_ended_from_outside_is_no_fault_of_its_job(
     make: Make, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals

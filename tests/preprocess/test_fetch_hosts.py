@@ -369,6 +369,7 @@ async def test_the_child_is_contained_and_its_end_is_nobodys_fault(monkeypatch: 
         fetcher.warm_up()
 
 
+@pytest.mark.slow
 async def test_a_child_that_was_stopped_is_nobodys_fault() -> None:
     config = MediaConfig(allow_private_media=True, fetch_timeout_s=0.5)
     with closing(MediaFetcher(config, by_number)) as fetcher:

@@ -143,6 +143,7 @@ async def test_good_ones_pass_and_wrong_ones_are_told_why(checker: Grammars) -> 
     assert len(children) == 1 and checker._host.pids() == children
 
 
+@pytest.mark.slow
 async def test_hostile_ones_are_refused_in_bounded_time_and_the_next_one_is_checked(checker: Grammars) -> None:
     await checker.check(GOOD[0])
     for name, grammar in HOSTILE.items():

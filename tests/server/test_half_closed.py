@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Served, chat_body, until
+from hydra_engine.server.http import listening
+from hydra_engine.server.http.accepting import PLACES
+from tests.server.conftest import Serve, Served, chat_body, until
 
 QUESTION = {"messages": [{"role": "user", "content": "one two three"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -100,4 +102,16 @@ async def test_an_idle_connection_that_is_half_closed_ends(served: Served) -> No
     writer.write_eof()
     async with asyncio.timeout(5):
         await reader.read()
+    writer.close()
+
+
+async def test_the_rest_of_a_refused_body_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_LINGER_S", 3600.0)
+    served = await serve(max_body_bytes=1000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(wire("POST", "/v1/completions", {"prompt": "a" * 1001})[:-1])
+    assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 413 ")
+    writer.write_eof()
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+    await until(lambda: not served.app[PLACES]._open)
     writer.close()

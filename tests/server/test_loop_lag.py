@@ -55,6 +55,7 @@ async def test_a_blocked_loop_is_noticed_and_told_once(caplog: pytest.LogCapture
     assert len(lags) == count, "it has been stopped"
 
 
+@pytest.mark.slow
 async def test_later_ones_are_told_together(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     lag = LoopLag(lambda _: None, period_s=0.01)
     lag.start()

@@ -142,6 +142,7 @@ async def test_what_the_engine_writes_until_it_is_closed_is_in_the_file(tmp_path
     assert read_workload(path) == (ROW,)
 
 
+@pytest.mark.slow
 def test_a_real_server_records_what_it_was_asked(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     server = Served("--record-workload", str(path))

@@ -173,6 +173,7 @@ def test_full_caches_on_both_sides_priorities_and_limits_still_let_everybody_end
     sim.assert_all_right()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.floats(0, 2), min_size=1, max_size=8), st.lists(st.floats(0, 2), max_size=30), st.booleans())
 def test_text_waits_for_the_running_step_at_most_however_many_images_wait(texts, pictures, look_ahead) -> None:

@@ -165,6 +165,7 @@ def test_vision_advances_in_every_step_whatever_the_allowance(eager_switches: No
     assert not thread.is_alive()
 
 
+@pytest.mark.quick("7.0", "inf")
 @pytest.mark.parametrize("allowance", [0.0, 2.5, 7.0, inf])
 def test_no_wake_up_is_lost_and_every_second_counts_once(allowance: float, eager_switches: None) -> None:
     """Vision steps of a few pieces against language steps as fast as both can. A piece of n seconds advances the clock

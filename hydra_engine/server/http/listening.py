@@ -163,7 +163,7 @@ class Connection(RequestHandler):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio lets it say that the transport stays open
-        is_busy = bool(self._messages) or (self._request_count > 0 and self._waiter is None)
+        is_busy = bool(self._messages) or self._num_answered < self._request_count
         if is_busy and not self._half_closed:
             self._half_closed = True
             self._gone_timer = asyncio.get_running_loop().call_later(_ANSWERED_S, self._probe)

@@ -79,6 +79,7 @@ def test_a_plan_does_not_read_its_tensors_again(side: Side) -> None:
     assert_attention_close(result.cpu(), step.expected(0.3))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_plan_of_decodes_reads_what_is_there_when_it_is_used(side: Side, exact: bool) -> None:
     """As a captured step does it: tensors at fixed addresses, longer than needed, rows that fill up the batch."""
@@ -98,6 +99,7 @@ def test_a_plan_of_decodes_reads_what_is_there_when_it_is_used(side: Side, exact
         assert not result[2].any(), "a row of no context"
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_plan_of_mixed_rows_reads_what_is_there_when_it_is_used(side: Side, exact: bool) -> None:
     """As a captured step does it: decodes beside prompts, decodes alone, a prompt alone; rows and tokens behind them

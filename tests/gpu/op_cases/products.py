@@ -119,7 +119,7 @@ def quantized_weight(num_bits: int, group_size: int, *, offsets: bool) -> Quanti
     )
 
 
-@pytest.mark.quick("True-65-torch.float16", "False-1-torch.bfloat16")
+@pytest.mark.quick("4-32-True-1-torch.float16", "4-64-False-1-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, MAX_SMALL_ROWS + 1])
 @pytest.mark.parametrize(("num_bits", "group_size", "offsets"), [(8, 256, False), (4, 64, False), (4, 32, True)])
@@ -240,6 +240,7 @@ def test_sums_stay_float32_when_a_product_is_split(side: Side) -> None:
 # ---- products and what follows them
 
 
+@pytest.mark.quick("[5]", "[0]")
 @pytest.mark.parametrize("rows", [0, 1, 5, SMALL_ROWS + 1])
 def test_products_and_gated_activations(side: Side, rows: int) -> None:
     """In one launch or in two, of one weight or of two, of which one is quantised."""
@@ -263,6 +264,7 @@ def test_products_and_gated_activations(side: Side, rows: int) -> None:
     assert_close(side.ops.linear_act_and_mul(side.there(x), parts, "silu").cpu(), expected, ulps=12, atol=1e-3)
 
 
+@pytest.mark.quick("[5]", "[0]")
 @pytest.mark.parametrize("rows", [0, 1, 5, SMALL_ROWS + 1])
 def test_products_and_norms_on_both_sides(side: Side, rows: int) -> None:
     """Whether the norm is left to the product behind it or not, as for many rows and for those of a fixed order."""
@@ -281,6 +283,7 @@ def test_products_and_norms_on_both_sides(side: Side, rows: int) -> None:
             torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.quick("[5]")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_products_rotation_and_write(side: Side, rows: int) -> None:
     host = PagedCache(torch.full((4, 2, 2, 4, 2, 16), float("nan")))

@@ -117,6 +117,7 @@ def test_rope_linear_of_a_normed_row() -> None:
     assert_close(keys_and_values[1], keys_and_values[0], ulps=4, atol=3e-2)
 
 
+@pytest.mark.quick("[4]")
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_rotated_heads_are_rounded_where_the_ops_round(num_rows: int) -> None:
     x, weight = random(num_rows, 64).half(), weight_of(3 * 64, 64, torch.float16)
