@@ -16,7 +16,7 @@ from hydra_engine.frontend.frontend import Frontend
 
 
 class RestlessEngine(Engine):
-    pace = Pace(backoff_s=(0.0,), max_deaths=1_000_000)
+    pace = Pace(backoff_s=(0.0,), max_failed_starts=1_000_000)
 
     async def _start(self, progress: bool | None) -> None:
         supervisor = Supervisor(self.config, processes=True, pace=self.pace)

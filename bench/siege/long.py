@@ -112,8 +112,9 @@ async def piece(seed: str, tally: Tally, seconds: float, *, has_networks: bool) 
         before = oracles.footprints(stage.server)
         while (left_s := seconds - (time.monotonic() - began)) > 1.0:
             await _round(stage, tally, rng, min(ROUND_S, left_s), before)
-            if processes.is_running(stage.server.pid):
-                tally.front_mib.append(round(processes.resident_mib(stage.server.pid), 1))
+            if not processes.is_running(stage.server.pid):
+                break
+            tally.front_mib.append(round(processes.resident_mib(stage.server.pid), 1))
     finally:
         stage.close()
         tally.seconds += round(time.monotonic() - began, 1)
@@ -125,6 +126,8 @@ async def _round(
     faults = tuple(rng.choice(FAULTS) for _ in range(max(int(seconds / FAULT_EVERY_S), 1)))
     log_before = stage.server.log_bytes
     tally.add(await drive(stage, rng, seconds, faults))
+    if not processes.is_running(stage.server.pid):
+        return
     if not await stage.server.wait_whole(120):
         tally.note(Finding("ends", f"not every instance has come back: {stage.server.log[-300:]!r}"))
     for finding in await oracles.footprint(stage.server, before, log_before, within_s=20.0):

@@ -6,7 +6,6 @@ on the monotonic clock.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -32,8 +31,7 @@ class Pace:
     exit_grace_s: float = 5.0  # from Shutdown to SIGKILL, without what the process waits for a processor
     backoff_s: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start
     settled_s: float = 60.0  # who served this long starts again without waiting, as does one that nobody replaces
-    window_s: float = 60.0
-    max_deaths: int = 5  # in `window_s`, then it is not started again
+    max_failed_starts: int = 5  # in a row, then it is not started again
     reconnect_s: float = 1.0  # before a pair whose connection ended gets a new one
     pair_patience_s: float = 15.0  # for both sides of a pair to say that the connection is up
     pair_attempts: int = 3  # while the cluster starts, then it does not
@@ -54,21 +52,18 @@ class Restarts:
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._recent: deque[float] = deque()
         self._in_a_row = 0
         self._failed_starts = 0
         self.total = 0
 
-    def died(self, now: float, served_s: float) -> Waits | None:
-        """The waits before the next start; None: the instance dies too often. `served_s`: how long it was ready."""
+    def died(self, served_s: float) -> Waits | None:
+        """Returns the waits before the next start, or None if too many starts have failed. An instance that was ready,
+        for `served_s` seconds, is always started again: whatever ended it may have come from a client."""
         self.total += 1
-        self._recent.append(now)
-        while self._recent[0] <= now - self._pace.window_s:
-            self._recent.popleft()
-        if len(self._recent) >= self._pace.max_deaths:
+        self._failed_starts = 0 if served_s > 0 else self._failed_starts + 1
+        if self._failed_starts >= self._pace.max_failed_starts:
             return None
         self._in_a_row = 1 if served_s >= self._pace.settled_s else self._in_a_row + 1
-        self._failed_starts = 0 if served_s > 0 else self._failed_starts + 1
         waits = self._pace.backoff_s
         usual, needed = (waits[min(number, len(waits) - 1)] for number in (self._in_a_row - 1, self._failed_starts))
         return Waits(usual, needed)

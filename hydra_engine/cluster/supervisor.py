@@ -328,7 +328,7 @@ class Supervisor:
         self._schedule_restart(member, reason, now)
 
     def _schedule_restart(self, member: Member, reason: str, now: float) -> None:
-        waits = member.restarts.died(now, member.served_s(now)) if self._processes else None
+        waits = member.restarts.died(member.served_s(now)) if self._processes else None
         if waits is not None:
             member.start_due_s, member.start_due_if_needed_s = now + waits.usual_s, now + waits.needed_s
             member.condition = Condition.STARTING
@@ -337,7 +337,7 @@ class Supervisor:
         else:
             member.condition = Condition.FAILED
             if self._processes:
-                reason += f"; it died {self._pace.max_deaths} times within {self._pace.window_s:g} s"
+                reason += f"; {self._pace.max_failed_starts} starts in a row have failed"
             logger.error("instance %s %s; it is not started again", member.name, reason)
         member.reason = reason
         self._listener.on_down(member.name, reason, restarts=waits is not None)

@@ -13,7 +13,7 @@ class Condition(StrEnum):
     READY = "ready"
     SILENT = "silent"  # it has not been heard of for too long: it gets no work, and is killed if that goes on
     DRAINING = "draining"  # it finishes what it has and gets nothing new
-    FAILED = "failed"  # it died too often and is not started again
+    FAILED = "failed"  # its starts have failed and it is not started again
     STOPPED = "stopped"
 
 

@@ -171,21 +171,21 @@ async def test_a_crash_loop_ends_and_the_others_serve(make: Make, monkeypatch: p
     await supervisor.start(recorder)
     monkeypatch.setenv("STAND_IN_E0", "exit")
     supervisor.kill("e0")
-    await recorder.until(lambda: len(recorder.of("down", "e0")) == 5)
+    await recorder.until(lambda: len(recorder.of("down", "e0")) == 6)
     downs = recorder.of("down", "e0")
-    assert [down[3] for down in downs] == ["restarts"] * 4 + ["stays down"]
+    assert [down[3] for down in downs] == ["restarts"] * 5 + ["stays down"]
     assert downs[0][2] == "was killed by SIGKILL" and downs[1][2] == "ended with exit code 3"
-    assert downs[-1][2] == "ended with exit code 3; it died 5 times within 60 s"
+    assert downs[-1][2] == "ended with exit code 3; 5 starts in a row have failed"
     state = state_of(supervisor, "e0")
-    assert (state.condition, state.restarts, state.pid) == (Condition.FAILED, 5, None) and "exit code 3" in state.reason
+    assert (state.condition, state.restarts, state.pid) == (Condition.FAILED, 6, None) and "exit code 3" in state.reason
     await asyncio.sleep(0.3)
-    assert len(recorder.of("down")) == 5 and state_of(supervisor, "pd0").condition is Condition.READY
+    assert len(recorder.of("down")) == 6 and state_of(supervisor, "pd0").condition is Condition.READY
     with pytest.raises(KeyError):
         recorder.links["e0"]
 
 
 async def test_what_an_instance_says_before_it_dies_is_the_reason(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor, recorder = make("E+PD", replace(QUICK, max_deaths=2)), Recorder()
+    supervisor, recorder = make("E+PD", replace(QUICK, max_failed_starts=1)), Recorder()
     await supervisor.start(recorder)
     monkeypatch.setenv("STAND_IN_E0", "fail")
     supervisor.kill("e0")
@@ -233,7 +233,7 @@ async def test_an_instance_that_nobody_replaces_starts_at_once(make: Make) -> No
 
 @pytest.mark.slow
 async def test_starts_wait_longer_after_each_death(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor, recorder = make("E+PD", replace(QUICK, backoff_s=(0.0, 0.2, 0.6), max_deaths=4)), Recorder()
+    supervisor, recorder = make("E+PD", replace(QUICK, backoff_s=(0.0, 0.2, 0.6), max_failed_starts=3)), Recorder()
     await supervisor.start(recorder)
     monkeypatch.setenv("STAND_IN_E0", "exit")
     supervisor.kill("e0")

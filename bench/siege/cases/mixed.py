@@ -127,11 +127,23 @@ async def drive(stage: Stage, rng: random.Random, seconds: float, faults: tuple[
         asyncio.create_task(client(stage, traffic, random.Random(rng.random()), until_s))
         for client in (streams, streams, streams, strangers, strangers, cancels, probes)
     ]
+    running.append(asyncio.create_task(_faults(stage, traffic, rng, seconds, faults)))
+    over = asyncio.gather(*running)
+    while not over.done() and processes.is_running(stage.server.pid):
+        await asyncio.wait([over], timeout=1.0)
+    if over.done():
+        await over
+    else:
+        traffic.findings.insert(0, Finding("ends", f"the server has ended: {stage.server.log[-1000:]!r}"))
+        over.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return traffic
+
+
+async def _faults(stage: Stage, traffic: Traffic, rng: random.Random, seconds: float, faults: tuple[str, ...]) -> None:
     for fault in faults:
         await asyncio.sleep(seconds / (len(faults) + 1) * rng.uniform(0.5, 1.0))
         await hurt(stage, traffic, rng, fault)
-    await asyncio.gather(*running)
-    return traffic
 
 
 async def mixed(stage: Stage) -> list[Finding]:
