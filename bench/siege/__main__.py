@@ -76,9 +76,9 @@ class Campaign:
         except TimeoutError:
             self.stage.close()
             return [Finding("ends", f"the case has not ended after {CASE_S:g} s")]
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             self.stage.close()
-            return [Finding("ends", str(error))]
+            return [Finding("ends", f"{type(error).__name__}: {error}")]
 
     def _tell(self, case: Case, finding: Finding) -> None:
         self.num_failed += 1

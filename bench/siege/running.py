@@ -30,7 +30,8 @@ SMALL = ("--threads", "1", "--pixel-cache-mib", "8", "--shutdown-timeout", "2")
 
 
 class Server:
-    """Has two API keys, alice's and bob's, and an administrator's. Raises RuntimeError where it does not start."""
+    """Has two API keys, alice's and bob's, and an administrator's; carol's is no key before it is written. Raises
+    RuntimeError where it does not start."""
 
     def __init__(
         self,
@@ -39,21 +40,22 @@ class Server:
         topology: str = "EP+D",
         prefix: Sequence[str] = (),
         module: str = "bench.siege.server",
+        with_keys: bool = True,
     ) -> None:
-        """`prefix`: of the command. `module` "hydra_engine": not watched."""
+        """`prefix`: of the command. `module` "hydra_engine": not watched. `with_keys` False: asks for none."""
         self._folder = TemporaryDirectory(prefix="siege-")
         self.folder = Path(self._folder.name)
-        self.keys = {name: f"sk-{name}-{secrets.token_hex(12)}" for name in ("alice", "bob", "admin")}
-        key_file = self.folder / "keys"
-        key_file.write_text("".join(f"{name}:{self.keys[name]}\n" for name in ("alice", "bob")))
-        key_file.chmod(0o600)
+        self.keys = {name: f"sk-{name}-{secrets.token_hex(12)}" for name in ("alice", "bob", "carol", "admin")}
+        self.key_file = self.folder / "keys"
+        self.write_keys("alice", "bob")
         self.log = ""
         self.log_bytes = 0
         self.arguments = ("serve", model, "--port", "0", "--topology", topology, *SMALL, *arguments)
         environment = dict(os.environ, HYDRA_FAULTS="1", HYDRA_ADMIN_KEY=self.keys["admin"], PYTHONPATH=str(ROOT))
         environment[turn_log.FOLDER] = str(self.folder)
+        keys = ("--api-key-file", str(self.key_file)) if with_keys else ()
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, *self.arguments, "--api-key-file", str(key_file)],
+            [*prefix, sys.executable, "-m", module, *self.arguments, *keys],
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
@@ -63,6 +65,11 @@ class Server:
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         self.port = 0
+
+    def write_keys(self, *names: str) -> None:
+        """The file of keys has those of these clients from now on."""
+        self.key_file.write_text("".join(f"{name}:{self.keys[name]}\n" for name in names))
+        self.key_file.chmod(0o600)
 
     @property
     def pid(self) -> int:

@@ -10,8 +10,9 @@ import sys
 import tempfile
 from functools import partial
 
+from bench.fuzz import golden_bodies
 from bench.siege import oracles, processes
-from bench.siege.clients import CHAT, beside
+from bench.siege.clients import CHAT, Client, beside
 from bench.siege.oracles import Finding
 from bench.siege.running import Server
 from bench.siege.stage import Case, Stage
@@ -19,6 +20,7 @@ from bench.siege.stage import Case, Stage
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
 _TURNS = 4
 _FEW = 64
+_ASKED = 50  # times, before an answer is the last one
 _POWERLESS = """
 import ctypes, os, struct, sys
 libc = ctypes.CDLL(None)
@@ -73,8 +75,8 @@ async def killed(turn: int, stage: Stage) -> list[Finding]:
 
 
 async def hangup(_stage: Stage) -> list[Finding]:
-    """SIGHUP, again and again from the first moment that there is a child: it ends nobody."""
-    server = await asyncio.to_thread(Server, topology="EPD", module="hydra_engine")
+    """SIGHUP without a file of keys, again and again from the first moment that there is a child: it ends nobody."""
+    server = await asyncio.to_thread(partial(Server, topology="EPD", module="hydra_engine", with_keys=False))
     try:
         await _first_child(server)
         while not server.is_ready and server.process.poll() is None:
@@ -89,6 +91,42 @@ async def hangup(_stage: Stage) -> list[Finding]:
         return [] if answer.status == 200 else [Finding("ends", f"after SIGHUP: {answer.status}")]
     finally:
         server.kill()
+
+
+async def hangup_with_keys(stage: Stage) -> list[Finding]:
+    """SIGHUP under streams: carol's key holds then, alice's does not, and both streams are what they are alone. A file
+    without keys changes nothing."""
+    server = await asyncio.to_thread(Server, topology="EPD")
+    try:
+        await asyncio.to_thread(server.wait_ready)
+        alice, bob, carol = map(server.client, ("alice", "bob", "carol"))
+        body = golden_bodies()[0] | {"max_tokens": 1500}
+        right = await bob.stream(body)
+        streams = [asyncio.create_task(client.stream(body)) for client in (alice, bob)]
+        await asyncio.sleep(stage.rng.uniform(0.1, 0.5))
+        server.write_keys("bob", "carol")
+        processes.send(server.pid, signal.SIGHUP)
+        findings = await _until_models(carol, 200, "carol's new key") + await _until_models(
+            alice, 401, "alice's old key"
+        )
+        server.write_keys()
+        processes.send(server.pid, signal.SIGHUP)
+        findings += await _until_models(bob, 200, "bob's key, of a file that is empty now")
+        for streamed in await asyncio.gather(*streams):
+            findings += oracles.bystander(streamed, right.told)
+        return findings
+    finally:
+        server.kill()
+
+
+async def _until_models(client: Client, status: int, what: str) -> list[Finding]:
+    """Asks until the status is this."""
+    for _ in range(_ASKED):
+        answer = await client.ask(client.wire("GET", "/v1/models"))
+        if answer.status == status:
+            return []
+        await asyncio.sleep(0.1)
+    return [Finding("walls", f"{what}: {answer.status} after SIGHUP")]
 
 
 async def drained(stage: Stage) -> list[Finding]:
@@ -184,5 +222,6 @@ CASES = [
     Case("starts", "full disk", full_disk, alone=True),
     Case("starts", "drained", drained, alone=True),
     Case("starts", "SIGHUP", hangup, alone=True),
+    Case("starts", "SIGHUP with keys", hangup_with_keys, alone=True),
     Case("starts", "64 descriptors", descriptors, alone=True),
 ]

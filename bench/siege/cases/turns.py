@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
 import random
 import zlib
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from bench.hostile.pictures import data_url, noise, png
+from bench.siege import oracles
 from bench.siege.clients import CHAT, beside
+from bench.siege.miniatures import miniature
 from bench.siege.oracles import Finding
+from bench.siege.running import Server
 from bench.siege.stage import Case, Stage
 
 _ALMOST_ALL = 1960  # tokens of the demo's context of 2,048; 16 pictures have 144
@@ -71,12 +78,45 @@ async def bodies(stage: Stage) -> list[Finding]:
     return await _beside(stage, [large] * 6, "/v1/completions", mine, CHAT, "bod")
 
 
+async def videos(stage: Stage) -> list[Finding]:
+    """Ten of 140 million pixels each, at a model that takes videos; bob has a video and a picture."""
+    if find_spec("av") is None:
+        stage.skipped.append("turns/videos, for PyAV is not installed")
+        return []
+    from bench.hostile.videos import another, still
+
+    rng, film = stage.rng, await asyncio.to_thread(still, 4000, 2240, 16)
+    server = await asyncio.to_thread(
+        partial(Server, "--served-model-name", "demo", model=str(await miniature("qwen2_vl")), topology="EPD")
+    )
+    try:
+        await asyncio.to_thread(server.wait_ready)
+        alice, bob = server.client("alice"), server.client("bob")
+        theirs = [_with_video(another(film, rng.randrange(1 << 60))) for _ in range(10)]
+        mine = [_with_video(another(film, 0)), _with_pictures(noise(rng, 40, 41))]
+        await server.state(reset=True)
+        async with beside(alice.post(CHAT, body) for body in theirs):
+            answers = await asyncio.gather(*(bob.post(CHAT, body) for body in mine))
+            state = await server.state()
+        findings = [Finding("turn", f"bob: {one.status} {one.body[:200]!r}") for one in answers if one.status != 200]
+        whose = json.loads((await bob.get("/siege")).body)["client"]
+        return findings + oracles.turn(map(tuple, state["events"]), whose, ["pictures and videos"])
+    finally:
+        server.kill()
+
+
+def _with_video(video: bytes) -> dict[str, Any]:
+    url = "data:video/mp4;base64," + base64.b64encode(video).decode()
+    return _BODY | {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}
+
+
 def _text(rng: random.Random, chars: int) -> str:
     return "".join(rng.choice("abcdefghij klmnop qrstu vwxyz") for _ in range(chars))
 
 
 CASES = [
     Case("turns", "pictures", pictures),
+    Case("turns", "videos", videos, alone=True),
     Case("turns", "measured first", measured_first),
     Case("turns", "texts", texts),
     Case("turns", "large bodies", bodies),
