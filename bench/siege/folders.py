@@ -154,6 +154,7 @@ def _json() -> dict[str, HostileFolder]:
         found[f"text {field}"] = _edit("config.json", text_config={field: 2**31})
         if field != "vocab_size":
             found[f"vision {field}"] = _edit("config.json", vision_config={field: 2**31}, vision_feature_layer=1)
+    found["text head_dim"] = _edit("config.json", text_config={"head_dim": 2**16})
     found["feature layers"] = _edit("config.json", vision_feature_layer=[1] * 10**6)
     cases = {name: HostileFolder("llava", change) for name, change in found.items()}
     depth = _edit("config.json", vision_config={"depth": 2**31 - 1})

@@ -316,6 +316,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "heads": ("vision_config.num_attention_heads", 7, "not a multiple"),
     "shared heads": ("text_config.num_key_value_heads", 5, "cannot share"),
     "odd head": ("text_config.head_dim", 33, "head_dim 33 is odd"),
+    "large head": ("text_config.head_dim", 1 << 16, "head_dim 65536 is larger than 2048"),
+    "large hidden size": ("text_config.hidden_size", 1 << 17, "head_dim 4096 is larger than 2048"),
     "biases": ("text_config.mlp_bias", True, f"biases in their linear layers are not supported{ADAPTER}"),
     "activation": ("text_config.hidden_act", "relu9", f"not 'relu9'{ADAPTER}"),
     "rope type": (

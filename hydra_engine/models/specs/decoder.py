@@ -25,6 +25,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
+MOST_HEAD_DIM = 2048  # a table of rotary positions is made before weights are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,8 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
     head_dim = config.integer("head_dim", defaults.head_dim or hidden // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"head_dim {head_dim} is odd, rotary positions need an even one")
+    if head_dim > MOST_HEAD_DIM:
+        raise CheckpointError(f"head_dim {head_dim} is larger than {MOST_HEAD_DIM}, which no decoder's is")
     qkv_bias, output_bias = _biases(config, defaults, model_type)
     max_position = config.integer("max_position_embeddings", defaults.max_position)
     rope = rope_settings(
