@@ -91,8 +91,9 @@ def test_preemption_loses_nothing(make_engine: EngineFactory, golden: list[tuple
 def test_preempted_requests_say_so(make_engine: EngineFactory) -> None:
     engine = make_engine(num_kv_blocks=24, block_size=4, token_budget=64, max_model_len=80)
     sampling = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
-    expected = engine.generate("abc", sampling=sampling).token_ids
-    results = [h.result(120) for h in [engine.submit("abc", sampling=sampling) for _ in range(6)]]
+    prompt = [40, 41, 42]  # ids reach the instance together, texts one by one
+    expected = engine.generate(prompt, sampling=sampling).token_ids
+    results = [h.result(120) for h in [engine.submit(prompt, sampling=sampling) for _ in range(6)]]
     assert all(r.token_ids == expected for r in results)
     assert sum(r.metrics.num_preemptions for r in results) > 0
 

@@ -130,9 +130,10 @@ def test_the_same_tokens_on_every_way(
 def test_preempted_requests_go_on_where_they_were(make_engine: EngineFactory) -> None:
     engine = make_engine(num_kv_blocks=24, max_model_len=80)
     sampling = SamplingParams(temperature=0, max_tokens=45, grammar=Grammar("regex", "([a-z]{5} ){7}"))
-    expected = engine.generate("abc", sampling=sampling)
+    prompt = [40, 41, 42]  # ids reach the instance together, texts one by one
+    expected = engine.generate(prompt, sampling=sampling)
     assert re.fullmatch("([a-z]{5} ){7}", expected.text)
-    results = [handle.result(120) for handle in [engine.submit("abc", sampling=sampling) for _ in range(6)]]
+    results = [handle.result(120) for handle in [engine.submit(prompt, sampling=sampling) for _ in range(6)]]
     assert all(result.token_ids == expected.token_ids for result in results)
     assert sum(result.metrics.num_preemptions for result in results) > 0
 

@@ -104,7 +104,7 @@ def test_the_reference_ops_keep_the_same_promise(make_engine: EngineFactory, hyb
 def test_preemption_loses_nothing(make_engine: EngineFactory, hybrid_model: Path) -> None:
     engine = make_engine(model=hybrid_model, num_kv_blocks=100, token_budget=64, max_model_len=80, max_images=1)
     settings = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    prompts = [f"{number}: abc" for number in range(8)]
+    prompts = [[40 + number, 41, 42] for number in range(8)]  # ids reach the instance together
     expected = [engine.generate(prompt, sampling=settings).token_ids for prompt in prompts]
     results = [handle.result(120) for handle in [engine.submit(prompt, sampling=settings) for prompt in prompts]]
     assert [result.token_ids for result in results] == expected

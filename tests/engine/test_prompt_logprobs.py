@@ -161,7 +161,7 @@ def test_a_preempted_request_says_the_same_again(
     make_engine: EngineFactory, golden: list[tuple[Scores | None, tuple[int, ...]]]
 ) -> None:
     engine = make_engine(num_kv_blocks=46, max_model_len=180, token_budget=24)
-    long = [engine.submit("x", temperature=0, max_tokens=100, ignore_eos=True) for _ in range(2)]
+    long = [engine.submit([40], temperature=0, max_tokens=100, ignore_eos=True) for _ in range(2)]
     handles = [engine.submit(CASES[3][0], **(OPTIONS | {"max_tokens": 40})) for _ in range(2)]
     results = [handle.result(60) for handle in handles]
     assert [result.prompt_logprobs for result in results] == [golden[3][0]] * 2
