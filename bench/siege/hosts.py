@@ -147,7 +147,7 @@ async def _greeting() -> _Pieces:
 
 
 async def _send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pieces: _Pieces) -> None:
-    """All of them, or as many as there are before the client leaves."""
+    """Sends all of them, or as many as there are before the client leaves."""
     both = asyncio.create_task(_write(writer, pieces)), asyncio.create_task(reader.read())
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     for task in both:

@@ -146,7 +146,7 @@ class Server:
             self.kill()
 
     def kill(self) -> None:
-        """All of it, whatever it does."""
+        """Ends all of it, whatever it does."""
         family = [process.pid for process in self.family()]
         self.process.kill()
         self.process.wait()

@@ -47,7 +47,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def test_streams_and_pictures_go_on_while_a_compiler_is_busy(make_engine: EngineFactory, gate: Gate) -> None:
-    """Of as many as may run at once, more wait for their grammars; pictures they have too."""
+    """More requests with pictures than may run at once wait for their grammars."""
     engine = make_engine(max_num_seqs=2, look_ahead=True)
     stream = iter(engine.submit("a story", **PLAIN))
     first = next(stream)

@@ -97,6 +97,6 @@ libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", 0, 0, 0, 0, 0,
 
 
 def environment_of(pid: int) -> str:
-    """As another process of the same user reads it."""
+    """Reads it as another process of the same user does."""
     code = f"{POWERLESS}\nprint(open('/proc/{pid}/environ').read())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout

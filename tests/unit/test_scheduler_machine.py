@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count)
     @rule(data=st.data(), failed=st.sampled_from([False, False, True]))
     def release(self, data, failed: bool) -> None:
-        """Of one that is held or not, for the first time or again."""
+        """Releases a request that is held or not, for the first time or again."""
         self.stepper.release(data.draw(st.integers(1, self.count)), BROKEN if failed else None)
 
     @rule(kv=st.booleans(), images=st.booleans())

@@ -61,7 +61,7 @@ def check_tokenizer_file(data: bytes) -> None:
 
 
 def _steps(name: str, raw: msgspec.Raw) -> Iterator[dict[str, Any]]:
-    """Those of sequences, in order."""
+    """Yields the steps in order, and in place of a sequence those in it."""
     if len(bytes(raw)) > MAX_STEPS_BYTES:
         raise CheckpointError(f"the {name} of {_NAME} has more than {MAX_STEPS_BYTES >> 20} MiB")
     waiting, count = [msgspec.json.decode(raw)], 0
