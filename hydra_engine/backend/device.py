@@ -1,6 +1,6 @@
-"""What a device offers beside its ops: memory, lanes, and work that ends after the call that launched it.
+"""The device interface beside the ops: memory, lanes, copies, marks, graphs, partitions.
 
-Part of the one door to hardware (`base.py`). Does not know tensors' meaning, ops or steps.
+Part of the device interface of base.py. Does not know the meaning of tensors, ops or steps.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from hydra_engine.core.pools import PoolExport
 
-Send = Callable[[Sequence[npt.NDArray[np.generic]]], tuple[Tensor, ...]]  # as `Device.send`
-Cut = Callable[[], None]  # ends a piece of what is captured
+Send = Callable[[Sequence[npt.NDArray[np.generic]]], tuple[Tensor, ...]]  # `Device.send`
+Cut = Callable[[], None]  # ends the present piece of a capture
 
 
 class SharedMemory(Protocol):
-    """Memory of this process that other processes of the node can map to read it."""
+    """Memory of this process that other processes of the node can map and read."""
 
     @property
     def transport(self) -> str:
-        """How it is mapped, as in `core.pools.PoolExport`."""
+        """Kind of mapping, as in `core.pools.PoolExport`: "memfd" or "cuda-ipc"."""
         ...
 
     @property
@@ -33,18 +33,18 @@ class SharedMemory(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """What travels to a peer, and stays ours; -1 where `handle` says everything. Not after `close`."""
+        """File descriptor to send to a peer; it stays the pool's. -1 if `handle` is enough. Not after `close`."""
         ...
 
     @property
     def handle(self) -> bytes: ...
 
     def tensor(self) -> Tensor:
-        """[num_bytes] uint8."""
+        """The memory as uint8 [num_bytes]."""
         ...
 
     def close(self) -> None:
-        """No peer maps it from now on; a second call does nothing. Tensors, and what peers have mapped, stay good."""
+        """Ends sharing: no peer can map it from now on. Tensors and mappings of peers stay valid. Idempotent."""
         ...
 
 
@@ -52,65 +52,68 @@ class PeerMemory(Protocol):
     """Memory of another process, mapped into this one."""
 
     def tensor(self) -> Tensor:
-        """[num_bytes] uint8, which must never be written. Not after `close`."""
+        """The memory as uint8 [num_bytes]. Must never be written; not after `close`."""
         ...
 
     def close(self) -> None:
-        """Once nothing that was launched reads it; a second call does nothing. No tensor of it may be read again."""
+        """Unmaps it. Call it once no launched work reads it; its tensors are invalid afterwards. Idempotent."""
         ...
 
 
 class Fetch(Protocol):
-    """Copies to host memory that were started."""
+    """Copies to host memory in flight."""
 
     def result(self) -> tuple[npt.NDArray[np.generic], ...]:
-        """Waits for them. From any thread; may be asked again. Raises BackendError where the device failed."""
+        """Waits for the copies and returns them. Thread-safe, may be called again. Raises BackendError if the device
+        failed."""
         ...
 
 
 class Mark(Protocol):
-    """A point behind all that a lane had launched when it was made. From any thread. Raises BackendError where the
-    device failed."""
+    """A point in a lane's stream, after everything that was launched before it (a CUDA event).
+
+    Thread-safe. Methods raise BackendError if the device failed.
+    """
 
     def is_done(self) -> bool: ...
 
     def wait(self) -> None: ...
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Of the device's time, from an earlier mark of the same lane to this one; both are done. Precise between
-        neighbours: devices count in few digits, which hours use up."""
+        """Device seconds from `earlier`, a mark of the same lane, to this one; both must be done. Meant for
+        neighbouring marks: the resolution gets worse over hours."""
         ...
 
 
 class Graph(Protocol):
-    """Launches that were captured and can be made again at once, on the memory that they were captured with."""
+    """Captured launches that can be replayed, on the memory that they were captured with."""
 
-    num_bytes: int  # of device memory that capturing took
+    num_bytes: int  # device memory that the capture took
 
     def replay(self) -> None: ...
 
 
 class Partitions(Protocol):
-    """Parts of a device on which the language lane may run, numbered from 0, all of it, each with graphs."""
+    """Sets of SMs for the language lane, numbered from 0, which is all of them; each has graphs of its own."""
 
-    count: int  # 1: the device is never divided
+    count: int  # 1: the device is not divided
 
     def choose(self, partition: int) -> None:
-        """Where the job of the language lane that calls this runs, and those of both lanes that begin from now on,
+        """Sets the partition of the language lane's present job, which calls this, and of later jobs of both lanes
         while both have work."""
         ...
 
     def current(self) -> int:
-        """Where the calling lane's present job runs."""
+        """The partition of the calling lane's present job."""
         ...
 
     def at(self, partition: int) -> AbstractContextManager[None]:
-        """Runs what the calling lane launches inside there."""
+        """Runs the calling lane's launches inside the context on this partition."""
         ...
 
 
 class WholeDevice:
-    """`Partitions` of a device that is never divided."""
+    """The `Partitions` of a device that is not divided."""
 
     count = 1
 
@@ -127,99 +130,123 @@ class WholeDevice:
 
 
 class Lane(Protocol):
-    """Where the steps of one model run in order: a thread (CPU) or a stream with its launching thread (CUDA)."""
+    """A queue of jobs that run in order: a thread (CPU), or a stream with its launching thread (CUDA)."""
 
     name: str
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Runs `job` after all earlier ones, in torch's inference mode. A job handles its own errors; one that raises
-        kills the lane loudly."""
+        """Runs `job` after all earlier ones, in torch's inference mode. Jobs handle their own errors: an exception that
+        leaves a job ends the lane, is logged, and later calls raise."""
         ...
 
     def close(self) -> None:
-        """Waits for what was submitted and stops the thread."""
+        """Waits for all submitted jobs and stops the thread."""
         ...
 
 
 class Device(Protocol):
+    """A device as the engine uses it: lanes run steps, pools are shared with peers, copies and graphs belong to a lane.
+
+    lane = device.lane("language")
+    lane.submit(lambda: ops.linear(x, weight))
+    lane.close()
+    """
+
     name: str  # "cpu", "cuda:0"
     torch_device: torch.device
 
     @property
     def partitions(self) -> Partitions: ...
 
-    def lane(self, name: str) -> Lane: ...
+    def lane(self, name: str) -> Lane:
+        """Starts a lane; the caller closes it."""
+        ...
 
     def reader(self, name: str) -> Lane:
-        """A thread that waits for what lanes have launched (`Fetch.result`, `Mark.wait`), and launches nothing."""
+        """Starts a thread that waits for what lanes have launched (`Fetch.result`, `Mark.wait`) and launches nothing
+        itself."""
         ...
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of this device's memory."""
+        """Bytes of the device's memory, (free, total)."""
         ...
 
     def trim(self) -> None:
-        """Gives freed memory back to the system, of the host and of the device: while weights are loaded, and after
-        a step that found none."""
+        """Returns freed host and device memory to the system: while weights are loaded, and after a step that ran out
+        of memory."""
         ...
 
     def share(self, num_bytes: int) -> SharedMemory:
-        """Memory full of zeros, of at least one byte. Raises ResourceError where there is none."""
+        """Allocates zeroed memory that peers can map, 1 byte or more. Raises ResourceError if there is none."""
         ...
 
     def stage(self, num_bytes: int) -> SharedMemory:
-        """Host memory full of zeros, for copies between it and this device, which peers on any device can map. It takes
-        nothing until its tensor is used. Raises ResourceError where there is none."""
+        """Allocates zeroed host memory for copies between it and this device; peers on any device can map it.
+
+        Pages are taken when its tensor is used. Raises ResourceError if there is none.
+        """
         ...
 
     def open_staging(self, export: PoolExport, descriptor: int) -> PeerMemory:
-        """Maps what a peer's `stage` has made, as `open_peer` does."""
+        """Maps the `stage` memory of a peer, as `open_peer` does."""
         ...
 
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
-        """Maps what a peer's `share` has made. `descriptor` is the one that came with it, -1 if none did; it is still
-        the caller's. Raises TransferError, with the reason, unless the memory is what `export` says."""
+        """Maps the `share` memory of a peer.
+
+        descriptor: the one that came with `export`, -1 if none did; it stays the caller's. Raises TransferError, with
+        the reason, unless the memory is what `export` says.
+        """
         ...
 
     def finish(self) -> None:
-        """Waits until all that the calling lane has launched is done; not at all where a call ends with its work."""
+        """Waits until all that the calling lane has launched is done. Returns at once if ops compute before they
+        return."""
         ...
 
     # ---- work that ends after the call that launched it
 
     @property
     def asynchronous(self) -> bool:
-        """Whether there is such work. Then tokens are sampled on the device, and a step is launched before the one
-        before it was read."""
+        """True if launched work ends after the call. Then tokens are sampled on the device, and a step is launched
+        before the result of the step before it is read."""
         ...
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
-        """Each array as a tensor of its shape and dtype on the device, for what the calling lane launches next; with
-        one copy for all of them where there is one to make. The arrays must not be changed afterwards."""
+        """Copies host arrays to the device for the calling lane's next launches: a tensor of each array's shape and
+        dtype.
+
+        All arrays travel in one copy. They must not be changed afterwards: a CPU device returns their own memory.
+        """
         ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
-        """Starts to copy them behind all that the calling lane has launched. They may be reused at once by what the
-        lane launches next."""
+        """Starts to copy tensors to the host, after all that the calling lane has launched. The lane may overwrite them
+        with its next launch."""
         ...
 
     def mark(self) -> Mark:
-        """Behind what the calling lane has launched."""
+        """Marks the present end of the calling lane's launches."""
         ...
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Runs `launch` once to warm it up and once to capture it, on the calling lane's present partition. Graphs
-        share one pool of memory: their results must be read before the next replay. `launch` must not wait, copy from
-        the host or allocate what outlives it."""
+        """Captures `launch` as a graph on the calling lane's present partition. Runs it twice: to warm up, then to
+        capture.
+
+        Graphs of a lane share one memory pool: read their results before the next replay. `launch` must not wait, copy
+        from the host, or allocate memory that outlives it.
+        """
         ...
 
     def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:
-        """As `capture`, in graphs that end where `launch` calls what it is given, always at the same places and behind
-        a launch. They are replayed in their order and without another graph of the lane between them. One graph where
-        nothing is captured."""
+        """Captures `launch` as several graphs, cut where it calls its argument.
+
+        It must cut at the same places in every run, each time after a launch. The graphs must be replayed in order,
+        with no other graph of the lane between them. One graph if the device captures nothing.
+        """
         ...
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
-        """Runs `job` and waits for it; how much memory of the device it took at most beside what was taken before.
-        None where that cannot be told."""
+        """Runs `job`, waits for it, and returns the peak of additional device memory in bytes. None if that is not
+        measured."""
         ...
