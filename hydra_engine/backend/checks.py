@@ -1,7 +1,7 @@
-"""Argument checks of the cache and attention ops, shared by every implementation so that all word an error alike.
+"""Argument checks of the ops, shared by all implementations so that their errors read alike.
 
-A check costs about a microsecond: it looks at shapes, dtypes and strides, never at contents. What only the contents
-tell (a slot or block id out of range) is checked by the implementation where it reads them anyway.
+A check takes about a microsecond: it looks at shapes, dtypes and strides, never at contents. Contents (a slot or block
+id out of range) are checked by the implementation, which reads them anyway.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_cache(cache: PagedCache, layer: int, *, num_tensors: int | None = None
 
 
 def check_new_cache(cache: PagedCache) -> None:
-    """Once per cache: [N, L, X, S, H, D] contiguous of a compute dtype, or int8 with scales as `PagedCache` says."""
+    """Requires [N, L, X, S, H, D] contiguous of a compute dtype, or int8 with scales. Called once per cache."""
     data = cache.data
     if cache.scales is not None:
         blocks = data.shape[0] if data.dim() == 6 else 0
@@ -56,21 +56,21 @@ def check_new_cache(cache: PagedCache) -> None:
 
 
 def check_plane(cache: PagedCache, layer: int, index: int) -> None:
-    """Tensor `index` of `layer` exists."""
+    """Requires that tensor `index` of `layer` exists."""
     check_cache(cache, layer)
     if not 0 <= index < cache.data.shape[2]:
         raise ValueError(f"index: expected 0 to {cache.data.shape[2] - 1}, got {index}")
 
 
 def check_device(device: torch.device, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """All of them, by name, on `device`: an address says nothing about where it points."""
+    """Requires all (name, tensor) on `device`: kernels take addresses, which do not tell the device."""
     for name, tensor in tensors:
         if tensor.device != device:
             raise ValueError(f"{name}: expected {device}, got {described(tensor)}")
 
 
 def check_indices(name: str, indices: Tensor, count: int | None = None) -> int:
-    """A vector of int64, contiguous, with `count` entries where given; returns its length."""
+    """Requires a contiguous int64 vector, of `count` entries if given. Returns its length."""
     shape = indices.shape
     if (
         len(shape) != 1
@@ -84,13 +84,13 @@ def check_indices(name: str, indices: Tensor, count: int | None = None) -> int:
 
 
 def check_whole(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Contiguous, of this shape and dtype."""
+    """Requires a contiguous tensor of this shape and dtype."""
     if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
         raise ValueError(f"{name}: expected contiguous {list(shape)} {dtype}, got {described(tensor)}")
 
 
 def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """[T, H, D] where each rows[t] is one piece of memory: only the first stride is free, and returned."""
+    """Requires [T, H, D] with dense [H, D] rows. Returns the stride between tokens, the only free one."""
     if rows.shape == shape and rows.dtype is dtype:
         _, heads, dim = shape
         stride, stride_h, stride_d = rows.stride()
@@ -100,8 +100,8 @@ def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: tor
 
 
 def check_strided_heads(name: str, x: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """[T, H, D] with only the last dimension dense; `dim` and `dtype` where they are given. Returns the strides between
-    tokens and between heads."""
+    """Requires [T, H, D] with a dense last dimension, and `dim` and `dtype` if given. Returns the strides of tokens and
+    heads."""
     if (
         x.dim() == 3
         and (dim is None or x.shape[2] == dim)
@@ -159,7 +159,7 @@ def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int, in
 
 
 def check_head_norms(norms: HeadNorms, dim: int, dtype: torch.dtype) -> None:
-    """Weights [D] of the cache's dtype where they are given."""
+    """Requires weights [D] of the cache's dtype, where given."""
     for name, weight in (("q_norm", norms.q), ("k_norm", norms.k)):
         if weight is not None:
             check_whole(name, weight, (dim,), dtype)
@@ -194,7 +194,7 @@ def check_copy(source: PagedCache, target: PagedCache, pairs: Tensor) -> int:
 
 
 def check_plan_shapes(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> None:
-    """Without contents."""
+    """Checks shapes and dtypes, not contents."""
     for name, tensor in (("cu_q", cu_q), ("num_context", num_context), ("block_tables", block_tables)):
         if tensor.dtype is not torch.int32 or not tensor.is_cpu:
             raise ValueError(f"{name}: expected torch.int32 on the CPU, got {described(tensor)}")
@@ -207,7 +207,7 @@ def check_plan_shapes(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -
 
 
 def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
-    """Once per step, contents included; returns (longest query, longest context)."""
+    """Checks shapes and contents, once per step. Returns (longest query, longest context)."""
     check_plan_shapes(cu_q, num_context, block_tables)
     bounds, context = cu_q.numpy(), num_context.numpy()
     if bounds[0] != 0:
@@ -224,7 +224,7 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
 
 
 def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
-    """Shapes alone, for contents change; returns B and W."""
+    """Checks shapes and dtypes only, since contents change. Returns B and W."""
     batch = num_context.shape[0] if num_context.dim() == 1 else -1
     if batch < 0 or block_tables.dim() != 2 or block_tables.shape[0] != batch:
         raise ValueError(
@@ -238,7 +238,7 @@ def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, i
 
 
 def check_mixed_plan(rows: MixedRows, num_tokens: int) -> int:
-    """Shapes alone, for contents change; returns B."""
+    """Checks shapes and dtypes only, since contents change. Returns B."""
     batch, _ = check_decode_plan(rows.num_context, rows.block_tables)
     for name, size in (("cu_q", batch + 1), ("rest_cu_q", batch + 1), ("decode_context", batch)):
         given = getattr(rows, name)
@@ -267,7 +267,7 @@ def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
 
 
 def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, int]:
-    """Returns B and V. Entries are not looked at."""
+    """Checks shapes and dtypes, not entries. Returns B and V."""
     batch, vocabulary = sizes = check_logits(logits)
     num_biases, num_counted, num_masks = (len(x) for x in (adjustments.bias_ids, adjustments.counts, adjustments.masks))
     shapes = {
@@ -336,7 +336,7 @@ def check_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True, name: str = "weight") -> bool:
-    """[C] of x's dtype or, where it may be `wide`, float32; returns whether it is wider than x."""
+    """Requires [C] of x's dtype or, if `wide`, float32. Returns True if it is wider than x."""
     columns = x.shape[-1]
     is_wide = weight.dtype is not x.dtype
     fits = not is_wide or (wide and weight.dtype is torch.float32)
@@ -347,7 +347,7 @@ def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True, name: str
 
 
 def check_linear(weight: Tensor, bias: Tensor | None) -> None:
-    """[num_out, K] and [num_out] of compute dtypes."""
+    """Requires weight [num_out, K] and bias [num_out] of compute dtypes."""
     if weight.dim() != 2 or weight.dtype not in COMPUTE_DTYPES:
         raise ValueError(f"weight: expected [num_out, K] of a float type, got {described(weight)}")
     check_bias(bias, weight.shape[0])
@@ -361,8 +361,10 @@ def check_bias(bias: Tensor | None, num_out: int) -> None:
 def check_rows(
     name: str, x: Tensor, columns: int, dtype: torch.dtype, count: int | None = None, *, on_host: bool = True
 ) -> tuple[int, int]:
-    """[T, columns] of `dtype`, a compute dtype, rows at any stride; `count` of them where that is given. `on_host`: in
-    host memory, else anywhere. Returns T and the stride between rows."""
+    """Requires [T, columns] of `dtype`, a compute dtype, with dense rows at any stride. Returns T and the row stride.
+
+    count: required T, if given. on_host: requires host memory.
+    """
     shape, strides = x.shape, x.stride()
     if (
         len(shape) != 2
@@ -388,7 +390,7 @@ def check_gate(x: Tensor, gate: Tensor) -> tuple[tuple[int, int], tuple[int, int
 
 
 def check_conv(x: Tensor, weight: Tensor, cache: StateCache, rows: StateRows) -> None:
-    """x [T, C] with dense rows, weight [C, K] and the cache of its dtype."""
+    """Requires x [T, C] with dense rows, weight [C, K] and a cache of x's dtype."""
     _, _, before, channels = cache.conv.shape
     check_rows("x", x, channels, cache.conv.dtype, on_host=False)
     check_whole("weight", weight, (channels, before + 1), x.dtype)

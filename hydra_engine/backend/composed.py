@@ -1,4 +1,4 @@
-"""Ops that are other ops one after another, for implementations that gain nothing from computing them at once."""
+"""Fused ops as sequences of plain ops, for implementations that gain nothing from fusing them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hydra_engine.backend.base import (
 
 
 def joined(linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]) -> Tensor:
-    """The outputs of all weights beside each other."""
+    """The outputs of all weights, concatenated along columns."""
     if len(weights) == 1:
         return linear(x, weights[0])
     return torch.cat([linear(x, part) for part in weights], dim=1)
 
 
 class ComposedOps:
-    """Those of `Ops` in backend/base.py."""
+    """A base class with the fused ops of `Ops` (backend/base.py)."""
 
     width_step = 1
 
@@ -66,7 +66,7 @@ class ComposedOps:
         num_kv_heads, dim = cache.data.shape[4:]
         rows = joined(self.linear, computed(self, x), weights)
         num_heads = rows.shape[1] // dim
-        # As unflatten and split, whose Python takes longer than the views.
+        # Instead of unflatten and split, whose Python takes longer than the views.
         heads = rows.view(rows.shape[0], num_heads, dim)
         q, k, v = heads.split_with_sizes((num_heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         return self.rope_and_write(q, k, v, rotary, cache, layer, slots, norms)

@@ -1,8 +1,8 @@
-"""Selects the device: a GPU if the driver, the extension, torch and Triton all can use it, else the CPU.
+"""Selects the device: a GPU if driver, extension, torch and Triton can all use it, else the CPU.
 
-The choice depends only on the probe's data. Looks at no GPU that was not asked for and makes no context. Loads torch
-only when it is needed, so that the frontend process can ask for names too. Devices have the driver's numbers, which
-count what CUDA_VISIBLE_DEVICES leaves, as torch does.
+The choice depends on the probe's data alone. Creates no CUDA context, and looks only at the GPU that was asked for.
+Imports torch only when needed, so that the frontend process can ask for names too. Devices have the driver's numbers,
+which follow CUDA_VISIBLE_DEVICES as torch's do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CPU = "cpu"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?")
-# Without one of these there is no GPU to miss.
+# Statuses of a machine or build without GPU support: falling back to the CPU is expected and no warning.
 _NO_GPU = ("no_extension", "not_built", "no_driver", "no_device")
 
 Status = Literal["ok", "no_extension", "not_built", "no_driver", "driver_too_old", "no_device", "no_code", "error"]
@@ -39,11 +39,11 @@ class CudaDeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class CudaProbe:
-    """What the extension finds of CUDA. It does not ask torch, whose builds have code for other devices."""
+    """CUDA as the extension finds it. Torch is not asked: its builds have code for other devices."""
 
     status: Status
-    problem: str  # a sentence, empty when ok
-    codes: tuple[str, ...]  # what the extension was compiled for: "sm_80", "compute_90" (PTX)
+    problem: str  # a sentence, empty if ok
+    codes: tuple[str, ...]  # targets of the extension: "sm_80", "compute_90" (PTX)
     runtime_version: int  # 13000 is 13.0; 0 where built without CUDA
     driver_version: int  # the newest CUDA that the driver runs; 0 where unknown
     devices: tuple[CudaDeviceInfo, ...]
@@ -51,7 +51,8 @@ class CudaProbe:
 
 @dataclass(frozen=True, slots=True)
 class CudaSupport:
-    """`torch_problem`, `triton_problem`: a clause each, empty where all is well or where the probe is not ok."""
+    """The probe, with a clause each on why torch or Triton cannot be used; empty if they can, or if the probe is not
+    ok."""
 
     probe: CudaProbe
     torch_problem: str = ""
@@ -68,8 +69,10 @@ class ChosenDevice:
 
 
 def probe() -> CudaProbe:
-    """Never raises, makes no context, takes milliseconds. It initialises the driver where there is one, so call it only
-    in a process that forks no workers."""
+    """Asks the driver for its devices. Never raises, creates no context, takes milliseconds.
+
+    Initialises the driver, if there is one: call it only in a process that forks no workers.
+    """
     extension, problem = load_extension()
     if extension is None:
         return CudaProbe("no_extension", problem or "", (), 0, 0, ())
@@ -79,13 +82,13 @@ def probe() -> CudaProbe:
 
 
 def cuda_support() -> CudaSupport:
-    """What this machine and this installation have. Initialises the driver as `probe` does."""
+    """CUDA support of this machine and installation. Initialises the driver as `probe` does."""
     cuda = probe()
     return CudaSupport(cuda, _torch_problem(), _triton_problem()) if cuda.status == "ok" else CudaSupport(cuda)
 
 
 def refusal(support: CudaSupport, index: int) -> str:
-    """Why GPU `index` cannot be taken, in a clause; empty where it can."""
+    """The reason why GPU `index` cannot be used, a clause; empty if it can."""
     probe = support.probe
     if probe.devices and index >= len(probe.devices):
         shown = "is 1 GPU" if len(probe.devices) == 1 else f"are {len(probe.devices)} GPUs"
@@ -102,8 +105,10 @@ def refusal(support: CudaSupport, index: int) -> str:
 
 
 def choose(device: str, support: CudaSupport) -> ChosenDevice:
-    """device: "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for other words and BackendError, with the reason,
-    for a GPU that cannot be taken."""
+    """Chooses the device from `support`. device: "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises ConfigError for other words, and BackendError with the reason if a GPU that was asked for cannot be used.
+    """
     if device == CPU:
         return ChosenDevice(CPU, None, 0, "as asked")
     if device == "auto":
@@ -119,7 +124,7 @@ def choose(device: str, support: CudaSupport) -> ChosenDevice:
 
 
 def resolve(device: str) -> ChosenDevice:
-    """`choose` from what is there; logs one line where "auto" does not take a GPU."""
+    """Probes this machine and returns `choose`. Logs one line if "auto" does not take a GPU."""
     if device == CPU:
         return ChosenDevice(CPU, None, 0, "as asked")
     support = cuda_support()
@@ -131,13 +136,13 @@ def resolve(device: str) -> ChosenDevice:
 
 
 def names() -> tuple[str, ...]:
-    """Devices that an instance can be placed on; a GPU that cannot be used is among them and refused with its reason
-    when the instance starts."""
+    """Devices that an instance can be placed on. GPUs that cannot be used are listed too; they are refused, with the
+    reason, when the instance starts."""
     return (CPU, *(f"cuda:{device.index}" for device in probe().devices))
 
 
 def gpu_name(device: str) -> str:
-    """As its driver calls it; empty for a processor."""
+    """Name of the GPU as its driver reports it; empty for a CPU."""
     match = _CUDA.fullmatch(device)
     if match is None:
         return ""
@@ -145,16 +150,18 @@ def gpu_name(device: str) -> str:
 
 
 def takes_turns(device: str) -> bool:
-    """Whether processes on it never compute at the same moment: on a GPU without NVIDIA's multi-process service. Asks
-    the driver as `probe` does."""
+    """True if processes on this device never compute at the same moment: a GPU without NVIDIA's multi-process service
+    (MPS). Asks the driver as `probe` does."""
     match = _CUDA.fullmatch(device)
     index = int(match[1] or 0) if match is not None else -1
     return any(not info.has_mps for info in probe().devices if info.index == index)
 
 
 def load_extension() -> tuple[ModuleType | None, str | None]:
-    """The native extension, or a sentence that says why it cannot be used. Raises ConfigError where HYDRA_MAX_CPU_ISA
-    is no level of instructions."""
+    """Returns (native extension, None), or (None, a sentence on why it cannot be used).
+
+    Raises ConfigError if HYDRA_MAX_CPU_ISA is no instruction level.
+    """
     try:
         extension = importlib.import_module("hydra_engine._C")
         extension.isa()

@@ -1,32 +1,32 @@
-"""Weights in 8, 6 or 4 bits: the one form that checkpoints are read into and kernels pack from, and its arithmetic.
+"""Weights in 8, 6 or 4 bits: the one format between checkpoints and kernels, and its arithmetic.
 
     w[n, k] = scales[n, g] * (values[n, k] - zero) + offsets[n, g]      g = k // group_size; zero: 8 for 4 bits, else 0
 
-Scales in two levels are whole numbers beside a float16 one for each block b of 256 inputs, as GGUF's K types have them.
-They stand for these of float32, where each product and each sum is rounded; kernels make them while they multiply:
+Two-level scales are integers beside a float16 scale for each block b of 256 inputs, as in GGUF's K types. They stand
+for float32 scales and offsets as follows, each product and each sum rounded; kernels compute them on the fly:
 
     scale[n, g] = block_scales[n, b, 0] * scales[n, g]
     offset[n, g] = zero * scale[n, g] - block_scales[n, b, 1] * offsets[n, g]
 
-A product with such a weight rounds x too, and sums integers, whose sum does not depend on its order. Inputs of x that
-share a step are a part p of a group: 128 of it, the last part what is left. A part has 8 bits; where few of its inputs
-are so large that 8 bits are too coarse for the others, as outlier channels are, it has 16:
+A product with such a weight quantises x too, and sums integers, whose sum does not depend on the order. Inputs of x are
+quantised in parts p of a group: 128 inputs, the last part the rest of the group. A part has 8 bits, or 16 if a few
+large inputs (outlier channels) would leave too few bits for the others:
 
     top = max |x[t, k in p]|       s[t, p] = top / 127       q[t, k] = rint(x[t, k] * (127 / top)), ties to even
     where (sum over k in p of min(|q[t, k]|, 32)^2) < 64 (inputs of p + 20):
                                                      q[t, k] = rint(x[t, k] * (32512 / top)) / 256
 
-What is float32 is one fused multiply-add for each part and for each group, in their order:
+Float32 sums are fused multiply-adds, one per part and per group, in this order:
 
     y[t, n] = fma over g of  a[t, n, g] scales[n, g]   and behind it   offsets[n, g] r[t, g]
     a[t, n, g] = fma over p of g of  (sum over k in p of q (values - zero)) * s[t, p]
     r[t, g] = fma over p of g of  (sum over k in p of q) * s[t, p]
 
-So every implementation gives the same bits, whatever the processor, the batch or the number of threads. A part with a
-number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, for 127 / top might be infinite.
-On CUDA x is not rounded: products there are those with the dequantised weight, with sums in float32 (W4A16, W8A16).
-Values that are 8-bit floats (E4M3) are kept on CUDA only, where products of many rows round x too (`float8.py`).
-Does not know checkpoints or memory layouts of kernels.
+So every CPU implementation gives the same bits, on any processor, for any batch and number of threads. A part with a
+number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, since 127 / top might overflow.
+On CUDA x is not quantised: products are those with the dequantised weight, with sums in float32 (W4A16, W8A16). Values
+that are 8-bit floats (E4M3) are kept on CUDA only, where products of many rows round x too (`float8.py`). Does not know
+checkpoints or memory layouts of kernels.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 SMALLEST = 2.0**-100
-MIN_GROUP = 16  # inputs; a group is a multiple of it, or a whole row of the weight
+MIN_GROUP = 16  # inputs; a group is a multiple of this, or a whole row of the weight
 BLOCK = 256  # inputs that share a block scale
-PART = 128  # inputs of a group that share a step in a row of x
-_CHUNK = 1 << 20  # numbers that are dequantised at once, so that little memory is taken beside the result
+PART = 128  # inputs of a group that share a quantisation step in a row of x
+_CHUNK = 1 << 20  # numbers that are dequantised at once, to bound temporary memory
 _ZERO = {8: 0, 6: 0, 4: 8}
 _LARGEST = {8: 127, 4: 7}
 FLOAT8 = torch.float8_e4m3fn
@@ -53,11 +53,12 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class QuantizedWeight:
     """A matrix [num_out, K] in `num_bits` 8, 6 or 4.
 
-    values: 8 bits: int8 or FLOAT8 [num_out, K]; 6 bits: int8 from -32 to 31; 4 bits: uint8 [num_out, K / 2], of two
-    numbers 0..15 that of the even k is in the lower half. scales: [num_out, G] of one of SCALE_DTYPES, which kernels
-    keep. offsets: float32 [num_out, G], or None for zeros. G divides K.
-    In two levels, for 6 and 4 bits: scales and offsets int8, block_scales float16 [num_out, K / 256, 1, or with offsets
-    2], and each block has whole groups. Raises ValueError naming the field."""
+    values: 8 bits: int8 or FLOAT8 [num_out, K]; 6 bits: int8 from -32 to 31; 4 bits: uint8 [num_out, K / 2], two
+    numbers 0..15 per byte, the even k in the lower half. scales: [num_out, G] of one of SCALE_DTYPES, which kernels
+    keep. offsets: float32 [num_out, G], or None for zeros. G divides K. Two levels, for 6 and 4 bits: scales and
+    offsets are int8, block_scales float16 [num_out, K / 256, 1, or 2 with offsets], and groups do not cross blocks.
+    Raises ValueError that names the field.
+    """
 
     values: Tensor
     scales: Tensor
@@ -126,24 +127,24 @@ class QuantizedWeight:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Weights of one form can be stacked."""
+        """A key: weights with equal keys can be stacked."""
         scale_dtype = self.scales.dtype  # int8: two levels
         return self.num_bits, self.is_float, self.num_in, self.group_size, self.offsets is None, scale_dtype
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors; kernels keep 6 bits in 3/4 of their bytes."""
+        """Bytes of the tensors. Kernels pack 6-bit values into 3/4 of their bytes."""
         parts = self.values, self.scales, self.offsets, self.block_scales
         return sum(part.nbytes for part in parts if part is not None)
 
     def numbers(self) -> Tensor:
-        """values - zero, int8 or FLOAT8 [num_out, K]"""
+        """The values - zero: int8 or FLOAT8 [num_out, K]."""
         if self.num_bits != 4:
             return self.values
         return torch.stack((self.values & 15, self.values >> 4), dim=2).flatten(1).to(torch.int8) - _ZERO[4]
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[num_out, K], computed in float32 and rounded once."""
+        """The matrix [num_out, K] in `dtype`, computed in float32 and rounded once."""
         result = torch.empty(self.shape, dtype=dtype, device=self.values.device)
         step = max(_CHUNK // self.num_in, 1)
         for begin in range(0, self.num_out, step):
@@ -155,7 +156,7 @@ class QuantizedWeight:
         return result
 
     def in_one_level(self) -> QuantizedWeight:
-        """With the float32 scales and offsets that two levels stand for; 6 bits as 8."""
+        """The same weight with the float32 scales and offsets that two levels stand for; 6 bits become 8."""
         if self.block_scales is None:
             return self
         steps = self.block_scales.float()[:, :, :, None]
@@ -171,19 +172,19 @@ class QuantizedWeight:
         return self._each(lambda part: part.to(device))
 
     def rows(self, order: Tensor | slice) -> QuantizedWeight:
-        """The outputs `order`, [M] int64 or from one to another."""
+        """Selects outputs by index [M] int64 or slice."""
         return self._each(lambda part: part[order])
 
     def padded(self, num_out: int, num_in: int) -> QuantizedWeight:
-        """With so many more outputs, of zeros, and so many more inputs, for rows of x that have zeros there: offsets
-        are added to their weights too. Raises ValueError for more inputs where these are cut into groups."""
+        """Adds `num_out` zero outputs and `num_in` inputs, for rows of x that are zero there (offsets are added to the
+        new inputs' weights too). Raises ValueError for new inputs if inputs are in groups."""
         if num_in and self.scales.shape[1] > 1:
             raise ValueError(f"num_in: expected 0 for inputs in groups of {self.group_size}, got {num_in}")
         longer = self._each(lambda part: pad(part, (*[0, 0] * (part.dim() - 1), 0, num_out)))
         if not num_in:
             return longer
         octets = longer.values.view(torch.uint8)
-        zero = _ZERO[self.num_bits] * 0x11  # of two numbers of 4 bits
+        zero = _ZERO[self.num_bits] * 0x11  # two 4-bit zeros
         wider = pad(octets, (0, num_in * self.num_bits // 8), value=zero).view(self.values.dtype)
         return replace(longer, values=wider)
 
@@ -192,14 +193,14 @@ class QuantizedWeight:
         return QuantizedWeight(change(self.values), change(self.scales), offsets, self.num_bits, block_scales)
 
     def scaled(self, factors: Tensor) -> QuantizedWeight:
-        """Every output times its factor, [num_out]; the scales become float32."""
+        """Multiplies every output by its factor, [num_out]. The scales become float32."""
         plain, wide = self.in_one_level(), factors.float()[:, None]
         offsets = None if plain.offsets is None else plain.offsets * wide
         return replace(plain, scales=plain.scales.float() * wide, offsets=offsets)
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The outputs of all parts, which have one form, one after another."""
+    """Concatenates the outputs of weights, which must have equal `form`."""
     if len(parts) == 1:
         return parts[0]
     return QuantizedWeight(
@@ -216,8 +217,11 @@ def _joined(parts: list[Tensor]) -> Tensor | None:
 
 
 def quantized(weight: Tensor, num_bits: int, group_size: int, scale_dtype: torch.dtype) -> QuantizedWeight:
-    """weight [num_out, K] of a float type, rounded to the nearest of -127..127 (4 bits: -7..7) steps per group. A step
-    is the largest magnitude of the group / 127 (7), rounded to `scale_dtype` before it divides."""
+    """Quantises weight [num_out, K] of a float type, symmetric, rounded to nearest: -127..127 (4 bits: -7..7) per
+    group.
+
+    The scale of a group is its largest magnitude / 127 (7), rounded to `scale_dtype` before it divides.
+    """
     wide = weight.float().unflatten(1, (-1, group_size))
     largest = _LARGEST[num_bits]
     scales = (wide.abs().amax(-1) / largest).to(scale_dtype)
@@ -227,7 +231,7 @@ def quantized(weight: Tensor, num_bits: int, group_size: int, scale_dtype: torch
 
 
 def packed_numbers(numbers: Tensor, num_bits: int) -> Tensor:
-    """numbers int8 [num_out, K], values - zero -> `values` of a QuantizedWeight."""
+    """Packs int8 numbers [num_out, K], values - zero, into `QuantizedWeight.values`."""
     if num_bits != 4:
         return numbers
     pairs = (numbers + _ZERO[4]).to(torch.uint8).unflatten(1, (-1, 2))
@@ -235,12 +239,12 @@ def packed_numbers(numbers: Tensor, num_bits: int) -> Tensor:
 
 
 def quantized_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """x [T, K] of a float type -> q float32 [T, G, P, 128], zeros behind a group's inputs, and s float32 [T, G, P],
-    as the module's formulas say."""
+    """Quantises x [T, K] of a float type by the module's formulas: q float32 [T, G, P, 128], zero-padded, s float32 [T,
+    G, P]."""
     wide = x.float().unflatten(1, (-1, group_size))
     wide = pad(wide, (0, -group_size % PART)).unflatten(2, (-1, PART))
     top = wide.abs().amax(-1)
-    # A number / tensor would be that number times the rounded reciprocal.
+    # `127.0 / top` would be computed as 127 times the rounded reciprocal.
     inverse = torch.where(top >= SMALLEST, torch.tensor(127.0, device=x.device) / top, 0.0)[..., None]
     numbers = (wide * inverse).round()
     counts = torch.full((wide.shape[2],), PART, device=x.device)
@@ -253,8 +257,11 @@ def quantized_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def reference_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """y [T, num_out] float32 of the module's formulas, in plain torch. Float64 stands in for fused multiply-adds: it
-    holds every product exactly, and the second rounding changes the last bit of a sum now and then."""
+    """The product y [T, num_out] float32 by the module's formulas, in plain torch.
+
+    Float64 stands in for fused multiply-adds: it holds every product exactly, and its second rounding changes the last
+    bit of a sum now and then.
+    """
     weight = weight.in_one_level()
     rows, steps = quantized_rows(x, weight.group_size)
     numbers = weight.numbers().unflatten(1, (-1, weight.group_size))

@@ -1,8 +1,8 @@
-"""Chooses device and implementation of the ops, once, at start: the only place that asks what this machine has.
+"""Chooses device and ops, once, at start: the only module that asks what this machine has.
 
-"auto" takes a GPU if all that it needs is there (`devices.py`), else the native extension, and says in one logged
-sentence what is missing when it cannot; what was asked for by name is taken or refused, never replaced. Does not know
-models; imports no GPU library unless a GPU is taken.
+"auto" takes a GPU if all that it needs is there (`devices.py`), else the native extension, and logs one sentence on
+what is missing. A device or backend asked for by name is used or refused, never replaced. Does not know models; imports
+GPU libraries only if a GPU is used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.core.options import NICENESS
 from hydra_engine.errors import BackendError, ConfigError
 
-SM_GRANULE = 8  # what devices of compute capability 9.0 divide by; others divide by 2 or 4
+SM_GRANULE = 8  # SMs; smallest unit of a partition at compute capability 9.0, 2 or 4 at others
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "native", "reference")  # on a processor; a GPU has one, which is "auto"
+BACKENDS = ("auto", "native", "reference")  # of a CPU; a GPU has "auto" alone
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _BF16_LEVELS = ("avx512bf16", "amx")  # levels with a bf16 dot product
@@ -52,12 +52,17 @@ def create_backend(
     profiles: Path | None = None,
     for_this_thread: bool = True,
 ) -> Backend:
-    """device: "auto", "cpu" or "cuda:N"; backend: one of BACKENDS; deterministic: as `resolve_deterministic` takes it;
-    threads per lane, None for all usable cores; sm_split: as `EngineConfig.sm_counts`; attention: as
-    `resolve_attention` says, of a GPU. "auto" is measured there, for which `shapes` are needed; `profiles`: the folder
-    where measurements are kept, None: they are not.
+    """Creates the backend of an instance.
 
-    `for_this_thread`: sets the thread counts and the GPU of the calling thread too, so that loading weights uses them.
+    device: "auto", "cpu" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic: as
+    `resolve_deterministic` takes it. threads: per lane, None for all usable cores. lane_priority: a key of NICENESS.
+    sm_split: as `EngineConfig.sm_counts`, () for none. attention: a result of `resolve_attention`; "auto" measures the
+    kernels of a GPU, which needs `shapes`. profiles: folder of kept measurements, None to keep none. for_this_thread:
+    also sets thread counts and GPU of the calling thread, so that loading weights uses them.
+
+    Raises ConfigError for a wrong argument, and BackendError if a device or backend asked for by name cannot be used.
+
+        backend = create_backend("cpu", torch.float32, threads=2)
     """
     chosen = resolve_device(device, backend)
     if lane_priority not in NICENESS:
@@ -84,9 +89,11 @@ def create_backend(
 
 @contextmanager
 def all_cores(backend: Backend) -> Iterator[None]:
-    """Ops of the calling thread take every core that this process may use, however few threads a lane has: while an
-    instance loads nothing runs beside it, what is packed does not depend on how many packed it, and whoever wants cores
-    left alone at start as well gives the process fewer of them (taskset, a container)."""
+    """Lets ops of the calling thread use all cores of this process inside the context, however few threads a lane has.
+
+    Meant for loading: nothing runs beside it, and packed weights do not depend on the number of threads. To keep cores
+    free at start too, limit the process (taskset, a container).
+    """
     _set_threads(max(usable_cores(), backend.threads))
     try:
         yield
@@ -95,12 +102,15 @@ def all_cores(backend: Backend) -> Iterator[None]:
 
 
 def op_choices(device: str, *, backend: str = "auto") -> tuple[OpChoice, ...]:
-    """What the ops of such a backend say of themselves; nothing is set, no GPU is touched."""
+    """The `Ops.choices` of such a backend. Sets no threads and touches no GPU."""
     return create_backend(device, torch.float32, backend=backend, threads=1, for_this_thread=False).ops.choices()
 
 
 def resolve_device(device: str, backend: str = "auto") -> ChosenDevice:
-    """Which device that is on this machine. A backend asked for by name is one of a processor."""
+    """Chooses the device on this machine; "native" and "reference" always choose the CPU.
+
+    Raises ConfigError if `backend` is unknown or does not run on `device`, else as `devices.resolve`.
+    """
     if backend not in BACKENDS:
         raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}", param="backend")
     if backend == "auto":
@@ -113,8 +123,10 @@ def resolve_device(device: str, backend: str = "auto") -> ChosenDevice:
 
 
 def resolve_deterministic(deterministic: bool | None, device: str) -> tuple[bool, str | None]:
-    """Whether the ops are to be batch-invariant on `device`, "cpu" or "cuda:N", and what to say about it. None: where
-    that costs nothing."""
+    """Returns (whether ops are batch-invariant on `device`, a note for the user or None).
+
+    deterministic None: True on a CPU, where it is free. device: "cpu" or "cuda:N".
+    """
     if deterministic is not None:
         return deterministic, None
     if device == CPU:
@@ -123,8 +135,11 @@ def resolve_deterministic(deterministic: bool | None, device: str) -> tuple[bool
 
 
 def resolve_sm_split(sm_split: str, num_sms: int) -> str:
-    """`EngineConfig.sm_split` without "auto", for a device with so many multiprocessors; 0: a processor. Quarters: each
-    part more has a set of captured language steps, and what lies between two is left to the gate between the lanes."""
+    """`EngineConfig.sm_split` with "auto" resolved for a device of `num_sms` SMs, 0 for a CPU.
+
+    "auto" is quarters: every further partition needs a set of captured language steps, and finer control is left to the
+    gate between the lanes.
+    """
     if sm_split.strip().lower() != "auto":
         return sm_split
     counts = [num_sms * part // 4 // SM_GRANULE * SM_GRANULE for part in (1, 2, 3)]
@@ -132,23 +147,29 @@ def resolve_sm_split(sm_split: str, num_sms: int) -> str:
 
 
 def lane_note(lane_priority: str, chosen: ChosenDevice) -> str | None:
-    """What to say where the streams of a GPU do not have the priorities that `lane_priority` names."""
+    """A note for the user if the GPU's streams do not get the priorities of `lane_priority`."""
     return priority_note(lane_priority, chosen.capability)
 
 
 def resolve_dtype(
     dtype: str, checkpoint_dtype: str, backend: str = "auto", device: str = CPU
 ) -> tuple[torch.dtype, str]:
-    """The compute dtype and why. `dtype`: "auto" or a name of DTYPES; `checkpoint_dtype`: of the stored weights;
-    `device`: "cpu" or "cuda:N"."""
+    """Returns (compute dtype, the reason).
+
+    dtype: "auto" or a key of DTYPES. checkpoint_dtype: of the stored weights. device: "cpu" or "cuda:N". Raises
+    ConfigError for another `dtype`.
+    """
     chosen, reason = _resolve_dtype(dtype, checkpoint_dtype, backend, device)
     kept = weights_dtype(chosen, checkpoint_dtype, backend, device)
     return chosen, reason if kept is chosen else f"{reason}; matrices stay {checkpoint_dtype}"
 
 
 def weights_dtype(dtype: torch.dtype, checkpoint_dtype: str, backend: str = "auto", device: str = CPU) -> torch.dtype:
-    """The dtype of matrices where that of activations is `dtype`: beside float32 the native products read 16 bits as
-    they are stored. Arguments as those of `resolve_dtype`."""
+    """Dtype of matrices if activations are `dtype`: native products of float32 rows read 16-bit weights as they are
+    stored.
+
+    Parameters as those of `resolve_dtype`.
+    """
     native = device == CPU and backend in ("auto", "native") and load_extension()[0] is not None
     return DTYPES.get(checkpoint_dtype, dtype) if native and dtype is torch.float32 else dtype
 
@@ -173,7 +194,7 @@ def _resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str, device: str)
 
 
 def describe_cpu() -> dict[str, Any]:
-    """What `doctor` prints about the processor and the extension."""
+    """Facts on CPU and extension that `doctor` prints."""
     extension, problem = load_extension()
     return {
         "extension": None if extension is None else extension.__file__,
@@ -198,7 +219,7 @@ def _on_cuda(
     shapes: Shapes | None,
     profiles: Path | None,
 ) -> Backend:
-    # All of these import GPU libraries, which only now are known to be there and wanted.
+    # These modules import GPU libraries, which are known to be installed and wanted only here.
     host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
     cuda: Any = importlib.import_module("hydra_engine.backend.cuda.ops")
     of_lanes, split = priorities(lane_priority, chosen.capability), None
@@ -226,7 +247,7 @@ def _on_cuda(
 
 
 def _set_threads(count: int) -> None:
-    """Of the calling thread: torch's and the extension's."""
+    """Sets the thread counts of torch and of the extension for the calling thread."""
     set_torch_threads(count)
     extension, _ = load_extension()
     if extension is not None:
@@ -238,7 +259,7 @@ def _cpu_ops(backend: str) -> Ops:
         return ReferenceOps("asked for by name")
     extension, problem = load_extension()
     if extension is not None:
-        # The module of the native ops imports the extension, which only now is known to be there.
+        # This module imports the extension, which is known to load only here.
         native: Any = importlib.import_module("hydra_engine.backend.cpu.ops")
         ops: Ops = native.NativeOps()
         return ops

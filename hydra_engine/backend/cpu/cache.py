@@ -1,7 +1,7 @@
 """Paged caches on the native extension: writes, rotation with write, gathers, image merges, block copies.
 
-Knows tensors: checks shapes, dtypes and strides and passes addresses. Contents (slots, block ids) are checked by the
-extension, before anything is written.
+Checks shapes, dtypes and strides, and passes addresses. The extension checks contents (slots, block ids) before
+anything is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_ADDRESS = 0
 
 
 def desc_arguments(cache: PagedCache) -> tuple[int, int, int, int, int, int, int, int]:
-    """Of a descriptor of the extension."""
+    """Arguments of the extension's cache descriptor."""
     checks.check_new_cache(cache)
     data = cache.data
     num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
@@ -31,7 +31,7 @@ def desc_arguments(cache: PagedCache) -> tuple[int, int, int, int, int, int, int
 
 
 class CacheOps:
-    """The ops of `Ops` on caches; one `_C.CacheDesc` per cache, made at first use and forgotten with its tensor."""
+    """The cache ops of `Ops`; one `_C.CacheDesc` per cache, made at first use and dropped with its tensor."""
 
     def __init__(self) -> None:
         self._descs: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
@@ -40,7 +40,7 @@ class CacheOps:
         key = id(cache.data)
         entry = self._descs.get(key)
         if entry is None:
-            # Removed when the tensor dies, so an id that is given out again never finds the old descriptor.
+            # Removed when the tensor dies, so a reused id never finds the old descriptor.
             forget = weakref.ref(cache.data, lambda _: self._descs.pop(key, None))
             entry = self._descs[key] = forget, self._new_desc(cache)
         return entry[1]

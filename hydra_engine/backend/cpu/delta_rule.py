@@ -1,6 +1,6 @@
-"""Recurrent states on the native extension: the causal convolution, the gated delta rule, and the gates behind them.
+"""Recurrent states on the native extension: causal convolution, gated delta rule, and the gates after them.
 
-Knows tensors: checks shapes, dtypes and strides and passes addresses. Rows and places are checked by the extension.
+Checks shapes, dtypes and strides, and passes addresses. The extension checks the contents of rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _Rows = tuple[int, int, int, int, int, int, int, int, int]
 
 
 def plan_states(rows: StateRows) -> StateRows:
-    """As they are."""
+    """Returns `rows`: CPU kernels read them directly."""
     return rows
 
 
 def plan_decode_states(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:  # noqa: ARG001
-    """As `NativeOps.plan_decode`: no launch of these ops is captured."""
+    """Raises ValueError, as `NativeOps.plan_decode`: launches of these ops are never captured."""
     raise ValueError("plan_decode_states: expected ops that plan without contents; these check places before they run")
 
 

@@ -1,6 +1,6 @@
-"""The host processor as a device: lanes are threads, memory is what the machine and its container leave to us.
+"""The CPU as a device: lanes are threads; memory is what machine and container allow.
 
-Does not know which ops run on it; `select.py` puts the two together.
+Does not know which ops run on it; `select.py` combines the two.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class CpuDevice:
-    """`Device` of backend/device.py. `set_threads` sets the thread counts of the thread that calls it; `lane_priority`
-    is a key of NICENESS."""
+    """`Device` of backend/device.py. set_threads: sets the thread counts of the calling thread. lane_priority: a key of
+    NICENESS."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -56,19 +56,20 @@ class CpuDevice:
         return ThreadLane(name, 1)
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes: the machine's, or the container's where that is less."""
+        """Bytes (free, total) of the machine, or of the container if that has less."""
         lines = (line.split() for line in _MEMINFO.read_text().splitlines())
         machine = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "MemTotal:")}
         free, total = machine["MemAvailable:"], machine["MemTotal:"]
         limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
         if limit is not None and used is not None:
-            # The page cache counts as used there but is given up on demand.
+            # The page cache counts as used, but the kernel reclaims it on demand.
             free = min(free, max(limit - used + _inactive_file_bytes(), 0))
             total = min(total, limit)
         return free, total
 
     def trim(self) -> None:
-        """glibc keeps freed blocks of some MiB for itself; packing weights frees one per tensor."""
+        """Returns freed memory to the system: glibc keeps blocks of some MiB, and packing weights frees one per
+        tensor."""
         trim_heap()
 
     def share(self, num_bytes: int) -> SharedMemory:
@@ -86,23 +87,23 @@ class CpuDevice:
         return map_pool(descriptor, export.num_bytes)
 
     def finish(self) -> None:
-        """Nothing to wait for: an op returns when it is done."""
+        """Returns at once: an op returns when it is done."""
 
-    # ---- work that ends after the call that launched it: there is none
+    # ---- asynchronous work: there is none
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
-        """The arrays' own memory."""
+        """Tensors over the arrays' own memory."""
         return tuple(torch.from_numpy(array) for array in arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         return _Copies(tuple(tensor.numpy().copy() for tensor in tensors))
 
     def mark(self) -> Mark:
-        """Done when it is made."""
+        """A mark that is done at once."""
         return _Moment(time.monotonic())
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Nothing is captured: a replay makes the calls again."""
+        """Runs `launch` once; a replay calls it again."""
         launch()
         return _Calls(launch)
 
@@ -110,7 +111,7 @@ class CpuDevice:
         return (self.capture(partial(launch, _no_cut)),)
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
-        """Host memory is not counted."""
+        """Runs `job`. Returns None: host memory is not measured."""
         job()
         return None
 
@@ -147,7 +148,7 @@ class _Calls:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, by its affinity and its container's quota."""
+    """Cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = (_CGROUP / "cpu.max").read_text().split()

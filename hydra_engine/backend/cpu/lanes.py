@@ -1,8 +1,8 @@
-"""A lane on the CPU: one thread that runs jobs in the order of their submission.
+"""A lane on the CPU: a thread that runs jobs in the order of submission.
 
 The thread runs in torch's inference mode (the mode belongs to a thread, so a job cannot rely on its submitter's) and
-sets its own thread counts when it starts. Does not know what a job does. A job that raises is a bug: it is logged with
-its traceback, later jobs are refused, and `submit` raises from then on.
+sets its own thread counts when it starts. A job that raises is a bug: the traceback is logged, remaining jobs are
+dropped, and `submit` raises from then on. Does not know what a job does.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Job = Callable[[], None]
 def set_torch_threads(threads: int) -> None:
     """Sets torch's thread count for the calling thread.
 
-    torch applies the count last set by any thread when a thread first needs it; asking once gets that over with, so
-    that another lane's count cannot replace ours later.
+    torch applies the count that any thread set last when a thread first needs it. Asking for it once forces that now,
+    so that another lane's count cannot replace ours later.
     """
     torch.get_num_threads()
     torch.set_num_threads(threads)
 
 
 class ThreadLane:
-    """`Lane` of backend/device.py. `set_threads` is called once, in the lane's thread, with `threads`.
+    """A `Lane` of backend/device.py: one thread.
 
-    `niceness` is how far the lane's threads step back when lanes compete for cores; threads that the ops start from
-    this one inherit it.
+    set_threads: called once, in the lane's thread, with `threads`. niceness: added to the nice value of the lane's
+    thread; threads that its ops start inherit it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ThreadLane:
         self._niceness = niceness
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closed = False
-        self._lock = threading.Lock()  # orders submit and close: no job can land behind the end mark
+        self._lock = threading.Lock()  # orders submit and close: no job can follow the end mark
         self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
@@ -60,7 +60,7 @@ class ThreadLane:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Waits for what was submitted and stops the thread; a second call does nothing."""
+        """Waits for submitted jobs and stops the thread. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -77,6 +77,6 @@ class ThreadLane:
                 while (job := self._jobs.get()) is not None:
                     job()
                     del job  # a finished job must not keep its tensors until the next one comes
-        except BaseException as error:  # the thread's boundary: kept for every later submit
+        except BaseException as error:  # the thread's boundary: every later submit raises it
             self.error = error
             logger.critical("lane %s died; the instance cannot continue", self.name, exc_info=True)

@@ -1,8 +1,7 @@
-"""Matrix products, norms, gates, rotations and best tokens of the native extension: the part of the native CPU ops that
-computes.
+"""Matrix products, norms, gates, rotations and greedy tokens of the native extension.
 
-Knows tensors: allocates outputs and packed weights (so memory is accounted here), checks shapes and dtypes, and passes
-addresses. Does not know instruction sets, threads or layouts; those are in csrc/cpu.
+Allocates outputs and packed weights (so memory is accounted here), checks shapes and dtypes, and passes addresses. Does
+not know instruction sets, threads or layouts; those are in csrc/cpu.
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ ACTIVATION_CODES: dict[str, int] = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh"
 
 _ALIGNMENT = 64  # a cache line
 
-Form = tuple[Any, ...]  # what the extension is told of a packed weight besides its addresses
+Form = tuple[Any, ...]  # arguments of the extension for a packed weight, without its addresses
 
 
 class NativeLinear:
-    """`PackedLinear` of backend/base.py: a weight in its dtype and the kernels' layout, about the size of the original,
-    of which nothing is kept. `dtype` is that of the rows that it multiplies."""
+    """A `PackedLinear` in its dtype and the kernels' layout, about the size of the original, of which nothing is kept.
+
+    dtype: of the rows that it multiplies.
+    """
 
     __slots__ = ("bias", "data", "dtype", "form", "handle", "num_in", "num_out")
 
@@ -48,8 +49,8 @@ class NativeLinear:
 
     @classmethod
     def restored(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeLinear:
-        """Of another one's `form`, and bytes that begin with its `data`. Raises ValueError if they are fewer or not
-        aligned."""
+        """A weight over packed bytes: `form` of the packed one, and bytes that begin with its `data`. Raises ValueError
+        if they are too few or not aligned."""
         result = cls.__new__(cls)
         result._keep(form, _part(data, _C.packed_bytes(*form[:3])), bias)
         return result
@@ -67,8 +68,7 @@ class NativeLinear:
 
 
 class NativeQuantizedLinear:
-    """`PackedLinear` of backend/base.py for a weight in 8, 6 or 4 bits, in the kernels' layout; products take x of any
-    compute dtype."""
+    """A `PackedLinear` in 8, 6 or 4 bits in the kernels' layout; products take x of any compute dtype."""
 
     __slots__ = ("bias", "data", "form", "handle", "num_in", "num_out")
 
@@ -86,7 +86,7 @@ class NativeQuantizedLinear:
 
     @classmethod
     def restored(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeQuantizedLinear:
-        """As that of `NativeLinear`."""
+        """A weight over packed bytes, as `NativeLinear.restored`."""
         result = cls.__new__(cls)
         result._keep(form, _part(data, _C.quantized_bytes(*form)), bias)
         return result
@@ -142,7 +142,7 @@ def linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: [T, C] or, head by head, [T, H, D]."""
+    """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: x [T, C], or [T, H, D] per head."""
     if x.dim() == 3:
         stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
         tokens, heads, columns = x.shape
@@ -224,7 +224,7 @@ def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D], pairs (i, i + D/2) turned by cos, sin [T, D/2] float32 of their token."""
+    """x [T, H, D] with pairs (i, i + D/2) rotated by cos, sin [T, D/2] float32 of their token."""
     stride, head_stride, cos_stride, sin_stride = checks.check_rotate(x, cos, sin)
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads, dim), dtype=x.dtype)
@@ -246,7 +246,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """[B, V] float32 -> [B] int64: the first of the largest logits of each row, -1 where one is not finite."""
+    """[B, V] float32 -> [B] int64: the first of the largest logits of each row, -1 if the row is not finite."""
     rows, columns = checks.check_logits(logits)
     tokens = torch.empty(rows, dtype=torch.int64)
     _C.best_of_rows(logits.data_ptr(), logits.stride(0), rows, columns, tokens.data_ptr())
@@ -261,15 +261,15 @@ def _activation_code(act: str) -> int:
 
 
 def aligned(num_bytes: int) -> Tensor:
-    # numpy asks for large pages, from 4 MiB on, of which memory is read faster; torch does not.
+    # numpy asks for huge pages from 4 MiB on, which are read faster; torch does not.
     memory = torch.from_numpy(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
     offset = -memory.data_ptr() % _ALIGNMENT
     return memory[offset : offset + num_bytes]
 
 
 class _Memory:
-    """Of packed weights. Small ones lie behind one another in pieces that get large pages: read once a step, they are
-    read a quarter faster from those. A piece is given back when the last of its weights is gone."""
+    """Memory of packed weights. Small ones are placed one after another in pieces that get huge pages: weights are read
+    once a step, a quarter faster from these. A piece is freed with the last of its weights. Thread-safe."""
 
     _PIECE = 32 << 20
     _LARGE = 4 << 20
@@ -293,7 +293,7 @@ _MEMORY = _Memory()
 
 
 def _padded_bias(bias: Tensor | None, num_out: int) -> Tensor | None:
-    """[num_out rounded up to whole panels] float32"""
+    """The bias as float32, zero-padded to a multiple of 32 (whole panels)."""
     if bias is None:
         return None
     padded = torch.zeros(-(-num_out // 32) * 32, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""`Ops` on the native extension. Importing this needs hydra_engine._C; `select.py` asks first.
+"""`Ops` on the native extension. Importing this needs hydra_engine._C; `select.py` checks first.
 
-Attention is here; how its work is cut and which instructions run is decided in csrc/cpu/attention. Matrix products and
-norms are in linear.py, caches in cache.py, recurrent states in delta_rule.py.
+Has attention; csrc/cpu/attention decides how its work is divided and which instructions run. Matrix products and norms
+are in linear.py, caches in cache.py, recurrent states in delta_rule.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MATRIX_PRODUCTS = ("linear", "attention_paged", "attention_packed")
 
 
 class NativeOps(CacheOps, ComposedOps):
-    """`Ops` of backend/base.py."""
+    """`Ops` of backend/base.py on the native extension."""
 
     name = "native"
     deterministic = True
@@ -99,7 +99,7 @@ class NativeOps(CacheOps, ComposedOps):
 
 
 def _choice(op: str, level: str) -> tuple[str, str]:
-    """(implementation, reason) on a processor of this level."""
+    """Returns (implementation, reason) of an op on a CPU of this level."""
     if op in _COPIES:
         return "native", "copies bytes, the same on every processor"
     if level == "amx" and op not in _MATRIX_PRODUCTS:
@@ -113,7 +113,7 @@ def _choice(op: str, level: str) -> tuple[str, str]:
 
 
 def _quantized_products(level: str) -> str:
-    """As csrc/cpu/quantized chooses."""
+    """The instruction sets that csrc/cpu/quantized chooses."""
     features = _C.cpu_features()
     if level not in ("avx512", "avx512bf16", "amx") or "avx512_vnni" not in features:
         return "avx2" if level != "scalar" else level

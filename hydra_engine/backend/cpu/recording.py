@@ -1,9 +1,9 @@
-"""Steps of few rows without Python between their ops: the native calls of the first one are kept and made again.
+"""Decode steps of few rows without Python between their ops: native calls are recorded once and replayed.
 
-Nothing is decided between the ops of a decoder: shapes, weights and memory are the same in every step of as
-many rows. So the calls are recorded once for each number of rows, over inputs and memory of their own; a step copies
-its inputs there and replays them, with the bits of the calls themselves. Recordings of one object share their memory,
-for only one of them runs at a time.
+Nothing is decided between the ops of a decoder: shapes, weights and memory are the same in every step with the same
+number of rows. So the calls are recorded once per number of rows, over inputs and memory of their own; a step copies
+its inputs there and replays them, with the same bits. Recordings of one object share their memory, since only one runs
+at a time.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from hydra_engine.backend.cpu.linear import DTYPE_CODES, aligned
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 32  # of more, Python is a hundredth of a step
+MOST_ROWS = 32  # with more rows, Python takes less than 1 % of a step
 _HALVES = (torch.bfloat16, torch.float16)
 _NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 
 class _Kept(NamedTuple):
-    """A recording with what its calls read and write."""
+    """A recording with the tensors that its calls read and write."""
 
     calls: _C.Recording
     angles: Tensor
     cache: PagedCache
     places: Places
-    inputs: tuple[Tensor, ...]  # as `_inputs` gives them
+    inputs: tuple[Tensor, ...]  # of `_inputs`
     result: Tensor
 
     def is_of(self, angles: Tensor, cache: PagedCache, places: Places) -> bool:
@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
 
 
 class RecordedDecode:
-    """`Ops.recorded` of backend/base.py. For one lane."""
+    """The result of `Ops.recorded`: replays the decode step. For one lane."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -99,7 +99,7 @@ class RecordedDecode:
 
 
 def _inputs(token_ids: Tensor, positions: Tensor, places: Places) -> tuple[Tensor, ...]:
-    """What differs from step to step, but for the plan."""
+    """Tensors that differ from step to step, except for the attention plan."""
     inputs: tuple[Tensor, ...] = token_ids, positions, places.slots
     if places.states is not None:
         rows = places.states.rows
@@ -114,12 +114,15 @@ def _state_cache(places: Places) -> StateCache | None:
 
 
 class _NotRecordableError(Exception):
-    """Torch would compute something, which a replay would leave out."""
+    """Raised if torch itself would compute something, which a replay would miss."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Gives new tensors their memory; lets views pass, takes rows of tables (embeddings, angles), joins columns (a
-    weight of several forms gives its parts one by one), and refuses what else torch would compute."""
+    """A dispatch mode while calls are recorded.
+
+    Gives new tensors recording memory; lets views pass; computes natively rows of tables (embeddings, angles), casts
+    from 16 bits and joins of columns (parts of a weight); raises on everything else that torch would compute.
+    """
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
@@ -132,7 +135,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As torch asks; True would have the first step import torch._dynamo, which takes a second and is not used."""
+        """Returns False: True would make the first step import torch._dynamo, which takes a second and is not used."""
         return False
 
     def __torch_dispatch__(
@@ -145,13 +148,13 @@ class _Recorder(TorchDispatchMode):
             return native(*args, **(kwargs or {}))
         found = func(*args, **(kwargs or {})) if func.is_view else None
         first = found if isinstance(found, Tensor) or not found else found[0]
-        # Some give a view or, where there is none, compute.
+        # Some ops (reshape) return a view if they can, and compute otherwise.
         if first is None or first.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
             raise _NotRecordableError(str(func))
         return found
 
     def _taken(self, table: Tensor, dim: int, ids: Tensor) -> Tensor:
-        """Rows of a matrix."""
+        """Index of the rows of a matrix."""
         if dim != 0 or table.dim() != 2 or not table.is_contiguous():
             raise _NotRecordableError("an index of other than rows")
         taken = self._memory.like(table.new_empty((checks.check_indices("ids", ids), table.shape[1])))
@@ -160,7 +163,7 @@ class _Recorder(TorchDispatchMode):
         return taken
 
     def _widened(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """16 bits as float32, others as they are."""
+        """Cast of 16 bits to float32."""
         if dtype is tensor.dtype:
             return tensor
         if dtype is not torch.float32 or tensor.dtype not in _HALVES or not tensor.is_contiguous():
@@ -170,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         return widened
 
     def _joined(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """torch.cat of matrices [T, C] of one dtype along their columns."""
+        """torch.cat of matrices [T, C] of one dtype along columns."""
         first = parts[0]
         if dim != 1 or any(part.dim() != 2 or part.stride(1) != 1 or part.dtype is not first.dtype for part in parts):
             raise _NotRecordableError("a joint of other than columns")
@@ -183,7 +186,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Memory:
-    """Of tensors inside a recording: what one of them no longer needs the next one gets, as in the steps themselves."""
+    """An allocator of tensors inside a recording. A freed tensor's memory is reused by later ones, as in the steps
+    themselves."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, Tensor] = {}  # by address
@@ -200,13 +204,14 @@ class _Memory:
         return torch.from_numpy(lent)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def lasting(self, tensor: Tensor) -> Tensor:
-        """The same one in memory that is lent again all the same."""
+        """The same tensor over memory that may be lent again: valid until the next replay."""
         piece = self._pieces[tensor.data_ptr()]
         return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _Lent:
-    """Memory that numpy keeps this object for; given back when the last tensor over it has died."""
+    """Memory lent to a numpy array, which keeps this object; returned to `home` when the last tensor over it is
+    gone."""
 
     def __init__(self, piece: Tensor, home: list[Tensor]) -> None:
         self._piece, self._home = piece, home

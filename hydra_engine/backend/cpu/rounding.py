@@ -1,8 +1,8 @@
-"""Weights of 8 and 4 bits made by the native extension: from float types, from ggml's blocks, and from words that are
-stored inputs first. Importing this needs hydra_engine._C.
+"""Native quantisation and conversion of weights: from float types, from ggml's blocks, and from words stored
+inputs-first.
 
 The formulas are in hydra_engine/models/loading/quantize.py and gguf_tensors.py; threads and instruction sets in
-csrc/cpu/quantized.
+csrc/cpu/quantized. Importing this needs hydra_engine._C.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ GGML_TYPES = {
 
 
 def rounded_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
-    """weight [N, K] of a float type, on the CPU; 8 bits: a scale per row; 4: per 32 inputs, of which K is a multiple.
-    Scales in its dtype where that has 16 bits, else in float32. Raises ValueError for another shape."""
+    """Quantises weight [N, K] of a float type, on the CPU. 8 bits: one scale per row; 4 bits: one per 32 inputs.
+
+    Scales have the weight's dtype if that has 16 bits, else float32. With 4 bits K must be a multiple of 32. Raises
+    ValueError for another shape.
+    """
     weight = (weight if weight.dtype in DTYPE_CODES else weight.float()).contiguous()
     num_out, num_in = weight.shape
     checks.check_rows("weight", weight, num_in, weight.dtype)
@@ -52,8 +55,10 @@ def rounded_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
 
 
 def decoded_blocks(data: Tensor, kind: str, rows: int) -> QuantizedWeight:
-    """data uint8 [bytes], contiguous: the blocks of `rows` rows, whose type is a key of GGML_TYPES. Raises ValueError
-    unless they are whole and as many in each row."""
+    """Unpacks ggml blocks: `data` uint8 [bytes] contiguous, of `rows` rows, of type `kind`, a key of GGML_TYPES.
+
+    Raises ValueError unless blocks are whole and their number is the same in each row.
+    """
     form = GGML_TYPES[kind]
     if data.numel() % (rows * form.num_bytes):
         raise ValueError(f"data: expected whole blocks of {form.num_bytes} bytes in {rows} rows, got {data.numel()}")
@@ -71,7 +76,7 @@ def decoded_blocks(data: Tensor, kind: str, rows: int) -> QuantizedWeight:
 
 
 def transposed_words(words: Tensor) -> Tensor:
-    """words int32 [R, C], contiguous -> [C, R], contiguous. Raises ValueError for another type or layout."""
+    """Transposes words int32 [R, C] to contiguous [C, R]. Raises ValueError unless they are contiguous int32."""
     if words.dtype is not torch.int32 or words.dim() != 2 or not words.is_contiguous():
         raise ValueError(f"words: expected contiguous rows of int32, got {checks.described(words)}")
     rows, columns = words.shape

@@ -1,9 +1,9 @@
-"""Host memory that the instances of a node share: pools that one process writes and its peers read, and control words.
+"""Host memory shared by the instances of a node: pools that one process writes and its peers read, and control words.
 
-The memory is an unnamed file that only descriptors lead to: it is in no folder, a killed owner leaves nothing behind,
-and a process that has mapped it can read it for as long as it likes. It is sealed against every change of its size,
-which would kill its readers, and against writers that come later, where the system knows how. Memory goes with the last
-tensor on it, never under one. Does not know caches or blocks, nor how descriptors travel.
+The memory is an unnamed file (memfd), reached by descriptors only: it is in no folder, a killed owner leaves nothing
+behind, and a process that has mapped it can read it as long as it likes. It is sealed against changes of its size,
+which would kill its readers, and, if the kernel supports it, against new writers. Memory is unmapped with the last
+tensor over it, never earlier. Does not know caches or blocks, nor how descriptors travel.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ WORD_BYTES = 8
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _FINAL = fcntl.F_SEAL_SEAL  # no further seals
-_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for: mappings made before stay writable
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, missing in Python's fcntl: earlier mappings stay writable
 
 
 class SharedPool:
-    """`SharedMemory` of backend/device.py, full of zeros that cost nothing until they are written."""
+    """`SharedMemory` of backend/device.py: zeroed pages that are allocated when first written."""
 
     transport = TRANSPORT
     handle = b""
 
     def __init__(self, num_bytes: int, *, peers_write: bool = False) -> None:
-        """`peers_write`: they may map it to write too. Raises ResourceError where the system gives no such memory."""
+        """Creates the pool. peers_write: peers may map it writable too. Raises ResourceError if the system has no such
+        memory."""
         if num_bytes <= 0:
             raise ValueError(f"num_bytes: expected a positive size, got {num_bytes}")
         self.num_bytes = num_bytes
@@ -65,13 +66,13 @@ class SharedPool:
         return self._descriptor
 
     def tensor(self) -> Tensor:
-        """[num_bytes] uint8."""
+        """The memory as uint8 [num_bytes]."""
         if self._map is None:
             raise ValueError("tensor: the pool is closed")
         return torch.frombuffer(self._map, dtype=torch.uint8)  # it keeps the mapping
 
     def close(self) -> None:
-        """Closes the descriptor at once; the memory goes when no tensor and no peer uses it."""
+        """Closes the descriptor at once; the memory is freed when no tensor and no peer uses it."""
         self._map = None
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -79,25 +80,25 @@ class SharedPool:
 
 
 class MappedPool:
-    """`PeerMemory` of backend/device.py: writing to its tensor ends the process. Made by `map_pool`."""
+    """`PeerMemory` of backend/device.py, made by `map_pool`. Writing to its tensor ends the process."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._map: mmap.mmap | None = mapping
 
     def tensor(self) -> Tensor:
-        """[num_bytes] uint8."""
+        """The memory as uint8 [num_bytes]."""
         if self._map is None:
             raise ValueError("tensor: the peer's pool is closed")
         return torch.from_numpy(np.asarray(_Window(self._map)))
 
     def close(self) -> None:
-        """Drops the mapping; it is gone when the last tensor on it is."""
+        """Drops the mapping; it is unmapped with the last tensor over it."""
         self._map = None
 
 
 class _Window:
-    """Bytes that can only be read, told to numpy as bytes like others: torch has no tensors that cannot be written, and
-    says so at length for every array that is marked. The array keeps this object, which keeps the mapping."""
+    """Read-only bytes, declared writable to numpy: torch has no read-only tensors and warns about each such array. The
+    array keeps this object, which keeps the mapping."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._map = mapping
@@ -111,8 +112,10 @@ class _Window:
 
 
 def map_pool(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ) -> MappedPool:
-    """A peer's pool, to be read only, whatever `prot` lets the system do with its pages. The descriptor is still the
-    caller's. Raises TransferError for anything but a memfd of exactly this size that can never have another one."""
+    """Maps a peer's pool, to be read only, whatever `prot` allows. The descriptor stays the caller's.
+
+    Raises TransferError unless it is a memfd of exactly `num_bytes`, sealed against any change of its size.
+    """
     try:
         size = os.fstat(descriptor).st_size
         if size != num_bytes or num_bytes <= 0:
@@ -132,7 +135,7 @@ def _seal(descriptor: int, *, peers_write: bool) -> None:
     writers = 0 if peers_write else _FUTURE_WRITE
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL | writers)
-    except OSError:  # a system that does not know the last one
+    except OSError:  # a kernel without F_SEAL_FUTURE_WRITE
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL)
 
 
@@ -140,14 +143,14 @@ def _seal(descriptor: int, *, peers_write: bool) -> None:
 
 
 class _Words:
-    """Words of 64 bits in a pool."""
+    """An array of 64-bit words in a pool."""
 
     def __init__(self, memory: SharedPool | MappedPool) -> None:
         self._memory = memory
         self._bytes: Tensor | None = memory.tensor()
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Unmaps the words. Idempotent."""
         self._bytes = None
         self._memory.close()
 
@@ -161,11 +164,13 @@ class _Words:
 
 
 class ControlWords(_Words):
-    """Words of 64 bits that this process writes and its peers read, zero at first. A peer that sees one byte of what
-    this process writes after `store` sees the word too, if it loads it after that byte."""
+    """64-bit words that this process writes and its peers read, zero at first.
+
+    Release order: a peer that sees a byte written after `store`, and then loads the word, sees the stored word.
+    """
 
     def __init__(self, num_words: int) -> None:
-        """Raises ResourceError where the system gives no memory, BackendError where words cannot be kept in order."""
+        """Creates the words. Raises ResourceError without memory, BackendError if ordered stores are not available."""
         self._store = _accessors()[0]
         self.num_words = num_words
         self._pool = SharedPool(num_words * WORD_BYTES)
@@ -183,17 +188,18 @@ class PeerWords(_Words):
     """The control words of a peer."""
 
     def __init__(self, descriptor: int, num_words: int) -> None:
-        """Raises TransferError as `map_pool`, and BackendError as `ControlWords`."""
+        """Maps a peer's words. Raises TransferError as `map_pool`, and BackendError as `ControlWords`."""
         self._load = _accessors()[1]
         super().__init__(map_pool(descriptor, num_words * WORD_BYTES))
 
     def load(self, slot: int) -> int:
-        """Comes after everything that this thread has read before, and that others had read when it learned of it."""
+        """Loads a word, ordered after all earlier reads of this thread, and of threads that it has synchronised
+        with."""
         return self._load(self._address(slot))
 
 
 def _accessors() -> tuple[Callable[[int, int], None], Callable[[int], int]]:
-    """(store, load) of the extension. Without it plain ones, on processors that keep to the order of a program."""
+    """Returns (store, load) of the extension; without it plain ones on x86, which keeps program order."""
     try:
         from hydra_engine import _C
     except ImportError:
@@ -206,11 +212,11 @@ def _accessors() -> tuple[Callable[[int, int], None], Callable[[int], int]]:
 
 
 def _plain_store(address: int, word: int) -> None:
-    """An aligned store of 8 bytes is one store, and plain ones that follow are not seen before it. Streamed ones could
-    be, but the threads that make them are told of their work through locks, which no store passes."""
+    """Stores 8 aligned bytes: one store, which plain stores that follow do not overtake. Streaming stores could, but
+    the threads that make them get their work through locks, which order them after this store."""
     ctypes.c_uint64.from_address(address).value = word
 
 
 def _plain_load(address: int) -> int:
-    """Loads are done in the order of the program, and threads that copied have been waited for."""
+    """Loads in program order; threads that copied have been joined by then."""
     return ctypes.c_uint64.from_address(address).value

@@ -18,10 +18,11 @@ _KEY_TILE = 128  # keys per step of the running softmax, aligned to position 0
 
 
 def causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float) -> Tensor:
-    """q [Q, Hq, D] at positions first_position + i; keys, values [Hkv, context, D] float32 -> [Q, Hq, D] float32.
+    """Causal attention of one request by a running softmax over key tiles: [Q, Hq, D] float32.
 
-    Running softmax over key tiles: a tile that is masked for a query changes nothing for it, bit for bit
-    (weights 0, rescaling factor 1), so queries may share a call with others that see more.
+    q: [Q, Hq, D] at positions first_position + i; keys, values: [Hkv, context, D] float32. A tile that is masked for a
+    query leaves its result unchanged, bit for bit (weights 0, rescaling factor 1), so queries may share a call with
+    others that see more.
     """
     num_queries, num_heads, dim = q.shape
     group = num_heads // keys.shape[0]
@@ -54,7 +55,7 @@ def tiles(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
-    """`rows` as float32, always in fresh memory of `count` rows: torch sees one shape and one alignment."""
+    """Copies `rows` as float32 to fresh memory of `count` rows, so that torch sees one shape and one alignment."""
     padded = torch.zeros((count, *rows.shape[1:]), dtype=torch.float32)
     padded[: rows.shape[0]] = rows
     return padded

@@ -1,7 +1,7 @@
 """The gated delta rule and its causal convolution over packed rows of requests, in plain torch with float32 sums.
 
-Walks token by token, so a token's result depends on its request alone: not on how a prompt was cut, nor on who shares
-the call. Does not know weights or schedulers.
+Walks token by token, so a token's result depends on its own request alone, not on prompt chunks or other rows. Does not
+know weights or schedulers.
 
 Formulas (Yang, Kautz, Hatamizadeh: Gated Delta Networks, section 3.1). State S [Dk, Dv] of a head; for a token with key
 k, query q, both of length 1, value v, decay d and strength b:
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from hydra_engine.backend.base import DeltaInputs, StateCache, StateRows
 
-LENGTH_EPS = 1e-6  # of the length of keys and queries
-_PIECE = 1 << 14  # elements: whole vectors, and few enough for one thread
+LENGTH_EPS = 1e-6  # added to the squared length of keys and queries
+_PIECE = 1 << 14  # elements: a multiple of any vector width, and few enough for one thread
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """silu(sum over j of weight[:, j] * x[t - K + 1 + j])."""
+    """silu(sum over j of weight[:, j] * x[t - K + 1 + j]); see `Ops.causal_conv`."""
     states, taps = cache.conv, weight.shape[1]
     before = taps - 1
     bounds, starts, reads, writes = rows.lists()
@@ -34,7 +34,7 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     for row, count in enumerate(counts):
         old = states[reads[row], layer] if starts[row] else torch.zeros_like(states[0, 0])
         parts += [old, x[bounds[row] : bounds[row] + count]]
-    padded = torch.cat(parts)  # of every row K - 1 inputs more
+    padded = torch.cat(parts)  # each row with the K - 1 inputs before it
     ends = torch.tensor(bounds[1:]) + before * torch.arange(1, len(counts) + 1)
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     first = (torch.arange(x.shape[0]) + before * owners).to(x.device)
@@ -49,7 +49,10 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
 
 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """Token by token, all heads at once. d = exp(-exp(rates) softplus(a + shift)), strength sigmoid(b), rounded."""
+    """The gated delta rule, token by token, all heads at once; see `Ops.delta_rule`.
+
+    d = exp(-exp(rates) softplus(a + shift)); b = sigmoid(b), rounded.
+    """
     q, k, v, a, b, rates, shift = inputs
     group = v.shape[1] // k.shape[1]
     q, k = (_unit(x).repeat_interleave(group, dim=1) for x in (q, k))
@@ -62,7 +65,7 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
         state = states[reads[row], layer].clone() if starts[row] else torch.zeros_like(states[0, 0])
         for t in range(begin, end):
             state *= decays[t, :, None, None]
-            recalled = (state * k[t, :, :, None]).sum(1)  # [Hv, Dv]: what the state says of this key
+            recalled = (state * k[t, :, :, None]).sum(1)  # S^T k, [Hv, Dv]
             change = (v[t].float() - recalled) * strengths[t, :, None]
             state += k[t, :, :, None] * change[:, None]
             out[t] = (state * q[t, :, :, None]).sum(1)
@@ -72,16 +75,16 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
 
 
 def _unit(x: Tensor) -> Tensor:
-    """float32, of length 1."""
+    """x in float32, scaled to length 1."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)
 
 
 def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) element by element, in pieces of one size that no thread shares.
+    """Returns function(x), element by element, in pieces of one size that no two threads share.
 
-    On a CPU torch computes exp and its relatives with vectors, but what is left at the end of a thread's share with
-    scalars, and the two differ in the last bit: an element's value would depend on how many share the call.
+    On a CPU torch computes exp and the like with vectors, but the rest of a thread's share with scalars, and the two
+    differ in the last bit: an element's value would depend on the size of the call.
     """
     if not x.is_cpu:
         return function(x)

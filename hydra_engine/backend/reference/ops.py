@@ -1,8 +1,8 @@
-"""Every op in plain torch with float32 accumulation: the oracle of the tests, and what runs without the extension.
+"""All ops in plain torch with float32 accumulation: the oracle of the tests, and the fallback without the extension.
 
-Written to be read; each docstring is the formula. Rows are computed in tiles of fixed shape, padded at the end, so that
-torch's matrix product always sees the same shape and a row's result cannot depend on how many rows share the call.
-Does not know threads, memory layouts of weights or any processor.
+Written to be read; each docstring is the formula. Rows are computed in tiles of fixed shape, padded at the end: torch's
+matrix product always sees the same shape, so a row's result does not depend on the other rows of the call. Does not
+know threads, memory layouts of weights or any processor.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ ALL_OPS = (
     "attention_packed",
 )
 
-_PADDED = "padded"  # `AttentionPlan.native` of steps with tokens behind those of the last row
+_PADDED = "padded"  # `AttentionPlan.native` of steps with padding tokens after the last row
 _LINEAR_ROWS = 32  # rows per matrix product
 
 
 class QuantizedLinear:
-    """`PackedLinear` of backend/base.py: a weight in 8 or 4 bits as it is, and the bias in float32."""
+    """A `PackedLinear` with a quantised weight, unchanged, and its bias in float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         checks.check_bias(bias, weight.num_out)
@@ -78,7 +78,7 @@ class QuantizedLinear:
 
 
 class PlainLinear:
-    """`PackedLinear` of backend/base.py: the weight as it is, [num_out, K], and the bias, in `dtype`."""
+    """A `PackedLinear` with weight [num_out, K] and bias in `dtype`, not repacked."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         checks.check_linear(weight, bias)
@@ -92,7 +92,7 @@ class PlainLinear:
 
 
 class ReferenceOps(ComposedOps):
-    """`Ops` of backend/base.py."""
+    """`Ops` of backend/base.py in plain torch."""
 
     name = "reference"
     deterministic = True
@@ -109,7 +109,7 @@ class ReferenceOps(ComposedOps):
         return tuple(OpChoice(op, "reference", self._reason) for op in ALL_OPS)
 
     def recorded(self, decode: Decode) -> Decode:
-        """As it is."""
+        """Returns `decode`: nothing is recorded."""
         return decode
 
     # ---- linear algebra
@@ -117,7 +117,7 @@ class ReferenceOps(ComposedOps):
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
     ) -> PackedLinear:
-        """In float32, twice the size of a 16-bit original: the reference trades memory for simplicity."""
+        """Converts to float32, twice the size of a 16-bit original: the reference trades memory for simplicity."""
         if isinstance(weight, QuantizedWeight):
             return QuantizedLinear(weight, bias)
         return PlainLinear(weight, bias, torch.float32)
@@ -196,18 +196,17 @@ class ReferenceOps(ComposedOps):
         return (self.rms_norm(x, weight, eps).float() * activation(gate.float(), "silu")).to(x.dtype)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """round(x * sigmoid(gate))"""
+        """round(x * sigmoid(gate))."""
         checks.check_gate(x, gate)
         return (x.float() * by_vectors(torch.sigmoid, gate.float())).to(x.dtype)
 
     # ---- recurrent states
 
     def plan_states(self, rows: StateRows) -> StateRows:
-        """As they are."""
         return rows
 
     def plan_decode_states(self, starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
-        """Looked at only when they are used."""
+        """Keeps the tensors, whose contents are read by each op."""
         return StateRows(torch.arange(starts.shape[0] + 1), starts, reads, writes)
 
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
@@ -239,21 +238,21 @@ class ReferenceOps(ComposedOps):
         slots: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Writes rotate(rms_norm(k)) and v, returns rotate(rms_norm(q)); a norm without a weight is left out."""
+        """Writes rotate(rms_norm(k)) and v, returns rotate(rms_norm(q)); a norm without a weight is skipped."""
         checks.check_rope(q, k, v, rotary, cache, layer, slots)
         if norms is not None:
             checks.check_head_norms(norms, q.shape[2], q.dtype)
             q = q if norms.q is None else self.rms_norm(q, norms.q, norms.eps)
             k = k if norms.k is None else self.rms_norm(k, norms.k, norms.eps)
-        # Into a quantized cache keys are rounded once, to integers.
+        # Keys of a quantized cache stay float32 until they are rounded to integers.
         _write(cache, layer, (_rotated(k.float() if cache.scales is not None else k, *rotary), v), slots)
         return _rotated(q, *rotary)
 
     def merge_image_tokens(
         self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
-        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] for every m with slot = slots[m] >= 0, or += that above
-        plane 0."""
+        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] for every m with slot = slots[m] >= 0; += for a plane
+        above 0."""
         checks.check_merge(hidden, rows, cache, slots, plane)
         _check_slots(slots, cache)
         _check_range("rows", rows, hidden.shape[0])
@@ -264,7 +263,7 @@ class ReferenceOps(ComposedOps):
         hidden[rows] = hidden[rows] + features if plane else features
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """data[slot / S, layer, index, slot % S] for every slot >= 0, times its scales if there are any."""
+        """data[slot / S, layer, index, slot % S] for every slot >= 0, times the scales of a quantized cache."""
         checks.check_plane(cache, layer, index)
         checks.check_indices("slots", slots)
         _check_slots(slots, cache)
@@ -293,13 +292,13 @@ class ReferenceOps(ComposedOps):
         return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """Looked at only when it is used, so `max_context` says nothing here."""
+        """Keeps the tensors, whose contents are read by each op; `max_context` is therefore 0."""
         batch, _ = checks.check_decode_plan(num_context, block_tables)
         cu_q = torch.arange(batch + 1, dtype=torch.int32)
         return AttentionPlan(cu_q, num_context, block_tables, max_q=1, max_context=0)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
-        """As `plan_decode`."""
+        """Keeps the tensors, whose contents are read by each op."""
         checks.check_mixed_plan(rows, num_tokens)
         return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native=_PADDED)
 
@@ -321,7 +320,7 @@ class ReferenceOps(ComposedOps):
         return out
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
-        """Looked at only when it is used."""
+        """Keeps the tensor, whose contents are read by each op."""
         checks.check_packed_plan(cu_seqlens, max_length)
         return PackedPlan(cu_seqlens, max_length)
 
@@ -339,7 +338,7 @@ class ReferenceOps(ComposedOps):
 
 
 def activation(x: Tensor, act: Activation) -> Tensor:
-    """Element-wise, in float32. silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation;
+    """Applies `act` element-wise in float32. silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation;
     quick_gelu: x * sigmoid(1.702 x)."""
     match act:
         case "none":
@@ -363,8 +362,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, H, D] as int8, scales [T, H] float32: scale = max(max |x| / 127, 2^-126), round(x / scale) to nearest even.
-    A head with an infinity or a NaN gets a NaN as its scale and zeros."""
+    """Rounds rows [T, H, D] to int8, with scales [T, H] float32.
+
+    scale = max(max |x| / 127, 2^-126), int8 = round(x / scale), ties to even. A head with an infinity or a NaN gets
+    zeros and a NaN as its scale.
+    """
     wide = rows.float()
     finite = wide.isfinite().all(-1)
     scales = (wide.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
@@ -387,7 +389,7 @@ def _write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor)
 
 
 def _wide(cache: PagedCache, blocks: Tensor, layer: int, tensor: int) -> Tensor:
-    """[slots of the blocks, H, D] float32."""
+    """One tensor of the blocks, dequantised: [slots of the blocks, H, D] float32."""
     rows = cache.data[blocks, layer, tensor].float()
     if cache.scales is not None:
         rows = rows * cache.scales[blocks, layer, tensor].transpose(1, 2)[..., None]

@@ -1,4 +1,4 @@
-"""Tokens from logits in plain torch and float64, row by row: what a device's own sampling is compared with.
+"""Sampling in plain torch and float64, row by row: the oracle of the devices' own sampling.
 
 The rules are those of worker/language/sampler.py. Does not know requests or where random numbers come from.
 """
@@ -13,16 +13,16 @@ from hydra_engine.backend.base import LOWEST_LOGIT, Adjustments, SamplingTensors
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """[B] int64: the first of the largest logits of each row, -1 where one is not finite."""
+    """`Ops.best_tokens`: [B] int64, the first of the largest logits, -1 for a row that is not finite."""
     checks.check_logits(logits)
     return torch.where(logits.isfinite().all(dim=1), logits.argmax(dim=1), -1)
 
 
 def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """(tokens [B] int64, finite [B] bool) of logits [B, V] float32."""
+    """`Ops.sample`: (tokens [B] int64, finite [B] bool) of logits [B, V] float32."""
     checks.check_sample(logits, sampling)
     finite = logits.isfinite().all(dim=1)
-    tokens = logits.argmax(dim=1)  # the first of equals; of a row that is not finite, some token
+    tokens = logits.argmax(dim=1)  # the first of equals; an arbitrary token for a row that is not finite
     for row in (finite & (sampling.temperatures > 0)).nonzero().flatten().tolist():
         temperature, top_k, top_p, min_p, number = (column[row].item() for column in sampling)
         kept, weights = _filtered(logits[row].double(), temperature, int(top_k), top_p, min_p)
@@ -31,7 +31,7 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
 
 
 def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
-    """[B, V] float32: logits [B, V] float32 with biases, penalties and masks."""
+    """`Ops.adjust_logits`: logits [B, V] float32 with biases, penalties and masks."""
     checks.check_adjustments(logits, adjustments)
     adjusted = logits.clone()
     rows = (adjustments.bias_begins, adjustments.bias_ends, adjustments.counted, adjustments.masked)
@@ -57,7 +57,7 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(numbers [B, 3 + most] float32, places [B, 1 + most] int32) of the rows that ask for them."""
+    """`Ops.score_tokens`: (numbers [B, 3 + most] float32, places [B, 1 + most] int32); unset: NaN and -1."""
     batch, vocabulary = checks.check_scores(logits, tokens, num_top)
     numbers = torch.full((batch, 3 + most), float("nan"))
     places = torch.full((batch, 1 + most), -1, dtype=torch.int32)
@@ -76,7 +76,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> 
 
 
 def _filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """(token ids ascending, weights): probabilities up to a factor, the largest is 1."""
+    """Returns (token ids ascending, weights): probabilities scaled so that the largest is 1."""
     scaled = (logits - logits.max()) / temperature
     kept = torch.arange(scaled.shape[0])
     if 0 < top_k < scaled.shape[0]:
@@ -92,7 +92,8 @@ def _filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Indices, ascending, of the fewest largest weights whose sum reaches top_p of all; the lowest index on ties."""
+    """Indices, ascending, of the fewest largest weights whose sum reaches top_p of the total; the lowest index on
+    ties."""
     ordered, order = weights.sort(descending=True, stable=True)
     before = torch.cat((ordered.new_zeros(1), ordered.cumsum(0)[:-1]))
     num_kept = max(1, int((before < top_p * weights.sum()).sum()))
@@ -103,6 +104,6 @@ def _drawn(weights: Tensor, number: float) -> int:
     """The first index whose cumulative weight exceeds `number` of the total."""
     cumulative = weights.cumsum(0)
     total = cumulative[-1]
-    # Rounding must not lift the mark to the total: beyond it there is no token.
+    # Rounding must not lift the mark to the total, which no index exceeds.
     mark = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
     return int(torch.searchsorted(cumulative, mark, right=True))
