@@ -159,6 +159,10 @@ def _json() -> dict[str, HostileFolder]:
     cases = {name: HostileFolder("llava", change) for name, change in found.items()}
     depth = _edit("config.json", vision_config={"depth": 2**31 - 1})
     cases["depth"] = HostileFolder("qwen2_vl", depth)
+    cases["layers that are not there"] = HostileFolder("llama", _edit("config.json", num_hidden_layers=1024))
+    cases["depth that is not there"] = HostileFolder("qwen2_vl", _edit("config.json", vision_config={"depth": 1024}))
+    unread = _edit("config.json", vision_config={"num_hidden_layers": 1024}, vision_feature_layer=1)
+    cases["layers that are not there and not read"] = HostileFolder("llava", unread)
     frames = {"temporal_patch_size": 2**30}
     for family in ("qwen2_vl", "qwen3_vl"):
         change = _both(_edit("config.json", vision_config=frames), _processor(family, frames))

@@ -37,7 +37,7 @@ from hydra_engine.config import EngineConfig, SchedulerConfig, fault_points_enab
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.ports import ALONE, InstanceContext
-from hydra_engine.models.build import load_model
+from hydra_engine.models.build import check_layers, load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
@@ -204,7 +204,12 @@ def _load_and_size(
         weight_bytes=weight_bytes,
         total_bytes=total_bytes,
     )
-    plan = plan_of(filling=Filling(own_bytes) if fills else None)
+    try:
+        plan = plan_of(filling=Filling(own_bytes) if fills else None)
+    except ResourceError:
+        if config.load_format != "random":
+            check_layers(config.model_path, spec, backend, role)  # layers that are not there need no memory
+        raise
     resolved = _resolve(config, spec, plan, role, device)
     with _memory_for("the weights"), all_cores(backend):
         model = load_model(

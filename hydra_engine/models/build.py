@@ -6,7 +6,7 @@ know files (`weights.py`) or arithmetic (the backend).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,11 +17,13 @@ import torch
 from hydra_engine.backend.base import Backend, Ops
 from hydra_engine.backend.select import DTYPES
 from hydra_engine.core.roles import Role
-from hydra_engine.errors import ConfigError
+from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.layers.decoder import Decoder
+from hydra_engine.models.loading.checkpoint import Checkpoint
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.loading.parameters import Demands, Scope
 from hydra_engine.models.loading.random_weights import fill_random
+from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, fill_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import FAMILIES
@@ -43,10 +45,17 @@ def vision_class(spec: ModelSpec) -> type[Vision]:
 
 
 def build_model(
-    spec: ModelSpec, ops: Ops, dtype: torch.dtype, role: Role, *, device: torch.device = _CPU
+    spec: ModelSpec,
+    ops: Ops,
+    dtype: torch.dtype,
+    role: Role,
+    *,
+    device: torch.device = _CPU,
+    held: Collection[str] | None = None,
 ) -> VisionLanguageModel:
-    """The parts that `role` needs, with all slots still empty."""
-    demands = Demands()
+    """The parts that `role` needs, with all slots still empty. `held`: names of the checkpoint's tensors; raises
+    CheckpointError before it builds more layers than these belong to."""
+    demands = Demands(held)
     root = Scope(ops, dtype, device, demands)
     vision = decoder = None
     if spec.vision is not None:
@@ -63,6 +72,22 @@ def build_model(
     else:
         language.skip("model.", "lm_head.")
     return VisionLanguageModel(ops, demands, vision=vision, decoder=decoder)
+
+
+def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role) -> None:
+    """Raises CheckpointError where config.json names more layers than the weights hold. Reads headers only; weights
+    that cannot be opened are told of when they are loaded."""
+    try:
+        checkpoint = SafetensorsCheckpoint(model_dir) if spec.family == GENERIC else _opened(model_dir, spec)
+    except CheckpointError:
+        return
+    with checkpoint:
+        if spec.family == GENERIC:
+            from hydra_engine.models.transformers_adapter.load import check_generic_layers
+
+            check_generic_layers(model_dir, spec, checkpoint.entries)
+        else:
+            build_model(spec, backend.ops, backend.dtype, role, held=checkpoint.entries)
 
 
 @contextmanager
@@ -112,53 +137,48 @@ def load_model(
         if progress is not None:
             progress(done, total)
 
-    model = build_model(spec, backend.ops, backend.dtype, role, device=device)
     if random_weights:
+        model = build_model(spec, backend.ops, backend.dtype, role, device=device)
         with torch.inference_mode():
             stored = DTYPES.get(spec.dtype, torch.float32)
             fill_random(model, dtype=backend.dtype, device=device, stored=stored, progress=advance)
         return model
     if packed_cache is not None:
-        return _cached(model, model_dir, spec, backend, role, advance, packed_cache)
-    _fill(model, model_dir, spec, backend, advance)
-    return model
+        return _cached(model_dir, spec, backend, role, advance, packed_cache)
+    return _filled(model_dir, spec, backend, role, advance)
 
 
 def _cached(
-    model: VisionLanguageModel,
-    model_dir: Path,
-    spec: ModelSpec,
-    backend: Backend,
-    role: Role,
-    progress: Progress,
-    folder: Path,
+    model_dir: Path, spec: ModelSpec, backend: Backend, role: Role, progress: Progress, folder: Path
 ) -> VisionLanguageModel:
     cache: Any = import_module("hydra_engine.models.loading.packed_cache")  # needs the extension
     path = cache.cache_file(folder, model_dir, repr((spec, backend.dtype, role)))
-    notes = cache.restore(path, model.holders)
-    if notes is None:
-        _fill(model, model_dir, spec, backend, progress)
-        problem: str | None = cache.write(path, model.holders, model.notes)
-        where = f"written to {path}" if problem is None else f"not written to {folder}: {problem}"
-        model.notes = (*model.notes, f"weights: packed, and {where}")
-    else:
+    if path.exists():  # only once this model was filled from these files
+        model = build_model(spec, backend.ops, backend.dtype, role, device=backend.device.torch_device)
+        notes = cache.restore(path, model.holders)
         model.notes = (*notes, f"weights: mapped from {path}")
+        return model
+    model = _filled(model_dir, spec, backend, role, progress)
+    problem: str | None = cache.write(path, model.holders, model.notes)
+    where = f"written to {path}" if problem is None else f"not written to {folder}: {problem}"
+    model.notes = (*model.notes, f"weights: packed, and {where}")
     return model
 
 
-def _fill(
-    model: VisionLanguageModel,
-    model_dir: Path,
-    spec: ModelSpec,
-    backend: Backend,
-    progress: Progress,
-) -> None:
+def _filled(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role, progress: Progress) -> VisionLanguageModel:
     device = backend.device.torch_device
-    renames = () if spec.vision is None else vision_class(spec).renames
-    with open_checkpoint(model_dir, renames, spec.quantization) as checkpoint, torch.inference_mode(), _one_thread():
-        num_widened = fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=progress)
+    with _opened(model_dir, spec) as checkpoint:
+        model = build_model(spec, backend.ops, backend.dtype, role, device=device, held=checkpoint.entries)
+        with torch.inference_mode(), _one_thread():
+            num_widened = fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=progress)
     if num_widened and spec.at_load is None:
         model.notes = (
             f"weights: {num_widened} matrices stored in 8-bit floats, or in groups of inputs that are not neighbours, "
             f"became {str(backend.dtype).removeprefix('torch.')}; --quantization int8 keeps the decoder's in 8 bits",
         )
+    return model
+
+
+def _opened(model_dir: Path, spec: ModelSpec) -> Checkpoint:
+    renames = () if spec.vision is None else vision_class(spec).renames
+    return open_checkpoint(model_dir, renames, spec.quantization)

@@ -325,6 +325,13 @@ def test_towers_that_cannot_run_are_refused(folder: Path, changes: dict[str, Any
         found(folder / "model.gguf", mmproj=str(tower(folder / "mmproj.gguf", **changes)))
 
 
+def test_a_last_layer_does_not_stand_for_those_before_it(folder: Path) -> None:
+    last: Tensor = (f"v.blk.{2**31 - 1}.ln1.weight", (8,), F32, 512)
+    write(folder / "mmproj.gguf", TOWER | {"clip.vision.block_count": (UINT32, 2**31)}, (UP, last))
+    with pytest.raises(CheckpointError, match=r"block_count in mmproj.gguf must be at most 1024, not"):
+        found(text(folder / "model.gguf"), mmproj=str(folder / "mmproj.gguf"))
+
+
 def test_tiles_need_their_own_token(folder: Path) -> None:
     """Vocabularies of InternVL have Qwen's tokens for pictures besides, which its tower is not for."""
     renamed = {name.replace("llama", "qwen2"): value for name, value in TEXT.items()}

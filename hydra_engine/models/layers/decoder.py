@@ -138,9 +138,9 @@ def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:
 def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
     """Each knows its number among the layers of its kind."""
     counts: dict[LayerKind, int] = {"attention": 0, "delta": 0}
-    for index in range(spec.num_layers):
+    for index, scope in enumerate(model.each("layers", spec.num_layers, "num_hidden_layers")):
         kind: LayerKind = spec.layer_kinds[index] if spec.layer_kinds else "attention"
-        yield DecoderLayer(model.at(f"layers.{index}"), spec, kind, counts[kind])
+        yield DecoderLayer(scope, spec, kind, counts[kind])
         counts[kind] += 1
 
 

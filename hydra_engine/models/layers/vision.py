@@ -242,9 +242,8 @@ class SquareVision:
             LayerNorm(scope.at(name), spec.hidden_size, spec.norm_eps) if held else None for name, held in norms
         )
         num_active = spec.num_active_layers
-        self._layers = chained(
-            [VisionLayer(scope.at(f"{names.layers}.{i}"), spec, names.layer) for i in range(num_active)]
-        )
+        places = scope.each(names.layers, num_active, "num_hidden_layers", held=spec.num_layers)
+        self._layers = chained([VisionLayer(place, spec, names.layer) for place in places])
         scope.skip(*names.unread, *(f"{names.layers}.{i}." for i in range(num_active, spec.num_layers)))
         scope.skip(*(f"{name}." for name, held in norms if name and not held))
         self.granule, self.num_values = spec.num_patches, self._embed.num_values

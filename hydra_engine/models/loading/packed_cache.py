@@ -49,11 +49,9 @@ def cache_file(folder: Path, model_dir: Path, settings: str) -> Path:
     return folder / f"{key.hexdigest()}.safetensors"
 
 
-def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...] | None:
-    """Gives layers what they kept; returns the notes that `write` was given. None if there is no such file. Raises
-    CheckpointError for one that is damaged."""
-    if not path.exists():
-        return None
+def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...]:
+    """Gives layers what they kept; returns the notes that `write` was given. Raises CheckpointError for a file that is
+    damaged."""
     with closing(SafetensorsFile(path)) as file, open(path, "rb") as opened:
         # Private and never written to, so what is mapped is the system's copy of the file.
         memory = torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)

@@ -6,7 +6,7 @@ exists. Names are those that `save_pretrained` writes. Does not know files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight
+from hydra_engine.models.specs.held_layers import check_held
 
 Renames = tuple[tuple[str, str], ...]  # (how a name begins in a file, how the canonical name does); first match counts
 
@@ -47,9 +48,11 @@ class Slot(NamedTuple):
 
 
 class Demands:
-    """All slots of one model, the name prefixes that it knows and does not need, and the layers that hold weights."""
+    """All slots of one model, the name prefixes that it knows and does not need, and the layers that hold weights.
+    `held`: names of the tensors that will fill slots; None where they are made for whatever slots there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Collection[str] | None = None) -> None:
+        self.held = held
         self.slots: dict[str, Slot] = {}
         self.unneeded: list[str] = []
         self.holders: list[Holder] = []
@@ -80,6 +83,13 @@ class Scope:
         prefix = f"{self._prefix}{name}." if name else self._prefix
         bits = self.quantize if quantize is None else quantize
         return Scope(self.ops, self.dtype, self.device, self._demands, prefix=prefix, quantize=bits)
+
+    def each(self, name: str, count: int, said_by: str, *, held: int | None = None) -> list[Scope]:
+        """Places of the modules of a list, as many as the field `said_by` of config.json says. Raises CheckpointError
+        where the checkpoint does not hold as many, or `held` where more of them are listed than are built."""
+        if self._demands.held is not None:
+            check_held(self._demands.held, self._prefix + name, count if held is None else held, said_by)
+        return [self.at(f"{name}.{index}") for index in range(count)]
 
     def want(
         self,

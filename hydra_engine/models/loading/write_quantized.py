@@ -162,7 +162,7 @@ class _Ignored:
 
 def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) -> list[Piece]:
     """In the order of the files."""
-    model = build_model(spec, ReferenceOps(), torch.float32, Role.parse("EPD"))
+    model = build_model(spec, ReferenceOps(), torch.float32, Role.parse("EPD"), held=source.entries)
     check_names(model, source.entries)
     decoder = build_model(spec, ReferenceOps(), torch.float32, Role.parse("D")).slots
     matrices = {name for name, slot in decoder.items() if slot.fill_quantized and not name.endswith(_EMBEDDING)}

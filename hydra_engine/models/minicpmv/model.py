@@ -46,8 +46,8 @@ class MiniCpmVision:
         embeddings = tower.at("embeddings")
         self._positions = Weight(embeddings, "position_embedding.weight", (spec.num_positions**2, size))
         self._embed = PatchProjection(embeddings, "patch_embedding", size, patch, spec.preprocess)
-        layers = range(spec.tower.num_layers)
-        self._layers = [VisionLayer(tower.at(f"encoder.layers.{i}"), spec.tower, LayerNames()) for i in layers]
+        places = tower.each("encoder.layers", spec.tower.num_layers, "num_hidden_layers")
+        self._layers = [VisionLayer(place, spec.tower, LayerNames()) for place in places]
         behind = 0 if spec.insert_layer is None else spec.insert_layer + 1
         for part in (self._layers[:behind], self._layers[behind:]):
             chained(part)
@@ -139,9 +139,8 @@ class Merger:
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         width = 4 * spec.tower.hidden_size
         self._steps = []
-        for index in range(spec.num_rounds):
+        for index, step in enumerate(scope.each("mlp", spec.num_rounds, "merger_times")):
             num_out = spec.feature_size if index == spec.num_rounds - 1 else spec.tower.hidden_size
-            step = scope.at(f"mlp.{index}")
             norm = LayerNorm(step.at("pre_norm"), width, MERGER_EPS)
             mlp = Mlp(step, ("linear_1", "linear_2"), width, width, num_out, "gelu")
             self._steps.append(PatchMerger(norm, mlp, width, norm_merged=True))

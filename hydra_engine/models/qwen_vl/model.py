@@ -84,7 +84,8 @@ class GridVision:
         self._geometry, self._merge, self._full_layers = geometry, geometry.merge_size, tower.full_layers
         self._rotary = PatchRotary(size // tower.num_heads, tower.rope_theta, scope.device)
         self.granule, self.num_values = self._merge**2, self._embed.num_values
-        self._blocks = chained([VisionLayer(scope.at(f"blocks.{i}"), tower, names) for i in range(tower.num_layers)])
+        places = scope.each("blocks", tower.num_layers, "depth")
+        self._blocks = chained([VisionLayer(place, tower, names) for place in places])
         self.num_slices = len(self._blocks) + 2  # what comes before the layers, the layers, the merger
 
     def reserve(self, room: int) -> None:
@@ -228,8 +229,9 @@ class Qwen3VlVision(GridVision):
         super().__init__(scope, spec, names=QWEN3_LAYER, bias=True)
         self._positions = StretchedPositions(scope, spec)
         self._merger = _qwen3_merger(scope.at("merger"), spec, norm_merged=False)
+        places = scope.each("deepstack_merger_list", len(spec.deepstack_layers), "deepstack_visual_indexes")
         self._deep_mergers = {
-            layer: _qwen3_merger(scope.at(f"deepstack_merger_list.{index}"), spec, norm_merged=True)
+            layer: _qwen3_merger(places[index], spec, norm_merged=True)
             for layer, index in zip(spec.deepstack_layers, spec.deepstack_mergers, strict=True)
         }
         self.num_slices += len(self._deep_mergers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.fields import Fields
+from hydra_engine.models.specs.fields import MOST_LAYERS, Fields
 from hydra_engine.models.specs.gguf_file import GgufHeader
 
 # Of a picture, in pixels: what the published checkpoints have.
@@ -58,7 +58,11 @@ def num_layers(header: GgufHeader, name: str, tensor: str, besides: int = 0) -> 
     of those that are counted, how many at the end are of another kind."""
     count = header.settings.integer(name) - besides
     if tensor.format(count - 1) not in header.tensors:
-        raise CheckpointError(f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count + besides}")
+        raise CheckpointError(
+            f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count + besides}; take a whole file"
+        )
+    if count > MOST_LAYERS:
+        raise header.settings.wrong(name, f"at most {MOST_LAYERS + besides}")
     return count
 
 

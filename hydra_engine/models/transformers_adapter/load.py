@@ -6,6 +6,7 @@ forward and once through our attention and caches, and is refused where the logi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hydra_engine.models.loading.checkpoint import listed
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite
 from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.transformers_adapter.counts import bounded_modules, check_counts
 from hydra_engine.models.transformers_adapter.describe_spec import cannot_run, load_config, model_class, quiet
 from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
 from hydra_engine.models.transformers_adapter.model import GenericModel
@@ -37,11 +39,12 @@ def load_generic(
 ) -> GenericModel:
     """Reads the whole checkpoint, whatever the role, and keeps what the role needs. Raises CheckpointError."""
     with SafetensorsCheckpoint(model_dir) as checkpoint:  # complete and not pickled, before anything is read
-        total = sum(entry.nbytes for entry in checkpoint.entries.values())
+        entries = checkpoint.entries
+    total = sum(entry.nbytes for entry in entries.values())
     report = progress or (lambda _done, _total: None)
     report(0, total)
     with quiet(), torch.inference_mode(False), torch.no_grad():
-        module = _load_module(model_dir, spec, backend)
+        module = _load_module(model_dir, spec, backend, entries)
         _check_finite(module)
     with quiet(), torch.inference_mode():
         try:
@@ -54,19 +57,27 @@ def load_generic(
     return model
 
 
-def _load_module(model_dir: Path, spec: ModelSpec, backend: Backend) -> Any:
+def check_generic_layers(model_dir: Path, spec: ModelSpec, held: Collection[str]) -> None:
+    """Raises CheckpointError where config.json names more layers than tensors of the names `held` are of."""
+    check_counts(load_config(model_dir, trust_remote_code=spec.trust_remote_code), held)
+
+
+def _load_module(model_dir: Path, spec: ModelSpec, backend: Backend, held: Collection[str]) -> Any:
+    """`held`: names of the checkpoint's tensors."""
     trusted = spec.trust_remote_code
     config = load_config(model_dir, trust_remote_code=trusted)
+    check_counts(config, held)
     kind = model_class(config, model_dir, trust_remote_code=trusted)
     try:
-        module, info = kind.from_pretrained(
-            str(model_dir),
-            config=config,
-            dtype=backend.dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with bounded_modules(len(held)):
+            module, info = kind.from_pretrained(
+                str(model_dir),
+                config=config,
+                dtype=backend.dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except PROCESSOR_ERRORS as error:
         raise CheckpointError(f"transformers cannot load the weights: {in_words(error)}") from error
     missing = sorted(map(str, info["missing_keys"]))
