@@ -1,7 +1,6 @@
-"""What must hold between the states of requests, the queues, the slots, the table of decodes, the caches and plans in
-flight.
+"""Invariants between the states of requests, queues, slots, the table of decodes, the caches and plans in flight.
 
-Raises AssertionError where it does not. Called by tests after every step; reads everything, changes nothing.
+Raises AssertionError if one is violated. Tests call it after every step; it reads everything and changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from hydra_engine.scheduler.request_table import RequestTable
 
 
 def check_requests(requests: RequestTable) -> None:
+    """Checks every request and its queue, blocks, images and decode entry."""
     requests.ledger.check(requests.states)
     users = patches = 0
     members: dict[int, tuple[RequestState, BlockTable, int]] = {}
@@ -68,7 +68,7 @@ def _check_blocks(requests: RequestTable, state: RequestState) -> None:
 
 
 def _check_images(requests: RequestTable, state: RequestState) -> int:
-    """How many of its images use features."""
+    """Checks the images of a request; returns how many of them use features."""
     request_id, runs = state.request.id, state.request.id in requests.kv.tables
     users = 0
     for index, (image, progress) in enumerate(zip(state.request.images, state.images, strict=True)):
@@ -93,6 +93,7 @@ def _check_images(requests: RequestTable, state: RequestState) -> int:
 def check_in_flight(
     requests: RequestTable, vision: Iterable[VisionPlan], language: Iterable[LanguagePlan], pulls: Iterable[PullPlan]
 ) -> None:
+    """Checks that plans in flight name live requests only, as often as these count, and that slots are unchanged."""
     plans: dict[RequestId, int] = {}
     steps = list(language)
     for encode in vision:

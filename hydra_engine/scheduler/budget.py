@@ -1,9 +1,9 @@
-"""How much one step may hold: prefill tokens beside the decodes of a language step, seconds of vision beside both,
+"""The size limits of one step: prefill tokens beside the decodes of a language step, seconds of vision beside both,
 patches of a vision step.
 
-The budgets of an engine without limits, which are the interface that the planners ask before every step, and the rule
-for how far a step may be stretched. Budgets that follow from limits are in `latency/latency_budget.py`. Knows no
-requests and no clock.
+Has the budgets of an engine without latency limits, which are the interface that the planners ask before every step,
+and the rule for how far a step may be stretched. Budgets from latency limits are in `latency/latency_budget.py`. Knows
+no requests and no clock.
 """
 
 from __future__ import annotations
@@ -24,61 +24,63 @@ Counts = npt.NDArray[np.int64]
 
 # A request keeps its TPOT limit if 90 % of its gaps do; half of the rest may be spent on purpose.
 STRETCHED_SHARE = 0.05
-USED = 0.9  # of the vision seconds that a step may have, from which on they count as used up
-# What prefill may add to a step whose decodes have no limit, in times of what they take alone. A chunk reads the
-# weights once more, which is about one decode step, so cutting a prompt costs at most 1 / 16 of its prefill.
+USED = 0.9  # share of a step's vision seconds from which on they count as used up
+# Time that prefill may add to a step whose decodes have no limit, as a multiple of the decodes' own time. A chunk reads
+# the weights once more, which is about one decode step, so chunking costs at most 1 / 16 of the prefill.
 PREFILL_SHARE = 16.0
-LEAST_CHUNK = 64  # tokens; with fewer rows the products of a prefill cost a processor more per row
+LEAST_CHUNK = 64  # tokens; with fewer rows the matrix products of a prefill cost more per row
 
 
 class PendingWork(NamedTuple):
-    """What is there to do when a language step is planned. Counts are zero and times infinite where there is nothing.
+    """The work at hand when a language step is planned. Without work of a kind its counts are 0 and its times infinite.
 
-    `prefill_tokens` are all tokens that could be computed now if there were no budget, of the running prefills and of
-    the waiting requests that could start; `num_prefills` is how many requests these are. `due_tokens` and `due_patches`
-    are what has to be computed before the first token that is due at `ttft_due_s`: what its own request lacks and, as
-    far as it is known, what goes before it. A first token that is late already is due at no time.
+    `prefill_tokens`: tokens that could be computed now without a budget, of the running prefills and the waiting
+    requests that could start; `num_prefills`: the number of these requests. `due_tokens` and `due_patches`: what has to
+    be computed before the first token with the earliest deadline, `ttft_due_s`: the rest of its own request and the
+    work known to come before it. Deadlines that have passed are not counted.
     """
 
     now: float
     num_decodes: int = 0
-    decode_context: int = 0  # keys that the decodes read, all together
+    decode_context: int = 0  # sum of keys that the decodes read
     decode_limit_s: float = math.inf  # tightest TPOT limit among the running decodes
-    stretch_s: float = math.inf  # how long the step may last and put no running decode at risk, see `stretch`
+    stretch_s: float = math.inf  # longest step that puts no running decode's limit at risk, see `stretch`
     prefill_tokens: int = 0
     num_prefills: int = 0
-    prefill_context: int = 0  # tokens already computed of the first prefill at hand
+    prefill_context: int = 0  # tokens of the first prefill that are computed already
     encode_patches: int = 0  # waiting and in flight
-    ttft_due_s: float = math.inf  # absolute; the earliest due first token that is still to come
+    ttft_due_s: float = math.inf  # absolute; earliest deadline of a first token that is still ahead
     due_tokens: int = 0
     due_patches: int = 0
 
 
 class StepBudget(NamedTuple):
-    """What one language step may hold. The planner keeps it with the plan and gives it back with the result."""
+    """The limits of one language step. The planner keeps it with the plan and returns it with the result."""
 
     tokens: int  # of prefill
-    vision_s: float  # seconds that the vision lane may run beside it; infinite: all along
+    vision_s: float  # seconds that the vision lane may run beside it; infinite: no limit
     limit_s: float = math.inf  # tightest TPOT limit among its decodes
-    target_s: float = math.inf  # how long it may last, the pause before it included; more than the limit: stretched
-    planned_s: float = 0.0  # what the surface says, uncorrected, of a step that uses all of it
+    target_s: float = math.inf  # longest duration, with the pause before it; above `limit_s`: stretched
+    planned_s: float = 0.0  # the cost surface's uncorrected prediction for a step that uses all of it
     more_tokens: bool = False  # more prefill waits than the step may hold
     more_vision: bool = False  # more images wait than can be encoded beside it
-    partition: int = 0  # as `LanguagePlan.partition`
+    partition: int = 0  # see `LanguagePlan.partition`
 
     def is_used_up(self, tokens: int, vision_s: float) -> bool:
-        """Whether a step that held so much was as full as it could be."""
+        """True if a step with these amounts was as full as this budget allows."""
         tokens_used = tokens >= self.tokens or not self.more_tokens
         vision_used = vision_s >= USED * self.vision_s or not self.more_vision
         return (self.more_tokens or self.more_vision) and tokens_used and vision_used
 
 
 class Budgets:
-    """The numbers of the configuration, for the highest throughput: no limit is kept. Only beside decodes, whose tokens
-    wait for it, prefill is cut into chunks that add at most `PREFILL_SHARE` times what such decodes took lately, or of
-    `LEAST_CHUNK` tokens if that is more. Asked before each step and told after it. Calls of `language` and
-    `on_language` may interleave (a step is planned while the one before it runs), but every budget that became a plan
-    comes back, in order."""
+    """Budgets for the highest throughput, from the configuration alone; no latency limit is kept.
+
+    Prefill is chunked only beside decodes, whose tokens wait for it: a chunk adds at most `PREFILL_SHARE` times the
+    recent duration of such decodes, or has `LEAST_CHUNK` tokens if that is more. The planner asks before each step and
+    reports after it. Calls of `language` and `on_language` may interleave (a step is planned while the one before it
+    runs), but every budget that became a plan is reported, in order.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -87,7 +89,7 @@ class Budgets:
         self._typical = TypicalSteps(), TypicalSteps()  # without vision beside them, and with it
 
     def language(self, pending: PendingWork) -> StepBudget:
-        """The budget of the next language step; to be asked once per step."""
+        """The budget of the next language step; called once per step."""
         tokens = max(0, self._config.most_tokens - pending.num_decodes)
         if pending.num_decodes and min(tokens, pending.prefill_tokens) > LEAST_CHUNK:
             tokens = min(tokens, self._beside_decodes(pending.num_decodes))
@@ -95,8 +97,8 @@ class Budgets:
         return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens, partition=1)
 
     def _beside_decodes(self, num_decodes: int) -> int:
-        """Tokens of prefill beside decodes without a limit. Steps beside vision are asked only where no others are
-        known: it slows decodes and chunks about alike."""
+        """Maximum tokens of prefill beside decodes without a limit. Steps beside vision are used only if no others were
+        measured: vision slows decodes and chunks by about the same factor."""
         highest = self._config.most_tokens
         for typical in self._typical:
             decode_s, token_s = typical.decode_s(num_decodes), typical.per_token_s()
@@ -107,25 +109,25 @@ class Budgets:
         return highest
 
     def vision(self) -> int:
-        """Patches that a vision step may hold; its first image may exceed them."""
+        """Maximum patches of a vision step; its first image may exceed them."""
         return self._config.image_budget
 
     def predict(self, load: LanguageLoad) -> float | None:
-        """Seconds that a step is expected to take if it has the machine to itself; None: nothing was measured."""
+        """Expected seconds of a step that has the device to itself; None without a measured cost surface."""
         return None
 
     def on_language(
         self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
     ) -> None:
-        """A language step has come back. `gap_s`: from the end of the step before it to its own end; read only if the
-        step has decodes, whose tokens lie that far apart. `vision_s`: how long the vision lane ran beside it."""
+        """Records a language step. `gap_s`: time from the end of the step before to its own end, used only if the step
+        has decodes, as the gap between their tokens. `vision_s`: seconds that the vision lane ran beside it."""
         self._typical[vision_s > 0].learn(load, duration_s)
         if load.num_decodes:
             self._decode_steps += 1
             self._full_steps += budget.is_used_up(load.prefill_tokens, vision_s)
 
     def on_vision(self, load: VisionLoad) -> None:
-        """A vision step has come back."""
+        """Records a vision step."""
 
     def report(self) -> BudgetReport:
         return BudgetReport(
@@ -138,12 +140,13 @@ class Budgets:
 
 
 def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Counts, late_gaps: Counts) -> float:
-    """How long the next step may last so that every running decode still keeps its TPOT limit: `PendingWork.stretch_s`.
+    """Longest duration in seconds of the next step with which every running decode still keeps its TPOT limit, for
+    `PendingWork.stretch_s`. Infinite without decodes.
 
-    Entry i belongs to one running decode: its limit (infinite: none), the seconds between its first and its latest
-    token, how many gaps these are and how many of them were longer than the limit; all [B]. A request may have a step
-    longer than its limit if its late gaps, this one included, stay within 5 % and its mean gap within the limit.
-    Otherwise the step may last as long as its limit. Infinite without decodes.
+    Entry i of each [B] array belongs to one running decode: its limit (infinite: none), the seconds between its first
+    and its latest token, the number of gaps between them, and how many of these were longer than the limit. A request
+    may have a step longer than its limit if its late gaps, this one included, stay within 5 % and its mean gap within
+    the limit. Otherwise the step may last as long as the limit.
     """
     if not len(limits_s):
         return math.inf

@@ -1,9 +1,9 @@
-"""The running decodes as arrays with one entry per member, so that a step costs a few array operations, not rows.
+"""The running decodes as arrays with one entry per member, so that a step costs a few array operations instead of a
+loop over rows.
 
-Owner of everything about a decode that changes with every token: where its next row begins, its last token, how many of
-its tokens are not read yet, and its block table as plans see it; when tokens came is in `timeline.py`. The tokens
-themselves are appended to `RequestState.generated`. Allocates no block; does not know queues, budgets or who is
-preempted.
+Owns everything about a decode that changes with every token: the position of its next row, its last token, the number
+of its unread tokens, and its block table as plans see it; token times are in `timeline.py`. The tokens themselves are
+appended to `RequestState.generated`. Allocates no block; does not know queues, budgets or preemption.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from hydra_engine.scheduler.timeline import DecodeTimes, Indices, Seconds, Timel
 
 Bools = npt.NDArray[np.bool_]
 
-SPARE_COLUMNS = 16  # that the block tables of a plan may have behind the longest context
+SPARE_COLUMNS = 16  # columns of a plan's block tables beyond the longest context
 _ABSENT = -1
 _NO_INDICES: Int64s = np.zeros(0, dtype=np.int64)
 
 
 class Ready(NamedTuple):
-    """Members that may compute a row; entry i of `starts` belongs to one. Holds until a member joins or leaves."""
+    """Members that may compute a row; entry i of `starts` belongs to member i of `indices`. Valid until a member joins
+    or leaves."""
 
     indices: Indices
-    starts: Int64s  # [B] position of its row
-    num_keys: int  # that these rows read, all together
+    starts: Int64s  # [B] position of the member's next row
+    num_keys: int  # sum of keys that these rows read
 
     @property
     def num_rows(self) -> int:
@@ -41,85 +42,87 @@ class Ready(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """The rows of a step whose requests go on or have just ended with this token; entry i of what is [R] belongs to one
-    row. What becomes a message comes as lists, which are not changed afterwards."""
+    """The rows of a step whose requests continue or have just ended with this token; entry i of an [R] field belongs to
+    row i. The fields of messages are lists, which are not changed afterwards."""
 
-    live: Bools | None  # [B] which of the plan's rows these are; None: all
+    live: Bools | None  # [B] mask of these rows among the plan's rows; None: all
     request_ids: list[int]  # [R]
-    positions: list[int]  # [R] tokens generated before
+    positions: list[int]  # [R] number of tokens generated before
     token_ids: list[int]  # [R]
     ended: list[tuple[RequestState, Ending]]
-    filled: list[tuple[RequestState, int]]  # whose row filled a KV block: (.., full blocks)
-    late: list[tuple[RequestState, float]]  # whose token came late: (.., when the token before came)
+    filled: list[tuple[RequestState, int]]  # (request, full blocks) if the row filled a KV block
+    late: list[tuple[RequestState, float]]  # (request, time of the token before) if the token came late
 
 
 class _Members(NamedTuple):
-    """All members in order. Plans share the arrays, so they are never changed."""
+    """Slots and ids of all members by index. Plans share the arrays, so they are never changed."""
 
     seq_slots: Int64s
     request_ids: Int64s
-    id_list: list[int]  # the same as a list
+    id_list: list[int]  # `request_ids` as a list
 
 
 class _RowsInFlight(NamedTuple):
-    """The rows of a plan in flight. Row i belongs to member i if there is an `id_list` and still as many have left."""
+    """The rows of a plan in flight. With an `id_list`, and while `num_left` is unchanged, row i belongs to member i."""
 
     rows: DecodeRows
-    id_list: list[int] | None  # whose rows these are, if every member has one
-    num_left: int
+    id_list: list[int] | None  # request ids of the rows, if every member has one
+    num_left: int  # members that had left when the rows were planned
 
 
 class DecodeTable:
-    """A member is a request that decodes, or one whose last chunk is in flight: the decode behind it can be planned.
+    """The table of running decodes.
+
+    A member is a request that decodes, or one whose last chunk is in flight: the decode behind it can be planned.
     Members are numbered without gaps: when one leaves, the last one gets its index.
 
     Invariants, for a member: `starts` is `num_tokens - 1` of its state plus its unread tokens, one for each of its rows
-    in flight and one if its last chunk is. Its row of `tables` shows the blocks of positions before its `shown`, zeros
-    behind. What a plan may see of that array is only ever appended to; when a member leaves there is a new array, so
-    nothing is copied while the same requests decode.
+    in flight and one if its last chunk is in flight. Its row of `tables` has the blocks of positions before its
+    `shown`, and zeros behind. Entries that a plan may see are never changed, only appended behind; when a member leaves
+    there is a new array, so nothing is copied while the same requests decode.
     """
 
     def __init__(self, num_seq_slots: int, block_size: int) -> None:
-        self.states: list[RequestState] = []  # by index, as all that follows
+        self.states: list[RequestState] = []  # by index, like all lists and arrays below
         self.times = DecodeTimes(num_seq_slots)
-        self._generated: list[list[int]] = []  # the states' own
+        self._generated: list[list[int]] = []  # `RequestState.generated` of each, the same list
         self._block_tables: list[BlockTable] = []
         self._seq_slots = _zeros(num_seq_slots)
         self._request_ids = _zeros(num_seq_slots)
         self._last_tokens = _zeros(num_seq_slots)
         self._starts = _zeros(num_seq_slots)  # position of the next row
-        self._lasts = _zeros(num_seq_slots)  # position of the last row that it may have
+        self._lasts = _zeros(num_seq_slots)  # position of the last row that its max_new_tokens allow
         self._offsets = _zeros(num_seq_slots)  # start - offset: tokens generated before the row
-        self._chunk_in_flight = _zeros(num_seq_slots)  # 1 while the last chunk is
+        self._chunk_in_flight = _zeros(num_seq_slots)  # 1 while its last chunk is in flight
         self._shown = _zeros(num_seq_slots)  # positions whose blocks are in `tables`, a multiple of the block size
         self._tables: BlockIds = np.zeros((num_seq_slots, SPARE_COLUMNS), dtype=np.int32)
-        self._tables_shared = False  # a plan may see the array
-        self._most_blocks = 0  # that a member can have, of all so far
+        self._tables_shared = False  # True: plans in flight may hold the array
+        self._most_blocks = 0  # capacity of the longest block table so far
         self._block_size = block_size
-        self._in_flight: deque[_RowsInFlight] = deque()  # all rows, also those of requests that have left
-        self._index_of = np.full(num_seq_slots, _ABSENT, dtype=np.int64)  # of each slot
+        self._in_flight: deque[_RowsInFlight] = deque()  # includes rows of requests that have left
+        self._index_of = np.full(num_seq_slots, _ABSENT, dtype=np.int64)  # by slot
         self._members: _Members | None = None  # None: a member has joined or left
         self._num_left = 0  # members that have left so far
-        self._stop_ids: Counter[int] = Counter()  # how many members end with a token
+        self._stop_ids: Counter[int] = Counter()  # token id -> number of members that it ends
         self._sum_starts = 0
-        self._longest = 0  # no start is larger
+        self._longest = 0  # upper bound of all starts
 
     def is_member(self, seq_slot: int) -> bool:
         return bool(self._index_of[seq_slot] != _ABSENT)
 
     def index_of(self, seq_slot: int) -> int:
-        """Of a member."""
+        """Index of the member in this slot. Asserts that there is one."""
         assert self.is_member(seq_slot), f"no decode in slot {seq_slot}"
         return int(self._index_of[seq_slot])
 
     def num_in_flight(self, seq_slot: int) -> int:
-        """Rows of a slot, of whichever request it was when they were planned, that have not come back."""
+        """Number of rows of a slot in flight, whichever request had the slot when they were planned."""
         return sum(int(np.count_nonzero(step.rows.seq_slots == seq_slot)) for step in self._in_flight)
 
     # ---- coming and going
 
     def join(self, state: RequestState, seq_slot: int, blocks: BlockTable, timeline: Timeline, *, unread: int) -> None:
-        """`unread` 1: the chunk that gives the token before the first row is in flight."""
+        """Adds a member. `unread` 1: the chunk that samples the token before its first row is still in flight."""
         assert not self.is_member(seq_slot), "a decode joins twice"
         index, request = len(self.states), state.request
         self.times.join(state, timeline)
@@ -144,8 +147,8 @@ class DecodeTable:
         self._stop_ids.update(state.stop_ids)
 
     def leave(self, seq_slot: int) -> None:
-        """The request is planned no more; rows in flight are taken back all the same. Nothing happens if it is no
-        member."""
+        """Removes the member in this slot, if any: no more rows are planned for it, and its rows in flight are
+        discarded on return."""
         index, last = int(self._index_of[seq_slot]), len(self.states) - 1
         if index == _ABSENT:
             return
@@ -170,7 +173,7 @@ class DecodeTable:
     # ---- blocks
 
     def lacking(self, ready: Ready) -> Int64s:
-        """The indices of those that have no block for their next row."""
+        """Indices of the members that have no block for their next row. Shows blocks that are allocated already."""
         indices, starts = ready.indices, ready.starts
         lacks = starts >= self._shown[indices]
         if not np.count_nonzero(lacks):
@@ -180,21 +183,21 @@ class DecodeTable:
         have = [table.num_slots > start for table, start in zip(tables, starts[lacks].tolist(), strict=True)]
         if not any(have):
             return lacking
-        granted = lacking[have]  # a request that was preempted once has got all its blocks at its start
+        granted = lacking[have]  # a request that was preempted before got all its blocks at its start
         columns = (self._shown[granted] // self._block_size).tolist()
         with_block = [table for table, has in zip(tables, have, strict=True) if has]
         self.show(granted, [int(table.block_ids[column]) for table, column in zip(with_block, columns, strict=True)])
         return lacking[np.logical_not(have)]
 
     def show(self, indices: Int64s, blocks: Sequence[int]) -> None:
-        """The blocks in which the next rows of these members begin."""
+        """Appends a block to the visible block table of each member: the block in which its next row begins."""
         columns = self._shown[indices] // self._block_size
         self._reserve_columns(int(columns.max()) + 1)
         self._tables[indices, columns] = blocks
         self._shown[indices] += self._block_size
 
     def _reserve_columns(self, count: int) -> None:
-        """Plans keep the array that they have."""
+        """Widens the tables by copy if needed; plans in flight keep the old array."""
         have = self._tables.shape[1]
         if count > have:
             wider = np.zeros((len(self._tables), self._width(count)), dtype=np.int32)
@@ -202,11 +205,11 @@ class DecodeTable:
             self._tables, self._tables_shared = wider, False
 
     def _width(self, count: int) -> int:
-        """Of tables that show so many blocks: some to spare, for they grow, but no more than any member can need."""
+        """Number of columns for tables of `count` blocks: rounded up for growth, at most what a member can need."""
         return max(count, min(-(-count // SPARE_COLUMNS) * SPARE_COLUMNS, self._most_blocks))
 
     def _tables_for(self, indices: Indices) -> BlockIds:
-        """For a plan."""
+        """Block tables of these members for a plan: int32 [B, W]."""
         width = self._width(self._longest // self._block_size + 1)
         if width < self._tables.shape[1]:
             self._tables = self._tables[:, :width].copy()
@@ -216,7 +219,7 @@ class DecodeTable:
     # ---- planning
 
     def ready(self) -> Ready:
-        """All members that may compute a row."""
+        """The members that may compute a row: all but those planned up to their last token."""
         everyone = slice(0, len(self.states))
         starts = self._starts[everyone].copy()
         may = starts <= self._lasts[everyone]
@@ -225,14 +228,14 @@ class DecodeTable:
         return _some(may.nonzero()[0], starts[may])
 
     def without(self, ready: Ready, indices: Int64s) -> Ready:
-        """`ready` less the members with these indices."""
+        """`ready` without the members at these indices."""
         among = np.arange(len(self.states))[ready.indices]
         kept = ~np.isin(among, indices)
         return _some(among[kept], ready.starts[kept])
 
     def take_rows(self, ready: Ready, *, ahead: bool) -> DecodeRows:
-        """One row for each; their requests are a token further as far as plans are concerned. `ahead`: a step is in
-        flight."""
+        """Plans one row for each ready member and advances its start. `ahead`: a step is in flight, so tokens that it
+        samples are -1."""
         indices, starts = ready.indices, ready.starts
         token_ids = self._last_tokens[indices].copy()
         if ahead:
@@ -263,7 +266,7 @@ class DecodeTable:
         return self._members
 
     def _unread(self) -> Int64s:
-        """[M] tokens of each member that are planned and not read yet."""
+        """[M] number of tokens of each member that are planned and not read yet."""
         counts: Int64s = self._chunk_in_flight[: len(self.states)].copy()
         for step in self._in_flight:
             indices = self._index_of[step.rows.seq_slots]
@@ -271,7 +274,8 @@ class DecodeTable:
         return counts
 
     def pace(self, ready: Ready) -> tuple[Seconds, Int64s, Int64s]:
-        """(seconds from the first to the latest token, gaps, late gaps) of each, as far as tokens have been read."""
+        """(seconds from the first to the latest token, gaps, late gaps) of each ready member, counting the tokens read
+        so far."""
         indices = ready.indices
         elapsed_s, late_gaps = self.times.elapsed(indices)
         num_gaps = np.maximum(ready.starts - self._offsets[indices] - self._unread()[indices] - 1, 0)
@@ -280,16 +284,16 @@ class DecodeTable:
     # ---- results
 
     def read_chunk(self, seq_slot: int, token_id: int, ended_s: float, gap_s: float) -> float | None:
-        """The token of a member's last chunk, which has been appended already. If it is late: when the one before
-        came."""
+        """Records the token of a member's last chunk, which is in `generated` already. Returns the time of the token
+        before if this one is late."""
         index = self.index_of(seq_slot)
         self._chunk_in_flight[index] = 0
         self._last_tokens[index] = token_id
         return self.times.read_chunk(index, ended_s, gap_s)
 
     def take_back(self, rows: DecodeRows, token_ids: Int64s, *, ended_s: float, batch: int, gap_s: float) -> NewTokens:
-        """The rows are no longer in flight. Moves the members among them one token on; those that have left meanwhile
-        are passed over.
+        """Takes the rows of a step out of flight and appends their tokens to the members; rows of requests that have
+        left are discarded.
 
         `batch`: rows of the step. `gap_s`: `StepTimes.gap_s`.
         """
@@ -323,6 +327,7 @@ class DecodeTable:
         )
 
     def _filled(self, indices: Indices, starts: Int64s) -> list[tuple[RequestState, int]]:
+        """(request, full blocks) of each row that filled a KV block."""
         full = (starts % self._block_size == self._block_size - 1).nonzero()[0]
         if not full.size:
             return []
@@ -332,7 +337,8 @@ class DecodeTable:
     def _ended(
         self, indices: Indices, starts: Int64s, token_ids: Int64s, token_list: list[int]
     ) -> list[tuple[RequestState, Ending]]:
-        """Looks at those that are at their last row, and at those with a token that ends some request."""
+        """Members that end with this token: only those at their last row, or with a token that ends some member, are
+        checked."""
         ended = starts >= self._lasts[indices]
         if not self._stop_ids.keys().isdisjoint(token_list):
             ended |= np.isin(token_ids, list(self._stop_ids))
@@ -344,12 +350,12 @@ class DecodeTable:
         return [(state, ending) for state, ending in endings if ending is not None]
 
     def _states_at(self, indices: Indices, rows: Int64s) -> list[RequestState]:
-        """Of the members with these indices those at these rows."""
+        """States of the members in these rows; row i is the member `indices[i]`."""
         among = rows if isinstance(indices, slice) else indices[rows]
         return [self.states[index] for index in among.tolist()]
 
     def resume(self, seq_slot: int, resumed_s: float) -> None:
-        """The gap that `take_back` has named ends here; what follows, its token included, is decoding again."""
+        """Opens a new decode span, its late token included, at the end of the gap that `take_back` returned."""
         self.times.resume(self.index_of(seq_slot), resumed_s)
 
     # ---- checks

@@ -1,9 +1,9 @@
-"""What hangs on the scheduler where a deployment needs it, as classes that do nothing: the core knows no more of it.
+"""Interfaces of the scheduler's optional parts, as no-op base classes: the core knows no more of them.
 
-`StepObserver` explains late tokens; the one that knows whose prefill, encode or move a token waited for is
-`latency/attribution.py`. `Connector` joins other instances; the one of an instance with peers is
-`handover/connector.py`. `instance/hooks.py` puts them in. Budgets that follow from limits have their interface in
-`budget.py`.
+`StepObserver` explains late tokens; `latency/attribution.py` has the one that attributes them to a prefill, an encode
+or a move of a request. `Connector` connects other instances; the one of an instance with peers is
+`handover/connector.py`. `instance/hooks.py` creates and attaches them. Budgets that follow from limits have their
+interface in `budget.py`.
 """
 
 from __future__ import annotations
@@ -30,92 +30,95 @@ Finish = Callable[[list[RequestState], float], list[RequestMessage]]
 
 
 class StepObserver:
-    """Steps of a lane are told in order."""
+    """A no-op observer of steps, which attributes late tokens to the step. Calls for the steps of one lane come in
+    order."""
 
     def on_vision_planned(self, now: float, items: Work) -> None:
-        """A vision step is given to the lane, which begins it as soon as the ones before it have ended."""
+        """Called when a vision step is submitted to its lane, which runs it after the ones before it."""
 
     def on_vision_done(self, started_s: float, ended_s: float, items: Work) -> None:
-        """The oldest vision step that has begun has ended."""
+        """Called when the oldest unfinished vision step has ended."""
 
     def on_language_done(
         self, started_s: float, ended_s: float, load: LanguageLoad, chunks: Work, vision_s: float
     ) -> None:
-        """A language step has ended, beside which vision ran for `vision_s`. The hot path."""
+        """Called when a language step has ended, beside which vision ran for `vision_s` seconds. On the hot path."""
 
     def on_away(self, request_id: RequestId, kind: str, now: float, until_s: float = math.inf) -> None:
-        """The request is computed by no step here until then, or until one of its own; `kind` is the cause of that."""
+        """Called when a request leaves the steps of this instance, until `until_s` or (infinite) its own next step.
+        `kind`: the kind of `DelayCause` for that time."""
 
     def explain(self, request_id: RequestId, since_s: float, until_s: float, limit_s: float) -> tuple[DelayCause, ...]:
-        """What the time between a request's token at `since_s` and its next one at `until_s`, longer than `limit_s`,
-        went to: at least one cause, the largest first."""
+        """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
+        next one at `until_s`, which is longer than `limit_s`."""
         return (DelayCause("step", until_s - since_s),)
 
 
 class Connector:
-    """Hooks. Times are those of the call that led here."""
+    """A no-op connector for an instance without peers: the hooks that the scheduler calls. `now` is the time of the
+    scheduler's call."""
 
     def attach(self, requests: RequestTable, finish: Finish) -> None:
-        """Once, before anything else."""
+        """Called once, before any other hook."""
 
     # ---- language steps
 
     def before_language(self, builder: StepBuilder) -> None:
-        """A language step has its decodes and a budget, and nothing else yet."""
+        """Called when a language step has its decodes and its budget, before any prefill is added."""
 
     def after_language(self, now: float) -> None:
-        """A language step has been planned, or given up."""
+        """Called when a language step has been planned, or given up."""
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
-        """A chunk of a request that goes on has come back; `sampled`: the last one."""
+        """Called when a chunk of a request that continues has come back. `sampled`: it was the last one."""
 
     @property
     def only_borrowed(self) -> bool:
-        """There are decodes that other instances have lent, and nothing else to compute."""
+        """True if the only work is decodes that other instances have lent to this one."""
         return False
 
     def part_tokens(self, step_s: float) -> int:
-        """Tokens from which on a part of a prompt whose KV leaves is worth a step of its own, which costs at least
-        `step_s`; 0: none is, or nothing is known yet."""
+        """Minimum tokens of a part of a prompt so that copying its KV early is worth an extra step, which costs at
+        least `step_s` seconds. 0: never, or nothing has been measured yet."""
         return 0
 
     # ---- vision steps
 
     def before_vision(self) -> None:
-        """A vision step is about to be filled."""
+        """Called before a vision step is filled."""
 
     def may_encode(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
-        """Whether an image of an encode job may have so many blocks, after evicting those of later ones if it must and
-        may."""
+        """True if an image of an encode job may have `num_blocks`, after evicting those of later jobs if needed and
+        `may_evict`."""
         return True
 
     # ---- the life of a request
 
     def on_image(self, state: RequestState, index: int, now: float) -> None:
-        """An image of a live request is as far as its state says."""
+        """Called when the progress of an image of a live request has changed."""
 
     def on_start(self, state: RequestState) -> None:
-        """The request has got its first blocks, and its first chunk can be planned."""
+        """Called when the request has its first blocks; its first chunk can be planned."""
 
     def may_preempt(self, state: RequestState) -> bool:
-        """False: not now, but as soon as that is possible."""
+        """False if the request cannot be preempted now; the connector then preempts it as soon as possible."""
         return True
 
     def on_blocks_freed(self, state: RequestState) -> None:
-        """The request is about to lose its KV."""
+        """Called before the KV blocks of a request are freed."""
 
     def on_preempted(self, state: RequestState, now: float) -> None:
-        """It has lost its KV and is in no queue yet."""
+        """Called when a request has lost its KV and is not queued again yet."""
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
-        """The request is about to end."""
+        """Called before a request ends."""
 
     # ---- looking
 
     @property
     def in_flight(self) -> Iterable[PullPlan]:
-        """Copies that write to blocks of ours."""
+        """Copies that write into blocks of this instance."""
         return ()
 
     def check(self) -> None:
-        """Raises AssertionError if what is known of other instances disagrees with the states of requests."""
+        """Raises AssertionError if the records of other instances disagree with the states of requests."""

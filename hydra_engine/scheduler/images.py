@@ -1,7 +1,8 @@
-"""How far the images of all requests are, and what follows when their features come and go.
+"""The progress of the images of all requests, and the effects of features that arrive or are evicted.
 
-All images with one picture are as far as its features are. Features are encoded here or elsewhere; the connector is
-told of every change. Carries out what the planners decide; who may take whose blocks is in `policy.py`.
+All images with the same picture share one progress, that of its features. Features are encoded here or on another
+instance; the connector is notified of every change. Carries out what the planners decide; the rules of eviction are in
+`policy.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
 
 
 class ImageTracker:
+    """The image progress of all requests. `patches_waiting`: patches of images that wait for an encode here, once for
+    each request that needs it."""
+
     def __init__(
         self,
         features: FeatureCache,
@@ -37,15 +41,15 @@ class ImageTracker:
     # ---- requests
 
     def arrive(self, state: RequestState, cached_tokens: int, now: float) -> None:
-        """A new request; images before `cached_tokens` need nothing if their KV stays where it is."""
+        """Sets the progress of a new request's images; images before `cached_tokens` need no features as long as that
+        KV stays cached."""
         for index, image in enumerate(state.request.images):
             self.patches_waiting += image.num_patches * (index not in state.remote_images)
             covered = state.remote_kv is not None or image.end <= cached_tokens
             self._set(state, index, ImageProgress.CACHED if covered else self._need(state, index), now)
 
     def recheck(self, state: RequestState, cached_tokens: int, now: float) -> None:
-        """Images that counted on cached KV and are not covered by it any more need features, which may be there or on
-        their way."""
+        """Requires features for images whose cached KV is gone; they may be encoded already or in flight."""
         for index, image in enumerate(state.request.images):
             if state.images[index] == ImageProgress.CACHED and image.end > cached_tokens:
                 progress = self._need(state, index)
@@ -54,13 +58,13 @@ class ImageTracker:
                 self._set(state, index, progress, now)
 
     def lose_kv(self, state: RequestState) -> None:
-        """Images whose KV is gone are CACHED until they are looked at again."""
+        """Sets consumed images back to CACHED after a preemption, until the next lookup."""
         for index, progress in enumerate(state.images):
             if progress == ImageProgress.CONSUMED:
                 state.images[index] = ImageProgress.CACHED
 
     def consume(self, state: RequestState, now: float) -> None:
-        """Lets go of the features that are not needed any more, for the KV of the whole span is there."""
+        """Releases the features of images whose whole span has KV now."""
         for index, image in enumerate(state.request.images):
             progress = state.images[index]
             if progress != ImageProgress.CONSUMED and image.end <= state.num_computed:
@@ -69,21 +73,21 @@ class ImageTracker:
                 self._set(state, index, ImageProgress.CONSUMED, now)
 
     def release(self, state: RequestState, index: int, now: float) -> bool:
-        """The target of an encode job has the features of this image, or does not want them; True if that was the last
-        one. Nothing happens if they are not offered."""
+        """Releases an encode job's features of one image: its target has fetched or refused them. Ignored if they are
+        not offered. True if all images of the job are done."""
         if state.images[index] == ImageProgress.ENCODED:
             self._features.drop((state.request.id, index), state.image_keys[index])
             self._set(state, index, ImageProgress.CONSUMED, now)
         return all(progress == ImageProgress.CONSUMED for progress in state.images)
 
     def end(self, state: RequestState) -> None:
-        """The request is about to end: nothing is encoded for it any more."""
+        """Stops counting the patches of a request that is about to end."""
         for index, progress in enumerate(state.images):
             if progress == ImageProgress.WAITING and index not in state.remote_images:
                 self.patches_waiting -= state.request.images[index].num_patches
 
     def drop(self, state: RequestState) -> None:
-        """What a request that has ended holds."""
+        """Releases all features that an ended request holds."""
         for index, progress in enumerate(state.images):
             if progress <= ImageProgress.ENCODED:
                 self._features.drop((state.request.id, index), state.image_keys[index])
@@ -93,8 +97,8 @@ class ImageTracker:
     def make_room(
         self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_evict: bool
     ) -> bool:
-        """Whether the image can have its blocks, after evicting those of later images if it must and may and nothing is
-        put aside for an earlier one."""
+        """True if the image can have `num_blocks`, after evicting features of later images if needed. Evicts only if
+        `may_evict` and no blocks are `reserved` for earlier images."""
         features = self._features
         if features.num_free >= reserved + num_blocks:
             return True
@@ -106,8 +110,7 @@ class ImageTracker:
         return features.num_free >= num_blocks
 
     def reserve(self, state: RequestState, index: int, now: float) -> None:
-        """The image gets blocks and its features will be written for this request, and for all others with the same
-        picture."""
+        """Allocates blocks for features that are about to be written, for all requests with the same picture."""
         key = state.image_keys[index]
         granted = self._features.reserve(key)
         assert granted, "room was made and is gone"
@@ -115,10 +118,9 @@ class ImageTracker:
         self._follow(key, now)
 
     def finish(self, key: FeatureKey, now: float, *, failed: bool) -> list[RequestState]:
-        """An encode or a pull has come back. Returns the requests that it was for, as far as they still need it.
+        """Records the end of an encode or a pull. Returns the requests that still need the features.
 
-        An encode that failed ends the request that it was planned for, which is not this method's business; those that
-        shared it wait again.
+        The caller ends the request of a failed encode; requests that shared it wait again.
         """
         users = self._features.users(key)
         self._features.finish(key, failed=failed)
@@ -127,27 +129,27 @@ class ImageTracker:
         return [self._states[request_id] for request_id in dict.fromkeys(r for r, _ in users)]
 
     def settle_others(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
-        """Others had the same picture; some of them may have waited for nothing else."""
+        """Updates the timelines of requests with the same picture, other than `own`, that wait for no more images."""
         for state in users:
             if state.request.id not in own and state.ending is None and not state.waits_for_images:
                 self.settled(state, now)
 
     def settled(self, state: RequestState, now: float) -> None:
-        """The last image that a request waited for is ready, by the work of others."""
+        """Ends the image wait in the timeline of a request whose last image was encoded for another one."""
         timeline = self._timelines[state.request.id]
         timeline.images_found(now)
         if not state.num_scheduled:
             timeline.waits_for("queue", now)
 
     def evict(self, key: FeatureKey, now: float) -> None:
-        """Frees the blocks of encoded features; images that need them wait for them again."""
+        """Frees the blocks of encoded features; images that need them wait again."""
         self._features.evict(key)
         for request_id, index in self._features.users(key):
             self._waits(self._states[request_id], index, now)
         self._follow(key, now)
 
     def encoded(self) -> Iterator[Holder]:
-        """(key, images that use it, blocks) of all features that wait in the cache."""
+        """(key, images that use it, blocks) of all encoded features in the cache that are held for requests."""
         for key, progress, num_blocks in self._features.held():
             if progress == ImageProgress.ENCODED:
                 yield key, [(self._states[request_id], i) for request_id, i in self._features.users(key)], num_blocks
@@ -165,7 +167,7 @@ class ImageTracker:
             self._timelines[state.request.id].encode_waits(now)
 
     def _follow(self, key: FeatureKey, now: float) -> None:
-        """All images that use these features are as far as the features are."""
+        """Copies the progress of the features to all images that use them."""
         progress = self._features.progress(key)
         for request_id, index in self._features.users(key):
             state = self._states[request_id]

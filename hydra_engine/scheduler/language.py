@@ -1,8 +1,8 @@
 """Fills a language step: every running decode, then chunks of running prefills by age, then waiting requests.
 
-Takes blocks, preempts and marks what is scheduled; results are the scheduler's business. Text never waits for images:
-what waits for an encode is passed over. The rules of who goes first and who gives way are in `policy.py`, the arrays of
-decodes in `decodes.py`, the start of waiting requests is in `prefill.py`.
+Allocates blocks, preempts and marks what is scheduled; the scheduler handles results. Text never waits for images: a
+request that waits for an encode is skipped. The rules of order and preemption are in `policy.py`, the arrays of decodes
+in `decodes.py`, the start of waiting requests in `prefill.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SEEN = 16  # requests of a queue that `pending_work` counts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguageStep:
-    """A plan, and what budgets and the observer are told when it has come back."""
+    """A plan, and what the budgets and the observer receive with its result."""
 
     plan: LanguagePlan
     load: LanguageLoad
@@ -40,9 +40,11 @@ class LanguageStep:
 
 
 class LanguagePlanner:
-    """A step planned `ahead`, while the one before it runs, preempts no request and takes nothing from one: it gives up
-    where that would be needed. What it has done by then (blocks granted, requests started) stays, and is what the next
-    plan would have done."""
+    """The planner of language steps.
+
+    A step planned `ahead`, while the step before it runs, preempts no request; planning stops where that would be
+    needed. Blocks granted and requests started until then stay: the next plan would have done the same.
+    """
 
     def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig, times: StepTimes) -> None:
         self._requests = requests
@@ -87,10 +89,9 @@ class LanguagePlanner:
     # ---- decodes
 
     def _ready_decodes(self, builder: StepBuilder) -> Ready:
-        """The decodes that have a block for their next token. Where blocks lack, the youngest running request gives
-        way, be it the decode itself; alone it waits, for then blocks of an ending request, or of one that is handed
-        over, are about to come back.
-        """
+        """The decodes that have a block for their next token. If blocks are missing, the youngest running request is
+        preempted, possibly the decode itself. A decode that runs alone waits instead: blocks of a request that ends or
+        is handed over will be free soon."""
         table = self._requests.decodes
         ready = table.ready()
         lacking = table.lacking(ready)
@@ -105,6 +106,8 @@ class LanguagePlanner:
         return table.without(ready, table.lacking(ready))
 
     def _grow_by_age(self, lacking: list[RequestState], builder: StepBuilder) -> None:
+        """Allocates a block for each of these decodes, the oldest first, preempting the youngest running request if
+        needed."""
         requests, table = self._requests, self._requests.decodes
         for state in sorted(lacking, key=lambda state: state.order):
             request_id = state.request.id
@@ -120,14 +123,14 @@ class LanguagePlanner:
     # ---- running prefills
 
     def _continue_prefills(self, builder: StepBuilder) -> RequestState | None:
-        """Adds chunks; returns the prefill that lacks blocks, if there is one.
+        """Adds the chunks of running prefills; returns the first prefill that misses blocks, or None.
 
-        A prefill that has more to compute uses up the budget, so a request that starts in the rest of it finds the
-        blocks of all others taken; one that stands before an image keeps nothing free and delays no other.
+        A prefill with more to compute uses up the budget, so a request that starts on the rest of the budget finds the
+        blocks of all running prefills allocated. A prefill stalled at an image reserves nothing and delays no other.
         """
         for state in sorted(self._requests.prefilling, key=lambda state: not state.lacks_one_token):
             if state not in self._requests.prefilling:
-                continue  # gave way to an older one just now
+                continue  # was preempted just now for an older one
             if state.num_planned == state.num_tokens:
                 continue  # its last chunk is in flight
             timeline = self._requests.timelines[state.request.id]
@@ -139,13 +142,15 @@ class LanguagePlanner:
                 builder.add(state, chunk)
             else:
                 timeline.cause = "kv blocks"
-                return state  # it has taken what younger prefills had
+                return state  # younger prefills have been preempted already
         return None
 
     def _grow_for_chunk(self, state: RequestState, num_tokens: int, builder: StepBuilder) -> bool:
-        """Room for a chunk, from younger prefills if need be. Decodes are left alone, and so is what goes on after a
-        move and comes before all prefills: they have their rows already and free their blocks by ending or by giving
-        way themselves."""
+        """Allocates blocks for a chunk, preempting younger prefills if needed; False if that is not enough.
+
+        Decodes are not preempted, nor the one-token chunks of moved requests, which come before all prefills: both have
+        their rows already, and free their blocks by ending or by being preempted for themselves.
+        """
         while not self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens):
             younger = [
                 other for other in self._requests.prefilling if other.order > state.order and other not in builder
@@ -157,6 +162,8 @@ class LanguagePlanner:
     # ---- rows
 
     def _chunk_row(self, state: RequestState, chunk: int) -> ChunkRow:
+        """The row of a chunk; marks its tokens as scheduled and, if it is the last chunk, adds the request to the
+        decodes."""
         start, end = state.num_planned, state.num_planned + chunk
         request_id = state.request.id
         table = self._kv.tables[request_id]
@@ -193,10 +200,9 @@ class LanguagePlanner:
 def pending_work(
     requests: RequestTable, ready: Ready, patches_in_flight: int, *, can_start: bool, now: float
 ) -> PendingWork:
-    """What there is to do when a language step is planned, summed up for the budgets. Looks at no more than `MAX_SEEN`
-    requests of a queue, so its cost does not grow with how many wait. `ready`: the decodes that are in the step.
-    `can_start`: a waiting request may find a slot.
-    """
+    """Sums up the work at hand for the budgets when a language step is planned. Looks at no more than `MAX_SEEN`
+    requests of a queue, so its cost does not grow with the number that waits. `ready`: the decodes of the step.
+    `can_start`: there is a free slot for a waiting request."""
     prefills = [state for state in islice(requests.prefilling, MAX_SEEN) if _computable(state)]
     if can_start:
         prefills += islice(requests.waiting.by_urgency(), MAX_SEEN)
@@ -224,11 +230,12 @@ def pending_work(
 
 
 def _computable(state: RequestState) -> int:
+    """Tokens that could be computed now without a budget."""
     return state.num_computable - state.num_planned
 
 
 def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
-    """Tokens and patches that the first token of `due` waits for: its own, those of the running prefills that go first
+    """(tokens, patches) to compute before the first token of `due`: its own, those of the running prefills ahead of it
     and, if it has not started, those of more urgent requests."""
     first = [due]
     if due.request.id in requests.kv.tables:
@@ -241,7 +248,7 @@ def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
 
 
 def _patches(state: RequestState) -> int:
-    """That are encoded here."""
+    """Patches of a request that are still to be encoded here."""
     images = enumerate(zip(state.request.images, state.images, strict=True))
     waiting = ((i, image) for i, (image, progress) in images if progress <= ImageProgress.ENCODING)
     return sum(image.num_patches for i, image in waiting if i not in state.remote_images)

@@ -1,10 +1,10 @@
-"""Which requests are accepted, which goes first and which gives way: pure functions. They change nothing.
+"""Rules of admission, order and preemption, as pure functions without side effects.
 
-A request that can never fit is refused with quota and remedy, a full queue with a time to retry; what is accepted will
-be served, for the rules guarantee progress for anything that fits alone. Urgency (priority, then when the first token
-is due) says which is considered first. Age decides which may take what others hold: an older request from younger ones,
-never the other way round, so the oldest always gets on and by induction every one does. The planners in `language.py`
-and `vision.py` apply these rules.
+A request that can never fit is refused with the quota and a remedy, a full queue with a time to retry. An accepted
+request is always served: the rules guarantee progress for every request that fits alone. Urgency (priority, then the
+deadline of the first token) decides which is considered first. Age decides which may take blocks from another: only an
+older request from a younger one, so the oldest always progresses, and by induction every request does. The planners in
+`language.py` and `vision.py` apply these rules.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from hydra_engine.core.state import ImageProgress, RequestState, Urgency
 from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
-MAX_PASSED = 16  # requests without room that a step looks past; bounds the time that planning takes
-# Copies of one request's images that are in flight at once: the next one begins where the one before ends, and those of
-# several encoders run side by side. No more, for blocks that are written give way to nobody, and KV waits behind them.
+MAX_PASSED = 16  # requests without free blocks that planning skips in a step; bounds its time
+# Copies of one request's images in flight at once, so that one begins as another ends and several encoders are read
+# side by side. No more: blocks that are being written cannot be evicted, and KV copies queue behind them.
 MAX_IMAGE_PULLS = 4
-# How long borrowed decodes stand still for encodes: a reader notices a longer pause, and a first token that waits for
-# an image is late by far more.
+# Longest pause of borrowed decodes for encodes. A reader notices a longer one; a first token that waits for an image is
+# later by far.
 STEAL_PATIENCE_S = 0.1
 
 
 def may_borrow(role: Role) -> bool:
-    """Whether an instance takes decodes over from others while it has nothing to encode (HeteroServe, section 5.3)."""
+    """True if an instance of this role takes over decodes from others while it has nothing to encode (HeteroServe,
+    section 5.3)."""
     return Role.E in role and Role.D in role
 
 
 def yield_patience_s(tpot_slo: float | None) -> float:
-    """How long borrowed decodes wait for the vision lane: with a TPOT limit no longer than half of that."""
+    """Longest time in seconds that borrowed decodes wait for the vision lane: `STEAL_PATIENCE_S`, with a TPOT limit at
+    most half of the limit."""
     return STEAL_PATIENCE_S if tpot_slo is None else min(STEAL_PATIENCE_S, tpot_slo / 2)
 
 
 def start_urgency(state: RequestState, scheduling_policy: str, num_tokens_left: int) -> Urgency:
-    """Who starts first. `num_tokens_left`: to prefill here, for `sjf`. Nobody starves of it: `max_bypass` later
-    requests may start before an earlier one, whatever there is to do for either."""
+    """Sort key of requests that wait for their start; the smallest starts first. `num_tokens_left`: tokens to prefill
+    here, for `sjf`. No request starves: at most `max_bypass` later requests start before an earlier one."""
     match scheduling_policy:
         case "fcfs":
             return 0, math.inf, state.order
@@ -54,8 +56,8 @@ def start_urgency(state: RequestState, scheduling_policy: str, num_tokens_left: 
 
 
 def encode_urgency(state: RequestState, encode_policy: str) -> Urgency:
-    """Whose images are encoded first. With `srpt` that changes with each image that is; the patience of the vision
-    planner keeps requests with many patches from starving."""
+    """Sort key of requests whose images wait for an encode; the smallest is first. With `srpt` it changes with every
+    encoded image; the patience of the vision planner prevents the starvation of requests with many patches."""
     match encode_policy:
         case "fcfs":
             return 0, math.inf, state.order
@@ -65,20 +67,21 @@ def encode_urgency(state: RequestState, encode_policy: str) -> Urgency:
 
 
 def sequence_limit(max_num_seqs: int, token_budget: int) -> int:
-    """Requests that may hold KV blocks: no more than a step has tokens, so that a running prefill always gets one."""
+    """Maximum number of requests with KV blocks: at most the tokens of a step, so that a running prefill always gets
+    one."""
     return min(max_num_seqs, token_budget)
 
 
 def early_limit(max_seqs: int) -> int:
-    """How many of these may start before all their images are encoded. The other half is always there for requests
-    that wait for no image."""
+    """Maximum number of requests that run before all their images are encoded: half of `max_seqs`. The other half stays
+    free for requests that wait for no image."""
     return max_seqs // 2
 
 
 def kv_tokens_to_admit(state: RequestState) -> int:
-    """Token positions that must have room before the request may start: all that it has to prefill, and after a
-    preemption all that it can ever need here, so that it cannot run short a second time. What is pulled has room for
-    the token behind it too."""
+    """Number of token positions that need free blocks before the request may start: everything it has to prefill; after
+    a preemption its maximum here, so that it is not preempted a second time; with pulled KV one more position, for the
+    next token."""
     if Role.D not in state.stages:
         return state.num_tokens
     if state.preempted:
@@ -90,37 +93,39 @@ def kv_tokens_to_admit(state: RequestState) -> int:
 
 
 def takes_all_at_once(state: RequestState) -> bool:
-    """Whether a request gets all the blocks that it is admitted with when it starts, and not chunk by chunk.
+    """True if a request gets all its blocks when it starts, instead of chunk by chunk.
 
-    What cannot decode here waits for another instance when it is computed, and so does what comes from one until it is
-    here. Such a request must not stand in need of blocks that others hold at the same time: the order of age would not
-    help, for blocks that are offered are not taken back.
+    A request that decodes elsewhere waits for another instance after its prefill, and one that pulls KV waits until the
+    copy ends. Such a request must not wait for blocks of others at the same time. The order of age cannot resolve that,
+    as offered blocks are not taken back.
     """
     return state.preempted or state.remote_kv is not None or Role.D not in state.stages
 
 
 def is_stalled(state: RequestState) -> bool:
-    """A running prefill that stands before an image without features."""
+    """True if a running prefill cannot continue: the next position belongs to an image without features, or its KV
+    comes from elsewhere."""
     return state.num_computable == state.num_planned < state.num_tokens
 
 
 def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: int) -> bool:
-    """Whether a request may start prefill while some of its images have no features yet.
+    """True if a request may start prefill while some of its images have no features yet.
 
-    Anyone may while few do. The `head` (the oldest that waits for images) always may once its first image needs nothing
-    more: its images may exceed the image cache together, so that the first must be consumed before the last is encoded.
+    Any request may while fewer than `limit` do. The `head` (the oldest that waits for images) always may once its first
+    image has features: its images together may exceed the image cache, so the first must be consumed before the last is
+    encoded.
     """
     return may_insist(state, head=head) or (num_early < limit and not state.preempted)
 
 
 def may_insist(state: RequestState, *, head: bool) -> bool:
-    """Whether a waiting request may take room from younger prefills that stand before an image."""
+    """True if a waiting request may preempt younger prefills that are stalled at an image."""
     return not state.waits_for_images or (head and state.images[0] > ImageProgress.ENCODING)
 
 
 def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Iterator[RequestState]:
-    """Waiting requests, the most urgent first; of those that wait for images only the first few, at most `limit`, and
-    the oldest one, perhaps a second time. The queues may change meanwhile."""
+    """Waiting requests, the most urgent first. Of those that wait for images only the first `limit` (at most
+    `MAX_PASSED`) and the oldest, which may come twice. The queues may change during the iteration."""
     oldest = encoding.oldest()
     early = islice(encoding.by_urgency(), min(limit, MAX_PASSED))
     streams = (waiting.by_urgency(), early, [] if oldest is None else [oldest])
@@ -128,19 +133,19 @@ def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Ite
 
 
 def is_complete(state: RequestState) -> bool:
-    """All KV of an arriving request is offered, so it waits for nothing but its copies."""
+    """True if another instance offers all KV of the request, so that only the copy is missing."""
     return state.remote_kv is not None and state.remote_kv.end is not None
 
 
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:
-    """The youngest prefill that stands still and is younger than `state`."""
+    """The youngest stalled prefill, if it is younger than `state`."""
     victim = youngest_stalled(prefilling)
     return victim if victim is not None and victim.order > state.order else None
 
 
 def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
-    """The youngest prefill that stands still and is not part of a step: before an image, or because the KV that it
-    pulls is still being computed."""
+    """The youngest stalled prefill that is not part of a step: stalled at an image, or because the KV that it pulls is
+    still being computed."""
     youngest = None
     for state in prefilling:
         if not state.num_scheduled and is_stalled(state) and not is_complete(state):
@@ -149,15 +154,15 @@ def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
 
 
 def image_order(state: RequestState, index: int) -> tuple[int, int, int, int]:
-    """The smaller one is earlier, on all instances alike: by age of the request, then by place in the prompt. Encode
-    jobs of one age are for one request, whose images keep their places in it."""
+    """Sort key of images, the same on all instances: age of the request, then place in the prompt. Encode jobs of one
+    age belong to one request, whose images keep their places in the prompt."""
     age, arrived = state.order
     return age, state.request.images[index].start if state.is_encode_job else 0, arrived, index
 
 
 def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
-    """Where a chunk that may hold positions [start, end) ends: never inside an image whose rows see each other. Before
-    it, or behind it if the chunk would be empty otherwise, even if that is more than the step should hold."""
+    """End of a chunk that may hold positions [start, end): never inside an image with bidirectional attention. The
+    chunk ends before such an image or, if it would be empty, behind it, even if that exceeds the budget."""
     for image in images:
         if image.whole and image.start < end < image.end:
             return image.start if image.start > start else image.end
@@ -165,11 +170,11 @@ def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
 
 
 def part_end(start: int, num_tokens: int, least: int, block_size: int) -> int:
-    """Where the next part of a prompt ends whose KV is copied to another instance while the part behind it is computed:
-    in the middle of what is left, behind a full block; at the end where a part would have less than `least` tokens.
+    """End of the next part of a prompt whose KV is copied to another instance while the next part is computed: the
+    block boundary behind the middle of the rest, or `num_tokens` if a part would have fewer than `least` tokens.
 
-    Behind the last part only its own copy is waited for. With halves that is short after a few steps, and the copies
-    before it are hidden as long as a token is not copied more slowly than it is computed.
+    Only the copy of the last part is waited for. By halving, the last part is short after a few steps; the other copies
+    are hidden as long as copying a token takes no longer than computing it.
     """
     rest = num_tokens - start
     if rest < 2 * least:
@@ -184,11 +189,11 @@ def features_to_evict(
     holders: Iterable[tuple[FeatureKey, Sequence[tuple[RequestState, int]], int]],
     num_blocks: int,
 ) -> list[FeatureKey]:
-    """Which encoded features give way so that image `index` of `state` gets `num_blocks` more blocks: the latest first,
-    none that an image before it in (age, prompt) order uses, none that a step is reading. Empty if that is not
-    enough.
+    """Keys of the encoded features to evict so that image `index` of `state` gets `num_blocks` more blocks: the latest
+    first in (age, prompt) order, none that an earlier image uses, none that a step is reading. Empty if that does not
+    free enough.
 
-    `holders` are (key, images that use it, blocks) of everything encoded. Features are as old as their oldest user.
+    `holders` are (key, images that use it, blocks) of all encoded features. Features are as old as their oldest user.
     """
     asking = image_order(state, index)
     later = []
@@ -225,8 +230,8 @@ class Limits:
 
 
 def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
-    """Raises InvalidRequest or RequestTooLarge unless these stages of the request (default: all that the role can do),
-    alone on this instance, would run to their end."""
+    """Raises InvalidRequest or RequestTooLarge if these stages of the request (default: all of the role) cannot run to
+    their end even alone on this instance, and Unavailable if its role lacks a stage."""
     stages = limits.role if stages is None else stages
     if stages & limits.role != stages:
         raise Unavailable(
@@ -271,7 +276,7 @@ def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
 
 
 def check_queue(num_live: int, max_queue: int, finish_times: Sequence[float]) -> None:
-    """Raises Unavailable when `max_queue` requests are accepted and not finished."""
+    """Raises Unavailable if `max_queue` requests are accepted and not finished."""
     if num_live >= max_queue:
         raise Unavailable(
             f"{num_live} requests are queued or running, the limit (max_queue) is {max_queue}; try again later",

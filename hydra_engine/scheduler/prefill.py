@@ -1,11 +1,11 @@
 """The prefills of a language step: the step while it is filled (`StepBuilder`), and the start of waiting requests.
 
-They get a sequence slot, the blocks of a whole prompt and the rest of the step's budget.
+A request that starts gets a sequence slot, the blocks of its whole prompt and the rest of the step's budget.
 
-Nothing is marked as scheduled before the step is complete, for it may be dropped. Requests start by urgency, and never
-past a request that has been overtaken too often. Whether or not its turn comes, the oldest request may take the place
-of younger ones that stand before an image: on that the progress of all rests, see `policy.py`. Costs no more the more
-requests wait.
+Nothing is marked as scheduled before the step is complete, since planning may be given up. Requests start by urgency; a
+request that was bypassed too often is never bypassed again. The oldest request may preempt younger prefills that are
+stalled at an image even if it is not next by urgency: this guarantees progress, see `policy.py`. The cost does not grow
+with the number of waiting requests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hydra_engine.scheduler.request_table import RequestTable
 
 
 class NeedsResult(Exception):
-    """Planning ahead has come to a point where a request would be preempted: the step before must end first."""
+    """Raised when planning ahead would have to preempt a request: the step in flight must end first."""
 
 
 class StepBuilder:
-    """A step while it is filled. `ahead`: one is in flight, so no request is preempted. `handover_tokens` as in the
-    configuration, 0 where it says nothing and nothing is known."""
+    """A language step while it is filled. `ahead`: a step is in flight, so no request is preempted. `handover_tokens`:
+    as in the configuration; 0 if that is unset and no copy has been measured."""
 
     def __init__(self, requests: RequestTable, now: float, *, ahead: bool, handover_tokens: int = 0) -> None:
         self.chunks: list[tuple[RequestState, int]] = []
@@ -37,10 +37,9 @@ class StepBuilder:
         self._handover_tokens = handover_tokens
 
     def chunk_of(self, state: RequestState) -> int:
-        """How many tokens of a prefill come next: at most what is left, unless an image that must not be cut needs
-        more. A request that lacks its last token only (its KV has been pulled, or found) is a decode but in name, and
-        needs no budget; together with the decodes it fits a step, for there are no more slots than a step has tokens.
-        """
+        """Number of tokens of a prefill's next chunk: at most the budget left, unless an image that must not be split
+        needs more. A request with one missing token (its KV was pulled or found) counts as a decode and needs no
+        budget: all decodes and these fit a step, since there are no more slots than a step has tokens."""
         start, end = state.num_planned, state.num_computable
         if state.lacks_one_token:
             return 1
@@ -58,15 +57,16 @@ class StepBuilder:
             self.left = max(0, self.left - chunk)
 
     def preempt(self, victim: RequestState) -> bool:
-        """False: the connector needs its blocks for now. Raises NeedsResult while a step is in flight."""
+        """Preempts a request; False if the connector needs its blocks for now. Raises NeedsResult while a step is in
+        flight."""
         if self._ahead:
             raise NeedsResult
         return self._requests.preempt(victim, self.now)
 
 
 class Admission:
-    """Finds and grants what a request needs to start: a place among the sequences, and blocks, of which every running
-    decode has one more in reserve."""
+    """The admission of requests: finds and grants a sequence slot and blocks, while every running decode keeps one free
+    block in reserve."""
 
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         self._requests = requests
@@ -79,13 +79,14 @@ class Admission:
         return len(self._kv.tables) >= self._max_seqs
 
     def _is_overdue(self, state: RequestState) -> bool:
+        """True if `max_bypass` younger requests have started before this one."""
         return self._requests.overtaken(state) >= self._max_bypass
 
     def _find_room(
         self, state: RequestState, builder: StepBuilder | None, next_victim: Callable[[], RequestState | None]
     ) -> list[int] | None:
-        """The blocks found in the cache for a request that may start, after preempting victims if there is a step to
-        do so; None if there is no room."""
+        """Cached blocks of a request that may start, after preempting victims if a step is being built; None if slots
+        or free blocks are missing."""
         num_tokens, reserve = policy.kv_tokens_to_admit(state), len(self._requests.decoding)
         found: list[int] | None = None
         while True:
@@ -98,26 +99,29 @@ class Admission:
                 return None
 
     def _grant(self, state: RequestState, num_tokens: int) -> None:
-        """Blocks for these positions to a request that has been started in room that was found."""
+        """Allocates blocks for these positions to a request that has just started; `_find_room` has made sure that they
+        are free."""
         granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
         assert granted, "room was found and is gone"
         self._requests.requeue(state)
 
 
 class PrefillStarter(Admission):
+    """The admission of waiting requests to a language step."""
+
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         super().__init__(requests, config)
         self._early_limit = policy.early_limit(self._max_seqs)
 
     def start(self, builder: StepBuilder, short: RequestState | None) -> None:
-        """Admits waiting requests while budget, sequences and blocks last; none younger than a running prefill that is
-        `short` of blocks. Every running decode keeps room for one more block, or admitting would only lead to
-        preempting."""
+        """Admits waiting requests while budget, slots and blocks last, but none younger than `short`, a running prefill
+        that misses blocks. Every running decode keeps one free block in reserve, or admission would only cause
+        preemption."""
         requests = self._requests
         if not requests.waiting and not requests.encoding:
             return
         if not requests.prefilling and (self.is_full or self._kv.num_free <= len(requests.decoding)):
-            if first := requests.waiting.most_urgent():  # a start takes a block at least, and no request can give way
+            if first := requests.waiting.most_urgent():  # a start takes at least one block, and there is no victim
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()
@@ -129,8 +133,8 @@ class PrefillStarter(Admission):
             self._consider(oldest, builder, num_early=0)
 
     def _start_by_urgency(self, builder: StepBuilder, short: RequestState | None, seen: set[Order]) -> None:
-        """A request that lacks room may be overtaken by younger ones `max_bypass` times; then none passes it, and
-        what is freed is saved for it. `seen` takes the orders of those that were considered."""
+        """Starts requests by urgency. Younger requests may bypass one without free blocks `max_bypass` times; then none
+        does, and freed blocks are kept for it. `seen` collects the orders of the requests that were considered."""
         requests = self._requests
         num_early = sum(state.waits_for_images for state in requests.prefilling)
         passed: list[RequestState] = []
@@ -152,7 +156,7 @@ class PrefillStarter(Admission):
                 return
 
     def _consider(self, state: RequestState, builder: StepBuilder, num_early: int) -> bool | None:
-        """True: it has started. False: it lacks room. None: it has to wait for something else."""
+        """Tries to start a request. True: started. False: no free slot or blocks. None: it waits for something else."""
         requests = self._requests
         timeline = requests.timelines[state.request.id]
         if state.trusts_cache:
@@ -173,8 +177,8 @@ class PrefillStarter(Admission):
     # ---- in which order
 
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
-        """Each once, by urgency; but those that have been overtaken too often, by those before them in this step too,
-        go first, the oldest of them before the others."""
+        """Yields every candidate once by urgency; but requests bypassed too often, also within this step, come first,
+        the oldest of these before the rest."""
         requests = self._requests
         ordered = policy.candidates(requests.waiting, requests.encoding, self._early_limit)
         while True:
@@ -184,6 +188,8 @@ class PrefillStarter(Admission):
             yield state
 
     def _overdue(self, seen: set[Order]) -> RequestState | None:
+        """An unseen request that was bypassed too often: the oldest that waits for images, else the oldest of the first
+        `MAX_PASSED` that wait."""
         requests = self._requests
         head = requests.encoding.oldest()
         waits = head is not None and head.order not in seen and policy.may_insist(head, head=True)
@@ -195,7 +201,7 @@ class PrefillStarter(Admission):
         return None
 
     def _oldest(self) -> RequestState | None:
-        """Of those that may take room from others."""
+        """The oldest request that may preempt."""
         requests = self._requests
         head, first = requests.encoding.oldest(), requests.waiting.oldest()
         if head is not None and policy.may_insist(head, head=True) and (first is None or head.order < first.order):
@@ -205,18 +211,18 @@ class PrefillStarter(Admission):
     # ---- room
 
     def _room_for(self, state: RequestState, insists: bool, builder: StepBuilder) -> list[int] | None:
-        """Room for all that a request has to prefill. One that insists takes it from younger prefills that stand before
-        an image."""
+        """Finds free blocks for everything that the request has to prefill. If it `insists`, it preempts younger
+        prefills that are stalled at an image."""
         prefilling = self._requests.prefilling
         return self._find_room(
             state, builder, lambda: policy.stalled_younger_than(state, prefilling) if insists else None
         )
 
     def _admit(self, state: RequestState, found: Sequence[int], builder: StepBuilder) -> None:
-        """Grants what was found in the cache and the blocks of the first chunk, or those of everything.
+        """Starts a request: adopts its cached blocks and allocates those of the first chunk, or of everything.
 
-        What was found may reach to an image without features. Then there is no chunk yet, but the features that lie
-        before are let go, which the image may be waiting for.
+        Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features before it
+        are freed, which the image may be waiting for.
         """
         num_tokens = policy.kv_tokens_to_admit(state)
         self._requests.start(state, len(found), builder.now)

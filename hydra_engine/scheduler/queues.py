@@ -1,7 +1,7 @@
-"""Queues of requests: in order of age, and for those that wait also in order of urgency.
+"""Queues of requests in order of age, and for waiting requests also in order of urgency.
 
-A request that comes back (preempted, or its features gone) keeps its age and is sorted in. Nothing costs more than a
-search by halves and the move of a list's tail, however many requests wait. Does not know why a request is in it.
+A request that returns (preempted, or its features evicted) keeps its age. An operation costs a binary search and the
+move of a list's tail, however many requests wait. Does not know why a request is in a queue.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from hydra_engine.core.state import Order, RequestState, Urgency
 
 
 class ArrivalQueue:
-    """Invariant: iteration goes from the oldest to the youngest. Only `by_age` allows changes meanwhile."""
+    """A queue of requests ordered by age: iteration goes from the oldest to the youngest. Changes during an iteration
+    are allowed with `by_age` only."""
 
     __slots__ = ("_by_order", "_orders")
 
@@ -32,7 +33,7 @@ class ArrivalQueue:
         return (self._by_order[order] for order in self._orders)
 
     def by_age(self) -> Iterator[RequestState]:
-        """The oldest first. The queue may change meanwhile."""
+        """The oldest first. The queue may change during the iteration."""
         index = 0
         while index < len(self._orders):
             order = self._orders[index]
@@ -48,7 +49,7 @@ class ArrivalQueue:
             insort(self._orders, state.order)
 
     def discard(self, state: RequestState) -> None:
-        """Of a request that is in it or not."""
+        """Removes the request if present."""
         if state in self:
             del self._by_order[state.order]
             del self._orders[bisect_left(self._orders, state.order)]
@@ -57,7 +58,7 @@ class ArrivalQueue:
         return self._by_order[self._orders[0]] if self._orders else None
 
     def oldest_but(self, state: RequestState) -> RequestState | None:
-        """The oldest other than this one."""
+        """The oldest request other than `state`."""
         for order in self._orders[:2]:
             if order != state.order:
                 return self._by_order[order]
@@ -68,8 +69,8 @@ class ArrivalQueue:
 
 
 class UrgencyQueue(ArrivalQueue):
-    """In order of age like its base, and beside that in order of an urgency, which is read when a request is pushed:
-    `RequestState.urgency`, or what `urgency_of` says."""
+    """A queue of requests ordered by age and also by urgency, which is read when a request is pushed: from
+    `RequestState.urgency` or `urgency_of`."""
 
     __slots__ = ("_num_ranked", "_urgencies", "_urgency_by_order", "_urgency_of")
 
@@ -94,22 +95,22 @@ class UrgencyQueue(ArrivalQueue):
         super().discard(state)
 
     def refresh(self, state: RequestState) -> None:
-        """The urgency of a request that is in it may have changed."""
+        """Updates the place of a queued request whose urgency may have changed."""
         if self._urgency_by_order[state.order] != self._urgency_of(state):
             self.discard(state)
             self.push(state)
 
     @property
     def is_ranked(self) -> bool:
-        """Some request is not in the order of arrival: it has a priority, a limit, or a place by what there is to
-        do."""
+        """True if some request has a priority, a deadline or a rank by remaining work, so that urgency differs from
+        age."""
         return self._num_ranked > 0
 
     def most_urgent(self) -> RequestState | None:
         return self._by_order[self._urgencies[0][2]] if self._urgencies else None
 
     def by_urgency(self) -> Iterator[RequestState]:
-        """The most urgent first. The queue may change meanwhile."""
+        """The most urgent first. The queue may change during the iteration."""
         index = 0
         while index < len(self._urgencies):
             urgency = self._urgencies[index]
@@ -122,14 +123,14 @@ def _is_ranked(urgency: Urgency) -> bool:
 
 
 class StartedOrders:
-    """The requests that have started, to count how often a waiting one has been overtaken: how many younger ones have
-    started since it began to wait. What no waiting request needs any more is forgotten."""
+    """The orders of started requests, to count how often a waiting request was bypassed: the younger requests that
+    started since it began to wait. Orders that no waiting request needs are dropped."""
 
     def __init__(self) -> None:
         self._orders: list[Order] = []  # of the requests that have started, ascending
 
     def started(self, order: Order, oldest_waiting: Order | None) -> None:
-        """`oldest_waiting` is the order of the oldest request that still waits, if there is one."""
+        """Records a start. `oldest_waiting`: order of the oldest request that still waits; None if none waits."""
         if oldest_waiting is None:
             self._orders.clear()
             return
@@ -137,5 +138,6 @@ class StartedOrders:
         del self._orders[: bisect_right(self._orders, oldest_waiting)]
 
     def younger_than(self, order: Order) -> int:
-        """To be compared with the same number later, as long as the request waits."""
+        """Number of recorded starts of younger requests. Only the difference of two calls, while the request waits, has
+        a meaning."""
         return len(self._orders) - bisect_right(self._orders, order)

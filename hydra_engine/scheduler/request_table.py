@@ -1,8 +1,8 @@
-"""The requests of one instance, the queue that each is in, and the blocks that each holds.
+"""The requests of one instance, the queue of each, and its blocks.
 
-Carries out what the planners and the scheduler decide (add, start, preempt, end, forget) so that queues, states, slots,
-decodes and caches never disagree; `audit.py` checks that they do not. Images are in `images.py`. Decides nothing and
-knows no budget.
+Carries out what the planners and the scheduler decide (add, start, preempt, end, forget) and keeps queues, states,
+slots, decodes and caches consistent; `audit.py` checks that. Images are in `images.py`. Decides nothing and knows no
+budget.
 """
 
 from __future__ import annotations
@@ -29,27 +29,26 @@ from hydra_engine.scheduler.timeline import Timeline
 
 
 class RequestTable:
-    """A live request is in the queue of its phase (`core/state.py`); one that has ended is in none:
+    """The requests of one instance. A live one is in the queue of its phase (`core/state.py`), an ended one in none:
 
                        waits for images    has all it needs    one step from a token    computed, to be fetched
         no KV blocks   encoding            waiting             -                        -
         KV blocks      prefilling          prefilling          decoding                 handing_over
 
-    One whose KV comes from another instance is in `remote_prefills` until that is offered, then in `kv_offered`, and in
-    prefilling (though nothing is computed) until all of it is here. One that is held is in `held` or, if its KV comes
-    from elsewhere, in `remote_prefills`. Encode jobs hold no KV and are no candidates for the language lane.
-    `unencoded` and `unfetched` are indices beside the queues: requests with an image that waits for an encode here, and
-    for one elsewhere. A request holds a sequence slot exactly while it holds KV blocks. `decodes` has the numbers of
-    those that decode, and of those whose last chunk is in flight.
+    A request whose KV comes from another instance is in `remote_prefills` until it is offered, then in `kv_offered`,
+    and from its start until all KV is copied in `prefilling`, though nothing is computed. A held request is in `held`
+    or, if its KV comes from another instance, in `remote_prefills`. Encode jobs hold no KV and never enter the language
+    lane. `unencoded` and `unfetched` are indices beside the queues: requests with an image that waits for an encode
+    here, and for features from another instance. A request holds a sequence slot exactly while it holds KV blocks.
+    `decodes` has the arrays of the requests that decode, and of those whose last chunk is in flight.
 
-    Reuse. KV that the cache has is looked up when a request arrives or is preempted, and images inside it are CACHED:
-    they are not encoded. Nothing is held for that, so it takes room from no other request and cannot deadlock; the
-    price is that the blocks may be gone when the request is considered for its start. It is looked up again then, and
-    an image that is not covered any more needs features after all (`recheck`). That happens at most once between two
-    starts of a request, for only an arrival or a preemption makes an image CACHED; from there on the request is one
-    like all others, and the rules of age in `policy.py` bring it to its end. Features that several images share are as
-    old as the oldest of these images: what may be taken from a younger request may still be taken when younger ones
-    share it.
+    Reuse: the prefix lookup runs when a request arrives or is preempted, and images inside the cached KV become CACHED:
+    they are not encoded. The lookup holds no blocks, so it takes none from other requests and cannot deadlock; but the
+    blocks may be evicted before the request is considered for its start. The lookup is repeated then, and an image that
+    is no longer covered needs features after all (`recheck`). This happens at most once between two starts of a
+    request, since only an arrival or a preemption makes an image CACHED; afterwards the rules of age in `policy.py`
+    bring the request to its end like any other. Features that several images share are as old as the oldest of these
+    images; sharing them with younger requests does not change which requests may evict them.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class RequestTable:
         observer: StepObserver | None = None,
         connector: Connector | None = None,
     ) -> None:
-        """`has_states`: the model keeps recurrent states. KV without the state at its end is worth nothing, so then
-        only features are reused."""
+        """`has_states`: the model keeps recurrent states. KV is of no use without the state at its end, so then only
+        features are reused."""
         self.kv = kv
         self.seq_slots = SlotPool(config.most_requests)
         self.decodes = DecodeTable(config.most_requests, kv.block_size)
@@ -98,7 +97,7 @@ class RequestTable:
         self._scheduling_policy = config.scheduling_policy
         self._next_order = 0
         self._started = StartedOrders()
-        self._due: list[tuple[float, RequestId]] = []  # a heap: first tokens with a limit
+        self._due: list[tuple[float, RequestId]] = []  # heap of (deadline of the first token, id)
 
     # ---- the life of a request
 
@@ -112,7 +111,8 @@ class RequestTable:
         pulls_kv: bool,
         held_for: str = "",
     ) -> RequestState:
-        """`held_for`: what it waits for until `release`, as its timeline says it; "" where it may start."""
+        """Adds a request to its queue. `held_for`: the reason why it waits for `release`, for its timeline; "" if it
+        may start."""
         assert request.id not in self.states, f"request id {request.id} is in use"
         state = RequestState.new(
             request, self._next_order, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv
@@ -120,7 +120,7 @@ class RequestTable:
         state.image_keys, state.held = self.prefixes.feature_keys(request), bool(held_for)
         self._next_order += 1
         self.states[request.id] = state
-        num_cached = state.num_tokens if state.held else self._rank(state)  # what its images need is seen at release
+        num_cached = state.num_tokens if state.held else self._rank(state)  # held: images are looked up at release
         self.images.arrive(state, num_cached, now)
         limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
         timeline = Timeline(
@@ -134,12 +134,12 @@ class RequestTable:
         if pulls_kv or held_for:
             timeline.cause = "transfer" if pulls_kv else held_for
         if not any(p <= ImageProgress.ENCODING for i, p in enumerate(state.images) if i not in state.remote_images):
-            timeline.images_found(now)  # encodes elsewhere are in the timelines of their jobs
+            timeline.images_found(now)  # encodes on other instances are in the timelines of their jobs
         self.requeue(state)
         return state
 
     def release(self, state: RequestState, now: float) -> None:
-        """A request that was held may start, as if it had arrived now; its age is what it was."""
+        """Lets a held request start as if it had arrived now, but with its age unchanged."""
         state.held = False
         num_cached = self._rank(state)
         if state.remote_kv is None:
@@ -148,8 +148,8 @@ class RequestTable:
         self.requeue(state)
 
     def _rank(self, state: RequestState) -> int:
-        """Places a request that may start among those that wait. Returns how many of its tokens the cache has, as far
-        as that is looked at."""
+        """Sets the urgency of a request that may start. Returns how many of its tokens are cached; 0 if neither images
+        nor the policy need to know."""
         pulls_kv, by_work = state.remote_kv is not None, self._scheduling_policy == "sjf"
         looks = (bool(state.request.images) or by_work) and not state.is_encode_job and not pulls_kv
         num_cached = self._cached_tokens(state) if looks else 0
@@ -160,7 +160,7 @@ class RequestTable:
         return num_cached
 
     def requeue(self, state: RequestState) -> None:
-        """Moves a request into the phase that its state and its blocks say."""
+        """Moves a request into the queue of the phase that follows from its state and its blocks."""
         before, phase = state.phase, self.phase_of(state)
         if phase is not before:
             self.queues[before].discard(state)
@@ -169,7 +169,7 @@ class RequestTable:
         if live and state not in (queue := self.queues[phase]):
             queue.push(state)
             if phase in (RequestPhase.ENCODING, RequestPhase.REMOTE_PREFILL):
-                state.starts_seen = None  # what waits for images, or for an offer, is not overtaken
+                state.starts_seen = None  # bypasses are not counted while it waits for images or an offer
             elif phase in (RequestPhase.WAITING, RequestPhase.KV_OFFERED) and state.starts_seen is None:
                 state.starts_seen = self._started.younger_than(state.order)
             elif phase is RequestPhase.DECODING and not self.decodes.is_member(self.seq_slots.of(state.request.id)):
@@ -178,6 +178,7 @@ class RequestTable:
         _index(self.unfetched, state, belongs=live and bool(state.remote_images) and state.needs_pull)
 
     def phase_of(self, state: RequestState) -> RequestPhase:
+        """The phase that follows from the state and the blocks of a request."""
         if state.ending is not None:
             return RequestPhase.ENDED
         if state.is_encode_job:
@@ -195,13 +196,14 @@ class RequestTable:
         return RequestPhase.ENCODING if state.waits_for_images else RequestPhase.WAITING
 
     def join_decodes(self, state: RequestState, *, unread: int) -> None:
-        """`unread` 1: the request's last chunk is about to be in flight, and what follows can be planned."""
+        """Adds a request to the table of decodes. `unread` 1: its last chunk is about to be in flight, and the decode
+        behind it can be planned."""
         request_id = state.request.id
         seq_slot, table = self.seq_slots.of(request_id), self.kv.tables[request_id]
         self.decodes.join(state, seq_slot, table, self.timelines[request_id], unread=unread)
 
     def end(self, state: RequestState, ending: Ending) -> None:
-        """The request makes no more progress; what it holds stays until `forget`."""
+        """Ends the request: it makes no more progress; its blocks stay allocated until `forget`."""
         self.leave_decodes(state)
         state.num_prefilled = state.num_computed
         self.images.end(state)
@@ -210,12 +212,12 @@ class RequestTable:
         self.requeue(state)
 
     def in_use(self, state: RequestState) -> bool:
-        """Some plan in flight names the request."""
+        """True while a plan in flight names the request."""
         seq_slot = self.seq_slots.held.get(state.request.id)
         return state.plans_in_flight > 0 or (seq_slot is not None and self.decodes.num_in_flight(seq_slot) > 0)
 
     def forget(self, state: RequestState) -> None:
-        """Frees everything. Only when no plan in flight names the request."""
+        """Frees all blocks, features and the slot of an ended request. Asserts that no plan in flight names it."""
         assert not self.in_use(state) and state.ending is not None, "a request is forgotten while it is in use"
         request_id = state.request.id
         self.prefixes.publish()
@@ -224,10 +226,10 @@ class RequestTable:
         self.images.drop(state)
         del self.states[request_id], self.timelines[request_id]
 
-    # ---- starting, giving way and moving on
+    # ---- start, preemption and hand-over
 
     def recheck(self, state: RequestState, now: float) -> None:
-        """Looks again for the KV that a waiting request counts on; images that it no longer covers need features."""
+        """Repeats the prefix lookup of a waiting request; images no longer covered by cached KV need features."""
         waited = state.waits_for_images
         self.images.recheck(state, self._cached_tokens(state), now)
         if state.waits_for_images and not waited:
@@ -235,7 +237,7 @@ class RequestTable:
         self.requeue(state)
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
-        """The request gets its first blocks: the `num_found` that the cache has, and behind them what it grows."""
+        """Allocates the slot of a request and adopts the `num_found` cached blocks, behind which its own follow."""
         waited = state.waits_for_images
         self.seq_slots.allocate(state.request.id)
         self.prefixes.adopt(state, num_found)
@@ -254,13 +256,13 @@ class RequestTable:
     def overtaken(self, state: RequestState) -> int:
         """How many younger requests have started since this one began to wait for its start."""
         now = self._started.younger_than(state.order)
-        if state.starts_seen is None:  # it waits for images, and could start for the first time
+        if state.starts_seen is None:  # it waits for images, and is considered for the first time
             state.starts_seen = now
         return now - state.starts_seen
 
     def preempt(self, state: RequestState, now: float) -> bool:
-        """Frees the KV of a running request. It keeps its age, its tokens and the features it has not consumed. False
-        if the connector objects: then it gives way as soon as that is possible."""
+        """Frees the KV of a running request, which keeps its age, its tokens and its unconsumed features. False if the
+        connector objects; the connector then preempts it as soon as possible."""
         request_id = state.request.id
         if not self.connector.may_preempt(state):
             return False
@@ -278,7 +280,7 @@ class RequestTable:
         return True
 
     def free_blocks(self, state: RequestState) -> None:
-        """Takes all that the request has computed; it waits as if it had never started."""
+        """Frees the KV blocks and the slot of a request; it waits as if it had never started."""
         request_id = state.request.id
         self.leave_decodes(state)
         self.prefixes.publish()
@@ -290,7 +292,7 @@ class RequestTable:
         self.requeue(state)
 
     def leave_decodes(self, state: RequestState) -> None:
-        """A row of it that is in flight is passed over when it comes back."""
+        """Removes the request from the table of decodes; a row still in flight is discarded on return."""
         slot = self.seq_slots.held.get(state.request.id)
         if slot is not None:
             self.decodes.leave(slot)
@@ -303,7 +305,7 @@ class RequestTable:
         return max(running, key=lambda state: state.order, default=None)
 
     def next_due(self, now: float) -> RequestState | None:
-        """The request without a first token whose limit for it ends next; limits that are over are forgotten."""
+        """The request whose first token has the earliest deadline in the future; forgets deadlines that have passed."""
         while self._due:
             due_s, request_id = self._due[0]
             state = self.states.get(request_id)
@@ -317,6 +319,7 @@ class RequestTable:
 
 
 def _index(index: UrgencyQueue, state: RequestState, *, belongs: bool) -> None:
+    """Adds the request to the index, refreshes its place or removes it."""
     if not belongs:
         index.discard(state)
     elif state in index:

@@ -1,7 +1,7 @@
-"""What a result means for the requests of its plan: features, progress, tokens, and which have ended.
+"""Applies a result to the requests of its plan: features, progress, tokens, and endings.
 
-The one place where requests make progress. Does not plan and does not forget a request: it returns those that have
-ended, and the scheduler lets them go when no plan names them any more.
+The only place where requests make progress. Plans nothing and forgets no request: it returns the requests that have
+ended, and the scheduler forgets each when no plan names it any more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hydra_engine.scheduler.timeline import unnamed
 
 
 class _StepOutput:
-    """The messages of a language step: a token with log probabilities travels alone, all others in one."""
+    """The messages of a language step: one Delta for each token with log probabilities, one Tokens for all others."""
 
     __slots__ = "deltas", "logprobs", "tokens"
 
@@ -42,6 +42,8 @@ class _StepOutput:
 
 
 class ResultProcessor:
+    """Applies results to requests, and counts tokens and images for the metrics."""
+
     def __init__(self, requests: RequestTable, times: StepTimes) -> None:
         self._requests = requests
         self._times = times
@@ -52,7 +54,7 @@ class ResultProcessor:
     # ---- vision
 
     def on_vision(self, plan: VisionPlan, result: VisionResult) -> list[RequestState]:
-        """Returns the requests of the plan, for some may have ended before or now."""
+        """Returns the requests of the plan; some may have ended, before or now."""
         requests = self._requests
         patches: dict[RequestId, int] = {}
         sharing: dict[RequestId, RequestState] = {}
@@ -82,7 +84,7 @@ class ResultProcessor:
     def on_language(
         self, plan: LanguagePlan, result: LanguageResult
     ) -> tuple[list[RequestMessage], list[RequestState]]:
-        """The messages, and the requests of the plan that have ended, before or now."""
+        """(messages, requests of the plan that have ended before or now)."""
         failures = dict(result.failures)
         output = _StepOutput(result.ended_s, dict(result.logprobs))
         ended = self._decodes(plan, result, failures, output) if len(plan.decodes) else []
@@ -105,7 +107,7 @@ class ResultProcessor:
             if state.ending is not None:
                 ended.append(state)
         messages: list[RequestMessage] = []
-        for row, scores in result.scores:  # of chunks that came back sound, whatever else has become of their requests
+        for row, scores in result.scores:  # scores of chunks without a failure, even if their requests have ended
             if row not in failures:
                 chunk = plan.chunks[row - len(plan.decodes)]
                 messages.append(PromptScores(chunk.request_id, chunk.start + 1, scores))
@@ -114,7 +116,7 @@ class ResultProcessor:
         return messages + output.deltas, ended
 
     def _chunk(self, state: RequestState, chunk: ChunkRow, token_id: int, ended_s: float) -> StageSpan | None:
-        """Returns the gap before its token if that came late."""
+        """Applies the result of a chunk. Returns the gap before its token if that came late."""
         late = None
         state.num_prefilled += len(chunk.token_ids)
         if chunk.images:
@@ -135,8 +137,8 @@ class ResultProcessor:
         return late
 
     def _sampled(self, state: RequestState, seq_slot: int, token_id: int, ended_s: float) -> StageSpan | None:
-        """The times of the token that ends a prefill; where the request goes on here, the table of decodes keeps them.
-        Returns the gap before it if it came late."""
+        """Records the time of the token that ends a prefill, in the table of decodes if the request continues here.
+        Returns the gap before the token if it came late."""
         gap_s = self._times.gap_s
         if Role.D in state.stages:
             since_s = self._requests.decodes.read_chunk(seq_slot, token_id, ended_s, gap_s)
@@ -147,7 +149,7 @@ class ResultProcessor:
     def _decodes(
         self, plan: LanguagePlan, result: LanguageResult, failures: dict[int, ErrorInfo], output: _StepOutput
     ) -> list[RequestState]:
-        """Returns those that have ended."""
+        """Applies the results of the decode rows. Returns the requests that have ended."""
         rows, requests, table = plan.decodes, self._requests, self._requests.decodes
         for row, error in failures.items():
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):
@@ -176,10 +178,10 @@ class ResultProcessor:
         return ended
 
     def _explained(self, state: RequestState, since_s: float, ended_s: float) -> StageSpan:
-        """The gap before a token that came late, as its timeline tells it."""
+        """The span of the gap before a late token, with its causes, added to the request's timeline."""
         timeline = self._requests.timelines[state.request.id]
         limit_s = timeline.limit_s if timeline.limit_s < math.inf else self._times.gap_s
         causes = self._requests.observer.explain(state.request.id, since_s, ended_s, limit_s)
-        if state.request.cache_salt:  # a client of its own, to whom others are nobody
+        if state.request.cache_salt:  # an isolated client: it must not learn of other requests
             causes = unnamed(causes)
         return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)

@@ -1,11 +1,12 @@
-"""The stage scheduler: events in, plans and events out. The live instance and the simulator drive the same object.
+"""The stage scheduler: takes requests and results, returns plans and messages. The live instance and the simulator
+drive the same object.
 
-Pure and clock-injected: the same calls with the same `now` give the same plans. It owns the state of its requests and
-the bookkeeping of both caches (`request_table.py`). A language step is filled in `language.py` (decodes, running
-prefills) and `prefill.py` (requests that start), a vision step in `vision.py`; the rules of which request goes first
-and which gives way are in `policy.py`, and what a result means for each is in `results.py`. What only some instances
-need hangs on it (`hooks.py`, `budget.py`): a connector where other instances take part, budgets where there are latency
-limits, an observer that explains late tokens. Does not know tensors, threads, channels, other instances or text.
+Pure: reads no clock; the same calls with the same `now` give the same plans. Owns the states of its requests and the
+bookkeeping of both caches (`request_table.py`). A language step is filled in `language.py` (decodes, running prefills)
+and `prefill.py` (requests that start), a vision step in `vision.py`; the rules of order and preemption are in
+`policy.py`, and `results.py` applies results. Optional parts plug in (`hooks.py`, `budget.py`): a connector to other
+instances, budgets for latency limits, an observer that explains late tokens. Does not know tensors, threads, channels,
+other instances or text.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ MAX_REPORTS = 100
 
 
 class StageScheduler:
-    """Contract: at most `vision_plans` vision plans are in flight, and one language plan; with look-ahead two of these.
-    A lane runs its plans one after the other. Every result is given back exactly once, those of a lane in order, also
-    when it failed. Every request, or part of one, that `add` accepts ends in exactly one Finished, at which time no
-    plan names it and its blocks are free. If every result comes back, every request ends, whatever the sizes of the
-    caches."""
+    """The scheduler of one instance: plans the steps of its two lanes and tracks its requests.
+
+    At most `vision_plans` vision plans and one language plan, with look-ahead two, are in flight; a lane runs its plans
+    in order. The caller returns every result exactly once, in the order of the lane's plans, also if the step failed.
+    Every request (or part of one) that `add` accepts ends in exactly one Finished; by then no plan names it and its
+    blocks are free. If every result comes back, every request ends, whatever the sizes of the caches.
+    """
 
     def __init__(
         self,
@@ -63,8 +66,9 @@ class StageScheduler:
         connector: Connector | None = None,
         vision_plans: int = 1,
     ) -> None:
-        """`has_states`: the model keeps recurrent states, one in each slot. `observer` explains late tokens. A pool
-        that the role does not use has no blocks."""
+        """`kv`, `images`: the block pools; a pool that the role does not use has no blocks. `has_states`: the model
+        keeps recurrent states, one per sequence slot; raises ConfigError if the role then separates prefill and decode.
+        `reuse`: prefix and image caching. `observer` explains late tokens."""
         if has_states and (Role.P in role) != (Role.D in role):
             raise ConfigError(
                 f"a model with recurrent states cannot be served by an instance of role {role.letters}: states stay "
@@ -106,23 +110,24 @@ class StageScheduler:
         pulls_kv: bool = False,
         held_for: str = "",
     ) -> None:
-        """Accepts a request or raises the RequestError that says why it is refused; then nothing has changed.
+        """Accepts a request, or raises the RequestError that says why it is refused and changes nothing.
 
-        `stages`: those to be done here, by default all that the role can do; E alone is an encode job, a request
-        with images and no prompt. Images in `remote_images` are encoded elsewhere, and all are if the part has no E.
-        With `pulls_kv` the KV of the prompt is computed elsewhere and pulled. With `held_for`, what it waits for as its
-        timeline says it, the request holds nothing and is in no plan before `release`.
+        `stages`: the stages to run here, by default all of the role; E alone is an encode job, a request with images
+        and no prompt. `remote_images`: indices of images that other instances encode; all images if `stages` has no E.
+        `pulls_kv`: another instance computes the KV of the prompt, and it is pulled. `held_for`: the reason, for the
+        timeline, why the request has to wait for `release`; until then it holds nothing and is in no plan. "": it may
+        start.
         """
         stages = self._limits.role if stages is None else stages
         check_fits(request, self._limits, stages)
-        if Role.P in stages and not pulls_kv:  # what goes on with an accepted request is accepted
+        if Role.P in stages and not pulls_kv:  # other parts belong to a request that was accepted already
             check_queue(len(self._requests.states), self._max_queue, self._finish_times)
         self._requests.add(
             request, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv, held_for=held_for
         )
 
     def release(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
-        """A request that is held may start or, with `error`, has failed; all others are ignored."""
+        """Lets a held request start or, with `error`, ends it. Ignores requests that are not held."""
         state = self._requests.states.get(request_id)
         if state is None or state.ending is not None or not state.held:
             return []
@@ -133,20 +138,20 @@ class StageScheduler:
         return self._finish([state], now)
 
     def set_role(self, role: Role) -> None:
-        """Which parts are accepted from now on. What was accepted before is done."""
+        """Sets the stages that are accepted from now on. Requests accepted before are completed."""
         self._limits = replace(self._limits, role=role)
 
     def reset_caches(self, *, kv: bool, images: bool) -> None:
-        """Forgets reusable KV, reusable features, or both; what requests hold stays. Requests that counted on them
-        find them gone when they look again, as if they had been evicted."""
+        """Forgets reusable KV, reusable features, or both; blocks held by requests stay. A request that counted on
+        reusable blocks finds them missing at its next lookup, as after an eviction."""
         if kv:
             self._requests.kv.forget_unheld()
         if images:
             self._requests.features.forget_unused()
 
     def abort(self, request_id: RequestId, now: float) -> list[RequestMessage]:
-        """Ends a request; unknown ids are ignored. Its Finished is returned now or, while a plan in flight names it,
-        by the `on_...` call that takes the last such plan back."""
+        """Ends a request; ignores unknown ids. Its Finished is returned now or, while a plan in flight names it, by the
+        `on_...` call that takes back the last such plan."""
         state = self._requests.states.get(request_id)
         if state is None or state.ending is not None:
             return []
@@ -157,19 +162,19 @@ class StageScheduler:
 
     @property
     def vision_first(self) -> bool:
-        """Whether the vision lane is to be asked for a step before the language lane, and not only behind it. Matters
-        where one may have to wait for the other."""
+        """True if the vision lane must be asked for a step before the language lane, because the language step may have
+        to wait for it (an encoder that takes over decodes)."""
         role = self._limits.role
         return policy.may_borrow(role) and Role.P not in role
 
     @property
     def settled(self) -> bool:
-        """Whether no image waits for its features or gets them now. While one does, a language step planned before the
-        running one has ended would keep out a request that is about to be ready."""
+        """True while no image waits for its features or is being encoded. Otherwise a language step that is planned
+        ahead would leave out a request that is about to be ready."""
         return not self._requests.encoding and not self._vision_plans
 
     def plan_vision(self, now: float) -> VisionPlan | None:
-        """The next vision step, or None when there is nothing to encode, no room, or as many as may be are in
+        """The next vision step, or None if there is nothing to encode, no free block, or the maximum of plans is in
         flight."""
         if not self._requests.unencoded or len(self._vision_plans) >= self._most_vision_plans:
             return None
@@ -182,14 +187,14 @@ class StageScheduler:
 
     @property
     def language_due_s(self) -> float:
-        """When `plan_language` is worth calling again although nothing has happened; infinite if never."""
+        """The time at which `plan_language` is worth another call without a new event; infinite if never."""
         return self._language_ended_s + self._patience_s if self._yielded else math.inf
 
     def plan_language(self, now: float) -> LanguagePlan | None:
-        """The next language step, or None when nothing can run or as many as may be are in flight.
+        """The next language step, or None if nothing can run or the maximum of plans is in flight.
 
-        With one in flight it is planned ahead: token -1 stands for those that are not known yet, none is preempted, and
-        None may mean that the result has to come first.
+        With one in flight it is planned ahead: token -1 stands for a token that is not read yet, no request is
+        preempted, and None may also mean that the result has to come first.
         """
         ahead = bool(self._language_steps)
         self._yielded = False
@@ -208,19 +213,19 @@ class StageScheduler:
         return step.plan
 
     def _yields_to_vision(self, now: float, *, ahead: bool) -> bool:
-        """Whether the next language step waits so that the vision lane has the device to itself: while all decodes here
-        are borrowed, and no longer than the patience since the last language step. An image that could be encoded is in
-        a vision step already; for one that lacks room there is nothing to wait for."""
+        """True if the next language step waits so that the vision lane has the device to itself: while all decodes here
+        are borrowed from other instances, for at most the patience after the last language step. An image that could be
+        encoded is in a vision step already; one without free blocks is not waited for."""
         if not (self._vision_plans and policy.may_borrow(self._limits.role) and self._requests.connector.only_borrowed):
             return False
         return ahead or now - self._language_ended_s < self._patience_s
 
     def tidy(self) -> None:
-        """Does what can be done while the lanes compute, so that it takes no time between two steps."""
+        """Does bookkeeping while the lanes compute, so that it takes no time between two steps."""
         self._requests.prefixes.publish()
 
     def expected_s(self, plan: LanguagePlan) -> float | None:
-        """How long a language step in flight will take; None if nothing is known of such steps yet."""
+        """Expected seconds of a language step in flight; None before any step of the kind was measured."""
         load = self._language_steps[plan.step_id].load
         predicted_s = self._budgets.predict(load)
         return predicted_s if predicted_s is not None else self._times.expected_s(load.num_rows)
@@ -228,7 +233,7 @@ class StageScheduler:
     # ---- results
 
     def on_vision(self, result: VisionResult, now: float) -> list[RequestMessage]:
-        """Takes back a vision plan: features are there, or their request fails."""
+        """Takes back a vision plan: its features are ready, or the request of a failed image ends."""
         assert self._vision_plans and self._vision_plans[0].step_id == result.step_id, "not the vision step that runs"
         plan = self._vision_plans.popleft()
         self._requests.observer.on_vision_done(result.started_s, result.ended_s, _work(plan))
@@ -238,7 +243,7 @@ class StageScheduler:
         return self._finish(self._results.on_vision(plan, result), now)
 
     def on_language(self, result: LanguageResult, now: float) -> list[RequestMessage]:
-        """Takes back a language plan: progress, tokens, and requests that ended or failed."""
+        """Takes back a language plan: progress, tokens, and the requests that ended or failed."""
         step = self._language_steps.pop(result.step_id)
         duration_s = result.ended_s - result.started_s
         gap_s = result.ended_s - self._language_ended_s if step.load.num_decodes else duration_s
@@ -254,7 +259,7 @@ class StageScheduler:
         return events
 
     def _finish(self, ended: list[RequestState], now: float) -> list[RequestMessage]:
-        """The events of those that no plan names any more."""
+        """The Finished messages of the ended requests that no plan in flight names any more; forgets these."""
         events: list[RequestMessage] = []
         for state in ended:
             ending = state.ending
@@ -282,11 +287,11 @@ class StageScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Some request has not ended."""
+        """True while some request has not ended."""
         return bool(self._requests.states)
 
     def status(self) -> Status:
-        """What only the instance knows is left for it to add."""
+        """The scheduler's part of a Status; the instance adds the rest."""
         requests, results = self._requests, self._results
         return Status(
             num_running=len(requests.prefilling) + len(requests.decoding),
@@ -324,8 +329,8 @@ def _work(plan: VisionPlan) -> Work:
 
 
 def _stage_reports(requests: RequestTable) -> tuple[StageReport, ...]:
-    """What each request that gets no tokens waits for at this moment, for a person who watches: of those that came
-    first, at most `MAX_REPORTS`."""
+    """Reports, for a user who watches, the stage of each request that gets no tokens now; the first `MAX_REPORTS` by
+    arrival."""
     calm = RequestPhase.DECODING, RequestPhase.ENDED
     waiting = (state for state in requests.states.values() if state.phase not in calm)
     return tuple(map(_stage_report, islice(waiting, MAX_REPORTS)))

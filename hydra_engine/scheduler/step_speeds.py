@@ -1,7 +1,7 @@
-"""How fast this instance computes, learned from its own steps: moving means of their seconds, by kind and size.
+"""The speed of this instance, measured on its own steps: moving means of their seconds, by kind and size.
 
-The frontend compares them with those of other instances, size by size, so that a device that is busy with large steps
-is not taken for a slow one. Is told times, never asks for them.
+The frontend compares them with those of other instances at equal sizes, so that a device with large steps is not taken
+for a slow one. Reads no clock; times are arguments.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.messages import StepSpeeds
 
-_NEW_SHARE = 0.1  # of a step in the mean
-_LEAST_STEPS = 4  # of a size, before it is reported
-_MOST_OF_MEAN = 2.0  # a step that was stopped for a while counts as no more than this
+_NEW_SHARE = 0.1  # weight of the newest step in the moving mean
+_LEAST_STEPS = 4  # steps of a size before it is reported
+_MOST_OF_MEAN = 2.0  # a longer step (the process was stopped) counts as this multiple of the mean
 
 
 class _Means:
-    """By the bit length of an amount."""
+    """Moving means of seconds by size, the bit length of an amount."""
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[int, float]] = {}  # (steps, seconds)
@@ -31,11 +31,13 @@ class _Means:
 
 
 class SpeedMeter:
+    """Mean durations of the steps of this instance: steps with prefill, decode steps and vision steps."""
+
     def __init__(self) -> None:
         self._prefill, self._decode, self._vision = _Means(), _Means(), _Means()
 
     def on_language(self, load: LanguageLoad, duration_s: float, vision_s: float) -> None:
-        """A language step has ended. Beside vision it was slower than the device is."""
+        """Records a language step. Ignores one beside vision, which slows it."""
         if not vision_s:
             means = self._prefill if load.prefill_tokens else self._decode
             means.add(load.num_rows, duration_s)

@@ -1,6 +1,7 @@
-"""How long the latest language steps took: what the next one will take, and from when on a token is late.
+"""Durations of the latest language steps: the expected duration of the next one, and the gap from which a token is
+late.
 
-Is told times, never asks for them.
+Reads no clock; times are arguments.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections import deque
 
 MIN_GAP_S = 0.05
 _REMEMBERED_STEPS = 64
-_NEW_SHARE = 0.25  # of the latest step in a moving mean
+_NEW_SHARE = 0.25  # weight of the newest step in a moving mean
 
 
 class Window:
-    """The latest `size` values, in order of time and of size."""
+    """The latest `size` values, kept both in order of time and sorted."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -31,7 +32,8 @@ class Window:
         insort(self._sorted, value)
 
     def quantile(self, share: float) -> float:
-        """The value that the next one exceeds with a chance of at most 1 - share, if it is like those in the window."""
+        """The value that the next one exceeds with a probability of at most 1 - `share`, if it is distributed like the
+        window."""
         rank = min(len(self._sorted) - 1, int(share * (len(self._sorted) + 1)))
         return self._sorted[rank]
 
@@ -42,7 +44,7 @@ class Window:
 
 
 class StepTimes:
-    """How long the latest language steps took."""
+    """The durations of the latest language steps. `typical_s`: their median; 0.0 before the first."""
 
     def __init__(self) -> None:
         self._durations = Window(_REMEMBERED_STEPS)
@@ -50,7 +52,7 @@ class StepTimes:
         self.typical_s = 0.0
 
     def record(self, duration_s: float, num_tokens: int) -> None:
-        """A step that computed so many tokens."""
+        """Records a step that computed `num_tokens` tokens."""
         size = num_tokens.bit_length()
         before_s = self._by_size.get(size, duration_s)
         self._by_size[size] = before_s + _NEW_SHARE * (duration_s - before_s)
@@ -58,15 +60,16 @@ class StepTimes:
         self.typical_s = self._durations.median
 
     def expected_s(self, num_tokens: int) -> float | None:
-        """How long a step of so many tokens will take, by what steps of about that size took; None before the first."""
+        """Expected seconds of a step of `num_tokens` tokens: the moving mean of its size, else the median of all steps;
+        None before the first step."""
         return self._by_size.get(num_tokens.bit_length(), self.typical_s if len(self._durations) else None)
 
     @property
     def shortest_s(self) -> float:
-        """Of a step of the size that takes least: what any step costs. 0.0 before the first."""
+        """Fixed cost of a step: the moving mean of the cheapest size; 0.0 before the first."""
         return min(self._by_size.values(), default=0.0)
 
     @property
     def gap_s(self) -> float:
-        """Time between two tokens of a request without a limit from which on the later one is late."""
+        """Gap between two tokens, in seconds, above which the later one is late if its request has no limit."""
         return max(MIN_GAP_S, 2 * self.typical_s)

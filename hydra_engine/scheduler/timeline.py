@@ -1,8 +1,8 @@
-"""When things happened: the stage timeline of one request as it grows, and when the tokens of running decodes came.
+"""The timeline of a request, and the token times of running decodes.
 
 Consecutive decode steps are one span; a gap that a reader would notice splits it and is recorded with its cause. While
-a request decodes, its open span and its gaps are kept for all decodes together in `DecodeTimes`. A timeline has at most
-`MAX_SPANS` spans however long the request runs. Times are parameters; no clock is read here.
+a request decodes, `DecodeTimes` keeps its open span and its gaps together with those of all decodes. A timeline has at
+most `MAX_SPANS` spans however long the request runs. Reads no clock; times are arguments.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hydra_engine.core.plans import Int64s
 from hydra_engine.core.state import RequestState
 
 Seconds = npt.NDArray[np.float64]
-Indices = slice | Int64s  # of some members of the table of decodes; a slice if they are the first ones
+Indices = slice | Int64s  # indices of members of the table of decodes; a slice for the first ones
 
 MAX_SPANS = 200
-MIN_WAIT_S = 0.001  # shorter waits are hand-over, not waiting
+MIN_WAIT_S = 0.001  # shorter waits are not recorded: they are the latency between scheduler and lane
 _MAX_NAMED = 3  # causes that a sentence names
-_MIN_NAMED = 0.1  # of the delay that a cause must have to be named
+_MIN_NAMED = 0.1  # share of the delay from which a cause is named
 _UNITS = {"prefill": "tokens", "encode": "patches"}
 _WORDS = {"step": "slow step", "cpu": "between steps", "decode": "the decode step itself", "lost": "instance lost"}
 _WAITS = frozenset({"encode_wait", "prefill_wait", "decode_wait", "preempted"})
@@ -35,17 +35,18 @@ _WAITS = frozenset({"encode_wait", "prefill_wait", "decode_wait", "preempted"})
 def is_late(
     gap_s: Seconds | np.float64, limit_s: Seconds | np.float64 | None, unlimited_s: float
 ) -> npt.NDArray[np.bool_]:
-    """Which gaps between two tokens are late, the one definition for all who count or explain them: those longer than
-    the request's TPOT limit or, where that is infinite (None: everywhere), than `unlimited_s`, `StepTimes.gap_s`."""
+    """Mask of the gaps that are late: longer than the request's TPOT limit or, if that is infinite (`limit_s` None: for
+    all), than `unlimited_s` (`StepTimes.gap_s`). The single definition of a late token."""
     return gap_s > (unlimited_s if limit_s is None else np.where(limit_s < math.inf, limit_s, unlimited_s))
 
 
 class Timeline:
-    """`cause` says what the request waits for on the language lane; the planner sets it, the next chunk clears it.
+    """The timeline of one request: its spans, and what it waits for.
 
-    `last_s` is the end of its latest language step; it, the times of the first and the latest token (0.0: none yet) and
-    the number of late gaps between its tokens are kept in the table of decodes while it is there. `limit_s` is its TPOT
-    limit, infinite without one.
+    `cause`: what the request waits for on the language lane; the planner sets it, the next chunk resets it. `last_s`:
+    end of its latest language step. `first_token_s`, `last_token_s`: times of its first and latest token (0.0: none
+    yet); `late_gaps`: number of late gaps between its tokens. While the request is in the table of decodes, these four
+    are kept there. `limit_s`: its TPOT limit, infinite without one.
     """
 
     __slots__ = (
@@ -79,35 +80,35 @@ class Timeline:
         self.limit_s = limit_s
 
     def encode_waits(self, now: float) -> None:
-        """Some image needs an encode, perhaps again."""
+        """Starts a wait for an encode, unless one is open."""
         if self._encode_since_s is None:
             self._encode_since_s = now
 
     def encoded(self, started_s: float, ended_s: float, *, batch: int, patches: int, more: bool) -> None:
-        """One vision step; `more` when images of the request still wait."""
+        """Records one vision step. `more`: images of the request still wait for an encode."""
         if self._encode_since_s is not None and started_s - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, started_s, lane="vision", cause="queue")
         self._add("encode", started_s, ended_s, lane="vision", batch=batch, tokens=patches)
         self._encode_since_s = ended_s if more else None
 
     def images_found(self, now: float) -> None:
-        """No image needs an encode any more: others have encoded the last one, or computed its KV."""
+        """Ends the wait for an encode: the last image was encoded for another request, or its KV is cached."""
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="shared")
         self._encode_since_s = None
 
     def reused(self, now: float, tokens: int) -> None:
-        """KV of that many tokens was found in the cache."""
+        """Records a prefix cache hit of `tokens` tokens."""
         self._add("cached", now, now, tokens=tokens)
 
     def waits_for(self, cause: str, now: float) -> None:
-        """What the request waits for from here on is another cause."""
+        """Closes the current wait and opens one with another cause."""
         if self._prefill_since_s is not None and now > self._prefill_since_s:
             self._end_wait(now)
             self._prefill_since_s, self.cause = now, cause
 
     def prefilled(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
-        """One prefill chunk; `more` when it was not the last one."""
+        """Records one prefill chunk. `more`: it was not the last one."""
         if self._prefill_since_s is None:
             self._prefill_since_s = self.last_s
         self._end_wait(started_s)
@@ -117,12 +118,12 @@ class Timeline:
         self._wait_stage, self.cause = "prefill_wait", "queue"
 
     def decoded(self, since_s: float, until_s: float, *, tokens: int, batch: int) -> None:
-        """A run of decode steps without a gap; `batch` rows were in such a step in the mean."""
+        """Records consecutive decode steps without a late gap. `batch`: their mean number of rows."""
         self._prefill_since_s = None
         self._add("decode", since_s, until_s, batch=batch, tokens=tokens)
 
     def prefill_sampled(self, ended_s: float, unlimited_s: float) -> float | None:
-        """The last chunk of a prefill has given a token. If that is late: when the token before came."""
+        """Records the token that the last chunk sampled. Returns the time of the token before if this one is late."""
         before_s, self.last_token_s = self.last_token_s, ended_s
         if not self.first_token_s:
             self.first_token_s = ended_s
@@ -132,31 +133,33 @@ class Timeline:
         return None
 
     def gap(self, since_s: float, until_s: float, causes: Sequence[DelayCause]) -> StageSpan:
-        """The next token came late. What was decoded before has been told."""
+        """Records the wait before a late token and returns its span. The decode span before it is closed already."""
         return self._add("decode_wait", since_s, until_s, cause=sentence(causes), blame=causes)
 
     def pulled(self, stage: str, started_s: float, ended_s: float, tokens: int) -> None:
-        """`stage` is pull_features or pull_kv; one copy of that many tokens."""
+        """Records one copy of `tokens` tokens. `stage`: pull_features or pull_kv."""
         self._add(stage, started_s, ended_s, lane="transfer", tokens=tokens)
 
     def offered(self, stage: str, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
-        """`stage` is offered_features or offered_kv: what was computed waited to be fetched. `cause` says why it was
-        not."""
+        """Records how long offered blocks waited to be fetched. `stage`: offered_features or offered_kv. `cause`: why
+        they were not fetched."""
         self._add(stage, since_s, until_s, lane="transfer", tokens=tokens, cause=cause)
 
     def preempted(self) -> None:
+        """Starts a wait for KV blocks after a preemption."""
         if self._prefill_since_s is None:
             self._prefill_since_s = self.last_s
         self._wait_stage, self.cause = "preempted", "kv blocks"
 
     def close(self, now: float) -> tuple[StageSpan, ...]:
-        """Ends what is open and returns everything in order of start."""
+        """Closes the open waits; returns all spans in order of start."""
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="queue")
         self._end_wait(now)
         return tuple(sorted(self._spans, key=lambda span: (span.start_s, span.end_s)))
 
     def _end_wait(self, end_s: float) -> None:
+        """Records the open wait on the language lane unless it is shorter than `MIN_WAIT_S`."""
         since_s = self._prefill_since_s
         if since_s is not None and end_s - since_s >= MIN_WAIT_S:
             self._add(self._wait_stage, since_s, end_s, cause=self.cause)
@@ -182,7 +185,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class _Watched:
-    """A member and its open span of decode steps: the begin, and the counts at that time."""
+    """A member and its open decode span: its start, and the counters at that time."""
 
     state: RequestState
     timeline: Timeline
@@ -193,6 +196,8 @@ class _Watched:
 
 
 class DecodeTimes:
+    """Token times, limits and open decode spans of the members of the table of decodes, by the same indices."""
+
     def __init__(self, num_slots: int) -> None:
         self._watched: list[_Watched] = []
         self._limits, self._first_s, self._last_s = self._floats = np.zeros((3, num_slots))  # of tokens, 0.0: none
@@ -204,7 +209,7 @@ class DecodeTimes:
     # ---- coming and going
 
     def join(self, state: RequestState, timeline: Timeline) -> None:
-        """With the index behind all others."""
+        """Appends a member: its index is the number of members before."""
         index = len(self._watched)
         self._watched.append(_Watched(state, timeline))
         self._limits[index] = timeline.limit_s
@@ -214,7 +219,7 @@ class DecodeTimes:
         self._open(self._watched[index], timeline.last_s)
 
     def leave(self, index: int) -> None:
-        """The last member gets the index."""
+        """Removes a member; the last one gets its index."""
         watched = self._watched[index]
         timeline = watched.timeline
         self._num_limited -= bool(self._limits[index] < math.inf)
@@ -234,7 +239,7 @@ class DecodeTimes:
         watched.num_steps, watched.num_rows = self._num_steps, self._num_rows
 
     def _close(self, watched: _Watched, until_s: float, late: int = 0) -> None:
-        """`late` 1: the token that came last is not part of the span."""
+        """Adds the open decode span to the timeline. `late` 1: the latest token was late and is not part of it."""
         tokens = watched.state.num_generated - watched.num_generated - late
         if tokens > 0:
             batch = (self._num_rows - watched.num_rows) / max(1, self._num_steps - watched.num_steps)
@@ -243,7 +248,7 @@ class DecodeTimes:
     # ---- results
 
     def read_chunk(self, index: int, ended_s: float, gap_s: float) -> float | None:
-        """The last chunk of a member has given its token. If that is late: when the token before came."""
+        """Records the token of a member's last chunk. Returns the time of the token before if this one is late."""
         watched = self._watched[index]
         timeline = watched.timeline
         late_since_s = timeline.prefill_sampled(ended_s, gap_s)
@@ -253,8 +258,8 @@ class DecodeTimes:
         return late_since_s
 
     def tick(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
-        """These members have got a token in a step of `batch` rows. Returns those whose token came late, and when the
-        one before came: (index, seconds). `gap_s`: `StepTimes.gap_s`."""
+        """Records a token of each of these members, from a step of `batch` rows. Returns (index, time of the token
+        before) of each late token. `gap_s`: `StepTimes.gap_s`."""
         before_s = self._last_s[indices]
         limits = self._limits[indices] if self.has_limits else None
         late = is_late(ended_s - before_s, limits, gap_s).nonzero()[0]
@@ -272,7 +277,7 @@ class DecodeTimes:
         return found
 
     def resume(self, index: int, resumed_s: float) -> None:
-        """The gap that `tick` has named ends here; what follows, its token included, is decoding again."""
+        """Opens a new decode span, the late token included, after a gap that `tick` returned."""
         watched = self._watched[index]
         watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
         watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch
@@ -284,11 +289,12 @@ class DecodeTimes:
         return self._num_limited > 0
 
     def limits(self, indices: Indices) -> Seconds:
-        """Not to be changed, nor kept."""
+        """[len(indices)] TPOT limits in seconds, infinite for none. May be a view: valid until the next change, read
+        only."""
         return self._limits[indices]
 
     def elapsed(self, indices: Indices) -> tuple[Seconds, Int64s]:
-        """(seconds from the first to the latest token, late gaps) of these members, as far as tokens have been read."""
+        """(seconds from the first to the latest token, late gaps) of these members, counting the tokens read so far."""
         return self._last_s[indices] - self._first_s[indices], self._late_gaps[indices]
 
     def check(self, states: list[RequestState]) -> None:
@@ -299,10 +305,8 @@ class DecodeTimes:
 
 
 def squeezed(spans: list[StageSpan]) -> list[StageSpan]:
-    """The same story in fewer spans: the shorter half of the waits is dropped, neighbours of one stage are joined.
-
-    Where that is not enough (a request preempted very often), the beginning is forgotten.
-    """
+    """The same timeline in fewer spans: the shorter half of the waits is dropped, neighbours of one stage are merged.
+    If that is not enough (a request preempted very often), the earliest spans are dropped."""
     waits = [span.end_s - span.start_s for span in spans if span.stage in _WAITS]
     limit = median(waits) if waits else 0.0
     kept = [span for span in spans if span.stage not in _WAITS or span.end_s - span.start_s > limit]
@@ -330,7 +334,7 @@ def _joined(run: list[StageSpan]) -> StageSpan:
 
 
 def unnamed(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
-    """One cause of each kind, without whose work it was and how much."""
+    """The causes summed by kind, without request ids and amounts."""
     seconds: dict[str, float] = {}
     for cause in causes:
         seconds[cause.kind] = seconds.get(cause.kind, 0.0) + cause.seconds

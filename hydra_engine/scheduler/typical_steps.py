@@ -1,5 +1,5 @@
-"""What language steps take on a machine without a cost surface: medians of the latest ones, so that single slow steps
-do not matter. Is told times, never asks for them.
+"""Typical durations of language steps on a machine without a cost surface: medians of the latest steps, so that single
+slow ones do not matter. Reads no clock; times are arguments.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from statistics import median
 
 from hydra_engine.core.cost import LanguageLoad
 
-_RECENT = 32  # steps that a typical duration is taken from
+_RECENT = 32  # steps behind each median
 
 
 class TypicalSteps:
-    """To be taught steps beside which vision ran, or others, but not both."""
+    """Medians of step durations. One instance holds steps beside vision or steps without vision, never both."""
 
     def __init__(self) -> None:
         self._decodes: dict[int, deque[float]] = {}  # seconds by the bit length of the number of rows
         self._per_token: deque[float] = deque(maxlen=_RECENT)
 
     def learn(self, load: LanguageLoad, duration_s: float) -> None:
+        """Records a step. Tokens of chunks are learned from what a step takes beyond its decodes."""
         if not load.prefill_tokens:
             size = load.num_decodes.bit_length()
             if size not in self._decodes:
@@ -31,11 +32,11 @@ class TypicalSteps:
             self._per_token.append(max(0.0, duration_s - (decode_s or 0.0)) / load.prefill_tokens)
 
     def decode_s(self, num_decodes: int) -> float | None:
-        """A step of about so many decodes and nothing else; None if no such step has been seen."""
+        """Seconds of a step of about `num_decodes` decodes and no chunks; None before any such step."""
         size = num_decodes.bit_length()
         nearest = min(self._decodes, key=lambda other: abs(other - size), default=None)
         return None if nearest is None else median(self._decodes[nearest])
 
     def per_token_s(self) -> float | None:
-        """What a token of a chunk adds to a step; None if no step with chunks has been seen."""
+        """Seconds that one token of a chunk adds to a step; None before any step with chunks."""
         return median(self._per_token) if self._per_token else None

@@ -1,10 +1,10 @@
-"""Fills a vision step: which images are encoded next, and where their features go.
+"""Fills a vision step: which images are encoded next, and into which blocks of the image cache.
 
-Images go by the urgency of their requests while blocks are free for all of them that go first, otherwise by arrival;
-those of one request by their place in the prompt. Language steps take no part in it, so no amount of prefill postpones
-an encode: an image waits at most for the images before it in that order and for the running vision step, as long as the
-image cache has blocks; blocks come back as older requests are prefilled, or as features are fetched by the instances
-that they were encoded for. Rules of age are in `policy.py`.
+Images are taken by the urgency of their requests while blocks are free for every image ahead, otherwise by arrival; the
+images of one request by their place in the prompt. Language steps do not delay it, so no amount of prefill postpones an
+encode: while the image cache has blocks, an image waits at most for the images before it in that order and for the
+vision step in flight. Blocks are freed as older requests are prefilled, or as other instances fetch the features
+encoded for them. The rules of age are in `policy.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from hydra_engine.scheduler.request_table import RequestTable
 
 
 class VisionPlanner:
-    """Blocks are granted in order, all of an image at once, and never to a later image while an earlier one lacks
-    them; by arrival that leaves no cycle of waiting with `policy.features_to_evict`, even if the cache has room for one
-    image. Urgency takes no blocks from others, and no more time than the patience from the oldest image that waits."""
+    """The planner of vision steps.
+
+    Blocks are granted in order, all of an image at once, and never to a later image while an earlier one has none. By
+    arrival, with `policy.features_to_evict`, that leaves no cycle of waiting, even if the cache holds only one image.
+    Urgency evicts nothing, and may delay the oldest waiting image by no more than the patience.
+    """
 
     def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
         self._requests = requests
@@ -47,15 +50,15 @@ class VisionPlanner:
         return VisionPlan(step_id, tuple(items))
 
     def _fill(self, states: Iterable[RequestState], now: float, *, may_evict: bool) -> list[EncodeItem]:
-        """Images for a step. One too large for what is left of the budget is skipped, its blocks are put aside and
-        smaller ones fill the step; behind one that has waited longer than the patience nothing is filled in."""
+        """Chooses the images of a step. An image larger than the rest of the budget is skipped: its blocks are reserved
+        and smaller images fill the step, but none after an image that has waited longer than the patience."""
         budget, connector = self._budgets.vision(), self._requests.connector
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
-        jobs_wait = False  # one that has used up the quota delays other jobs only
+        jobs_wait = False  # True: the quota of encode jobs is used up, which delays only further jobs
         for state, index in _images(states):
             if state.images[index] != ImageProgress.WAITING:
-                continue  # the same picture is in the step already
+                continue  # its picture is in the step already, for another request
             if state.is_encode_job and jobs_wait:
                 continue
             image = state.request.images[index]
@@ -92,8 +95,8 @@ class VisionPlanner:
 
 
 def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]]:
-    """Images that wait for an encode here, request by request. Encode jobs for one request stand side by side; their
-    images come in the order of its prompt, in which they are needed."""
+    """Images that wait for an encode here, request by request. Encode jobs for one request are adjacent; their images
+    come in the order of its prompt, in which they are needed."""
     for age, group in groupby(states, key=lambda state: state.order[0] if state.is_encode_job else None):
         pairs = ((state, index) for state in group for index in range(len(state.images)))
         for state, index in pairs if age is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):

@@ -1,4 +1,4 @@
-"""What must hold between offers, pulls and the states of requests. Raises AssertionError where it does not."""
+"""Invariants between offers, pulls and the states of requests. Raises AssertionError if one is violated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydra_engine.scheduler.request_table import RequestTable
 def check_offers(
     requests: RequestTable, images: Mapping[int, tuple[RequestState, int]], kv: Mapping[int, RequestState]
 ) -> None:
-    """`images` and `kv`: what others offer, by the numbers of the offers."""
+    """Checks the offers of this instance and of others. `images`, `kv`: offers of other instances by number."""
     for state in requests.states.values():
         if state.ending is None:
             _check_offers_of(requests, state, kv)
@@ -29,7 +29,7 @@ def check_offers(
 
 
 def _check_offers_of(requests: RequestTable, state: RequestState, kv: Mapping[int, RequestState]) -> None:
-    """What it offers to others, and others to it."""
+    """Checks what the request offers to other instances and what they offer to it."""
     request_id, runs, block_size = state.request.id, state.request.id in requests.kv.tables, requests.kv.block_size
     where, handover = f"request {request_id}", state.handover
     if handover is None:
@@ -55,7 +55,7 @@ def _check_offers_of(requests: RequestTable, state: RequestState, kv: Mapping[in
 
 
 def check_pulls(requests: RequestTable, pulls: Iterable[PullPlan]) -> None:
-    """They write to blocks of their requests, which cannot be found before."""
+    """Checks that pulls in flight write only to blocks of their requests, which no prefix lookup can find yet."""
     copied: dict[RequestId, set[int]] = {}
     for pull in pulls:
         state = requests.states[pull.request_id]

@@ -1,7 +1,7 @@
-"""The connector of an instance with peers: hands the scheduler's hooks to those that decide what follows.
+"""The connector of an instance with peers: passes the scheduler's hooks on to pulls, offers and admission.
 
-What is fetched from other instances is in `pulls.py`, which requests get blocks for it in `remote_kv.py`, and what is
-offered to them in `offers.py`.
+Pulls from other instances are in `pulls.py`, the admission of requests with remote KV in `remote_kv.py`, offers to
+other instances in `offers.py`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from hydra_engine.scheduler.hooks import Connector, Finish
 from hydra_engine.scheduler.prefill import StepBuilder
 from hydra_engine.scheduler.request_table import RequestTable
 
-_NEW_SHARE = 0.25  # of what one target says in the mean of all
+_NEW_SHARE = 0.25  # weight of the newest report in the moving mean
 
 
 class PeerConnector(Connector):
-    """Contract: if every result comes back, what is asked of other instances is offered and what is offered to them is
-    fetched, every request ends, whatever the sizes of the caches. Any number of pulls may be in flight; each is given
-    back exactly once, also when it failed.
+    """The connector of one instance to its peers.
 
-    The owner tells `pulls` what other instances offer, and `offers` what they have fetched. `take_events` is called
-    after each plan and before it is submitted: what others may not read any more is in it.
+    If every result comes back, every encode or decoder that it asks for is offered, and every offer of its own is
+    fetched or withdrawn, then every request ends, whatever the sizes of the caches. Any number of pulls may be in
+    flight; each is returned exactly once, also if it failed.
+
+    The owner reports offers of other instances to `pulls`, and what they have fetched to `offers`. It calls
+    `take_events` after each plan and before the plan is submitted: the events name blocks that others may not read any
+    more.
     """
 
     pulls: Pulls
@@ -44,8 +47,8 @@ class PeerConnector(Connector):
     def __init__(self, config: SchedulerConfig, cluster: ClusterConfig) -> None:
         self._config = config
         self._cluster = cluster
-        self._departed: list[RequestState] = []  # ended while a plan was made, to be forgotten behind it
-        self._block_s = 0.0  # that a block of our KV takes to copy, by those who have copied some
+        self._departed: list[RequestState] = []  # ended during planning, forgotten after it
+        self._block_s = 0.0  # seconds to copy a KV block of this instance, as its readers report; 0.0: unknown
 
     def attach(self, requests: RequestTable, finish: Finish) -> None:
         self._requests, self._finish = requests, finish
@@ -71,8 +74,11 @@ class PeerConnector(Connector):
             self.offers.offer_kv(state, now, ends=sampled)
 
     def part_tokens(self, step_s: float) -> int:
-        """EPD-Serve's groups, of tokens instead of layers: while a part is copied the next one is computed, so a split
-        saves the copy of the first part and costs the weights of one more step."""
+        """The tokens whose KV takes as long to copy as the cheapest step.
+
+        Like EPD-Serve's groups, of tokens instead of layers: a part is copied while the next one is computed, so a
+        split saves the copy of the first part and costs one more step's read of the weights.
+        """
         return math.ceil(step_s / self._block_s) * self._requests.kv.block_size if self._block_s else 0
 
     @property
@@ -99,12 +105,13 @@ class PeerConnector(Connector):
             self.offers.update_features(state, index, now)
 
     def on_start(self, state: RequestState) -> None:
-        """Late enough to know which instances have room to decode, early enough for the first blocks to leave."""
+        """Asks for a decoder: late enough to know which instances have free slots, early enough for the first blocks to
+        leave."""
         if Role.D not in state.stages:
             self._events.add(NeedDecoder(state.request.id))
 
     def may_preempt(self, state: RequestState) -> bool:
-        """Not while KV is being copied into its blocks; it gives way as soon as that has ended."""
+        """False while KV is being copied into its blocks; the request is preempted when that copy has ended."""
         if (remote_kv := state.remote_kv) is None or remote_kv.copied_offer is None:
             return True
         remote_kv.preempt_after_copy = True
@@ -117,7 +124,7 @@ class PeerConnector(Connector):
             state.remote_kv.num_copied, state.remote_kv.preempt_after_copy = 0, False
 
     def on_preempted(self, state: RequestState, now: float) -> None:
-        """What has got its KV from elsewhere and may not compute it here has departed with that."""
+        """Ends, as RETURNED, a request that got its KV from elsewhere and cannot be prefilled here."""
         if state.remote_kv is None and Role.P not in state.stages:
             self._requests.end(state, Ending(Departure.RETURNED))
             self._departed.append(state)
@@ -136,19 +143,19 @@ class PeerConnector(Connector):
     def on_pull(
         self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float
     ) -> list[RequestMessage]:
-        """Takes back a pull. Not `valid`: its offer was gone before the copy had ended, or the bytes were wrong."""
+        """Takes back a pull. Not `valid`: its offer was withdrawn before the copy ended, or the bytes were wrong."""
         state = self.pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
         self.after_language(now)
         return self._finish([state], now)
 
     def copied(self, block_s: float) -> None:
-        """An offer of ours has been copied. 0.0: says nothing."""
+        """Records that an offer of this instance was copied, at `block_s` seconds per block; 0.0: not measured."""
         if block_s:
             self._block_s = block_s if not self._block_s else self._block_s + _NEW_SHARE * (block_s - self._block_s)
 
     def take_events(self) -> list[RemoteEvent]:
-        """What other instances have to be told since the last call, in order, and the ends of requests that departed
-        while something was planned."""
+        """Events for other instances since the last call, in order, and the Finished of requests that departed during
+        planning."""
         return self._events.take()
 
     # ---- looking

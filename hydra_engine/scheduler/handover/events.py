@@ -1,7 +1,7 @@
-"""What a scheduler tells its owner that concerns other instances: encodes it needs, blocks it offers or takes back.
+"""Events of a scheduler that concern other instances: encodes it needs, blocks it offers or withdraws.
 
-Kept until `PeerConnector.take_events` is called, which has to be before the plan made last is submitted: blocks that
-were offered may be overwritten by it.
+Kept until `PeerConnector.take_events`, which must be called before the latest plan is submitted: the plan may overwrite
+blocks that were offered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class FeaturesEvent:
 
 @dataclass(frozen=True, slots=True)
 class FeaturesGoneEvent:
-    """An older request takes the blocks, or the job has ended; if not, the image is encoded and offered again."""
+    """The features are no longer offered: an older request takes the blocks, or the job has ended. In the first case
+    the image is encoded and offered again."""
 
     request_id: RequestId
     image_index: int
@@ -33,8 +34,11 @@ class FeaturesGoneEvent:
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """More KV of a request that moves on can be fetched: these blocks follow those of its KvEvents before, until
-    `KvGoneEvent` or `release_kv`. All blocks but the last one of all are full. With `end` nothing more comes."""
+    """More KV of a request that moves on can be fetched, until `KvGoneEvent` or `release_kv`.
+
+    The blocks follow those of the request's earlier KvEvents. Only the very last block may be partly filled. With `end`
+    nothing more comes.
+    """
 
     request_id: RequestId
     block_ids: tuple[int, ...]
@@ -43,14 +47,15 @@ class KvEvent:
 
 @dataclass(frozen=True, slots=True)
 class KvGoneEvent:
-    """The request has given way or ended; if it has not ended, it is computed and offered again from its beginning."""
+    """The KV is no longer offered: the request was preempted or has ended. In the first case it is computed and offered
+    again from its beginning."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class UnneededEvent:
-    """What another instance offers is not needed any more."""
+    """An offer of another instance is not needed any more."""
 
     offer: int
 
@@ -60,8 +65,7 @@ RemoteEvent = OfferEvent | NeedImages | NeedDecoder | Finished
 
 
 class RemoteEvents:
-    """What is to be told, collected in the order in which it happened; images that need an encode elsewhere are named
-    once for each request and call of `take`."""
+    """The events in order. Images that need an encode elsewhere are collected and named once per request and `take`."""
 
     def __init__(self) -> None:
         self._events: list[RemoteEvent] = []
@@ -71,14 +75,15 @@ class RemoteEvents:
         self._events.append(event)
 
     def need(self, request_id: RequestId, image_index: int) -> None:
-        """An encode of this image, by another instance."""
+        """Asks for an encode of this image by another instance."""
         self._needs.setdefault(request_id, set()).add(image_index)
 
     def forget_needs(self, request_id: RequestId) -> None:
-        """Needs that have not been taken yet; the request has ended."""
+        """Drops the needs of a request that has ended, as far as they have not been taken."""
         self._needs.pop(request_id, None)
 
     def take(self) -> list[RemoteEvent]:
+        """Removes and returns all events, then one NeedImages for each request with needs."""
         if not self._events and not self._needs:
             return []
         events = self._events
@@ -88,6 +93,6 @@ class RemoteEvents:
 
 
 def handover_of(state: RequestState) -> HandoverState:
-    """Of a request in which other instances take part."""
+    """The handover state of a request in which other instances take part. Asserts that there is one."""
     assert state.handover is not None, f"request {state.request.id} is of no concern to other instances"
     return state.handover

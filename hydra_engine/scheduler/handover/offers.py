@@ -1,4 +1,4 @@
-"""What this instance offers to others: KV of requests that decode elsewhere, and features of encode jobs.
+"""The offers of this instance: KV of requests that decode elsewhere, and features of encode jobs.
 
 Also how such a request leaves: fetched, given up by the instances that should fetch it, or handed over as a decode. Its
 state is ended here; the scheduler forgets it when no plan in flight names it any more.
@@ -26,23 +26,23 @@ from hydra_engine.scheduler.handover.events import (
 from hydra_engine.scheduler.hooks import Finish
 from hydra_engine.scheduler.request_table import RequestTable
 
-_KV = -1  # the key of the KV in `HandoverState.offered_s`, beside the images of jobs
+_KV = -1  # key of the KV in `HandoverState.offered_s`; keys from 0 are images
 
 
 class Offers:
-    """Methods that take ids take unknown ones too, and those of requests that have ended: then nothing happens. Those
-    that return messages have ended the request."""
+    """What this instance offers to others. Methods that take ids ignore unknown ids and ended requests. Methods that
+    return messages have ended the request."""
 
     def __init__(self, requests: RequestTable, events: RemoteEvents, finish: Finish) -> None:
         self._requests = requests
         self._events = events
         self._finish = finish
 
-    # ---- what others may fetch
+    # ---- offers
 
     def offer_kv(self, state: RequestState, now: float, *, ends: bool, earlier: tuple[int, ...] | None = None) -> None:
-        """Full blocks that are new since the last time; where it `ends`, the last one too. `earlier`: tokens that the
-        instance which decodes may not know."""
+        """Offers the full blocks computed since the last offer; with `ends`, also the last, partly filled one.
+        `earlier`: generated tokens that the decoding instance may not know."""
         kv, table = self._requests.kv, self._requests.kv.tables[state.request.id]
         handover = handover_of(state)
         stop = kv.blocks_for(state.num_prefilled) if ends else state.num_prefilled // kv.block_size
@@ -62,13 +62,14 @@ class Offers:
         return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)
 
     def withdraw_kv(self, state: RequestState) -> None:
+        """Withdraws the offered KV of a request that was preempted or has ended."""
         handover = handover_of(state)
         if handover.num_offered:
             self._events.add(KvGoneEvent(state.request.id))
         handover.num_offered, handover.offers_all = 0, False
 
     def update_features(self, job: RequestState, index: int, now: float) -> None:
-        """Features of an encode job are here, or not any more."""
+        """Offers features of an encode job that are encoded now, or withdraws those that are evicted or fetched."""
         progress, features = job.images[index], self._requests.features
         request_id, num_tokens = job.request.id, job.request.images[index].num_tokens
         offered_s = handover_of(job).offered_s
@@ -83,6 +84,7 @@ class Offers:
                 self._events.add(FeaturesGoneEvent(request_id, index))
 
     def withdraw_features(self, job: RequestState) -> None:
+        """Withdraws the encoded features of a job that ends."""
         for index, progress in enumerate(job.images):
             if progress == ImageProgress.ENCODED:
                 self._events.add(FeaturesGoneEvent(job.request.id, index))
@@ -90,15 +92,14 @@ class Offers:
     # ---- how a request leaves
 
     def release_features(self, request_id: RequestId, image_index: int, now: float) -> list[RequestMessage]:
-        """Features that an encode job has offered have been fetched, or are not wanted."""
+        """Ends the offer of features that were fetched or refused, and the job with its last image."""
         state = self._live(request_id)
         if state is None or not state.is_encode_job or not self._requests.images.release(state, image_index, now):
             return []
         return self._end(state, Departure.MOVED, now)
 
     def release_kv(self, request_id: RequestId, now: float) -> list[RequestMessage]:
-        """All KV that was offered has been fetched, or is not wanted; if not all of it was there yet, it was not
-        fetched."""
+        """Ends the request whose KV was fetched or refused. If not all of it was offered yet, it was refused."""
         state = self._live(request_id)
         if state is None or state.handover is None or not state.handover.num_offered:
             return []
@@ -107,8 +108,7 @@ class Offers:
         return self._end(state, departure, now)
 
     def withdraw(self, request_id: RequestId, now: float, reason: str) -> list[RequestMessage]:
-        """What an encode job or a request that moves on offers is not going to be fetched. `reason` is for its
-        timeline."""
+        """Ends an encode job or a moving request whose offers will not be fetched. `reason` is for its timeline."""
         state = self._live(request_id)
         if state is None or (not state.is_encode_job and Role.D in state.stages):
             return []
@@ -116,8 +116,8 @@ class Offers:
         return self._end(state, Departure.WITHDRAWN, now)
 
     def hand_over(self, request_id: RequestId, now: float) -> bool:
-        """A decode that runs here is to go on elsewhere, behind its last token: from here on its KV is offered. False
-        if it does not run, or if its tokens depend on counts of those before, which the other instance has not all
+        """Offers the KV of a running decode, which continues on another instance behind its last token. False if it is
+        not decoding here, or if its sampling depends on counts of earlier tokens, which the other instance has not all
         seen."""
         state = self._live(request_id)
         if state is None or state.phase is not RequestPhase.DECODING or state.request.sampling.needs_history:
@@ -139,6 +139,7 @@ class Offers:
         return self._finish([state], now)
 
     def _close_offers(self, state: RequestState, now: float, cause: str | None) -> None:
+        """Records in the timeline how long each offer of the request stood, with the cause of its end."""
         timeline, offered_s = self._requests.timelines[state.request.id], handover_of(state).offered_s
         for index, since_s in offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
@@ -148,23 +149,24 @@ class Offers:
 
 
 class EncodeJobQuota:
-    """How much of the image cache features of encode jobs may hold, until the instances that they are for have them.
+    """The share of the image cache that features of encode jobs may hold until their target instances have fetched
+    them.
 
-    They leave room for the largest image that a request of this instance waits for, so that no request here waits for
-    another instance to fetch something; an image too large for that counts as any other. Only jobs give way for it, so
-    the oldest job always gets on.
+    The rest has space for the largest image that a request of this instance waits for, so that no request here waits
+    for another instance to fetch something. A job's image too large for the quota is exempt from it. Only features of
+    jobs are evicted for the quota, so the oldest job always progresses.
     """
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
-        self._num_blocks = 0  # while a vision step is filled
+        self._num_blocks = 0  # the quota, valid while a vision step is filled
 
     def refresh(self) -> None:
-        """A vision step is about to be filled."""
+        """Computes the quota before a vision step is filled."""
         self._num_blocks = self._requests.features.num_blocks - self._largest_local()
 
     def _largest_local(self) -> int:
-        """Blocks of the largest image that a request of this instance lacks; 0 where there are no jobs."""
+        """Blocks of the largest image without features of the requests of this instance; 0 if there are no jobs."""
         requests = self._requests
         if not requests.encode_jobs:
             return 0
@@ -177,7 +179,8 @@ class EncodeJobQuota:
         return max(sizes, default=0)
 
     def has_room(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
-        """For an image of a job, after evicting those of later jobs if it must and may."""
+        """True if an image of a job may have `num_blocks` within the quota, after evicting features of later jobs if
+        needed and `may_evict`."""
         images, quota = self._requests.images, self._num_blocks
         if num_blocks > quota or quota == self._requests.features.num_blocks:
             return True

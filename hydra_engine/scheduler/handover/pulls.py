@@ -1,9 +1,9 @@
-"""What is fetched from other instances: which image features and which KV, into which blocks, and in which order.
+"""Pulls from other instances: which image features and which KV are copied, into which blocks, and in which order.
 
-A copy gets its blocks before it begins, by the same rules as an encode or a prefill: images by urgency while there is
-room for all that go before, otherwise by age, and KV all at once for what has been admitted (`remote_kv.py`). Of a
-request one copy of KV is in flight, or several of its images, which may end in any order. What was offered and is not
-wanted (any more) is named to `RemoteEvents`, to be let go. Does not know who offers it, nor how bytes are moved.
+A copy gets its blocks before it begins, by the rules of an encode or a prefill: images by urgency while there are free
+blocks for every one ahead, otherwise by age; KV all at once for admitted requests (`remote_kv.py`). A request has one
+copy of KV in flight, or several of its images, which may end in any order. Offers that are no longer needed go to
+`RemoteEvents`, so that they are released. Does not know which instance offers, nor how bytes are moved.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hydra_engine.scheduler.request_table import RequestTable
 
 
 class RemoteImages:
-    """Remote images that others are asked for and offer. Every one that WAITS has been requested (`requested_images`)
-    and is or will be offered, by one instance or several. An offer is known (`image_offers`) only while the image WAITS
-    or is ENCODING; one whose copy is in flight is not among them."""
+    """The remote images that were asked for, and their offers. Every remote image that is WAITING has been requested
+    (`requested_images`) and is or will be offered, by one instance or several. An offer is known (`image_offers`) only
+    while the image is WAITING or ENCODING; an offer that is being copied is not among them."""
 
     def __init__(self, requests: RequestTable, events: RemoteEvents) -> None:
-        self.offers: dict[int, tuple[RequestState, int]] = {}  # those that are known and not being copied
+        self.offers: dict[int, tuple[RequestState, int]] = {}  # offer -> (request, image); not being copied
         self._requests = requests
         self._events = events
 
     def request(self, state: RequestState, index: int) -> None:
-        """Asks for an image that waits; one that is here is needed no more."""
+        """Asks for an image that is WAITING; refuses the offers of one that has features."""
         progress, handover = state.images[index], handover_of(state)
         if progress == ImageProgress.WAITING and index not in handover.requested_images:
             handover.requested_images.add(index)
@@ -43,9 +43,12 @@ class RemoteImages:
             self._refuse(state, index)
 
     def offered(self, request_id: RequestId, index: int, offer: int) -> None:
-        """Features of a remote image can be pulled. `offer` is a number of the caller's, as in the plan of the pull.
-        Several instances may offer an image, and all but one may be about to take that back, so none is refused before
-        the features are here."""
+        """Records that features of a remote image can be pulled. `offer`: the caller's number, as in the plan of the
+        pull.
+
+        Several instances may offer an image, and all but one may be about to withdraw, so no offer is refused before
+        the features are here.
+        """
         state = self._requests.states.get(request_id)
         handover = None if state is None else state.handover
         if state is None or handover is None or state.ending is not None:
@@ -59,14 +62,13 @@ class RemoteImages:
             self.offers[offer] = state, index
 
     def claim(self, state: RequestState, index: int) -> int:
-        """The latest offer of an image; it is copied now, or refused, and known no longer."""
+        """Removes and returns the latest offer of an image, to copy or to refuse it."""
         offer = handover_of(state).image_offers[index][-1]
         self.offer_gone(offer)
         return offer
 
     def offer_gone(self, offer: int) -> None:
-        """Features cannot be pulled any more; a copy in flight comes back all the same, as not valid. Unknown offers
-        are ignored."""
+        """Removes a withdrawn offer; a copy in flight still comes back, as not valid. Ignores unknown offers."""
         if offer in self.offers:
             state, index = self.offers.pop(offer)
             image_offers = handover_of(state).image_offers
@@ -75,22 +77,24 @@ class RemoteImages:
                 del image_offers[index]
 
     def _refuse(self, state: RequestState, index: int) -> None:
+        """Reports all offers of an image as unneeded."""
         while index in handover_of(state).image_offers:
             self._events.add(UnneededEvent(self.claim(state, index)))
 
     def forget(self, state: RequestState) -> None:
-        """The request is about to end: its images are wanted no more."""
+        """Refuses the offers for a request that is about to end, and drops its needs."""
         for index in list(handover_of(state).image_offers):
             self._refuse(state, index)
         self._events.forget_needs(state.request.id)
 
 
 class Pulls:
-    """Blocks that a copy in flight writes to belong to it: neither they nor their request give way before it ends.
+    """The pulls of one instance. Blocks that a copy in flight writes to belong to the copy: until it ends, neither they
+    are evicted nor is their request preempted.
 
-    By age that leaves no cycle of waiting between instances. Features are wanted in the same order (age, then place in
-    the prompt) where they are encoded and where they are needed, and on both sides an earlier image takes the room of
-    later ones. KV is granted whole before any of it is copied, see `remote_kv.py`.
+    The order of age leaves no cycle of waiting between instances. Features have the same order (age, then place in the
+    prompt) where they are encoded and where they are needed, and on both sides an earlier image evicts later ones. KV
+    blocks are all allocated before any of them is copied, see `remote_kv.py`.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Pulls:
     ) -> None:
         self.images = RemoteImages(requests, events)
         self.in_flight: dict[StepId, PullPlan] = {}
-        self.kv_offers: dict[int, RequestState] = {}  # those that are known, by their number
+        self.kv_offers: dict[int, RequestState] = {}  # by offer number
         self._requests = requests
         self._events = events
         self._admission = admission
@@ -111,11 +115,11 @@ class Pulls:
         self._prefetches = cluster.prefetch_features
         self._next_step = 0
 
-    # ---- what is offered
+    # ---- offers of other instances
 
     def kv_offered(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
-        """`num_blocks` of a request's KV can be pulled, in all: told again whenever there are more, the last time with
-        `end`. A later offer takes the place of one before."""
+        """Records that the first `num_blocks` of a request's KV can be pulled; called again as there are more, the last
+        time with `end`. A later offer replaces an earlier one."""
         state = self._requests.states.get(request_id)
         remote_kv = None if state is None else state.remote_kv
         if state is None or remote_kv is None or state.ending is not None:
@@ -129,13 +133,13 @@ class Pulls:
         self._requests.requeue(state)
 
     def kv_offer_gone(self, offer: int) -> None:
-        """Unknown offers are ignored."""
+        """Removes an offer that was withdrawn. Ignores unknown offers."""
         state = self.kv_offers.get(offer)
         if state is not None:
             self._drop_offer(state)
 
     def _drop_offer(self, state: RequestState) -> None:
-        """What was pulled of it is worth nothing, and is let go as soon as no copy is in flight."""
+        """Removes the offer of a request's KV. The blocks pulled from it are freed as soon as no copy is in flight."""
         remote_kv = state.remote_kv
         assert remote_kv is not None, "an offer is known for a request that pulls nothing"
         if remote_kv.offer is not None:
@@ -144,10 +148,10 @@ class Pulls:
         if remote_kv.copied_offer is None:
             self._restart(state)
 
-    # ---- what is fetched next
+    # ---- planning
 
     def plan(self, now: float) -> list[PullPlan]:
-        """Copies to begin now. They write to blocks of ours until `end`."""
+        """Copies to begin now. They write to blocks of this instance until `end` is called."""
         if not self.kv_offers and not self.images.offers:
             return []
         plans: list[PullPlan] = []
@@ -169,7 +173,7 @@ class Pulls:
                 continue
             table = requests.kv.tables[state.request.id]
             if remote_kv.end is not None and requests.kv.blocks_for(remote_kv.end.num_tokens) > table.num_blocks:
-                self._restart(state)  # it has become more than it was admitted with
+                self._restart(state)  # the prompt needs more blocks than it was admitted with
                 continue
             stop = min(remote_kv.num_offered, table.num_blocks)
             if stop <= remote_kv.num_copied:
@@ -196,9 +200,9 @@ class Pulls:
             self._fill(self._of_turn(unfetched.by_age()), plans, now, may_evict=True)
 
     def _of_turn(self, states: Iterable[RequestState]) -> Iterator[RequestState]:
-        """Those whose features may be fetched. Without prefetching it is the turn of what has started and of what
-        starts next (the oldest request that waits, on which progress rests, and the most urgent one), but only once
-        no older prefill has anything to compute."""
+        """Filters `states` to those whose features may be fetched. With prefetching, all. Without it, only started
+        requests and the next to start (the oldest waiting one, on which progress rests, and the most urgent), and only
+        when no older prefill has anything to compute."""
         if self._prefetches:
             yield from states
             return
@@ -214,7 +218,8 @@ class Pulls:
                 yield state
 
     def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_evict: bool) -> None:
-        """Room is put aside for every image that goes before and cannot be copied yet."""
+        """Plans the copies of images in the given order. Blocks are reserved for every earlier image that cannot be
+        copied yet."""
         features = self._requests.features
         aside: dict[FeatureKey, int] = {}
         for state in states:
@@ -247,10 +252,10 @@ class Pulls:
         self._next_step += 1
         return StepId(self._next_step)
 
-    # ---- what has been fetched
+    # ---- results
 
     def end(self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float) -> RequestState:
-        """A copy has come back. Returns its request, which may have ended before or now."""
+        """Takes back a copy. Returns its request, which may have ended before or now."""
         plan = self.in_flight.pop(step_id)
         state = self._requests.states[plan.request_id]
         state.plans_in_flight -= 1
@@ -277,7 +282,7 @@ class Pulls:
         remote_kv.copied_offer = None
         is_current = remote_kv.offer == plan.offer
         if state.ending is not None:
-            if is_current and valid and not plan.last:  # it was kept for this copy
+            if is_current and valid and not plan.last:  # `forget` kept the offer for this copy
                 self._events.add(UnneededEvent(plan.offer))
         elif not is_current:
             self._restart(state)
@@ -293,8 +298,8 @@ class Pulls:
                 requests.preempt(state, now)
 
     def _arrived(self, state: RequestState, end: KvEnd, now: float) -> None:
-        """All KV of the request is here; it goes on as a prefill of one token. What does not fit the tokens that are
-        known of it is of no use, and the request has departed."""
+        """Continues a request whose KV is all here as a prefill of one token. If the KV does not match the known
+        tokens, it is of no use and the request ends as RETURNED."""
         requests = self._requests
         handover = handover_of(state)
         handover.remote_kv = None
@@ -315,15 +320,16 @@ class Pulls:
         requests.requeue(state)
 
     def _restart(self, state: RequestState) -> None:
-        """What was pulled of a request's KV is worth nothing; it waits as if it had never started. No copy is in
-        flight."""
+        """Frees the blocks of a request whose pulled KV is of no use; it waits as if it had never started. Asserts that
+        no copy is in flight."""
         assert state.remote_kv is not None and state.remote_kv.copied_offer is None, (
             "blocks are freed while they are written"
         )
         self._requests.free_blocks(state)
 
     def forget(self, state: RequestState) -> None:
-        """The request is about to end. KV that is being copied is kept for the copy."""
+        """Refuses the offers for a request that is about to end. An offer of KV that is being copied is kept for the
+        copy."""
         self.images.forget(state)
         remote_kv = state.remote_kv
         if remote_kv is not None and remote_kv.offer is not None:

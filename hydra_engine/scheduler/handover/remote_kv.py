@@ -1,9 +1,10 @@
-"""Starts requests whose KV comes from another instance: who gets a slot and all its blocks, so that it can be pulled.
+"""The admission of requests whose KV comes from another instance: they get a slot and all blocks, so that it can be
+pulled.
 
-What is computed to its end over there waits for nothing but the room here, and holds what others need there until it
-has it. So it goes before everything that is still to be computed, and may take the room of whatever stands still here:
-prefills before an image, whatever their age, and requests that are granted room while their prefill is still running
-elsewhere. These have it only as long as no other request needs it; then their KV is pulled later.
+A request that is prefilled to its end elsewhere waits only for free blocks here, and holds blocks there until the copy
+ends. So it goes before all requests that are still to be computed, and may preempt every stalled one: prefills at an
+image, whatever their age, and requests admitted here whose prefill still runs elsewhere. The latter keep their blocks
+only as long as no other request needs them; otherwise their KV is pulled later.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from hydra_engine.scheduler.prefill import Admission, StepBuilder
 
 
 class RemoteKvAdmission(Admission):
-    """With that no decode waits for a prefill, and no prefill (on the way to its decode) for an encode: stages wait for
-    later ones only, and the last one for none."""
+    """Admission for requests with remote KV. No decode waits for a prefill, and no prefill that moves on waits for an
+    encode: stages wait for later ones only, and the last one for none."""
 
     def admit(self, now: float, builder: StepBuilder | None = None) -> None:
-        """Admits as many as there is room for. In a language step, with its `builder`, others are preempted where
-        needed; between two steps none is."""
+        """Admits requests while slots and blocks last. In a language step, with its `builder`, it preempts others if
+        needed; between two steps it preempts none."""
         if not self._requests.kv_offered:
             return
         passed: list[RequestState] = []
@@ -32,13 +33,14 @@ class RemoteKvAdmission(Admission):
             if len(passed) >= policy.MAX_PASSED or any(map(self._is_overdue, passed)):
                 return
         if passed or self._requests.waiting:
-            return  # room that is free is spoken for
+            return  # free blocks are reserved for these requests
         for state in islice(self._requests.kv_offered.by_urgency(), policy.MAX_PASSED):
             if state.request.id not in self._kv.tables and not self._start(state, now, None):
                 return
 
     def _complete(self) -> Iterator[RequestState]:
-        """Each once, by urgency; but those that have been overtaken too often, by those before them too, go first."""
+        """Yields each request with completely offered KV once, by urgency; those bypassed too often, also within this
+        call, first."""
         seen: set[Order] = set()
         while True:
             waiting = [s for s in self._requests.kv_offered if policy.is_complete(s) and s.order not in seen]
@@ -50,7 +52,7 @@ class RemoteKvAdmission(Admission):
             yield state
 
     def _start(self, state: RequestState, now: float, builder: StepBuilder | None) -> bool:
-        """False: it lacks room."""
+        """Starts a request; False if there is no free slot or too few free blocks."""
         found = self._find_room(state, builder, lambda: policy.youngest_stalled(self._requests.prefilling))
         if found is None:
             self._requests.timelines[state.request.id].cause = "kv blocks"

@@ -1,8 +1,9 @@
-"""What the lanes did lately, and from that what delayed a token: whose prefill, whose encode, a preemption, the CPU.
+"""Records the recent steps of both lanes and attributes late tokens to their causes: which request's prefill or encode,
+a preemption, a hand-over, a slow step, the CPU.
 
-The scheduler tells it every step that has ended, the vision step that runs and whose KV is gone or comes from
-elsewhere; it is asked only about tokens that came late. Is told times, never asks for them. Does not know plans or who
-reads the answer.
+The scheduler reports every step that has ended, the vision step in flight, and requests whose KV is gone or comes from
+another instance; it asks only about late tokens. Reads no clock; times are arguments. Does not know plans or the
+readers of an answer.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from hydra_engine.core.outputs import DelayCause
 from hydra_engine.scheduler.hooks import StepObserver, Work
 from hydra_engine.scheduler.typical_steps import TypicalSteps
 
-MAX_PARTS = 9  # of one answer
-_ALWAYS_WHOLE = 3  # largest parts that keep their request; with six kinds in a gap there are never more than nine
-_ROUNDING_S = 1e-9  # less is no time but a difference of floats
+MAX_PARTS = 9  # causes of one answer
+_ALWAYS_WHOLE = 3  # largest causes that always keep their request; with at most six kinds in a gap that makes nine
+_ROUNDING_S = 1e-9  # seconds; less is a rounding error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +48,7 @@ class _LanguageStep:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """A step's seconds: what its decodes alone take, what chunks and vision added, and what nothing explains."""
+    """A step's seconds, split: what its decodes alone take, what chunks and vision add, and the unexplained rest."""
 
     decode_s: float
     prefill_s: float
@@ -57,7 +58,8 @@ class _Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A request had no KV here, from before `told_s` until `until_s`, or (infinite) until a step computes it again."""
+    """A span in which a request had no KV here: from before `told_s` until `until_s` or, if that is infinite, its next
+    step here."""
 
     request_id: RequestId
     kind: str
@@ -66,14 +68,14 @@ class _Away:
 
 
 class _Gap:
-    """The causes of one gap of one request as they are added up. Its own chunks and images are there because it was
-    `away`. Patches of a vision step count once, however many language steps it delayed."""
+    """The causes of one gap of one request, added up. The request's own chunks and images count as the cause of its
+    absence (`away`). Patches of a vision step count once, however many language steps it delayed."""
 
     def __init__(self, request_id: RequestId, limit_s: float, away: _Away | None) -> None:
         self.request_id = request_id
         self.limit_s = limit_s
         self.own = "preemption" if away is None else away.kind
-        self.stays = away is not None and away.until_s == math.inf  # away, until a step of its own
+        self.stays = away is not None and away.until_s == math.inf  # away until its own next step
         self.encodes: set[_VisionStep] = set()
         self._seconds: dict[tuple[str, RequestId | None], float] = {}
         self._amounts: dict[tuple[str, RequestId | None], int] = {}
@@ -86,14 +88,14 @@ class _Gap:
             self._amounts[kind, request] = self._amounts.get((kind, request), 0) + amount
 
     def idle(self, seconds: float) -> None:
-        """No step ran."""
+        """Adds time in which no step ran."""
         self.add(self.own if self.stays else "cpu", seconds)
 
     def requests(self) -> set[RequestId]:
         return {request for _, request in self._seconds if request is not None}
 
     def causes(self) -> tuple[DelayCause, ...]:
-        """Largest first, at most `MAX_PARTS`; beyond these, what is left of a kind becomes one part."""
+        """The causes, the largest first, at most `MAX_PARTS`; above that, the smaller ones of a kind are merged."""
         ordered = self._ordered()
         if len(ordered) > MAX_PARTS:
             for kind, request in ordered[_ALWAYS_WHOLE:]:
@@ -108,7 +110,8 @@ class _Gap:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The last one, good for every request of the same gap that had no part in it: a late step is late for all."""
+    """The latest answer, valid for every request with the same gap and no part in it: a late step is late for all its
+    decodes."""
 
     question: tuple[float, float, float, int]
     involved: set[RequestId]
@@ -116,11 +119,11 @@ class _Answer:
 
 
 class StepHistory(StepObserver):
-    """The latest steps of both lanes, and why a token was late.
+    """The observer that keeps the latest steps of both lanes and explains late tokens from them.
 
-    Steps of a lane are told in order. A vision step is told twice: when it is given to the lane, and when it has ended;
-    the lane runs the oldest one that has not ended. With a `surface` a step is shared out by what it predicts, without
-    one by what such steps took lately. `explain` costs as much as there are steps in the gap.
+    Steps of a lane are reported in order; a vision step twice, when it is submitted and when it has ended. The oldest
+    unfinished vision step is the running one. With a cost `surface` a step's time is split by its predictions, without
+    one by the recent durations of similar steps. The cost of `explain` is linear in the steps of the gap.
     """
 
     def __init__(self, surface: CostSurface | None = None, *, capacity: int = 512) -> None:
@@ -130,7 +133,7 @@ class StepHistory(StepObserver):
         self._vision: deque[_VisionStep] = deque(maxlen=capacity)
         self._begun: deque[_VisionStep] = deque()
         self._away: deque[_Away] = deque(maxlen=capacity)
-        self._serial = 0  # grows with everything told
+        self._serial = 0  # number of reports so far
         self._answer: _Answer | None = None
 
     # ---- what happened
@@ -162,9 +165,9 @@ class StepHistory(StepObserver):
     # ---- why
 
     def explain(self, request_id: RequestId, since_s: float, until_s: float, limit_s: float) -> tuple[DelayCause, ...]:
-        """What the time between a request's token at `since_s` and its next one at `until_s`, longer than `limit_s`,
-        went to: at least one part, the largest first. The last step in the gap is the one that gave the token; what its
-        decodes alone take is left out where it is within the limit. The parts and it sum to the gap."""
+        """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
+        next one at `until_s`, which is longer than `limit_s`. The last step in the gap computed the token; its decodes'
+        own time is left out if it is within the limit. With it, the causes sum to the gap."""
         away = self._was_away(request_id, since_s, until_s)
         question = since_s, until_s, limit_s, self._serial
         answer = self._answer
@@ -184,7 +187,7 @@ class StepHistory(StepObserver):
         return causes
 
     def _was_away(self, request_id: RequestId, since_s: float, until_s: float) -> _Away | None:
-        """The one that lasted longest."""
+        """The absence of the request reported within the gap that ends last, if any."""
         found = None
         for away in reversed(self._away):
             if away.told_s < since_s:
@@ -194,7 +197,7 @@ class StepHistory(StepObserver):
         return found
 
     def _between(self, since_s: float, until_s: float) -> list[_LanguageStep]:
-        """Steps that ran in the gap, in order."""
+        """The language steps that ran in the gap, in order."""
         found: list[_LanguageStep] = []
         for step in reversed(self._language):
             if step.ended_s <= since_s:
@@ -206,7 +209,7 @@ class StepHistory(StepObserver):
     def _explain_gap(self, gap: _Gap, steps: Sequence[_LanguageStep], since_s: float, until_s: float) -> None:
         clock_s = since_s
         if steps and steps[0] is self._language[0] and len(self._language) == self._language.maxlen:
-            # Steps that are forgotten ran before the oldest one that is known.
+            # Steps before the oldest one in the history are forgotten.
             clock_s = max(since_s, steps[0].started_s)
             gap.add(gap.own if gap.stays else "step", clock_s - since_s)
         for step in steps:
@@ -218,7 +221,8 @@ class StepHistory(StepObserver):
         gap.idle(until_s - clock_s)
 
     def _charge_step(self, gap: _Gap, step: _LanguageStep, part: float, *, last: bool) -> None:
-        """`part` of the step lies in the gap. What decodes take counts too in steps that gave no token."""
+        """Adds the causes of a step, `part` (0 to 1) of which lies in the gap. In a step without a token for the
+        request, the decodes' own time counts too."""
         own = any(request == gap.request_id for request, _ in step.chunks)
         if gap.stays and not own and not last:
             gap.add(gap.own, part * step.duration_s)
@@ -240,7 +244,8 @@ class StepHistory(StepObserver):
         gap.add("step", part * rest_s)
 
     def _charge_encodes(self, gap: _Gap, step: _LanguageStep, seconds: float) -> None:
-        """Shared by patches among the images of the vision steps beside it, each for as much of it as ran there."""
+        """Splits `seconds` among the vision steps that ran beside the step, by overlap, and within each among its
+        images, by patches."""
         beside = [
             (min(vision.ended_s, step.ended_s) - max(vision.started_s, step.started_s), vision)
             for vision in self._beside(step)
@@ -256,7 +261,7 @@ class StepHistory(StepObserver):
                 gap.add("encode", seconds * share, request, patches if new else 0)
 
     def _beside(self, step: _LanguageStep) -> Iterator[_VisionStep]:
-        """Vision steps that ran while it did: the running one, and those that have ended."""
+        """The vision steps that ran during the language step, the running one included."""
         running = [self._begun[0]] if self._begun else []
         for vision in chain(running, reversed(self._vision)):
             if vision.ended_s <= step.started_s:
@@ -286,8 +291,8 @@ class StepHistory(StepObserver):
         return decode_s, prefill_s, max(0.0, surface.corun_s(load, step.vision_s) - alone_s)
 
     def _estimated(self, step: _LanguageStep) -> tuple[float, float, float]:
-        """Chunks are charged what tokens of chunks cost lately, vision the rest, but no more than it ran; where nothing
-        is known, every row costs the same."""
+        """(decode, prefill, encode seconds) from recent steps: chunks are charged the recent cost per token, vision the
+        rest, at most the time that it ran. Without any measurement, every row costs the same."""
         load = step.load
         decode_s = self._typical.decode_s(max(load.num_decodes, 1))
         if decode_s is None:

@@ -1,9 +1,9 @@
-"""What steps really take, compared with what the cost surface predicts: ratios by kind of step, and the pause between
-steps.
+"""Measured durations of steps compared with the predictions of the cost surface: ratios by kind of step, and the pause
+between steps.
 
-Budgets reckon with a high quantile of the recent ratios, because a limit is to be kept by nearly all steps and not by
-the average one. A quantile of a window follows a machine that has become slower within a few steps, forgets within a
-window that it was, and cannot be moved by one stalled step. Does not know limits or budgets.
+Budgets use a high quantile of the recent ratios, because nearly all steps have to keep a limit, not the average one. A
+quantile over a window follows a machine that slows down within a few steps, recovers within a window, and is not moved
+by one stalled step. Does not know limits or budgets.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.scheduler.step_times import Window
 
 WINDOW = 200  # steps
-FEW = 32  # with fewer steps of a kind, the ratios of all kinds are taken; also how many the error bars stand for
-KEPT = 0.99  # share of the steps that are to take no longer than budgets reckon: half of the 2 % that may be late
+FEW = 32  # with fewer steps of a kind, the ratios of all kinds are used; also the number of ratios from the error bars
+KEPT = 0.99  # share of steps that take no longer than budgets assume: half of the 2 % that may be late
 LOWEST, HIGHEST = 0.5, 3.0  # bounds of a correction
-RECENT = 15  # steps whose median says what is normal right now
-STALL = 2.0  # a step that takes so many times what is normal was held up by something that no budget prevents
+RECENT = 15  # steps whose median is the present normal
+STALL = 2.0  # a step above this multiple of the normal was stalled by something that no budget prevents
 _BARS = NormalDist().inv_cdf(0.95)  # standard deviations within which 90 % of the residuals of a fit lie
 
 
 class Kind(IntEnum):
-    """Steps that may err differently."""
+    """Kinds of steps with separate prediction errors."""
 
-    DECODES = 0  # nothing but decodes, alone on the machine
-    CHUNKS = 1  # with prefill, alone on the machine
+    DECODES = 0  # only decodes, no vision beside them
+    CHUNKS = 1  # with prefill, no vision beside it
     VISION = 2  # beside the vision lane
 
 
@@ -39,7 +39,8 @@ def kind_of(load: LanguageLoad, vision_s: float) -> Kind:
 
 
 class _Ratios:
-    """Ratios of one kind of step: those measured, and before these as many as the surface's error bars stand for."""
+    """A window of the ratios of one kind of step. It starts with `FEW` samples of the normal distribution that the
+    surface's error bars describe."""
 
     def __init__(self, error: float) -> None:
         self.window = Window(WINDOW)
@@ -54,11 +55,11 @@ class _Ratios:
 
 
 class Correction:
-    """Ratios of measured over predicted seconds of language steps.
+    """Ratios of measured to predicted seconds of language steps.
 
-    `alone_error` and `corun_error` are the error bars of the surface (90 % of the relative residuals). A step that
-    takes more than `STALL` times what the surface and the steps just before it say was held up by something else and is
-    not counted; if half of the latest steps are like that, it is what the machine does now.
+    `alone_error` and `corun_error` are the error bars of the surface (90 % of the relative residuals). A step whose
+    ratio is above `STALL` times the median of the last `RECENT` ratios was stalled and is not counted; if half of the
+    latest ratios are that high, the median follows.
     """
 
     def __init__(self, alone_error: float, corun_error: float) -> None:
@@ -71,14 +72,16 @@ class Correction:
 
     @property
     def pause_s(self) -> float:
-        """Median of what lies between two steps of late."""
+        """Median seconds between two recent steps."""
         return self._pause_s
 
     def paused(self, seconds: float) -> None:
+        """Records the seconds between two steps."""
         self._pauses.append(max(0.0, seconds))
         self._pause_s = median(self._pauses)
 
     def measured(self, kind: Kind, ratio: float) -> None:
+        """Records a ratio of measured to predicted seconds; ignores a stalled step."""
         normal = median(self._recent)
         self._recent.append(ratio)
         if ratio <= STALL * normal:
@@ -86,11 +89,11 @@ class Correction:
             self._all.add(_bounded(ratio))
 
     def high(self, kind: Kind) -> float:
-        """The factor that nearly all steps of this kind stay below."""
+        """Factor on the prediction that 99 % of the steps of this kind stay below."""
         return self._of(kind).quantile(KEPT)
 
     def middle(self, kind: Kind) -> float:
-        """The factor of the typical step of this kind."""
+        """Median factor on the prediction for steps of this kind."""
         return self._of(kind).quantile(0.5)
 
     def _of(self, kind: Kind) -> Window:

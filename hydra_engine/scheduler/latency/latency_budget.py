@@ -1,8 +1,9 @@
 """Budgets that keep latency limits: the largest steps whose predicted time stays within the limit of their decodes.
 
-HydraInfer (section 4.2, Algorithm 1) searches a token and an image budget once, each for itself, from the TPOT limit;
-here both are searched together before every step, for the decodes that run now, on measured costs that know how much
-the lanes slow each other, and corrected by what steps took. Knows no requests and no clock."""
+HydraInfer (section 4.2, Algorithm 1) searches a token budget and an image budget once, separately, from the TPOT limit.
+Here both are searched together before every step, for the decodes that run now, on a measured cost surface that
+includes the slowdown of each lane by the other, corrected by the measured steps. Knows no requests and no clock.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +20,22 @@ from hydra_engine.scheduler.latency.correction import Correction, Kind, kind_of
 from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
 from hydra_engine.scheduler.step_times import Window
 
-MIN_SHARE = 0.2  # of the slack that prefill and vision each have at least while both have work
-MIN_VISION = 0.05  # of the limit: seconds of vision beside every step, even if decodes alone fill it
+MIN_SHARE = 0.2  # share of the slack that prefill and vision each get at least while both have work
+MIN_VISION = 0.05  # share of the limit that vision gets beside every step, even if decodes alone fill it
 MIN_CHUNK = 16  # tokens; with fewer a waiting prefill counts as starved
-STARVED_STEPS = 64  # after so many steps it gets a chunk that the limit has no room for
-STARVED_SHARE = 0.5  # of the limit: what that chunk may take
-MAX_STRETCH = 4.0  # limits that a step may last for the sake of a first token
-BATCH_EFFICIENCY = 0.95  # of the best throughput of the vision model
-SLICE_SHARE = 0.25  # of the limit: the longest time between two places where the vision lane can pause
-MIN_PREDICTION = 0.25  # of the limit: what a step took too long is measured against at least this
-RECENT_STEPS = 256  # behind the figures of the report
+STARVED_STEPS = 64  # after so many steps a starved prefill gets a chunk even if that exceeds the limit
+STARVED_SHARE = 0.5  # share of the limit that such a chunk may take
+MAX_STRETCH = 4.0  # multiple of the limit that a step may last for the sake of a first token
+BATCH_EFFICIENCY = 0.95  # share of the vision model's best throughput that a batch has to reach
+SLICE_SHARE = 0.25  # share of the limit: longest time between two points where the vision lane can pause
+MIN_PREDICTION = 0.25  # share of the limit: smallest denominator of a step's relative error
+RECENT_STEPS = 256  # steps behind `BudgetReport.limit_used`
 OVERRUNS = 64
-OVERRUN_KEPT = 0.9  # share of the steps beside which vision runs on no longer than reckoned
+OVERRUN_KEPT = 0.9  # share of the steps in which vision overruns by no more than budgets assume
 
 
 class _Towards(IntEnum):
-    """Which lane the slack goes to."""
+    """The lane that gets the slack."""
 
     BOTH = 0
     PREFILL = 1
@@ -42,8 +43,8 @@ class _Towards(IntEnum):
 
 
 class _Step:
-    """The language step that is being filled: its predicted seconds with so many tokens of prefill. Monotone in the
-    tokens and in the seconds of vision. All its prefill is reckoned behind the context of the first one."""
+    """Predicted seconds of the language step that is being filled, by its tokens of prefill and its seconds of vision;
+    monotone in both. All its prefill is assumed to follow the context of the first one."""
 
     __slots__ = ("_chunk_share", "_context", "_decodes", "_keys_s", "_num_chunks", "_surface", "base")
 
@@ -54,9 +55,10 @@ class _Step:
         self._num_chunks = pending.num_prefills
         self._chunk_share = pending.num_prefills / max(1, pending.prefill_tokens)
         self._keys_s = surface.per_key_s * pending.decode_context + surface.per_decode_s * pending.num_decodes
-        self.base = surface.rows.at(pending.num_decodes) + self._keys_s  # decodes only
+        self.base = surface.rows.at(pending.num_decodes) + self._keys_s  # seconds of the decodes alone
 
     def alone(self, tokens: int) -> float:
+        """Seconds of the step with `tokens` of prefill and no vision beside it."""
         if not tokens:
             return self.base
         surface = self._surface
@@ -66,7 +68,7 @@ class _Step:
         return seconds + surface.per_pair_s * pairs + surface.per_chunk_s * chunks
 
     def beside(self, tokens: int, vision_s: float) -> float:
-        """While the vision lane runs for so many seconds of it, or all along."""
+        """Seconds of the step while vision runs for `vision_s` of it; infinite: all along."""
         alone = self.alone(tokens)
         slowed = self._slowed(alone)
         if vision_s >= slowed:
@@ -74,7 +76,7 @@ class _Step:
         return alone + vision_s * (1 - alone / slowed)
 
     def room(self, tokens: int, allowed_s: float) -> float:
-        """Seconds of vision beside it within `allowed_s`; infinite if it may run all along."""
+        """Seconds of vision that fit beside the step within `allowed_s`; infinite if vision may run all along."""
         alone = self.alone(tokens)
         slowed = self._slowed(alone)
         if slowed <= allowed_s:
@@ -84,29 +86,30 @@ class _Step:
         return (allowed_s - alone) / (1 - alone / slowed)
 
     def _slowed(self, alone: float) -> float:
+        """Seconds of the step with vision beside it all along."""
         surface = self._surface
         return self.base * surface.decode_slowdown + (alone - self.base) * surface.prefill_slowdown
 
 
 class LatencyBudgets(Budgets):
-    """Budgets of one instance whose machine was measured.
+    """The budgets of one instance with a measured cost surface and latency limits.
 
     With decodes that have a limit, a step is filled until `predicted(tokens, vision seconds) * correction + pause`
-    reaches it, where `correction` is what nearly all of the latest steps stay below (`correction.py`) and `pause` lies
-    between two steps. Without such decodes they are those of `Budgets`, which are upper bounds at all times.
+    reaches it. `correction` is a factor that 99 % of the latest steps stay below (`correction.py`), `pause` the time
+    between two steps. Without such decodes the budgets are those of `Budgets`, which are upper bounds at all times.
 
-    While prefill and vision both have work, the slack that decodes leave is split by the seconds of work that wait on
-    either side, at least a fifth each, and what one cannot use goes to the other. If the earliest due first token would
-    come too late like that, the side that it waits for takes all of it, and the step may last up to
-    `PendingWork.stretch_s` and four limits.
+    While prefill and vision both have work, the slack that decodes leave is split in proportion to the seconds of work
+    that wait on either side, at least a fifth each; what one cannot use goes to the other. If the first token with the
+    earliest deadline would then be late, the side that it waits for gets all slack, and the step may last up to the
+    smaller of `PendingWork.stretch_s` and four times the limit.
 
-    Neither starves: vision has 5 % of the limit beside every step if it has that much to do, and after 64 steps with
-    less than 16 tokens a prefill gets as many as take half a limit, at least 16.
+    Neither side starves: vision gets 5 % of the limit beside every step if it has that much work, and after 64 steps
+    with less than 16 tokens a prefill gets as many as take half a limit, at least 16.
 
-    On a device that is divided (`CostSurface.splits`) a step also has a partition, by `PartitionChoice`: on a part of
-    the device vision runs beside it all along, and the step has the prefill that it has time for so.
+    On a divided device (`CostSurface.splits`) a step also has a partition, chosen by `PartitionChoice`: on a part of
+    the device vision runs beside it all along, and the step gets the prefill that fits the limit there.
 
-    `num_slices` is how many pieces the vision lane can cut a vision step into; 0: it cannot pause at all.
+    `num_slices`: number of pieces into which the vision lane can cut a vision step; 0: it cannot pause.
     """
 
     def __init__(self, surface: CostSurface, config: SchedulerConfig, *, num_slices: int) -> None:
@@ -119,7 +122,7 @@ class LatencyBudgets(Budgets):
         self._kind = Kind.DECODES
         self._latest = PendingWork(now=0.0)
         self._latest_vision_s = math.inf
-        self._guesses = [0] * len(_Towards)  # tokens of the latest step, near which those of the next one will be
+        self._guesses = [0] * len(_Towards)  # tokens of the latest step, where the search for the next one begins
         self._starved = 0
         self._pairs_per_patch = 0.0
         self._image_budget = self._best_image_budget()
@@ -146,13 +149,15 @@ class LatencyBudgets(Budgets):
         return self._fed(pending, budget, min(highest, pending.prefill_tokens))
 
     def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
+        """The largest budget whose step stays within `target_s`, its slack given to `towards`; at most `highest`
+        tokens."""
         step, guess = _Step(self._surface, pending), self._guesses[towards]
         limit, want = pending.decode_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
         if not pending.encode_patches:
             tokens = _largest(step.alone, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
             self._guesses[towards] = tokens
-            vision_s = max(0.0, step.room(tokens, allowed) - self._overrun_s)  # of a picture that comes meanwhile
+            vision_s = max(0.0, step.room(tokens, allowed) - self._overrun_s)  # for a picture that arrives meanwhile
             return StepBudget(tokens, vision_s, limit, target_s, step.alone(tokens), tokens < want)
         if step.beside(want, math.inf) <= allowed:
             return StepBudget(want, math.inf, limit, target_s)
@@ -171,7 +176,7 @@ class LatencyBudgets(Budgets):
     def _tokens_beside(
         self, step: _Step, pending: PendingWork, want: int, allowed: float, least: float, work: float, towards: _Towards
     ) -> int:
-        """As many as leave vision its share, or all that it can use."""
+        """Tokens of prefill: as many as leave vision its share of the slack, or more if vision cannot use its share."""
         guess = self._guesses[towards]
         prefill_work = (step.alone(want) - step.base) * pending.prefill_tokens / want
         share = min(1 - MIN_SHARE, max(MIN_SHARE, prefill_work / (prefill_work + work)))
@@ -185,7 +190,7 @@ class LatencyBudgets(Budgets):
         return _largest(lambda count: step.beside(count, work), allowed, want, low=own, guess=guess)
 
     def _fed(self, pending: PendingWork, budget: StepBudget, want: int) -> StepBudget:
-        """The budget, or one with a chunk for a prefill that has waited for too long."""
+        """The budget, with a chunk for a prefill that has starved for `STARVED_STEPS` steps."""
         if budget.tokens >= min(MIN_CHUNK, want):
             self._starved = 0
             return budget
@@ -200,7 +205,7 @@ class LatencyBudgets(Budgets):
     # ---- a divided device
 
     def _placed(self, pending: PendingWork, whole: StepBudget, want: int) -> StepBudget:
-        """`whole`, the budget on the undivided device, or that on the partition where more gets done."""
+        """`whole`, the budget on the undivided device, or the budget on the partition with the best rate."""
         before = self._choice.partition
         if not self._surface.splits or not pending.encode_patches:
             return whole._replace(partition=before) if before else whole
@@ -217,8 +222,8 @@ class LatencyBudgets(Budgets):
         return budgets[chosen]
 
     def _divided(self, pending: PendingWork, whole: StepBudget, want: int, partition: int) -> StepBudget:
-        """Vision runs beside it all along. Where the step runs on the undivided device all the same, because an encode
-        does, vision has the seconds of `whole`."""
+        """The budget on a partition, where vision runs beside the step all along. If the step has to run on the
+        undivided device because an encode there is unfinished, vision gets the seconds of `whole`."""
         step = _Step(self._surfaces[partition], pending)
         allowed = self._allowed(Kind.VISION, whole.target_s)
         tokens = _largest(lambda count: step.beside(count, math.inf), allowed, want, guess=min(whole.tokens, want))
@@ -231,8 +236,9 @@ class LatencyBudgets(Budgets):
         )
 
     def _rate(self, pending: PendingWork, budget: StepBudget) -> float:
-        """As `PartitionChoice.choose` wants it: of the work that waits, all of which is done once the side that takes
-        longer beside the other has ended by itself. Decodes that keep a limit need not be faster."""
+        """Score of a budget for `PartitionChoice.choose`: waiting work divided by the time until all of it is done,
+        including the time without vision after it has finished. Decodes that keep a limit do not count: they need not
+        be faster."""
         surface = self._surfaces[budget.partition]
         step, tokens = _Step(surface, pending), min(budget.tokens, pending.prefill_tokens)
         vision_s = math.inf if budget.partition else budget.vision_s
@@ -254,7 +260,7 @@ class LatencyBudgets(Budgets):
         return decode_rate + (prefill_work + vision_work) / (both_s + left_s)
 
     def _is_at_risk(self, pending: PendingWork, budget: StepBudget) -> bool:
-        """Whether the earliest due first token comes too late if all steps are like this one."""
+        """True if the first token with the earliest deadline comes too late if all steps are like this one."""
         left = pending.ttft_due_s - pending.now
         if not 0 < left < math.inf or not (budget.more_tokens or budget.more_vision):
             return False
@@ -267,7 +273,7 @@ class LatencyBudgets(Budgets):
         return needed > left
 
     def _allowed(self, kind: Kind, target_s: float) -> float:
-        """Predicted seconds of a step that is to take `target_s`, the pause before it included."""
+        """Predicted seconds of a step that may take `target_s` with the pause before it: the target, corrected."""
         return (target_s - self._correction.pause_s) / self._correction.high(kind)
 
     def predict(self, load: LanguageLoad) -> float | None:
@@ -279,7 +285,7 @@ class LatencyBudgets(Budgets):
         return self._image_budget
 
     def _vision_s(self, num_patches: int) -> float:
-        """Seconds of the vision lane beside the language lane."""
+        """Seconds of the vision lane for `num_patches`, slowed by the language lane beside it."""
         load = VisionLoad(num_patches, self._pairs_per_patch * num_patches)
         return self._surface.vision_s(load) * self._vision_slowdown
 
@@ -288,8 +294,8 @@ class LatencyBudgets(Budgets):
         return self._surfaces[self._choice.partition].vision_slowdown
 
     def _best_image_budget(self) -> int:
-        """With a limit the smallest batch that is nearly as efficient as the best one, in slices that are short beside
-        the limit, for pictures like the latest; they cannot be smaller than a picture."""
+        """Patches of a vision step. With a limit: the smallest batch with 95 % of the best throughput, whose slices are
+        short beside the limit, for pictures like the latest (a slice is at least one picture)."""
         highest, limit = self._config.image_budget, self._config.tpot_slo
         if limit is None or highest < 1 or not self._vision_s(highest):  # no vision lane: it takes no time
             return highest
@@ -305,7 +311,7 @@ class LatencyBudgets(Budgets):
         return max(1, min(efficient, short, highest))
 
     def on_vision(self, load: VisionLoad) -> None:
-        """Learns how large pictures are."""
+        """Updates the image budget if the size of pictures has changed."""
         pairs = load.pairs / max(1, load.num_patches)
         if not math.isclose(pairs, self._pairs_per_patch, rel_tol=0.1):
             self._pairs_per_patch = pairs
@@ -313,7 +319,7 @@ class LatencyBudgets(Budgets):
 
     @property
     def _overrun_s(self) -> float:
-        """How long vision runs on when its seconds are over: until the end of a slice."""
+        """Seconds that vision runs beyond its allowance, until the end of a slice (90 % quantile)."""
         return self._overruns.quantile(OVERRUN_KEPT)
 
     # ---- after a step
@@ -343,12 +349,14 @@ class LatencyBudgets(Budgets):
                 self._used.append(gap_s / limit)
 
     def _expected_s(self, load: LanguageLoad, budget: StepBudget, vision_s: float) -> float:
-        """A step on a part of the device is slowed all along while the vision lane has work."""
+        """Predicted seconds of a step with this load. On a part of the device the step is slowed all along if vision
+        ran."""
         all_along = budget.partition and vision_s > 0
         return self._surfaces[budget.partition].corun_s(load, math.inf if all_along else vision_s)
 
     def report(self) -> BudgetReport:
-        """`token_budget` is what the latest language step could have held had enough prompts waited."""
+        """The report of the budgets. `token_budget`: what the latest language step could have held had enough prompts
+        waited."""
         config, latest = self._config, self._latest
         tokens = self._latest_tokens
         if latest.num_decodes and latest.decode_limit_s < math.inf:
@@ -371,10 +379,11 @@ class LatencyBudgets(Budgets):
 
 
 def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low: int = 0, guess: int = 0) -> int:
-    """The largest count in [low, high] with `seconds(count) <= allowed`, or `low` if there is none; `seconds` ascends.
+    """The largest count in [low, high] with `seconds(count) <= allowed`, or `low` if there is none. `seconds` is
+    ascending.
 
-    Starts at `guess`, if that lies between, and goes away from it in growing steps until it has passed the answer; from
-    there on it halves.
+    Starts at `guess`, if that lies inside, and moves away from it in growing steps until it has passed the answer; then
+    bisects.
     """
     count, step = (guess, 1) if low < guess < high else (high, high - low)
     below = above = -1  # a count that fits and one that does not

@@ -1,6 +1,6 @@
-"""The best latencies that a measured machine can give one request that has it to itself, and which limits are below.
+"""The best latencies that one request alone can have on a measured machine, to find limits that cannot be kept.
 
-Said at start: no budget keeps a limit that a single request breaks. Does not know what is running.
+Reported at start: no budget can keep a limit that a single request breaks. Does not know what is running.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ SHORT_PROMPT = 64  # tokens of text
 
 
 def best_tpot_s(surface: CostSurface, *, pause_s: float = 0.0) -> float:
-    """Seconds per token of one request with a short context; `pause_s` lies between two steps."""
+    """Seconds per token of one request with a short context. `pause_s`: seconds between two steps."""
     return surface.language_s(LanguageLoad(num_decodes=1, decode_context=SHORT_PROMPT)) + pause_s
 
 
 def best_ttft_s(
     surface: CostSurface, token_budget: int, *, picture: VisionLoad | None = None, picture_tokens: int = 0
 ) -> float:
-    """Seconds to the first token of a short prompt, with or without one picture: its encode, then its prefill."""
+    """Seconds to the first token of a short prompt: its encode, if there is a picture, then its prefill."""
     seconds = surface.vision_s(picture) if picture is not None else 0.0
     start, end = 0, SHORT_PROMPT + (picture_tokens if picture is not None else 0)
     while start < end:
@@ -38,9 +38,9 @@ def check_limits(
     picture_tokens: int = 0,
     pause_s: float = 0.0,
 ) -> list[str]:
-    """What to tell the user about limits that not even a single request keeps; empty if all can be kept.
+    """Messages for the user about limits that not even a single request keeps; empty if all can be kept.
 
-    `picture` is the largest one that the model takes, None if it takes none.
+    `picture`: the largest picture of the model; None if it takes none.
     """
     problems = []
     if config.tpot_slo is not None:

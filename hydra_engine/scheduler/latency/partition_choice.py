@@ -1,22 +1,22 @@
-"""Which partition of a divided device the next language step runs on: the whole device, where vision runs beside it for
-some seconds and then waits, or a part of it, where vision runs beside it all along on the rest.
+"""The choice of a device partition for the next language step: the whole device, where vision runs beside it for some
+seconds and then waits, or a part of it, where vision runs beside it all along on the rest.
 
-SpaceServe (section 4.3) divides the multiprocessors once, before it serves. Here the partition follows from what there
-is to do: few decodes are done in time on a small part, many are not. Moving costs little, since only the next launches
-wait for the last ones, but an encode that runs stays where it is; so another partition has to be clearly better. Does
-not know what makes one better.
+SpaceServe (section 4.3) divides the SMs once, before it serves. Here the partition follows from the work: few decodes
+finish in time on a small part, many do not. A change costs little, since only the next launches wait for the last ones,
+but an encode in flight stays on its partition; so another partition has to be clearly better. Does not know how a
+partition is rated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-LOOK = 8  # steps after which the other partitions are looked at again
-GAIN = 1.05  # times the present one's rate that another one has to reach
+LOOK = 8  # steps after which the other partitions are rated again
+GAIN = 1.05  # multiple of the current rate that another partition has to exceed
 
 
 class PartitionChoice:
-    """Of `count` partitions, the undivided device, number 0, included."""
+    """A choice among `count` partitions; number 0 is the undivided device."""
 
     def __init__(self, count: int) -> None:
         self.partition = 0
@@ -24,9 +24,9 @@ class PartitionChoice:
         self._steps = LOOK
 
     def choose(self, rate: Callable[[int], float]) -> int:
-        """Of the step that is being planned. `rate(p)`: the seconds of work, by what it takes alone, that are done in
-        a second on partition p; 0 where the step would miss its limit. Where all would, vision waits on the undivided
-        device."""
+        """The partition of the step that is being planned. `rate(p)`: work done per second on partition p, the work
+        measured in seconds that it takes alone; 0 if the step would miss its limit. If all rates are 0, it is the
+        undivided device, where vision waits."""
         self._steps += 1
         present = rate(self.partition)
         if present and self._steps < LOOK:
