@@ -115,6 +115,17 @@ def test_a_broken_directory_is_named_by_file_never_by_path(tmp_path: Path, conte
     assert str(tmp_path) not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "field"), [("config.json", "model_type"), ("tokenizer_config.json", "tokenizer_class")]
+)
+def test_a_class_is_named_by_a_text(model_dir: Path, tmp_path: Path, file: str, field: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    for value in ({"a": 1}, 5, ["x"]):
+        (tmp_path / file).write_text(json.dumps({field: value}))
+        with pytest.raises(CheckpointError, match=f"{field} in config.json or tokenizer_config.json must be a text"):
+            load_tokenizer(tmp_path)
+
+
 def test_limits_stored_in_the_tokenizer_file_do_not_cut_prompts(model_dir: Path, tmp_path: Path) -> None:
     stored = json.loads((model_dir / "tokenizer.json").read_text())
     stored["truncation"] = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}

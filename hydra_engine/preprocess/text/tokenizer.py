@@ -353,6 +353,11 @@ _BYTE_OF = _byte_alphabet()
 def _class_name(folder: Path) -> str | None:
     config, settings = (read_json(folder, name) for name in ("config.json", "tokenizer_config.json"))
     model_type, declared = config.get("model_type"), settings.get("tokenizer_class") or config.get("tokenizer_class")
+    for name, value in (("model_type", model_type), ("tokenizer_class", declared)):
+        if value is not None and not isinstance(value, str):
+            raise CheckpointError(
+                f"{name} in config.json or tokenizer_config.json must be a text, not {str(value)[:40]!r}"
+            )
     if "auto_map" in settings:  # code of the model's own, which is not run
         return declared
     if model_type in _PLAIN:
