@@ -171,8 +171,9 @@ class VisionResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguageResult:
-    """`token_ids[i]` is what row i sampled, -1 where it asked for no token or failed. `vision_s` is how long the vision
-    lane ran beside the step."""
+    """`token_ids[i]` is what row i sampled, -1 where it asked for no token, failed or was deferred. `vision_s` is how
+    long the vision lane ran beside the step. Of a deferred row nothing was computed, it is to be planned again: a
+    decode, or a chunk of the one token that a request lacks."""
 
     step_id: StepId
     started_s: float
@@ -182,6 +183,7 @@ class LanguageResult:
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why)
     vision_s: float = 0.0
     scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (row, ..) of the tokens behind a scored chunk's
+    deferred: tuple[int, ...] = ()  # rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

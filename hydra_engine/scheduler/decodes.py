@@ -14,44 +14,16 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hydra_engine.cache.table import BlockTable
 from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s
 from hydra_engine.core.state import Ending, RequestState
+from hydra_engine.scheduler.decode_rows import Bools, NewTokens, Ready, RowsInFlight, some
 from hydra_engine.scheduler.timeline import DecodeTimes, Indices, Seconds, Timeline
-
-Bools = npt.NDArray[np.bool_]
 
 SPARE_COLUMNS = 16  # columns of a plan's block tables beyond the longest context
 _ABSENT = -1
 _NO_INDICES: Int64s = np.zeros(0, dtype=np.int64)
-
-
-class Ready(NamedTuple):
-    """Members that may compute a row; entry i of `starts` belongs to member i of `indices`. Valid until a member joins
-    or leaves."""
-
-    indices: Indices
-    starts: Int64s  # [B] position of the member's next row
-    num_keys: int  # sum of keys that these rows read
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.starts)
-
-
-class NewTokens(NamedTuple):
-    """The rows of a step whose requests continue or have just ended with this token; entry i of an [R] field belongs to
-    row i. The fields of messages are lists, which are not changed afterwards."""
-
-    live: Bools | None  # [B] mask of these rows among the plan's rows; None: all
-    request_ids: list[int]  # [R]
-    positions: list[int]  # [R] number of tokens generated before
-    token_ids: list[int]  # [R]
-    ended: list[tuple[RequestState, Ending]]
-    filled: list[tuple[RequestState, int]]  # (request, full blocks) if the row filled a KV block
-    late: list[tuple[RequestState, float]]  # (request, time of the token before) if the token came late
 
 
 class _Members(NamedTuple):
@@ -60,14 +32,6 @@ class _Members(NamedTuple):
     seq_slots: Int64s
     request_ids: Int64s
     id_list: list[int]  # `request_ids` as a list
-
-
-class _RowsInFlight(NamedTuple):
-    """The rows of a plan in flight. With an `id_list`, and while `num_left` is unchanged, row i belongs to member i."""
-
-    rows: DecodeRows
-    id_list: list[int] | None  # request ids of the rows, if every member has one
-    num_left: int  # members that had left when the rows were planned
 
 
 class DecodeTable:
@@ -94,12 +58,13 @@ class DecodeTable:
         self._lasts = _zeros(num_seq_slots)  # position of the last row that its max_new_tokens allow
         self._offsets = _zeros(num_seq_slots)  # start - offset: tokens generated before the row
         self._chunk_in_flight = _zeros(num_seq_slots)  # 1 while its last chunk is in flight
+        self._deferred: Bools = np.zeros(num_seq_slots, dtype=np.bool_)  # a row was deferred, rows behind are in flight
         self._shown = _zeros(num_seq_slots)  # positions whose blocks are in `tables`, a multiple of the block size
         self._tables: BlockIds = np.zeros((num_seq_slots, SPARE_COLUMNS), dtype=np.int32)
         self._tables_shared = False  # True: plans in flight may hold the array
         self._most_blocks = 0  # capacity of the longest block table so far
         self._block_size = block_size
-        self._in_flight: deque[_RowsInFlight] = deque()  # includes rows of requests that have left
+        self._in_flight: deque[RowsInFlight] = deque()  # includes rows of requests that have left
         self._index_of = np.full(num_seq_slots, _ABSENT, dtype=np.int64)  # by slot
         self._members: _Members | None = None  # None: a member has joined or left
         self._num_left = 0  # members that have left so far
@@ -135,7 +100,7 @@ class DecodeTable:
         self._starts[index] = start = state.num_tokens - 1 + unread
         self._lasts[index] = request.max_total_tokens - 2
         self._offsets[index] = request.num_prompt - 1
-        self._chunk_in_flight[index] = unread
+        self._chunk_in_flight[index], self._deferred[index] = unread, False
         num_shown = -(-start // self._block_size)
         self._shown[index] = num_shown * self._block_size
         self._most_blocks = max(self._most_blocks, len(blocks.block_ids))
@@ -164,7 +129,7 @@ class DecodeTable:
         self._index_of[self._seq_slots[last]] = index
         self._index_of[seq_slot], self._members = _ABSENT, None
         numbers = self._seq_slots, self._request_ids, self._last_tokens, self._starts, self._lasts, self._offsets
-        for column in (*numbers, self._chunk_in_flight, self._shown, self._tables):
+        for column in (*numbers, self._chunk_in_flight, self._deferred, self._shown, self._tables):
             column[index] = column[last]
         self.states[index], self._generated[index] = self.states[last], self._generated[last]
         self._block_tables[index] = self._block_tables[last]
@@ -222,16 +187,16 @@ class DecodeTable:
         """The members that may compute a row: all but those planned up to their last token."""
         everyone = slice(0, len(self.states))
         starts = self._starts[everyone].copy()
-        may = starts <= self._lasts[everyone]
+        may = (starts <= self._lasts[everyone]) & ~self._deferred[everyone]
         if np.count_nonzero(may) == len(starts):
             return Ready(everyone, starts, self._sum_starts + len(starts))
-        return _some(may.nonzero()[0], starts[may])
+        return some(may.nonzero()[0], starts[may])
 
     def without(self, ready: Ready, indices: Int64s) -> Ready:
         """`ready` without the members at these indices."""
         among = np.arange(len(self.states))[ready.indices]
         kept = ~np.isin(among, indices)
-        return _some(among[kept], ready.starts[kept])
+        return some(among[kept], ready.starts[kept])
 
     def take_rows(self, ready: Ready, *, ahead: bool) -> DecodeRows:
         """Plans one row for each ready member and advances its start. `ahead`: a step is in flight, so tokens that it
@@ -254,7 +219,7 @@ class DecodeTable:
             self._starts[indices] = starts + 1
             self._sum_starts += len(starts)
             self._longest += 1
-            self._in_flight.append(_RowsInFlight(rows, members.id_list if everyone else None, self._num_left))
+            self._in_flight.append(RowsInFlight(rows, members.id_list if everyone else None, self._num_left))
         return rows
 
     def _current_members(self) -> _Members:
@@ -291,26 +256,58 @@ class DecodeTable:
         self._last_tokens[index] = token_id
         return self.times.read_chunk(index, ended_s, gap_s)
 
-    def take_back(self, rows: DecodeRows, token_ids: Int64s, *, ended_s: float, batch: int, gap_s: float) -> NewTokens:
+    def defer_chunk(self, seq_slot: int) -> None:
+        """Takes a member's last chunk, of one token, out of flight: the token is for a row of a later step."""
+        index = self.index_of(seq_slot)
+        self._chunk_in_flight[index] = 0
+        self._last_tokens[index] = self._generated[index][-1]
+        self._defer(np.array([index]))
+
+    def _defer(self, indices: Int64s) -> None:
+        """Sets these members one row back. Rows behind that are in flight are not computed either, and come first."""
+        self._starts[indices] -= 1
+        self._sum_starts -= len(indices)
+        self._deferred[indices] = True
+        self._end_deferrals()
+
+    def _end_deferrals(self) -> None:
+        if np.count_nonzero(deferred := self._deferred[: len(self.states)]):
+            deferred &= self._unread() > 0
+
+    def take_back(
+        self,
+        rows: DecodeRows,
+        token_ids: Int64s,
+        *,
+        ended_s: float,
+        batch: int,
+        gap_s: float,
+        deferred: Sequence[int] = (),
+    ) -> NewTokens:
         """Takes the rows of a step out of flight and appends their tokens to the members; rows of requests that have
         left are discarded.
 
-        `batch`: rows of the step. `gap_s`: `StepTimes.gap_s`.
+        `batch`: rows of the step. `gap_s`: `StepTimes.gap_s`. `deferred`: rows that were, ascending.
         """
         step = self._in_flight.popleft()
         assert step.rows is rows, "steps come back in another order"
         live, id_list = None, step.id_list
         starts, positions = rows.starts, rows.num_generated
         indices: Indices = slice(0, len(rows))
-        if id_list is not None and step.num_left == self._num_left:
+        if id_list is not None and step.num_left == self._num_left and not deferred:
             generated = self._generated if len(rows) == len(self.states) else self._generated[: len(rows)]
         else:
             among = self._index_of[rows.seq_slots]
             live = among != _ABSENT
+            if deferred:
+                uncomputed = among[list(deferred)]
+                self._defer(uncomputed[uncomputed != _ABSENT])
+                live[list(deferred)] = False
             indices = among = among[live]
             starts, positions, token_ids = starts[live], positions[live], token_ids[live]
             generated = [self._generated[index] for index in among.tolist()]
             id_list = rows.request_ids[live].tolist()
+        self._end_deferrals()
         self._last_tokens[indices] = token_ids
         token_list: list[int] = token_ids.tolist()
         assert min(token_list, default=0) >= 0, "a row came back without a token"
@@ -387,6 +384,7 @@ class DecodeTable:
             assert start == state.num_tokens - 1 + unread[index], f"{where}: position of its next row"
             assert start - self._offsets[index] == state.num_generated + unread[index], f"{where}: count"
             assert start <= self._lasts[index] + 1, f"{where} is planned beyond its end"
+            assert not self._deferred[index] or unread[index], f"{where} waits for nothing"
             if state.generated and not unread[index]:
                 assert self._last_tokens[index] == state.generated[-1], f"{where}: last token"
             num_shown = int(self._shown[index]) // self._block_size
@@ -395,10 +393,6 @@ class DecodeTable:
             row = self._tables[index]
             assert row[:num_shown].tolist() == blocks.blocks()[:num_shown], f"{where}: block table"
             assert not row[num_shown:].any(), f"{where}: block table behind its blocks"
-
-
-def _some(indices: Int64s, starts: Int64s) -> Ready:
-    return Ready(indices, starts, int(starts.sum()) + len(starts))
 
 
 def _zeros(count: int) -> Int64s:

@@ -21,7 +21,7 @@ from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decode_rows import Ready
 from hydra_engine.scheduler.prefill import NeedsResult, PrefillStarter, StepBuilder
 from hydra_engine.scheduler.request_table import RequestTable
 from hydra_engine.scheduler.step_times import StepTimes

@@ -291,6 +291,13 @@ class RequestTable:
         self.images.lose_kv(state)
         self.requeue(state)
 
+    def defer(self, state: RequestState) -> None:
+        """Its chunk of the one token that it lacked was not computed: that token is for a row of a later step."""
+        seq_slot = self.seq_slots.of(state.request.id)
+        if self.decodes.is_member(seq_slot):
+            self.decodes.defer_chunk(seq_slot)
+        self.requeue(state)
+
     def leave_decodes(self, state: RequestState) -> None:
         """Removes the request from the table of decodes; a row still in flight is discarded on return."""
         slot = self.seq_slots.held.get(state.request.id)

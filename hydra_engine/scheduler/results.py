@@ -85,13 +85,21 @@ class ResultProcessor:
         self, plan: LanguagePlan, result: LanguageResult
     ) -> tuple[list[RequestMessage], list[RequestState]]:
         """(messages, requests of the plan that have ended before or now)."""
-        failures = dict(result.failures)
+        failures, deferred = dict(result.failures), set(result.deferred)
         output = _StepOutput(result.ended_s, dict(result.logprobs))
         ended = self._decodes(plan, result, failures, output) if len(plan.decodes) else []
         for row, chunk in enumerate(plan.chunks, start=len(plan.decodes)):
             state, count = self._requests.states[chunk.request_id], len(chunk.token_ids)
             state.plans_in_flight -= 1
             state.num_scheduled -= count
+            if row in deferred:
+                if state.ending is None and (error := failures.get(row)) is not None:
+                    self._requests.end(state, Ending(FinishReason.ERROR, error=error))
+                elif state.ending is None:
+                    self._requests.defer(state)
+                if state.ending is not None:
+                    ended.append(state)
+                continue
             self._requests.timelines[chunk.request_id].prefilled(
                 result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=not chunk.sample
             )
@@ -155,8 +163,14 @@ class ResultProcessor:
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):
                 state = requests.states[RequestId(int(rows.request_ids[row]))]
                 requests.end(state, Ending(FinishReason.ERROR, error=error))
-        token_ids, batch = result.token_ids[: len(rows)], plan.num_rows
-        new = table.take_back(rows, token_ids, ended_s=result.ended_s, batch=batch, gap_s=self._times.gap_s)
+        new = table.take_back(
+            rows,
+            result.token_ids[: len(rows)],
+            ended_s=result.ended_s,
+            batch=plan.num_rows,
+            gap_s=self._times.gap_s,
+            deferred=[row for row in result.deferred if row < len(rows)],
+        )
         self.generation_tokens += len(new.token_ids)
         for state, since_s in new.late:
             gap = output.tokens.late[state.request.id] = self._explained(state, since_s, result.ended_s)

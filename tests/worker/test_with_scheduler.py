@@ -17,6 +17,8 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_engine.worker.language.mask_turns import MaskTurns
+from hydra_engine.worker.language.slot_table import SlotTable, lacks_one
 from tests.worker.fakes import BLOCK, NAN_TOKEN, POISON_TOKEN, Rig, make_request
 from tests.worker.test_ahead import expected_of
 
@@ -118,3 +120,41 @@ def test_every_request_gets_its_own_tokens_whatever_is_planned_ahead(seed: int, 
         assert event.error is None and len(tokens) == event.num_generated
         assert tokens == expected_of([request], len(tokens))[0]
         assert tokens[-1] == 2 if event.reason is FinishReason.STOP else len(tokens) == request.max_new_tokens
+
+
+@pytest.mark.quick("1-")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_rows_may_be_deferred_at_any_time(seed: int, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    num_deferred = [0, 0]  # in all, and because of a row before
+
+    def deferrable(table: SlotTable, plan: LanguagePlan) -> list[int]:
+        first = len(plan.decodes)
+        return [*range(first), *(first + i for i, chunk in enumerate(plan.chunks) if lacks_one(chunk))]
+
+    def choose(turns: MaskTurns, plan: LanguagePlan, rows: list[int]) -> list[int]:
+        chosen = [row for row in rows if rng.random() < 0.4]
+        num_deferred[0] += len(chosen)
+        num_deferred[1] += len(turns._slot_table.behind_deferred(plan))
+        return chosen
+
+    monkeypatch.setattr(SlotTable, "deferrable", deferrable)
+    monkeypatch.setattr(MaskTurns, "choose", choose)
+    rig = Rig(asynchronous=asynchronous)
+    rig.worker.capture_graphs(lambda done, total: None)
+    rig.model.broken_forwards = set(rng.integers(0, 150, 6).tolist())
+    loop = Loop(rig, num_blocks=16)
+    requests = some_requests(rng, 24)
+    for request in requests:
+        loop.add(request)
+    loop.run_to_the_end()
+    rig.worker.close()
+    assert all(num_deferred) and loop.most_in_flight == 2
+    for request in requests:
+        tokens = loop.tokens[request.id]
+        if loop.finished[request.id].error is None:
+            assert tokens == expected_of([request], len(tokens))[0]
+            assert tokens[-1] == 2 if loop.finished[request.id].reason is FinishReason.STOP else True
+        else:
+            assert {POISON_TOKEN, NAN_TOKEN} & {*request.prompt_token_ids} and not tokens

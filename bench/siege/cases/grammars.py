@@ -60,6 +60,29 @@ def _is_200(answer: Answer) -> list[Finding]:
     return [] if answer.status == 200 else [Finding("blame", f"{answer.status} {answer.body[:200]!r}")]
 
 
+_AMBIGUOUS = 'start: s\ns: s s | s s s | A | ""\nA: /(?s:.)/'
+
+
+async def dear_masks(stage: Stage) -> list[Finding]:
+    """48 answers, which leave room for others: each of their tokens takes up to a tenth of a second to find out what
+    may come next. Bob has streams all the while, and a grammar of his own."""
+    body = {
+        "model": "demo",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "guided_grammar": _AMBIGUOUS,
+        "messages": [{"role": "user", "content": "x"}],
+    }
+    findings: list[Finding] = []
+    async with beside((stage.alice.post(CHAT, body) for _ in range(48)), 2.0) as others:
+        for index in range(2):
+            findings += oracles.bystander(*await stage.golden(index, watched=True))
+        answer = await stage.bob.post(CHAT, _quick(stage.rng))
+        if all(other.done() for other in others):
+            findings.append(Finding("turn", "nobody was beside bob's streams"))
+    return list(dict.fromkeys(findings)) + _is_200(answer) + await stage.turns("grammars")
+
+
 async def private(stage: Stage) -> list[Finding]:
     """What alice has had checked and compiled is checked and compiled again for bob, or its time would tell. A small
     one, which instances keep."""
@@ -75,5 +98,6 @@ async def private(stage: Stage) -> list[Finding]:
 CASES = [
     Case("grammars", "twelve, twice", twelve_twice, growth_mib=_COMPILED_MIB),
     Case("grammars", "one's own beside 66", own_grammar, growth_mib=_COMPILED_MIB),
+    Case("grammars", "48 with dear masks", dear_masks, growth_mib=_COMPILED_MIB),
     Case("grammars", "private", private),
 ]

@@ -44,6 +44,8 @@ class _Compiled:
     matcher: Matcher  # at the beginning of the text
     client: str
     own_bytes: int
+    first: TokenMask  # at the beginning of the text
+    dearest_s: float  # processor time of a mask, for any request
     is_kept: bool = True
     num_users: int = 0  # requests
     num_steps: int = 0  # of all requests so far
@@ -178,7 +180,13 @@ class Constraints:
             matcher = guide.compile(grammar)
         except GrammarError as error:
             raise Unavailable(f"the grammar was accepted and could not be compiled for the model: {error}") from None
-        return _Compiled(matcher, request.client, matcher.num_bytes())
+        began_s = time.thread_time()
+        try:
+            first = matcher.copy().allowed()
+        except GrammarError as error:
+            raise _not_followed(error, grammar.param) from None
+        dearest_s = time.thread_time() - began_s
+        return _Compiled(matcher, request.client, matcher.num_bytes() + first.nbytes, first, dearest_s)
 
     # ---- with the lock
 
@@ -215,27 +223,51 @@ class GrammarConstraint:
         self._compiled: _Compiled | None = None
         self._param = param
         self._num_accepted = 0
+        self._prepared: tuple[int, TokenMask] | None = None  # behind so many tokens
 
     def begin(self, compiled: _Compiled) -> None:
         self._compiled, self._matcher = compiled, compiled.matcher.copy()
 
     def end(self) -> None:
         """Lets go of what has been compiled. Whoever has this may not ask it any more."""
-        self._compiled = self._matcher = None
+        self._compiled = self._matcher = self._prepared = None
 
     @property
     def is_ready(self) -> bool:
         return self._matcher is not None
 
+    @property
+    def dearest_s(self) -> float:
+        return 0.0 if self._compiled is None else self._compiled.dearest_s
+
+    def prepare(self, output_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest."""
+        self._prepared = len(output_ids), self._computed(output_ids)
+
     def allowed(self, output_ids: Sequence[int]) -> TokenMask:
         """Raises InvalidRequest."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == len(output_ids):
+            return prepared[1]
+        return self._computed(output_ids)
+
+    def _computed(self, output_ids: Sequence[int]) -> TokenMask:
         matcher, compiled = self._matcher, self._compiled
         assert matcher is not None and compiled is not None, "a request that is held is sampled for"
         compiled.num_steps += 1
+        if not output_ids:
+            return compiled.first
+        began_s = time.thread_time()
         try:
             if len(output_ids) > self._num_accepted:
                 matcher.accept(output_ids[self._num_accepted :])
                 self._num_accepted = len(output_ids)
             return matcher.allowed()
         except GrammarError as error:
-            raise InvalidRequest(f"the grammar cannot be followed any further: {error}", param=self._param) from None
+            raise _not_followed(error, self._param) from None
+        finally:
+            compiled.dearest_s = max(compiled.dearest_s, time.thread_time() - began_s)
+
+
+def _not_followed(error: GrammarError, param: str) -> InvalidRequest:
+    return InvalidRequest(f"the grammar cannot be followed any further: {error}", param=param)

@@ -30,6 +30,7 @@ from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.asynchronous_step import AsynchronousStep, Unread
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.graphs import default_sizes
+from hydra_engine.worker.language.mask_turns import MaskTurns
 from hydra_engine.worker.language.mixed_graphs import mixed_sizes
 from hydra_engine.worker.language.samples import Samples
 from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable, part_of
@@ -54,6 +55,7 @@ class Pending:
         self.launched_s = launched_s
         self.allowance_s = inf if divided else plan.vision_s
         self.vision_s = 0.0  # of the vision lane, beside this step
+        self.deferred: list[int] = []
         self.samples = Samples.none(plan.num_rows)  # as far as they are known
         self.slot_owners: SlotOwners | None = None  # None: no step before it was in flight when it was launched
         self.settled: LanguageResult | None = None
@@ -143,6 +145,7 @@ class StepOrder:
             tuple(samples.failures),
             step.vision_s,
             tuple(samples.scores),
+            tuple(step.deferred),
         )
 
     def _end(self, step: Pending) -> None:
@@ -205,6 +208,7 @@ class LanguageLane:
             self._slot_table = SlotTable(num_seq_slots)
             self._step = SynchronousStep(parts, self._slot_table, gate)
             self._order = StepOrder(self._slot_table, clock)
+        self._mask_turns = MaskTurns(self._slot_table, expected_only=asynchronous)
         self.thread = device.lane("language")
 
     def submit(
@@ -256,9 +260,10 @@ class LanguageLane:
         if self._ahead:
             pending.slot_owners = slot_table.slot_owners(plan)
         rows, barred = np.arange(plan.num_rows), slot_table.barred(plan)
-        if barred:
+        pending.deferred = self._mask_turns.deferred(plan, barred)
+        if barred or pending.deferred:
             pending.fail(barred, FAILED_EARLIER)
-            rows = np.setdiff1d(rows, barred)
+            rows = np.setdiff1d(rows, [*barred, *pending.deferred])
             self._attempt(pending, rows, *part_of(plan, records, rows))
         else:
             self._attempt(pending, rows, plan, records)

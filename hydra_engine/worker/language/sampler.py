@@ -92,6 +92,15 @@ class Constraint(Protocol):
         May be asked again. Raises HydraError where the grammar cannot be followed."""
         ...
 
+    def prepare(self, output_ids: Sequence[int]) -> None:
+        """Computes now what `allowed` is asked for next. Raises as that does."""
+        ...
+
+    @property
+    def dearest_s(self) -> float:
+        """Processor time that `allowed` has taken, at most so far."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingState:

@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hydra_engine.backend.base import StateCache, StateRows
-from hydra_engine.core.plans import DecodeRows, Int64s, LanguagePlan
+from hydra_engine.core.plans import ChunkRow, DecodeRows, Int64s, LanguagePlan
 from hydra_engine.core.request import Request
 from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState
 from hydra_engine.worker.ports import WorkerRequest
@@ -68,6 +69,10 @@ def part_of(
     return part, [records[i] for i in chunks]
 
 
+def lacks_one(chunk: ChunkRow) -> bool:
+    return chunk.sample and len(chunk.token_ids) == 1 and chunk.num_generated > 0
+
+
 _NO_OWNER = -1
 _NEVER = -1
 
@@ -105,6 +110,8 @@ class SlotTable:
         self._checked: Int64s | None = None  # slots of decodes that their requests owned; no owner has changed since
         self._requests: list[Request | None] = [None] * num_seq_slots
         self._sampling_states: list[SamplingState | None] = [None] * num_seq_slots
+        self._constrained: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)  # has a grammar
+        self._deferred_at: Int64s = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # position of a row that was
         self._lock = threading.Lock()  # for what follows
         self._any_failed = False
         self._failed_in: Int64s = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # the first step in which a row failed
@@ -123,6 +130,8 @@ class SlotTable:
                 self.since[seq_slot] = self.step
             elif chunk.start == 0:
                 self.since[seq_slot] = self.step  # it begins anew
+            self._deferred_at[seq_slot] = _NEVER
+            self._constrained[seq_slot] = record.sampling_state.constraint is not None
             self._requests[seq_slot] = record.request
             self._sampling_states[seq_slot] = record.sampling_state
             self._assign(seq_slot, record)
@@ -162,12 +171,42 @@ class SlotTable:
         rows: list[int] = np.flatnonzero((before >= slot_owners.since) & (before < slot_owners.step)).tolist()
         return rows
 
+    # ---- rows that were deferred: those planned behind them have nothing to go on from either
+
+    def defer(self, plan: LanguagePlan, rows: Sequence[int]) -> None:
+        """These rows, which nothing is planned before, are for a later step. All others of the plan are computed."""
+        seq_slots, starts = seq_slots_of(plan), starts_of(plan)
+        self._deferred_at[seq_slots[self._at(plan)]] = _NEVER
+        self._deferred_at[seq_slots[rows]] = starts[rows]
+
+    def behind_deferred(self, plan: LanguagePlan) -> list[int]:
+        """Rows, ascending, that were planned behind one that was deferred."""
+        at = self._deferred_at[plan.decodes.seq_slots]
+        rows: list[int] = np.flatnonzero((at != _NEVER) & (at != plan.decodes.starts)).tolist()
+        return rows
+
+    def _at(self, plan: LanguagePlan) -> npt.NDArray[np.bool_]:
+        """[num_rows] whether a row is the one that was deferred before."""
+        at: npt.NDArray[np.bool_] = self._deferred_at[seq_slots_of(plan)] == starts_of(plan)
+        return at
+
+    def deferrable(self, plan: LanguagePlan) -> list[int]:
+        """Rows, ascending, of requests with a grammar that compute the one token which these lack."""
+        rows: list[int] = np.flatnonzero(self._constrained[seq_slots_of(plan)]).tolist()
+        first = len(plan.decodes)
+        return [row for row in rows if row < first or lacks_one(plan.chunks[row - first])]
+
     def requests(self, plan: LanguagePlan) -> Iterator[Request]:
         """The requests of the plan's rows."""
         for seq_slot in seq_slots_of(plan).tolist():
             request = self._requests[seq_slot]
             if request is not None:
                 yield request
+
+    def request(self, seq_slot: int) -> Request:
+        request = self._requests[seq_slot]
+        assert request is not None, f"slot {seq_slot} has no request"
+        return request
 
     def sampling_state(self, seq_slot: int) -> SamplingState:
         state = self._sampling_states[seq_slot]
@@ -186,6 +225,11 @@ class SlotTable:
         ids = decodes.token_ids
         unread = ids < 0
         return np.where(unread, self._last_tokens[decodes.seq_slots], ids) if np.count_nonzero(unread) else ids
+
+    def known_token(self, decodes: DecodeRows, row: int) -> tuple[int, int]:
+        """Position and id of the token that a row off the fast path computes."""
+        token_id = int(decodes.token_ids[row])
+        return int(decodes.starts[row]), token_id if token_id >= 0 else int(self._last_tokens[decodes.seq_slots[row]])
 
     def check_owners(self, decodes: DecodeRows) -> None:
         """Plans share the array of slots as long as the same requests decode: then there is nothing new to check."""

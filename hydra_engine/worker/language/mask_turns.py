@@ -1,0 +1,130 @@
+"""Which rows of a step are deferred because their grammars' masks would keep other rows waiting.
+
+The lane waits for masks, so they are computed for so long and the one that is begun then; rows that are left are for a
+later step. Where several clients are in a step their masks take turns, and a client whose mask took longer pays with
+the steps that follow; one that is alone has longer steps, for it waits for itself. A row's token is the same in
+whatever step it is computed. Does not know what a grammar is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from hydra_engine.core.fairness.turns import FairQueue
+from hydra_engine.core.plans import LanguagePlan
+from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.language.sampler import Constraint, TokenHistory
+from hydra_engine.worker.language.slot_table import SlotTable, seq_slots_of
+
+STEP_S = 0.01  # of processor time for masks, in a step with several clients
+ALONE_S = 0.05  # in one with a single client: how long the first request of another may have to wait
+
+_MAX_ROWS = 1 << 20  # more than a step has
+
+
+@dataclass(slots=True, eq=False)
+class _Mask:
+    """Of a row, and what it is computed with."""
+
+    row: int
+    seq_slot: int
+    client: str
+    constraint: Constraint
+    history: TokenHistory
+
+    def prepare(self) -> None:
+        self.constraint.prepare(self.history.output_ids)
+
+
+class MaskTurns:
+    """`expected_only`: tokens are on a device, and the lane computes masks behind a step's forward, which they do not
+    hold up; only where they are expected to take too long are they computed before it."""
+
+    def __init__(
+        self, slot_table: SlotTable, *, expected_only: bool, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._slot_table = slot_table
+        self._expected_only = expected_only
+        self._clock = clock
+        self._queue: FairQueue[_Mask] = FairQueue("masks", _MAX_ROWS)
+        self._owed_s: dict[str, float] = {}
+        self._deferred_since: dict[int, int] = {}  # by slot: the first of the steps that its row was deferred in
+        self._step = 0
+
+    def deferred(self, plan: LanguagePlan, barred: Collection[int]) -> list[int]:
+        """Rows of the plan, ascending, beside those that are barred. Computes the masks of the others, or leaves that
+        to whoever samples."""
+        table = self._slot_table
+        rows = [row for row in table.deferrable(plan) if row not in barred]
+        if not rows:
+            return []
+        behind = [row for row in table.behind_deferred(plan) if row not in barred]
+        left = self.choose(plan, [row for row in rows if row not in behind])
+        table.defer(plan, left)
+        return sorted([*behind, *left])
+
+    def choose(self, plan: LanguagePlan, rows: Sequence[int]) -> list[int]:
+        """Those of these rows that are left for a later step."""
+        self._step += 1
+        self._owed_s = {client: owed_s - STEP_S for client, owed_s in self._owed_s.items() if owed_s > STEP_S}
+        is_alone = len({request.client for request in self._slot_table.requests(plan)}) == 1
+        masks = [self._mask(plan, row) for row in rows]
+        most_s = ALONE_S if is_alone else STEP_S
+        if self._expected_only and sum(mask.constraint.dearest_s for mask in masks) <= most_s:
+            return []
+        masks = [mask for mask in sorted(masks, key=self._since) if self._is_next(plan, mask)]
+        left = self._left_alone(masks) if is_alone else self._left_by_turns(masks)
+        since = {mask.seq_slot: self._since(mask) for mask in left}
+        for mask in masks:
+            self._deferred_since.pop(mask.seq_slot, None)
+        self._deferred_since |= since
+        return [mask.row for mask in left]
+
+    def _left_alone(self, masks: list[_Mask]) -> list[_Mask]:
+        left_s = ALONE_S
+        for index, mask in enumerate(masks):
+            if left_s <= 0:
+                return masks[index:]
+            left_s -= self._prepare(mask)
+        return []
+
+    def _left_by_turns(self, masks: list[_Mask]) -> list[_Mask]:
+        for mask in masks:
+            self._queue.push(mask.client, mask)
+        left, left_s = dict.fromkeys(masks), STEP_S
+        while left_s > 0 and (begun := self._queue.pop(lambda client: client not in self._owed_s)) is not None:
+            client, mask = begun
+            used_s = self._prepare(mask)
+            self._queue.end(client, used_s)
+            del left[mask]
+            left_s -= used_s
+            if left_s < 0:
+                self._owed_s[client] = -left_s
+        for mask in left:
+            self._queue.remove(mask.client, mask)
+        return list(left)
+
+    def _prepare(self, mask: _Mask) -> float:
+        """Seconds that it took. What it raises is raised again where the row is sampled."""
+        began_s = self._clock()
+        attempt("a mask", mask.prepare)
+        return self._clock() - began_s
+
+    def _mask(self, plan: LanguagePlan, row: int) -> _Mask:
+        seq_slot = int(seq_slots_of(plan)[row])
+        state, request = self._slot_table.sampling_state(seq_slot), self._slot_table.request(seq_slot)
+        assert state.constraint is not None and state.history is not None
+        return _Mask(row, seq_slot, request.client, state.constraint, state.history)
+
+    def _since(self, mask: _Mask) -> int:
+        return self._deferred_since.get(mask.seq_slot, self._step)
+
+    def _is_next(self, plan: LanguagePlan, mask: _Mask) -> bool:
+        """Whether its row samples behind the tokens that its history has now; none follows where a row failed."""
+        mask.history.settle()
+        if not self._expected_only and mask.row < len(plan.decodes):
+            start, token_id = self._slot_table.known_token(plan.decodes, mask.row)
+            mask.history.record(start, (token_id,))
+        return not mask.history.is_broken
