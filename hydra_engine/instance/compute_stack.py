@@ -204,12 +204,7 @@ def _load_and_size(
         weight_bytes=weight_bytes,
         total_bytes=total_bytes,
     )
-    try:
-        plan = plan_of(filling=Filling(own_bytes) if fills else None)
-    except ResourceError:
-        if config.load_format != "random":
-            check_layers(config.model_path, spec, backend, role)  # layers that are not there need no memory
-        raise
+    plan = _first_plan(partial(plan_of, filling=Filling(own_bytes) if fills else None), config, spec, backend, role)
     resolved = _resolve(config, spec, plan, role, device)
     with _memory_for("the weights"), all_cores(backend):
         model = load_model(
@@ -233,6 +228,18 @@ def _load_and_size(
         plan = plan_of(filling=Filling(own_bytes, working, model.weights_bytes, reasons))
         resolved = _resolve(config, spec, plan, role, device)
     return resolved, plan, model
+
+
+def _first_plan(
+    make: Callable[[], CachePlan], config: EngineConfig, spec: ModelSpec, backend: Backend, role: Role
+) -> CachePlan:
+    """Before the weights are open: where memory does not suffice for layers that are not there, they are the reason."""
+    try:
+        return make()
+    except ResourceError:
+        if config.load_format != "random":
+            check_layers(config.model_path, spec, backend, role)
+        raise
 
 
 def _nothing() -> None:
