@@ -1,6 +1,6 @@
-"""One request on the frontend's side while it runs: tokens in, text out, and the result at the end.
+"""A running request on the frontend's side: tokens in, text out, and the result at the end.
 
-Does not know channels or readers; `incoming.py` feeds it messages and passes on what it returns.
+Does not know channels or readers; `incoming.py` passes messages in and pieces on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer, Spel
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 from hydra_engine.telemetry.timeline import metrics_of, relative, slo_report
 
-MAX_LATE = 100  # gaps kept of a request; all are counted
+MAX_LATE = 100  # gaps kept per request; all are counted
 
 
 class Reader(Protocol):
@@ -39,11 +39,11 @@ class Reader(Protocol):
 
     @property
     def takes_pieces(self) -> bool:
-        """Log probabilities that it got with pieces are left out of the result."""
+        """True if log probabilities go out with pieces only; the result then has none."""
         ...
 
     def feed(self, piece: Piece) -> None:
-        """The piece that carries a result is the last one."""
+        """Receives a piece; the one that carries a result is the last."""
         ...
 
     def fail(self, error: HydraError) -> None: ...
@@ -51,7 +51,7 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """Owned by the frontend's loop from submission to Finished."""
+    """A request and the text made of its tokens. Owned by the frontend's loop from submission to Finished."""
 
     request: Request
     handle: Reader
@@ -62,11 +62,11 @@ class ActiveRequest:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: Sequence[TextLogprob] = ()
-    scores: Logprobs = field(init=False)  # of prompt tokens but the first, as far as they have come
+    scores: Logprobs = field(init=False)  # of the prompt tokens received so far; the first token has none
     first_token_s: float | None = None
     last_token_s: float | None = None
     gaps_s: array[float] = field(default_factory=lambda: array("d"))  # between tokens
-    late_by: Counter[str] = field(default_factory=Counter)  # late tokens by what most of each gap went to
+    late_by: Counter[str] = field(default_factory=Counter)  # late tokens by the main cause of the gap
     stop_string: str | None = None
     cancelled: bool = False
     stop_ids: frozenset[int] = field(init=False)
@@ -78,16 +78,16 @@ class ActiveRequest:
 
     @property
     def closed(self) -> bool:
-        """Nothing that still arrives is shown: a stop string matched or the owner cancelled."""
+        """True once later tokens are not shown: a stop string matched or the owner cancelled."""
         return self.cancelled or self.stop_string is not None
 
     @property
     def lacks_scores(self) -> bool:
-        """Log probabilities of the prompt are wanted, and some of them have not come."""
+        """True while log probabilities of the prompt are wanted and some have not arrived."""
         return self._is_scored and len(self.scores) < self.request.num_prompt - 1
 
     def on_scores(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Adds log probabilities of prompt tokens from position `start` on, which may have come before."""
+        """Adds log probabilities of the prompt tokens from position `start` on; ignores those that arrived before."""
         assert start <= len(self.scores) + 1, "an instance skipped a prompt token"
         for entry in logprobs[len(self.scores) + 1 - start :]:
             self.scores.append(entry)
@@ -95,7 +95,8 @@ class ActiveRequest:
     def on_tokens(
         self, position: int, token_ids: Sequence[int], time_s: float, logprobs: Sequence[TokenLogprobs] = ()
     ) -> Piece | None:
-        """The piece to show, or None. `position` counts the tokens before. Sets `stop_string` when one is complete."""
+        """Returns the piece to show, or None once closed. `position` is the number of tokens before. Sets `stop_string`
+        when one is complete."""
         if self.closed:
             return None
         assert position == len(self.token_ids), "an instance skipped or repeated a token"
@@ -124,7 +125,7 @@ class ActiveRequest:
         return replace(piece, prompt_token_ids=self.request.prompt_token_ids, prompt_logprobs=self._prompt_logprobs())
 
     def on_next_token(self, token_id: int, time_s: float) -> Piece:
-        """`on_tokens` for one token that follows another, without a log probability, while it is not closed."""
+        """Fast path of `on_tokens`: one token that is not the first, without a log probability, while not closed."""
         assert self.last_token_s is not None, "there is one before"
         self.gaps_s.append(time_s - self.last_token_s)
         self.last_token_s = time_s
@@ -137,7 +138,7 @@ class ActiveRequest:
         return Piece(text, (token_id,))
 
     def on_late(self, gap: StageSpan) -> None:
-        """The token that comes next, if any is shown, came late."""
+        """Records the gap before the next token, which is late."""
         if not self.closed:
             self.late_by[gap.blame[0].kind] += 1
             keep = heapq.heappush if len(self._late) < MAX_LATE else heapq.heappushpop
@@ -145,11 +146,11 @@ class ActiveRequest:
 
     @property
     def late(self) -> list[StageSpan]:
-        """The longest gaps before late tokens, in order, times absolute."""
+        """The longest gaps before late tokens, in order of time; times are absolute."""
         return [gap for _, _, gap in sorted(self._late, key=itemgetter(1))]
 
     def on_finished(self, finished: Finished, now: float) -> Piece:
-        """The last piece, with the result; for reasons stop and length, or after a stop string."""
+        """Returns the last piece, with the result: for reasons stop and length, or after a stop string."""
         tail = "" if self.stop_string is not None else self.detokenizer.flush()
         stop_reason: str | int | None = finished.stop_token_id
         if self.stop_string is None and self.detokenizer.stop_string is not None:
@@ -178,7 +179,7 @@ class ActiveRequest:
         error: HydraError | None = None,
     ) -> Result:
         request = self.request
-        reported = (span for span in finished.spans if not span.blame)  # gaps also of tokens that were not shown
+        reported = (span for span in finished.spans if not span.blame)  # gaps include tokens that were not shown
         timeline = relative((*self.preprocess_spans, *reported, *self.late), request.arrival_s)
         metrics = metrics_of(
             timeline,
@@ -226,14 +227,14 @@ class ActiveRequest:
         return PromptLogprobs(self.scores, self.request.num_prompt) if self._is_scored else None
 
     def _ends_silently(self, token_id: int) -> bool:
-        """End-of-sequence and stop tokens end the text without being part of it."""
+        """True for end-of-sequence and stop tokens that end the text without being part of it."""
         sampling = self.request.sampling
         too_early = len(self.token_ids) < sampling.min_tokens and sampling.grammar is None
         return token_id in self.stop_ids and not sampling.include_stop_str_in_output and not too_early
 
 
 def activate(prepared: Prepared, handle: Reader, tokenizer: Tokenizer, engine: SchedulerConfig) -> ActiveRequest:
-    """The active request of a prepared one. Its number is its age on this node; its own latency limits go before the
+    """Returns the active request. Its number is its age on this node; its own latency limits take precedence over the
     engine's."""
     slo = prepared.request.slo.with_defaults(engine.ttft_slo, engine.tpot_slo)
     request = replace(prepared.request, age=prepared.request.id, slo=slo)
@@ -242,7 +243,7 @@ def activate(prepared: Prepared, handle: Reader, tokenizer: Tokenizer, engine: S
 
 
 def usage_of(request: Request) -> Usage:
-    """The counts that are known at admission."""
+    """The counts known at admission."""
     return Usage(
         prompt_tokens=request.num_prompt,
         completion_tokens=0,

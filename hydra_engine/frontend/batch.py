@@ -1,4 +1,4 @@
-"""One prompt or many to their end: as many at once as keep the lanes busy, results in the order of the prompts.
+"""Runs one prompt or many to their end: enough at once to keep the lanes busy, results in the order of the prompts.
 
 Does not know threads.
 """
@@ -28,8 +28,8 @@ async def run_batch(
     defaults: SamplingParams,
     ended: list[Result | None],
 ) -> Any:
-    """Runs requests to their end for `Engine.generate` and `chat`. `options` are BatchOptions; `ended` gets each result
-    as it comes, at its place."""
+    """Runs requests to their end for `Engine.generate` and `chat`. `options` are BatchOptions; `ended[i]` is set to the
+    result of prompt i as it ends. Returns one Result for a single prompt, else a list."""
     check_prompt(prompts)
     single = isinstance(prompts, str) or is_token_ids(prompts) or is_chat(prompts)
     raises = options.pop("on_error", "raise") == "raise"
@@ -48,7 +48,7 @@ async def run_batch(
 
 
 def _one_each(values: Any, num_items: int, name: str) -> list[Any]:
-    """Pictures or videos beside a list of prompts: an entry for each."""
+    """Returns one entry per prompt. Raises InvalidRequest if the numbers differ."""
     if values is None:
         return [None] * num_items
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
@@ -67,11 +67,11 @@ async def _run_all(
     progress: bool | None,
     single: bool,
 ) -> list[Result]:
-    """The `call` for each of `prompts`, which are (prompt, images, videos). A request that failed has a Result with
-    `error`, whose `index` is its place; unless it is a `single` one, the message says so too."""
+    """Runs `call` for each (prompt, images, videos) of `prompts`. The Result of a failed request has an `error`, whose
+    `index` is that of the prompt; its message names it too unless `single`."""
     limits = frontend.config.scheduler
     ended.extend([None] * len(prompts))
-    # Enough to keep the lanes busy and their preprocessing ahead of them, never so many that the queue refuses.
+    # Enough to keep the lanes busy and preprocessing ahead of them, but never more than the queue admits.
     at_once = max((summary.max_num_seqs for summary in frontend.summaries), default=0) or limits.most_requests
     window = asyncio.Semaphore(max(1, min(2 * at_once, limits.max_queue // 2) // call.sampling.n))
     with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, frontend.statuses.total) as bar:
@@ -97,7 +97,8 @@ async def _run_all(
 
 
 def _placed(error: HydraError, index: int | None) -> HydraError:
-    """The error with the picture and, of several prompts, the one that it is about, counted from one."""
+    """Returns the error with the number of the picture and, for several prompts, of the prompt in its message, from
+    1."""
     match = re.fullmatch(r"(image|video)s\[(\d+)\]", error.param or "")
     places = [f"{match[1]} {int(match[2]) + 1}"] if match else []
     places += [f"prompt {index + 1}"] if index is not None else []

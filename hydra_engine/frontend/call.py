@@ -1,8 +1,8 @@
-"""One `GenerationCall` per request, from the arguments of `Engine`'s methods.
+"""Builds one `GenerationCall` per request from the arguments of `Engine`'s methods.
 
 Messages, pictures and videos as Python users give them become the typed ones of `core/call.py`: OpenAI's format and its
-looser relatives, with paths, bytes and pictures in memory beside URLs. Opens nothing: a picture stays what the user
-gave.
+looser relatives, with paths, bytes and pictures in memory beside URLs. Opens nothing: a picture stays the object that
+the user gave.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hydra_engine.errors import InvalidRequest
 
 
 class Tensor(Protocol):
-    """One of torch or of another library, without importing any."""
+    """A tensor of torch or another library, without importing one."""
 
     def numpy(self) -> Any: ...
 
@@ -54,7 +54,7 @@ Videos = Video | Sequence[Video] | None
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `SamplingParams`, which says what they mean, as keywords."""
+    """The fields of `SamplingParams` as keywords; they are documented there."""
 
     temperature: float
     top_p: float
@@ -80,9 +80,9 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class CallOptions(SamplingOptions, total=False):
-    """Options of one request. `sampling` in place of single fields; `response_format` is the OpenAI API's or a pydantic
-    model; `raw` leaves the chat template out; `slo` are the request's own limits, `priority` its place (the smaller one
-    goes first); requests with different `cache_salt` reuse nothing of each other."""
+    """Options of one request: `sampling` instead of single fields; `response_format` as in the OpenAI API, or a
+    pydantic model; `raw` skips the chat template; `slo` overrides the engine's latency limits; requests with a smaller
+    `priority` go first; requests with different `cache_salt` share no cache entries."""
 
     sampling: SamplingParams | None
     response_format: Mapping[str, Any] | type | None
@@ -95,9 +95,9 @@ class CallOptions(SamplingOptions, total=False):
 
 
 class BatchOptions(CallOptions, total=False):
-    """Options of one request or many that run to their end. `on_error="return"` puts the error of a failed request into
-    its Result, "raise" (default) raises the first one after all have ended; `progress` None shows a bar for several on
-    a terminal."""
+    """Options of one request or a batch that runs to its end. `on_error="raise"` (default) raises the first error after
+    all requests have ended, "return" stores the error of a failed request in its Result; `progress` None shows a bar if
+    there are several prompts and standard error is a terminal."""
 
     on_error: Literal["raise", "return"]
     progress: bool | None
@@ -108,7 +108,7 @@ _OTHERS = frozenset(CallOptions.__annotations__) - _SAMPLING
 
 
 def call_of(options: Mapping[str, Any], defaults: SamplingParams, request_id: str | None = None) -> GenerationCall:
-    """A call without its prompt. `options` are CallOptions; single fields of sampling that are not there are those of
+    """Returns a call without its prompt. `options` are CallOptions; sampling fields that they do not give come from
     `defaults`. Raises InvalidRequest."""
     unknown = options.keys() - _SAMPLING - _OTHERS
     if unknown:
@@ -126,7 +126,7 @@ def call_of(options: Mapping[str, Any], defaults: SamplingParams, request_id: st
 def with_prompt(
     call: GenerationCall, prompt: Prompt | Messages, images: Images = None, videos: Videos = None
 ) -> GenerationCall:
-    """The same for this prompt, and what is beside it. Raises InvalidRequest."""
+    """Returns a copy of `call` with this prompt and its media. Raises InvalidRequest."""
     check_prompt(prompt)
     media = media_parts(images, videos)
     if is_chat(prompt):
@@ -156,14 +156,14 @@ def _sampling(
 
 
 def check_prompt(what: object) -> None:
-    """One or several. Raises InvalidRequest for what is neither text nor a sequence."""
+    """Raises InvalidRequest unless `what`, one prompt or several, is text or another sequence (bytes are not)."""
     if not isinstance(what, Sequence) or isinstance(what, bytes | bytearray):
         kind = type(what).__name__
         raise InvalidRequest(f"a prompt must be text, a list of token ids or messages, not {kind}", param="prompt")
 
 
 def is_chat(what: Any) -> bool:
-    """Messages, and not text or token ids."""
+    """True for chat messages; False for text and token ids."""
     return isinstance(what, Sequence) and not isinstance(what, str) and bool(what) and isinstance(what[0], Mapping)
 
 
@@ -179,8 +179,8 @@ _PARTS = ("text", "image_url", "image", "image_pil", "video_url", "video")
 
 
 def chat_messages(messages: object, media: Sequence[MediaPart] = ()) -> tuple[ChatMessage, ...]:
-    """Raises InvalidRequest with the path of the field. Of `media`, which were given beside the messages, all must find
-    a place in them."""
+    """Returns typed messages in which every item of `media`, given beside them, has a place. Raises InvalidRequest with
+    the path of the field."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages must be a list with at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -191,8 +191,8 @@ def chat_messages(messages: object, media: Sequence[MediaPart] = ()) -> tuple[Ch
 
 
 def media_parts(images: Any, videos: Any) -> tuple[MediaPart, ...]:
-    """Each is one, a list of them, or None. A list of pictures in memory is one video; of files that are frames it
-    takes a list in the list."""
+    """Returns the parts of `images` and `videos`: each is one item, a list of items, or None. A flat list of pictures
+    in memory is one video; a video whose frames are files must be a list within the list."""
     several = isinstance(videos, list | tuple) and not any(map(_is_frame, videos))
     pictures = (ImagePart(*reference) for reference in _places(images, "images", isinstance(images, list | tuple)))
     return (*pictures, *(VideoPart(*reference) for reference in _places(videos, "videos", several)))
@@ -240,7 +240,7 @@ def _content(content: object, role: str, path: str) -> str | tuple[TextPart | Me
 
 def _part(part: object, path: str) -> TextPart | MediaPart:
     if isinstance(part, MediaPart):
-        return part  # it was given beside the messages
+        return part  # was given beside the messages
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image_embeds":
         raise InvalidRequest(f"{path}: embeddings of pictures are not taken; give the picture itself", param=path)
@@ -255,7 +255,7 @@ def _part(part: object, path: str) -> TextPart | MediaPart:
 
 
 def _url(part: Mapping[str, Any], path: str, name: str) -> MediaPart:
-    """{"type": "image_url" or "video_url", the same: {"url": ...}}"""
+    """Parses {"type": T, T: {"url": ...}}, where T is "image_url" or "video_url"."""
     place, kind = f"{path}.{name}", name.removesuffix("_url")
     given = part.get(name)
     options, param = (given, f"{place}.url") if isinstance(given, Mapping) else ({"url": given}, place)
@@ -265,7 +265,7 @@ def _url(part: Mapping[str, Any], path: str, name: str) -> MediaPart:
 
 
 def _embedded(part: Mapping[str, Any], path: str, kind: str) -> MediaPart:
-    """{"type": "image" or "video", ...} with a URL, a path or an object of the caller's; vLLM's image_pil is one."""
+    """Parses {"type": "image" or "video", ...} with a URL, a path or an object in memory; vLLM's image_pil is one."""
     for name in (kind, "url", "path", "image_pil"):
         value = part.get(name)
         if value is not None:
@@ -333,8 +333,8 @@ def _text(value: object, path: str, most: int) -> str:
 
 
 def _with_media(messages: Sequence[Any], media: Sequence[MediaPart]) -> list[Any]:
-    """Messages that hold all of `media`: in the places that they leave open, {"type": "image"} and nothing else, as
-    transformers has them, or before the text of the user's last message."""
+    """Returns the messages with `media` placed in them: in open places, {"type": "image"} and nothing else as
+    transformers has them, or before the text of the last user message."""
     turns = [dict(turn) if isinstance(turn, Mapping) else turn for turn in messages]
     left = list(media)
     for turn in turns:
@@ -355,7 +355,8 @@ def _with_media(messages: Sequence[Any], media: Sequence[MediaPart]) -> list[Any
 
 
 def _filled(part: Any, left: list[MediaPart]) -> Any:
-    """The part, or what takes its open place, which is then no longer left."""
+    """Returns the first item of `left` that fits if the part is an open place, else the part. Removes that item from
+    `left`."""
     if isinstance(part, Mapping) and len(part) == 1:
         for index, reference in enumerate(left):
             if part.get("type") == reference.kind:
@@ -364,7 +365,7 @@ def _filled(part: Any, left: list[MediaPart]) -> Any:
 
 
 def _places(values: Any, name: str, several: bool) -> list[tuple[Any, str]]:
-    """(value, param) of each."""
+    """(value, param) of each item."""
     if values is None:
         return []
     return [(value, f"{name}[{index}]") for index, value in enumerate(values)] if several else [(values, name)]

@@ -1,8 +1,8 @@
-"""Several answers to one prompt behind one handle: which requests they are, when each begins, and how all of them end.
+"""Several answers to one prompt behind one handle: their requests, when each starts, and how all of them end.
 
-The first answer goes ahead. With its first token all KV of the prompt can be found where it was computed; there the
-others begin, and prefill what is left of the last block. To whoever dispatches and computes them answers are requests
-like all others; one that fails takes the others with it. Does not know instances, messages or text.
+The first answer starts alone. At its first token the whole prompt's KV is in the prefix cache of the instance that
+computed it; the other answers start there and prefill only the rest of the last block. Downstream each answer is an
+ordinary request; if one fails, all fail. Does not know instances, messages or text.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hydra_engine.preprocess.text.tokenizer import Tokenizer
 
 
 class Choices:
-    """The requests with more than one answer that have not ended, by the number of what the user asked for."""
+    """The running requests with more than one answer, by the user's request number."""
 
     def __init__(
         self, dispatcher: Dispatcher, config: SchedulerConfig, clock: Clock, next_id: Callable[[], RequestId]
     ) -> None:
-        self.num_waiting = 0  # answers that are admitted and have not begun
+        self.num_waiting = 0  # answers that are admitted and have not started
         self.dispatcher = dispatcher
         self.config = config
         self.clock = clock
@@ -37,14 +37,14 @@ class Choices:
         self._open: dict[RequestId, _Group] = {}
 
     def submit(self, prepared: Prepared, handle: Handle, tokenizer: Tokenizer) -> None:
-        """The user's number is the first answer's, too."""
+        """Starts the first answer, whose request has the user's number."""
         numbers = [prepared.request.id, *(self._next_id() for _ in range(prepared.request.sampling.n - 1))]
         group = self._open[numbers[0]] = _Group(self, prepared, handle, tokenizer, numbers)
         self.num_waiting += len(numbers)
         group.begin(0, 1)
 
     def cancel(self, number: RequestId) -> bool:
-        """Cancels all answers of a request. False: no request with several answers has that number."""
+        """Cancels all answers of a request. False if no request with several answers has that number."""
         group = self._open.get(number)
         if group is not None:
             group.fail(RequestAborted("the request was cancelled"))
@@ -74,8 +74,8 @@ class _Group:
         self._results: dict[int, Result] = {}
 
     def begin(self, start: int, end: int) -> None:
-        """Answers [start, end), unless one of them fails at once. All but the first follow that one to where it was
-        prefilled."""
+        """Starts answers [start, end), until one of them fails. All but the first go to the instance that prefilled the
+        first."""
         dispatcher, now = self._choices.dispatcher, self._choices.clock.now()
         first = dispatcher.requests.get(self._numbers[0])
         near = first.attempt.route.prefill if first is not None and first.attempt is not None else ""
@@ -97,11 +97,11 @@ class _Group:
         sampling = self._sampling if index else self._first_sampling
         return replace(request, id=self._numbers[index], seed=(request.seed + index) & SEED_MASK, sampling=sampling)
 
-    # ---- what becomes of answers
+    # ---- pieces and errors of answers
 
     def feed(self, index: int, piece: Piece) -> None:
         if self.handle.done:
-            return  # with an error
+            return  # it has failed
         if self._first is None:
             self._first = piece
         prompt_logprobs = self._first.prompt_logprobs
@@ -118,7 +118,7 @@ class _Group:
             self.begin(1, len(self._numbers))
 
     def fail(self, error: HydraError) -> None:
-        """Fails all answers, whether they have begun or not."""
+        """Fails all answers, started or not."""
         if self.handle.done:
             return
         self.handle.fail(error)

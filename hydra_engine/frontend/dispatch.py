@@ -1,7 +1,7 @@
-"""Requests in flight over the instances: where each goes, what is tried again when an instance is lost, how each ends.
+"""Dispatches requests in flight: where each runs, what is tried again when an instance is lost, how each ends.
 
-Reads no clock and knows no event loop: `now` is passed in, messages leave through `send`. Every request that is
-submitted ends exactly once. What instances say about requests is taken in by `frontend/incoming.py`.
+Reads no clock and knows no event loop: `now` is passed in, messages leave through `send`. Every submitted request ends
+exactly once. `frontend/incoming.py` handles the messages of instances.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hydra_engine.frontend.routing.instances import Instances, Send, missing_for
 from hydra_engine.frontend.routing.late_decoder import LateDecoder
 from hydra_engine.frontend.routing.router import Router
 
-# Attempts without anybody's death: each has a cause that passes (a full cache, a lost lease). This many have another.
+# Attempts that ended without a death: their causes pass (a full cache, a lost lease), but not if there are this many.
 MAX_REPLAYS = 32
 RETRY_AFTER_S = 5
-# A connection usually breaks because one of its ends has died, which is told a moment later and counts otherwise.
+# A connection usually breaks because one end has died, which is reported a moment later and counted as a death.
 PAIR_GRACE_S = 0.3
 
 Report = Callable[[ActiveRequest, Result], None]
 
 
 class Broken(NamedTuple):
-    """An attempt, and jobs of it, for which something may have been on its way between a pair that was cut off."""
+    """A broken pair of instances, and the attempt and jobs that may have had a transfer between them."""
 
     in_flight: RequestInFlight
     attempt: Attempt
@@ -44,7 +44,8 @@ class Broken(NamedTuple):
 
 
 class Dispatcher:
-    """`next_id` gives numbers that are not in use; `report` gets every result."""
+    """The requests in flight and the table of instances. `next_id` returns unused numbers; `report` receives every
+    result."""
 
     def __init__(
         self,
@@ -65,13 +66,13 @@ class Dispatcher:
         self._router = Router(self.instances, config.cluster.router)
         self.late_decoder = LateDecoder(self.instances, self._router)
         self._broken: list[Broken] = []
-        # Called between the loss of an instance and that of its requests. True: another one has taken a stage over.
+        # Called after an instance is lost, before its requests are. True: another instance has taken a stage over.
         self.on_loss: Callable[[], bool] = lambda: False
 
     # ---- instances
 
     def on_up(self, name: str, now: float) -> None:
-        """The instance serves the role that it had, or was given meanwhile."""
+        """Marks the instance ready in its current role, which may have changed while it was down."""
         self.instances.up(name)
         self.wake(now)
 
@@ -82,10 +83,11 @@ class Dispatcher:
             self._count_death_after_leaving(in_flight, name, now)
         self._lose_all(name, now)
         if has_stand_in or not restarts:
-            self.wake(now)  # those that wait for it in vain are told
+            self.wake(now)  # fails the requests that no other instance can serve
 
     def on_silent(self, name: str, silent: bool, now: float) -> None:
-        """A silent instance may wake up: then it is told to abort all that it holds."""
+        """Moves requests away from a silent instance. If it answers again it receives aborts for everything it
+        holds."""
         if not self.instances[name].is_up:
             return
         if silent:
@@ -120,7 +122,7 @@ class Dispatcher:
     # ---- requests
 
     def submit(self, active: ActiveRequest, pixels: Sequence[PixelPayload], now: float, *, near: str = "") -> None:
-        """`near` an instance that has computed this prompt, if anybody has."""
+        """Starts a new request. `near`: an instance that has computed this prompt, or empty."""
         in_flight = RequestInFlight(active, tuple(pixels), near)
         self.requests[active.request.id] = in_flight
         self.start(in_flight, now)
@@ -133,8 +135,8 @@ class Dispatcher:
             self.close(in_flight, now)
 
     def tick(self, now: float) -> None:
-        """A few times a second: ends what has waited too long and what a broken connection has cut off, and lets the
-        next suspect begin."""
+        """Ends requests past their deadline and transfers over broken pairs, and starts the next suspect. Call it a few
+        times a second."""
         due = [broken for broken in self._broken if broken.due_s <= now]
         self._broken = [broken for broken in self._broken if broken.due_s > now]
         for broken in due:
@@ -147,7 +149,7 @@ class Dispatcher:
             self.late_decoder.look_again(in_flight, now)
 
     def wake(self, now: float) -> None:
-        """An instance can be used again: requests that wait are tried, the oldest first."""
+        """Retries waiting requests, the oldest first, after a change of the usable instances."""
         for in_flight in self._by_age():
             if in_flight.deadline_s is None:
                 continue
@@ -165,9 +167,9 @@ class Dispatcher:
     # ---- attempts
 
     def start(self, in_flight: RequestInFlight, now: float) -> None:
-        """A new attempt, or it waits for an instance that can serve it, or for its turn."""
+        """Starts a new attempt, or lets the request wait for an instance or, if it is a suspect, for its turn."""
         if self.poison_guard.must_wait(in_flight):
-            if in_flight.deadline_s is None:  # from when it stands in line, however often its turn is looked for
+            if in_flight.deadline_s is None:  # set once: the retries of `tick` do not extend it
                 in_flight.deadline_s = now + self._cluster.recovery_s
             return
         route = self._router.route(in_flight.request, in_flight.near)
@@ -182,14 +184,14 @@ class Dispatcher:
         self.instances.send(route.prefill, [Submit(request, pixels, route.stages, remote)])
 
     def bind(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
-        """Decides where the request decodes; or it waits."""
+        """Chooses the decoder; without one the request waits."""
         if not self.late_decoder.bind(in_flight, attempt):
             self._wait_or_stay(in_flight, attempt, Role.D, now)
         elif not attempt.waits:
             in_flight.deadline_s = None
 
     def encode(self, in_flight: RequestInFlight, attempt: Attempt, indices: Iterable[int], now: float) -> None:
-        """Has these images encoded, and those that no instance could encode before; or they wait."""
+        """Sends these images, and those still unserved, to encoders; without one they wait."""
         attempt.unserved.update(indices)
         images = [(index, in_flight.request.images[index]) for index in sorted(attempt.unserved)]
         chosen = self._router.encoders(attempt.route.prefill, images)
@@ -207,8 +209,8 @@ class Dispatcher:
             self.instances.send(name, [in_flight.encode_message(number, share, attempt.route.prefill)])
 
     def _wait_or_stay(self, in_flight: RequestInFlight, attempt: Attempt, stage: Role, now: float) -> None:
-        """No other instance does this stage. The one that prefills may have come to do so since the request was sent
-        there: then the request begins again, and stays."""
+        """Waits for `stage`, which no other instance serves. If the prefilling instance has been given that stage
+        since, replays the request, which then stays there."""
         if self.instances[attempt.route.prefill].serves(stage):
             self.replay(in_flight, now)
         else:
@@ -224,14 +226,14 @@ class Dispatcher:
         if in_flight.phase is Phase.CLOSING:
             self._conclude(in_flight, now)
         elif self.instances.draining:
-            in_flight.deadline_s = now + self._cluster.recovery_s  # roles are being switched; that ends by itself
+            in_flight.deadline_s = now + self._cluster.recovery_s  # while roles are switched, which ends by itself
         else:
             waited = f"no instance could continue this request within {self._cluster.recovery_s:g} s"
             self.fail(in_flight, _lost(waited), now)
 
     def replay(self, in_flight: RequestInFlight, now: float, blame: str = "transfer") -> None:
-        """Ends this attempt everywhere and begins another, as long as there is sense in it. `blame`: the kind of it if
-        the next token comes late."""
+        """Aborts this attempt everywhere and starts another, within the limits on deaths and replays. `blame`: the
+        cause that is recorded if the next token comes late."""
         died = blame == "lost"
         if not died and in_flight.attempt is not None:
             self.poison_guard.note_left(in_flight, in_flight.attempt.instances, now)
@@ -244,7 +246,7 @@ class Dispatcher:
             self.start(in_flight, now)
 
     def _may_go_on(self, in_flight: RequestInFlight, now: float, *, died: bool) -> bool:
-        """Counts one more attempt, or one more encode of an image. False: the request has failed."""
+        """Counts one more attempt, or one more encode of an image. Returns False if that fails the request."""
         in_flight.deaths += died
         in_flight.replays += not died
         if self.poison_guard.is_poison(in_flight):
@@ -258,7 +260,7 @@ class Dispatcher:
         return False
 
     def encode_again(self, in_flight: RequestInFlight, jobs: Sequence[Job], now: float, *, died: bool = False) -> None:
-        """These jobs, which are not the request's any more, have ended without their images having been fetched."""
+        """Encodes the images of these ended jobs, already removed from the request, that were not fetched."""
         indices = {index for job in jobs for index in job.pending}
         if not indices:
             return
@@ -279,8 +281,8 @@ class Dispatcher:
             self._lose(in_flight, name, now)
 
     def _count_death_after_leaving(self, in_flight: RequestInFlight, name: str, now: float) -> None:
-        """The request has left the instance `name`, which turns out to be dead; the attempt that has begun since goes
-        on unless it has to be the only one of its kind."""
+        """Counts the death of instance `name` for a request that left it shortly before. The attempt started since goes
+        on unless the request is now a suspect that must wait."""
         if in_flight.is_at(name):
             return
         in_flight.replays -= 1
@@ -293,7 +295,6 @@ class Dispatcher:
             self.start(in_flight, now)
 
     def _lose(self, in_flight: RequestInFlight, name: str, now: float) -> None:
-        """The instance `name` does nothing more for the request."""
         attempt = in_flight.attempt
         if attempt is None or not in_flight.is_at(name):
             return
@@ -311,7 +312,8 @@ class Dispatcher:
             self.encode_again(in_flight, lost, now, died=True)
 
     def _lose_pair(self, broken: Broken, now: float) -> None:
-        """Both sides live, but what was on its way between them is gone, whether they are connected again or not."""
+        """Restarts transfers between two live instances that a broken connection has lost, even if they are connected
+        again."""
         in_flight, attempt = broken.in_flight, broken.attempt
         if not in_flight.running or in_flight.attempt is not attempt:
             return
@@ -340,8 +342,7 @@ class Dispatcher:
         del self.by_id[job.id]
 
     def _leave(self, in_flight: RequestInFlight, blame: str = "") -> None:
-        """Ends the attempt and aborts what instances still hold of it. `blame`: why, if another attempt
-        is to follow."""
+        """Ends the attempt and aborts what instances still hold of it. `blame`: why, if another attempt follows."""
         if (attempt := in_flight.attempt) is not None:
             for job in list(attempt.jobs.values()):
                 self.drop_job(in_flight, job)
@@ -353,7 +354,7 @@ class Dispatcher:
     # ---- the end
 
     def close(self, in_flight: RequestInFlight, now: float) -> None:
-        """The end is decided: work is aborted, and reports of what was done are waited for."""
+        """Begins to end the request: aborts its work and waits for the reports of its instances."""
         in_flight.phase, in_flight.deadline_s = Phase.CLOSING, now + self._cluster.recovery_s
         if (attempt := in_flight.attempt) is not None:
             for name in attempt.instances:
@@ -389,8 +390,8 @@ class Dispatcher:
         del self.requests[in_flight.request.id]
 
     def fail(self, in_flight: RequestInFlight, error: HydraError, now: float) -> None:
-        """The reader gets the error at once; what still runs is aborted. One that has ended meanwhile, as other answers
-        of its handle do when one of them fails, is passed over."""
+        """Gives the error to the reader at once and aborts what still runs. No-op if the request has ended, as other
+        answers of one handle do when one of them fails."""
         if in_flight.phase is Phase.ENDED:
             return
         active = in_flight.active

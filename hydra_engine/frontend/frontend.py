@@ -1,8 +1,8 @@
-"""The core of the frontend process: its life, the way of a call through the preprocessor, and what others may ask.
+"""The core of the frontend process: start and end, a call's way through the preprocessor, and queries about the engine.
 
 Everything here runs on one asyncio loop and never blocks it; `engine.py` gives it its public forms. Owns the
-preprocessor and the links to the instances; what becomes of an admitted request is decided in `dispatch.py`. Does not
-know HTTP and never imports torch.
+preprocessor and the links to the instances; `dispatch.py` decides about admitted requests. Does not know HTTP and never
+imports torch.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.1  # how often the frontend looks for what has waited too long
-LEDGER_S = 5.0  # for all instances to answer
+TICK_S = 0.1  # how often the frontend looks for requests that have waited too long
+LEDGER_S = 5.0  # limit for all instances to answer
 
 
 class Frontend:
-    """Start it on a running loop, submit, close. It is the supervisor's `ClusterListener`."""
+    """The frontend of one engine: start it on a running loop, submit calls, close it. Also the supervisor's
+    `ClusterListener`."""
 
     def __init__(
         self,
@@ -81,13 +82,13 @@ class Frontend:
         self._clock = clock or MonotonicClock()
         self._supervisor = supervisor or Supervisor(config, processes=processes, ahead=ahead)
         self._links: dict[str, InstanceLink] = {}
-        self._summaries: dict[str, InstanceSummary] = {}  # of instances that are down too
+        self._summaries: dict[str, InstanceSummary] = {}  # instances that are down included
         self._on_progress: OnProgress | None = None
         self._progress = JointProgress()
         self._preprocessor: Preprocessor | None = None
         self._placement = Placement()
         self._admitting = 0
-        self._in_preprocess: dict[RequestId, tuple[str, LiveRequest]] = {}  # and whose it is
+        self._in_preprocess: dict[RequestId, tuple[str, LiveRequest]] = {}  # (client, request)
         self._finish_times: deque[float] = deque(maxlen=32)
         self._preprocess_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._next_id: Callable[[], RequestId] = map(RequestId, itertools.count(1)).__next__
@@ -107,11 +108,11 @@ class Frontend:
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
-    # ---- life
+    # ---- start and end
 
     async def start(self, on_progress: OnProgress) -> None:
-        """Ready when this returns. While the instances read their weights the tokenizer loads and what decodes pictures
-        starts."""
+        """Returns when requests can be submitted. The tokenizer loads and the media decoders start while the instances
+        read their weights."""
         path, in_thread = self.config.model_path, self._loop.run_in_executor
         spec = await in_thread(None, load_spec, path, self.config.spec_options)
         self._placement = Placement(spec.vision is not None, spec.language.has_states)
@@ -154,7 +155,7 @@ class Frontend:
         self.state = "ok"
 
     async def close(self) -> None:
-        """Fails what still runs, stops the instances. Idempotent."""
+        """Fails the requests that still run and stops the instances. Idempotent."""
         if self.state == "closed":
             return
         self.state = "closed"
@@ -191,12 +192,13 @@ class Frontend:
     # ---- requests
 
     def open_handle(self, request_id: str | None = None) -> tuple[RequestId, Handle]:
-        """A handle that can be cancelled before the request exists. From any thread."""
+        """Returns a new request number and a handle that can be cancelled before the request exists. Thread-safe."""
         number = self._next_id()
         return number, Handle(request_id or f"req-{number}", lambda: self.cancel(number))
 
     async def submit(self, number: RequestId, handle: Handle, call: GenerationCall) -> None:
-        """Preprocessor, then the instances. Raises RequestError before anything is queued."""
+        """Preprocesses the call and sends the request to the instances. Raises RequestError before anything is
+        queued."""
         num_answers = call.sampling.n
         self._check_open(num_answers)
         if handle.cancelled:
@@ -218,7 +220,7 @@ class Frontend:
         self._dispatcher.submit(active, prepared.pixels, self._clock.now())
 
     async def submit_detached(self, number: RequestId, handle: Handle, call: GenerationCall) -> None:
-        """`submit`, with errors given to the handle's readers."""
+        """Does what `submit` does, but passes errors to the handle's readers."""
         task = asyncio.current_task()
         assert task is not None
         self._preprocess_tasks[number] = task
@@ -233,7 +235,7 @@ class Frontend:
             del self._preprocess_tasks[number]
 
     def cancel(self, number: RequestId) -> None:
-        """Cancels a request; from any thread."""
+        """Cancels a request. Thread-safe."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._cancel, number)
 
@@ -273,7 +275,8 @@ class Frontend:
             observer(active, result)
 
     def record_workload(self, write: Callable[[bytes], None]) -> Recording:
-        """`write` gets the lines of a workload file, for requests that come from now on, until that is closed."""
+        """Passes the lines of a workload file to `write`, for requests that arrive from now on, until the recording is
+        closed."""
         return Recording(write, self._clock, self.observers, self._dispatcher.requests, self._in_preprocess)
 
     # ---- the supervisor's listener
@@ -319,7 +322,7 @@ class Frontend:
                     case _:
                         self._incoming.take(name, message, now)
 
-    # ---- what others may ask
+    # ---- queries
 
     @property
     def preprocessor(self) -> Preprocessor:
@@ -330,32 +333,31 @@ class Frontend:
 
     @property
     def num_active(self) -> int:
-        """Requests, or answers of requests that ask for several, that are admitted or about to be."""
+        """Requests that are admitted or being admitted; a request for several answers counts once per answer."""
         return len(self._dispatcher.requests) + self._choices.num_waiting + self._admitting
 
     @property
     def summaries(self) -> list[InstanceSummary]:
-        """Start-up summaries in the order of the topology; an instance that is down has its latest one."""
+        """Start-up summaries in the order of the topology; the latest known one where an instance is down."""
         return [self._summaries[name] for name in self._dispatcher.instances if name in self._summaries]
 
     @property
     def max_model_len(self) -> int:
-        """The longest request that every instance with a decoder can hold."""
+        """The longest request, in tokens, that every instance with prefill or decode can hold."""
         return min(summary.max_model_len for summary in self.summaries if set(summary.role) & {"P", "D"})
 
     @property
     def lost(self) -> bool:
-        """No request can be served any more: the instances of some stage have failed and are not started again."""
+        """True if no request can be served any more: every instance of some stage has failed and none is restarted."""
         return self.state == "ok" and missing_for_good(self._dispatcher.instances.values(), images=False) is not None
 
     def instances(self) -> tuple[InstanceState, ...]:
-        """All instances of the topology, as they are now."""
         states = self._supervisor.states()
         return tuple(self._watch.seen_from_here(state, self._summaries.get(state.name)) for state in states)
 
     def activity(self, since: int, limit: int, client: str | None) -> Activity:
-        """The `limit` latest requests that have ended behind the first `since` ones, and the `limit` oldest that run;
-        of all clients or of one."""
+        """The up to `limit` requests that ended after the first `since` ones, and the `limit` oldest that run; of one
+        client, or of all if `client` is None."""
         number, finished = self.trace.since(since, limit, client)
         flying = (f for f in self._dispatcher.requests.values() if client in (None, f.request.client))
         running = (in_flight.live(self.statuses.stage) for in_flight in flying)
@@ -363,34 +365,35 @@ class Frontend:
         return Activity(number, finished, list(itertools.islice(itertools.chain(running, preparing), limit)))
 
     def health(self) -> tuple[bool, str]:
-        """(every stage can be served and makes progress, one word why not): loading, draining, hung, instance_lost or
-        closed."""
+        """Returns (True, "ok") if every stage is served and makes progress, else False and a word why: loading,
+        draining, hung, instance_lost or closed."""
         if self.state != "ok":
             return False, self.state
         reason = self._watch.problem(self._clock.now(), images=self._placement.has_vision)
         return reason is None, reason or "ok"
 
     async def ledger(self) -> LedgerReport:
-        """The blocks and slots that all instances hold right now."""
+        """Returns the blocks and slots that all instances hold now. Raises TimeoutError after `LEDGER_S`."""
         self._check_running()
         async with asyncio.timeout(LEDGER_S):
             return await self._queries.ask(self._next_id(), {name: link.end for name, link in self._links.items()})
 
     async def reset_caches(self, *, kv: bool, images: bool) -> None:
-        """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays. What is
-        submitted when this has returned finds nothing but that."""
+        """Drops reusable KV (`kv`), or pictures and their features (`images`); running requests keep what they hold.
+        Requests submitted after this has returned hit nothing older. Raises Unavailable if an instance does not
+        answer."""
         self._check_running()
         if images:
             self.preprocessor.forget_pictures()
         for link in list(self._links.values()):
             link.end.send([ResetCaches(kv, images)])
         try:
-            await self.ledger()  # an instance answers in the order of what it was sent
+            await self.ledger()  # an instance handles messages in order
         except TimeoutError:
             raise Unavailable("an instance has not answered; try again", code="not_ready") from None
 
     async def prompt_ids(self, call: GenerationCall) -> tuple[int, ...]:
-        """Those of a call's prompt, pictures included, which are opened for that. Raises RequestError as `submit`
+        """Token ids of a call's prompt, image tokens included; opens its pictures. Raises RequestError as `submit`
         does."""
         self._check_open(1)
         self._admitting += 1
@@ -400,11 +403,11 @@ class Frontend:
             self._admitting -= 1
 
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
-        """The last `seconds` of the requests that have ended, as trace events. From any thread."""
+        """Trace events of requests that ended in the last `seconds`. Thread-safe."""
         return self.trace.events(since_s=self._clock.now() - seconds)
 
     def set_fault(self, point: str, action: str, argument: str = "", instance: str | None = None) -> None:
-        """Arms a fault point of one instance, or of all."""
+        """Arms a fault point of one instance, or of all if `instance` is None."""
         for name, link in list(self._links.items()):
             if instance in (None, name):
                 link.end.send([SetFault(point, action, argument)])
@@ -412,8 +415,8 @@ class Frontend:
     # ---- roles at run time
 
     async def set_topology(self, text: str) -> None:
-        """Switches the roles of running instances to those of `text`, each after it has finished what it has. Raises
-        ConfigError, before anything has changed, where that cannot be."""
+        """Switches the running instances to the roles of `text`, each after it has finished its work. Raises
+        ConfigError, before anything changes, if that is impossible."""
         self._check_running()
         async with self._switching:
             self._placement.check(text)

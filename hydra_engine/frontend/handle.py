@@ -1,7 +1,7 @@
-"""What a caller holds of a submitted request: await it, iterate it, cancel it, or ask for its result from plain code.
+"""The caller's handle of a submitted request: await it, iterate it, cancel it, or block for its result.
 
-Fed by the frontend on its loop; read from any thread and any event loop. Pieces wait in a queue until read; when a
-reader is slow those of one answer are joined, so the queue stays short. Does not know tokenisation or messages.
+Fed by the frontend on its loop; read from any thread and any event loop. Pieces wait in a queue until read; for a slow
+reader adjacent pieces of one answer are joined, which keeps the queue short. Does not know tokenisation or messages.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _JOIN_ABOVE = 64
 
 
 class Handle:
-    """One request. Reading pieces consumes them; `result()` and `await` do not. An error is raised by every reader."""
+    """A submitted request. Iterating consumes its pieces; `result()` and `await` do not. Every reader raises its
+    error."""
 
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
         self.id = request_id
         self.prompt_usage: Usage | None = None  # counts of the prompt, once the request is admitted
-        self.cancelled = False  # perhaps before the frontend has begun with the request
-        self._takes_pieces: bool | None = None  # None: nobody has said
+        self.cancelled = False  # may be set before the frontend has started the request
+        self._takes_pieces: bool | None = None  # None: `expect` was not called
         self._cancel = cancel
-        self._lock = threading.Lock()  # plain: it is taken for every token
+        self._lock = threading.Lock()  # not reentrant, for speed: it is taken for every token
         self._condition = threading.Condition(self._lock)  # for readers that block a thread
         self._num_blocked = 0
         self._waiting: list[_Waiting] = []
@@ -49,7 +50,7 @@ class Handle:
         self.show(piece, piece.result)
 
     def show(self, piece: Piece, result: Result | None) -> None:
-        """Adds text of one of several answers; `result` is that of all of them and ends the stream."""
+        """Adds a piece of one of several answers; `result`, the joint one, ends the stream."""
         with self._lock:
             kept = self._takes_pieces is not False
             if kept and (len(self._pieces) < _JOIN_ABOVE or not join_last(self._pieces, piece)):
@@ -61,7 +62,8 @@ class Handle:
             reader.wake()
 
     def _given(self, piece: Piece) -> bool:
-        """The reader's thread is the frontend's and it waits for this very piece, so that none can overtake another."""
+        """Passes the piece to the taker. Only on the taker's thread and with an empty queue, which keeps pieces in
+        order."""
         assert self._taker is not None
         return self._taker_thread == get_ident() and not self._pieces and self._taker(piece)
 
@@ -73,7 +75,7 @@ class Handle:
             reader.wake()
 
     def _woken(self) -> list[_Waiting]:
-        """Under the lock; whom to wake once it is given back."""
+        """Takes the readers to wake after the lock is released. Call it under the lock."""
         if self._num_blocked:
             self._condition.notify_all()
         waiting = self._waiting
@@ -88,8 +90,8 @@ class Handle:
         return self._result is not None or self._error is not None
 
     def expect(self, *, pieces: bool) -> None:
-        """Says before the first token in which one way this is read: piece by piece, and results then have no log
-        probabilities, or its result alone, and pieces are not kept. Unsaid, both ways are open."""
+        """Restricts reading to one way; call it before the first token. `pieces`: by pieces, and results have no log
+        probabilities; else by the result alone, and pieces are dropped. Without a call both ways work."""
         with self._lock:
             self._takes_pieces = pieces
             if not pieces:
@@ -100,8 +102,8 @@ class Handle:
         return self._takes_pieces is True
 
     def forward(self, take: Callable[[Piece], bool]) -> None:
-        """From now on `take` is asked first about every piece without a result, as long as none waits to be read, and
-        if the frontend runs on this thread; those for which it says no are read as ever. It must not raise."""
+        """Offers every further piece without a result to `take` first, if no piece is queued and the frontend runs on
+        this thread. Pieces for which it returns False are queued. It must not raise."""
         self._taker, self._taker_thread = take, get_ident()
 
     def cancel(self) -> None:
@@ -129,13 +131,13 @@ class Handle:
             yield piece
 
     def _check_owner(self) -> None:
-        """Raises EngineClosed in a forked child. Called before the lock is taken, which a thread that the fork left
-        behind may have held."""
+        """Raises EngineClosed in a forked child. Call it before taking the lock, which a thread lost in the fork may
+        have held."""
         if not self.done:
             self._owner.check()
 
     def _block(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Under the lock. False: it took too long."""
+        """Waits until `ready`. Returns False after `timeout_s`. Call it under the lock."""
         self._num_blocked += 1
         try:
             return self._condition.wait_for(ready, timeout_s)
@@ -170,7 +172,7 @@ class Handle:
         return self._finished()
 
     def _change(self) -> asyncio.Future[None]:
-        """Under the lock; what the next piece or error resolves."""
+        """A future that the next piece or error resolves. Call it under the lock."""
         reader = _Waiting(asyncio.get_running_loop())
         self._waiting.append(reader)
         return reader.woken
@@ -183,7 +185,7 @@ class Handle:
 
 
 class _Waiting:
-    """A reader on an event loop."""
+    """A reader that waits on an event loop."""
 
     __slots__ = ("_loop", "_thread", "woken")
 
@@ -193,8 +195,7 @@ class _Waiting:
         self.woken: asyncio.Future[None] = loop.create_future()
 
     def wake(self) -> None:
-        """Wakes the reader, from any thread. On the loop's own, as in the server, that takes no more than the
-        future."""
+        """Wakes the reader. Thread-safe; on the loop's own thread, as in the server, it only sets the future."""
         if self._loop.is_closed():
             return
         if self._thread == get_ident():

@@ -1,4 +1,4 @@
-"""What the frontend keeps of one request: its phase, enough to start again, and the attempt that serves it now.
+"""The frontend's state of one request: its phase, enough to start again, and its current attempt.
 
 An attempt is the request on its instances under one id, dropped as a whole when it ends. Decides nothing and sends
 nothing; `dispatch.py` does.
@@ -22,13 +22,13 @@ from hydra_engine.frontend.routing.instances import InstanceLoad
 from hydra_engine.frontend.routing.router import Route
 from hydra_engine.telemetry.trace import LiveRequest
 
-# What an instance said last about one of its ids, if it has since that time.
+# (instance, id, since): the instance's latest report about the id, or None if there is none since that time.
 Reported = Callable[[str, RequestId, float], StageReport | None]
 
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """A request's share of an instance's load, counted from the beginning until it is released."""
+    """A request's share of an instance's load, counted from creation until `release`."""
 
     instance: InstanceLoad
     prefill_tokens: int = 0  # to compute there
@@ -39,7 +39,7 @@ class Charge:
         self._count(1)
 
     def grow(self, num_tokens: int) -> None:
-        """The request has so many more tokens at the instance where it decodes, if that is known."""
+        """Adds tokens to the decode share; no-op if there is none."""
         if not self.decode_tokens:
             return
         self.decode_tokens += num_tokens
@@ -58,8 +58,8 @@ class Charge:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Images of a request that instance `name` encodes. No other instance has been asked since for those in
-    `pending`."""
+    """An encode job: images of a request on instance `name`. `pending` are those that no other instance has been asked
+    for since."""
 
     id: RequestId
     name: str
@@ -69,8 +69,8 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """`base` tokens were known when it began at `began_s`. `decoder` is where it decodes or will, empty while that is
-    not decided."""
+    """The request on its instances under one id, from `began_s` on, when `base` of its tokens were known. `decoder` is
+    empty until it is chosen."""
 
     request: Request  # as its instances know it
     route: Route
@@ -80,15 +80,17 @@ class Attempt:
     decode_charge: Charge
     decoder: str = field(init=False)
     decoder_ready: bool = field(init=False)  # the decoder has fetched all that it needs: it has sent a token
-    instances: set[str] = field(init=False)  # have not reported the end of their part
+    instances: set[str] = field(init=False)  # those that have not reported their end
     jobs: dict[RequestId, Job] = field(default_factory=dict)
     unserved: set[int] = field(default_factory=set)  # images that wait for an encoder
-    asks_decoder: bool = False  # its prefill begins, and no instance could decode it
-    early: dict[int, Delta] = field(default_factory=dict)  # by position: a token that overtook another instance's
+    asks_decoder: bool = False  # its prefill has begun and no instance could decode it
+    early: dict[int, Delta] = field(
+        default_factory=dict
+    )  # by position: tokens that came before another instance's earlier ones
     prefilled_s: float = 0.0  # the time of its first token
-    replaced: str = ""  # the decoder before, which may have the KV all the same
-    victim: str = ""  # the instance that was asked to hand it over to `decoder`
-    late_victim_tokens: int = 0  # that the victim has sent since
+    replaced: str = ""  # the previous decoder, which may have the KV nevertheless
+    victim: str = ""  # the instance that was asked to hand over to `decoder`
+    late_victim_tokens: int = 0  # tokens that the victim has sent since
     final: Finished | None = None  # its end, though tokens before it may still be missing
 
     def __post_init__(self) -> None:
@@ -101,22 +103,21 @@ class Attempt:
 
     @property
     def waits(self) -> bool:
-        """For an instance that serves some stage of it."""
+        """True while it waits for an instance that serves one of its stages."""
         return self.asks_decoder or bool(self.unserved)
 
     @property
     def complete(self) -> bool:
-        """The decoder goes on alone: no token, no KV block and no end is on its way."""
+        """True once the decoder runs it alone: no tokens, KV blocks or end of other instances are outstanding."""
         return self.decoder_ready and not self.early and self.final is None
 
     @property
     def idle(self) -> bool:
-        """No instance works on it."""
         return not self.instances and not self.jobs
 
     @property
     def overtaken(self) -> bool:
-        """Tokens before those of the decoder are missing, and no instance is left that could send them."""
+        """True if tokens before the decoder's are missing and no other instance is left to send them."""
         return bool(self.early) and self.instances == {self.decoder}
 
     def holders(self) -> set[str]:
@@ -124,37 +125,37 @@ class Attempt:
         return {*self.instances, *(job.name for job in list(self.jobs.values()))}
 
     def needs(self, name: str) -> bool:
-        """The attempt cannot go on without the KV of this instance, or without tokens that it has not sent yet."""
+        """True if the attempt cannot continue without this instance's KV or its outstanding tokens."""
         return name in self.instances and (name == self.decoder or not self.decoder_ready or bool(self.early))
 
     def moves_between(self, pair: set[str]) -> bool:
-        """Its KV is on its way from one instance of the pair to the other."""
+        """True if its KV is being transferred between the two instances of the pair."""
         sources = self.instances - {self.decoder}
         return not self.decoder_ready and any({source, self.decoder} == pair for source in sources)
 
     def jobs_between(self, pair: set[str]) -> list[Job]:
-        """The encode jobs whose features go from one instance of the pair to the other."""
+        """The encode jobs whose features are transferred between the two instances of the pair."""
         return [job for job in self.jobs.values() if {job.name, self.route.prefill} == pair]
 
     def release_prefill(self) -> None:
-        """The prompt is computed, and so are its images."""
+        """Releases the charges of the prompt and its images, which are computed."""
         for charge in (self.prefill_charge, *(job.charge for job in self.jobs.values())):
             charge.release()
 
     def decode_at(self, instance: InstanceLoad, num_tokens: int, *, ready: bool) -> None:
-        """`instance` is the decoder of so many tokens from now on; not `ready`: it fetches the KV first."""
+        """Makes `instance` the decoder, with `num_tokens` in its KV; if not `ready`, it pulls the KV first."""
         self.decode_charge.release()
         self.decode_charge = Charge(instance, decode_tokens=num_tokens)
         self.decoder, self.decoder_ready = instance.name, ready
 
 
 class Phase(Enum):
-    """Where a request is in its life (docs/failures.md). The attempt is None in WAITING and ENDED only."""
+    """The phase of a request (docs/failures.md). Its attempt is None in WAITING and ENDED only."""
 
     WAITING = "waiting"  # for an instance that can serve it, or, as a suspect, for its turn
     PREFILLING = "prefilling"  # the attempt has no token yet; images are encoded by it or by others
-    MOVING = "moving"  # its KV, or tokens that the decoder has overtaken, are on their way between instances
-    DECODING = "decoding"  # one token after the other from one instance
+    MOVING = "moving"  # its KV, or tokens older than the decoder's, are in transfer
+    DECODING = "decoding"  # one instance sends token after token
     CLOSING = "closing"  # the end is decided, work is aborted, and reports of what was done are waited for
     ENDED = "ended"  # the result is out
 
@@ -165,32 +166,32 @@ _RUNNING = frozenset({Phase.PREFILLING, Phase.MOVING, Phase.DECODING})
 
 @dataclass(slots=True, eq=False)
 class RequestInFlight:
-    """One request from its admission to its result. `pixels` are kept to the end: until then an attempt may have to
-    begin again from nothing."""
+    """A request from its admission to its result. `pixels` are kept to the end, for an attempt that starts from
+    nothing."""
 
     active: ActiveRequest
     pixels: tuple[PixelPayload, ...]
-    near: str = ""  # the instance that has computed the same prompt for another answer, if one has
+    near: str = ""  # the instance that has computed the same prompt for another answer, or empty
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
-    deadline_s: float | None = None  # of waiting, for an attempt or an encoder, or of closing
+    deadline_s: float | None = None  # of waiting (for an attempt or an encoder) or closing
     attempts: int = 0
     replays: int = 0  # attempts that ended without a death
     deaths: int = 0  # of instances that worked on it
-    cleared: bool = False  # of being what instances die of
-    left: frozenset[str] = frozenset()  # instances that it was taken away from lately, and when
+    cleared: bool = False  # no longer suspected of crashing instances
+    left: frozenset[str] = frozenset()  # instances that it left last, at `left_s`
     left_s: float = 0.0
     preempted: bool = False
     moved: bool = False  # handed over while it decoded, which happens once
-    blame: str = "transfer"  # for the time between the last attempt and this one
+    blame: str = "transfer"  # cause of the time between the last attempt and this one
     lost: StageSpan | None = None  # from the last report of a lost instance, until the next attempt begins
-    lost_attempts: set[RequestId] = field(default_factory=set)  # `spans` have what their lost instances had done
+    lost_attempts: set[RequestId] = field(default_factory=set)  # whose lost instances' spans are in `spans`
     spans: list[StageSpan] = field(default_factory=list)
     reports: list[Finished] = field(default_factory=list)
 
     @property
     def request(self) -> Request:
-        """The request as the user sent it; its id and age are the frontend's number of it."""
+        """The request as submitted; its id and age are the frontend's number."""
         return self.active.request
 
     @property
@@ -203,19 +204,20 @@ class RequestInFlight:
 
     @property
     def running(self) -> bool:
-        """There is an attempt, and it is not being ended."""
+        """True while there is an attempt that is not being ended."""
         return self.phase in _RUNNING
 
     @property
     def prefilled(self) -> bool:
-        """The attempt has had a first token."""
+        """True once the attempt has produced a token."""
         return self.attempt is not None and self.num_known > self.attempt.base
 
     def goes_on(self, name: str, number: int, position: int) -> bool:
-        """Nothing is to be decided about this token. Where a condition fails, something is:
+        """True for a token that changes nothing but the text. Its conditions, and what is to be decided where one
+        fails:
 
-        it decodes                     a first token, or one while KV is on its way, changes the phase
-        `number` is its attempt        another number is of an attempt that was given up
+        it decodes                     a first token, or one during a KV transfer, changes the phase
+        `number` is its attempt        another number belongs to an attempt that was given up
         `name` is its decoder          tokens of another instance must agree with the known ones
         `position` comes next          early tokens are kept, repeated ones compared
         no instance has died of it     a token clears a suspect
@@ -231,7 +233,7 @@ class RequestInFlight:
         )
 
     def attempt_at(self, name: str, number: RequestId) -> Attempt | None:
-        """The attempt, if that is its number and this instance works on it."""
+        """The attempt, if `number` is its id and instance `name` works on it."""
         attempt = self.attempt
         return attempt if attempt is not None and number == attempt.id and name in attempt.instances else None
 
@@ -246,7 +248,7 @@ class RequestInFlight:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and of what is known of the answer."""
+        """Tokens of the prompt and of the answer so far."""
         return self.request.num_prompt + self.num_known
 
     def begin(self, number: RequestId, route: Route, instances: Mapping[str, InstanceLoad], now: float) -> Attempt:
@@ -262,22 +264,22 @@ class RequestInFlight:
         return self.attempt
 
     def advance(self) -> None:
-        """The request is in the phase that its attempt has reached."""
+        """Sets the phase that the attempt has reached."""
         assert self.attempt is not None
         if self.running:
             after = Phase.DECODING if self.attempt.complete else Phase.MOVING
             self.phase = after if self.prefilled else Phase.PREFILLING
 
     def leave(self, blame: str) -> None:
-        """The attempt is over, and has no jobs any more. `blame`: why, if another one is to follow."""
+        """Drops the attempt, which has no jobs any more. `blame`: why, if another one follows."""
         if self.attempt is not None:
             self.attempt.prefill_charge.release()
             self.attempt.decode_charge.release()
         self.phase, self.attempt, self.deadline_s, self.blame = Phase.WAITING, None, None, blame
 
     def lose(self, name: str) -> None:
-        """An instance that the attempt needs is lost, and with it its report. Its tokens, late ones among them, are
-        known here."""
+        """Records the spans of a lost instance that the attempt needs, from its tokens and gaps: its report is lost
+        with it."""
         attempt = self.attempt
         assert attempt is not None
         last_s = attempt.began_s
@@ -299,7 +301,7 @@ class RequestInFlight:
             self.spans.append(replace(self.lost, end_s=now))
             self.lost = None
 
-    # ---- what instances are sent
+    # ---- messages to instances
 
     def attempt_request(self, number: RequestId) -> Request:
         active, resumed = self.active, None
@@ -315,10 +317,10 @@ class RequestInFlight:
         request = replace(self.request, id=number, prompt_token_ids=(), images=images)
         return Encode(request, tuple(self.pixels[index] for index in chosen), target, self.attempt.id, chosen)
 
-    # ---- where it is
+    # ---- progress
 
     def live(self, reported: Reported) -> LiveRequest:
-        """What the request waits for now, as far as the frontend and the latest reports of instances know."""
+        """The request's current stage as far as the frontend and the latest reports of its instances show."""
         where, report = self._report(reported)
         handle, arrival_s, first_s = self.active.handle, self.request.arrival_s, self.active.first_token_s
         return LiveRequest(handle.id, arrival_s, first_s, self.num_known, report.stage, where, report.done, report.of)
@@ -345,7 +347,8 @@ class RequestInFlight:
     # ---- the end
 
     def end_of_tokens(self) -> Finished | None:
-        """The end that the known tokens already are: its message was lost with an instance. None: more are to come."""
+        """The end that the known tokens already amount to, if an instance was lost before it could send it; None if
+        more tokens are to come."""
         request, tokens = self.request, self.active.token_ids
         reason = request.finish_reason(len(tokens), tokens[-1]) if tokens else None
         if reason is None:
@@ -354,7 +357,7 @@ class RequestInFlight:
         return Finished(request.id, reason, len(tokens), stop_token_id=stop_token_id)
 
     def merged(self, final: Finished, now: float) -> Finished:
-        """`final` with the spans and counts of all parts, attempts and encode jobs."""
+        """Returns `final` with the spans and counts of all attempts and encode jobs."""
         self._end_lost(now)
         request, reports = self.request, self.reports
         return msgspec.structs.replace(

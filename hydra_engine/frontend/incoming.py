@@ -1,7 +1,7 @@
-"""What instances say about requests, and what follows: tokens for the reader, the end, another attempt, encodes.
+"""Handles instances' messages about requests: tokens for the reader, ends, new attempts, encodes.
 
-Tokens are taken by attempt and position. An id that is not an attempt or a job of that instance is not known here,
-whatever it once was: what comes under it is dropped, and its sender told so once.
+Tokens are matched by attempt and position. A message under an id that is not a current attempt or job of its sender is
+dropped, and the sender is sent one abort for that id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Incoming:
-    """Part of the frontend; `name` is the instance that a message came from."""
+    """The handlers of messages. `name` is the instance that sent one."""
 
     def __init__(self, dispatcher: Dispatcher, stealing: DecodeStealing) -> None:
         self._dispatcher = dispatcher
@@ -99,7 +99,7 @@ class Incoming:
             self._stealing.victim_sent(in_flight, attempt, len(delta.token_ids))
 
     def _keep(self, in_flight: RequestInFlight, attempt: Attempt, delta: Delta) -> bool:
-        """Keeps tokens that come early. False: tokens that are known already differ from those of this attempt."""
+        """Keeps tokens that come early. Returns False if they contradict known ones."""
         known = in_flight.active.token_ids
         for index, token_id in enumerate(delta.token_ids):
             position = delta.position + index
@@ -134,7 +134,7 @@ class Incoming:
             self._settle(in_flight, attempt, attempt.final, now)
 
     def _feed_next(self, in_flight: RequestInFlight, token_id: int, time_s: float, now: float) -> None:
-        """`_on_delta` for a token about which nothing is to be decided, as for most."""
+        """Fast path of `_on_delta`, for most tokens: `RequestInFlight.goes_on` is true."""
         active, attempt = in_flight.active, in_flight.attempt
         assert attempt is not None
         active.handle.feed(active.on_next_token(token_id, time_s))
@@ -153,7 +153,7 @@ class Incoming:
         elif in_flight and attempt and (job := attempt.jobs.get(number)) is not None and job.name == name:
             self._job_ended(in_flight, job, finished, now)
         elif (owner := self._instances[name].stale.pop(number, None)) is not None:
-            # Of an attempt that was given up: it has cost time, but nothing of it was used.
+            # The attempt was given up: its time counts, but nothing of it was used.
             spans = () if number in owner.lost_attempts else finished.spans
             owner.reports.append(msgspec.structs.replace(finished, spans=spans, cached_tokens=0, cached_images=0))
 
@@ -161,7 +161,7 @@ class Incoming:
         attempt = in_flight.attempt
         assert attempt is not None
         attempt.instances.discard(name)
-        if name != attempt.route.prefill:  # which alone knows what was cached
+        if name != attempt.route.prefill:  # only the prefilling instance knows cache hits
             finished = msgspec.structs.replace(finished, cached_tokens=0, cached_images=0)
         in_flight.reports.append(finished)
         if in_flight.phase is Phase.CLOSING:
@@ -182,7 +182,7 @@ class Incoming:
                 self._fail(in_flight, finished, now)
 
     def _moved(self, in_flight: RequestInFlight, attempt: Attempt, name: str, now: float) -> None:
-        """The instance that has fetched the KV goes on; if it is gone, or was never told, the request starts again."""
+        """Continues on the instance that has pulled the KV; starts again if that is gone or was never chosen."""
         if attempt.final is not None:
             self._settle(in_flight, attempt, attempt.final, now)
         elif name == attempt.decoder or attempt.decoder not in attempt.instances:
@@ -191,7 +191,7 @@ class Incoming:
             self._dispatcher.fail(in_flight, _skipped(), now)
 
     def _settle(self, in_flight: RequestInFlight, attempt: Attempt, final: Finished, now: float) -> None:
-        """The last token was sampled; some before it may still be on their way from another instance."""
+        """Closes the request, whose last token has been sampled, or waits for earlier tokens of another instance."""
         if in_flight.num_known >= final.num_generated:
             self._dispatcher.close(in_flight, now)
         elif not attempt.instances:
@@ -201,7 +201,7 @@ class Incoming:
 
     def _job_ended(self, in_flight: RequestInFlight, job: Job, finished: Finished, now: float) -> None:
         self._dispatcher.end_job(in_flight, job)
-        # A picture that no encode was needed for is counted; the job has no prompt and no tokens.
+        # Image cache hits count; the job has no prompt.
         in_flight.reports.append(msgspec.structs.replace(finished, cached_tokens=0))
         if in_flight.phase is Phase.CLOSING:
             self._dispatcher.conclude_if_idle(in_flight, now)
@@ -214,7 +214,7 @@ class Incoming:
         error = from_info(finished.error) if finished.error else RequestFailed("the request ended without a reason")
         self._dispatcher.fail(in_flight, error, now)
 
-    # ---- other instances that are needed
+    # ---- requests for other instances
 
     def _on_need_decoder(self, name: str, number: RequestId, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(number)

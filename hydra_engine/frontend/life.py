@@ -1,6 +1,4 @@
-"""The life of an engine: its start, its end, and an event loop on a thread of its own, for callers that have another
-loop or none.
-"""
+"""The life of an engine: start, end, and an event loop on its own thread for callers that have another loop or none."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GRACE_S = 1.0  # after the end, for what is about to find out
+GRACE_S = 1.0  # after the end, for tasks that are about to notice it
 
 
 class LoopThread:
-    """Runs from the start until `end`, whatever the caller's own loop does."""
+    """An event loop on its own thread; runs until `end`, independent of the caller's loop."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -45,11 +43,11 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """The caller is on this thread, and must not wait for it."""
+        """True on the loop's own thread, which must not block for itself."""
         return self._thread is threading.current_thread()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Blocks for the result; an interrupt cancels it. Raises RuntimeError on the loop's own thread."""
+        """Blocks for the coroutine's result; an interrupt cancels it. Raises RuntimeError on the loop's own thread."""
         if self.is_current:
             coroutine.close()
             raise RuntimeError("blocking calls cannot run on the engine's own loop; use the async form")
@@ -61,7 +59,7 @@ class LoopThread:
             raise
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `last` and then stops; blocks until the thread is gone. Whoever comes second waits for the same end."""
+        """Runs `last`, stops the loop and joins the thread. A second caller waits for the same end."""
         with self._lock:
             if self._ending is None:
                 self._ending = asyncio.run_coroutine_threadsafe(last(), self.loop)
@@ -73,8 +71,8 @@ class LoopThread:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Ends as `asyncio.run` does, on this thread, because a thread that runs another loop could not. Threads are
-    waited for without starting one, which Python 3.12 refuses while the interpreter exits."""
+    """Runs the loop until it is stopped, then cleans up as `asyncio.run` does: on this thread, since a thread that runs
+    another loop cannot. Joins the executor without a new thread, which Python 3.12 refuses at interpreter exit."""
     executor = ThreadPoolExecutor(thread_name_prefix="hydra-engine")
     loop.set_default_executor(executor)
     asyncio.set_event_loop(loop)
@@ -92,16 +90,16 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class EngineLife:
-    """What `Engine` is beside its calls: configured, started, running on a loop, closed."""
+    """The part of `Engine` beside its calls: configuration, start, the loop, close."""
 
-    _loop: asyncio.AbstractEventLoop | None = None  # where everything of the frontend runs
-    _thread: LoopThread | None = None  # that runs the loop, unless the caller does
+    _loop: asyncio.AbstractEventLoop | None = None  # runs the whole frontend
+    _thread: LoopThread | None = None  # runs the loop, unless the caller does
 
     def _prepare(self, config: EngineConfig, *, processes: bool, ahead: Ahead | None = None) -> None:
         self._owner = Owner()
         self.config = config = find_model_files(config)
         if config.chat_template is not None:
-            read_given(config.chat_template)  # which raises before gigabytes are read
+            read_given(config.chat_template)  # raises before gigabytes are read
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
         self._ahead = ahead
@@ -129,7 +127,7 @@ class EngineLife:
             raise
 
     async def astart(self, progress: bool | None = None, tell: Callable[[str], None] | None = None) -> None:
-        """`tell` gets a line per phase where there are no bars."""
+        """Starts on the running loop. `tell` receives a line per phase if there are no bars."""
         self._loop = asyncio.get_running_loop()
         await self._start(progress, tell)
 
@@ -140,7 +138,7 @@ class EngineLife:
 
     @property
     def frontend(self) -> Frontend:
-        """Raises EngineClosed behind the engine's end and in a forked child."""
+        """The running frontend. Raises EngineClosed after the engine's end and in a forked child."""
         self._owner.check()
         if self._closed or self._frontend is None:
             raise EngineClosed("the engine is closed; make a new Engine")
@@ -149,12 +147,12 @@ class EngineLife:
     # ---- one loop, any caller
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's loop and blocks for it; not from that loop itself."""
+        """Runs a coroutine on the engine's loop and blocks for it. Not from that loop."""
         assert self._thread is not None
         return self._thread.run(coroutine)
 
     async def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's loop and awaits it from whichever loop this is."""
+        """Runs a coroutine on the engine's loop and awaits it from any loop."""
         assert self._loop is not None
         if asyncio.get_running_loop() is self._loop:
             return await coroutine
@@ -163,9 +161,9 @@ class EngineLife:
     # ---- end
 
     def close(self) -> None:
-        """Ends running requests with EngineClosed and frees everything. Idempotent; from any thread, with or without
-        an event loop of its own, and whoever comes second waits for the same end. In a forked child it does nothing:
-        the engine goes on in its own process."""
+        """Ends running requests with EngineClosed and frees everything. Idempotent and thread-safe; a second caller
+        waits for the same end. No-op in a forked child and after `astart` (use `aclose`). Raises RuntimeError on the
+        engine's own loop."""
         if self._thread is None or not self._owner.is_here:
             return
         if self._thread.is_current:
@@ -177,7 +175,7 @@ class EngineLife:
             atexit.unregister(self.close)
 
     async def aclose(self) -> None:
-        """The same, while other tasks of the caller's loop go on."""
+        """Does what `close` does, without blocking the caller's loop."""
         if not self._owner.is_here:
             return
         if self._thread is not None:

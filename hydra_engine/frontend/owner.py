@@ -8,7 +8,7 @@ from hydra_engine.errors import EngineClosed
 
 
 class Owner:
-    """The process in which it was made."""
+    """The process that created this object."""
 
     __slots__ = ("_pid",)
 

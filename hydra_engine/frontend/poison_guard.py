@@ -1,8 +1,8 @@
-"""Requests that may be what instances die of: who is blamed for a death, and who is tried alone.
+"""Requests that may crash instances: which are blamed for a death, and which run alone.
 
-All requests of an instance that dies are blamed, as nobody knows which it was. Before the death that would be the last
-one a request is a suspect, and suspects are tried one at a time, so that the one that kills takes no other with it.
-Decides only; `dispatch.py` carries out.
+All requests of an instance that dies are blamed, since the cause is unknown. A request that may only be blamed once
+more is a suspect, and suspects run one at a time, so that the one that kills an instance takes no other suspect with
+it. Decides only; `dispatch.py` acts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from hydra_engine.core.ids import RequestId
 from hydra_engine.frontend.in_flight import Phase, RequestInFlight
 
-# The death of an instance is often felt by its peers before it is reported: so long a request that has left an instance
-# is still blamed.
+# For this long a request that has left an instance is still blamed for its death, which peers often notice before it is
+# reported.
 LATE_S = 1.0
 
 
 class PoisonGuard:
-    """`requests` are all requests, by the user's number."""
+    """The counts of deaths per request. `requests` is a live view of all requests, by the user's number."""
 
     def __init__(self, requests: Mapping[RequestId, RequestInFlight], max_attempts: int) -> None:
         self._requests = requests
@@ -31,24 +31,24 @@ class PoisonGuard:
         return 0 < in_flight.deaths == self._max_attempts - 1
 
     def must_wait(self, in_flight: RequestInFlight) -> bool:
-        """The request has to wait, for another suspect is being tried."""
+        """True if the request is a suspect while another suspect runs."""
         return self.is_suspect(in_flight) and any(
             other is not in_flight and other.running and self.is_suspect(other) for other in self._requests.values()
         )
 
     def on_token(self, in_flight: RequestInFlight) -> None:
-        """The request got a token where it decodes. That clears a suspect once, which may cost one more instance than
-        `max_attempts`; from then on it is tried to its end."""
+        """Takes back one death of a suspect that has got a token from its decoder. Once per request, since it may cost
+        one instance more than `max_attempts`."""
         if self.is_suspect(in_flight) and in_flight.prefilled and not in_flight.cleared:
             in_flight.cleared = True
             in_flight.deaths -= 1
 
     def note_left(self, in_flight: RequestInFlight, names: Iterable[str], now: float) -> None:
-        """The request is taken away from these instances though none of them is known to be dead."""
+        """Records that the request leaves these instances, none of which is known to be dead."""
         in_flight.left, in_flight.left_s = frozenset(names), now
 
     def left_lately(self, name: str, now: float) -> list[RequestInFlight]:
-        """The requests that have just left instance `name`, which is dead, the oldest first; each is returned once."""
+        """Returns the requests that left the dead instance `name` within `LATE_S`, the oldest first; each once."""
         blamed = [
             f
             for f in self._requests.values()

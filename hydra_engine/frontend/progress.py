@@ -17,7 +17,7 @@ OnProgress = Callable[[Loading], None]
 
 
 class _Bars:
-    """`enabled` None: on a terminal."""
+    """Owner of one tqdm bar. `enabled` None: on if standard error is a terminal."""
 
     def __init__(self, enabled: bool | None) -> None:
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
@@ -38,8 +38,8 @@ class _Bars:
 
 
 class LoadProgress(_Bars):
-    """One bar per phase of start-up: bytes of weights, then steps of warm-up. Without bars `tell`, if there is one,
-    gets a line per phase."""
+    """A bar per phase of start-up: bytes of weights, then steps of warm-up. Without bars, `tell` (if given) receives a
+    line per phase."""
 
     def __init__(self, enabled: bool | None, tell: Callable[[str], None] | None = None) -> None:
         super().__init__(enabled)
@@ -52,7 +52,7 @@ class LoadProgress(_Bars):
         return self
 
     def _tell_once(self, phase: str) -> None:
-        """Instances that come later go through the same phases."""
+        """Reports a phase once, although each instance goes through it."""
         if self._tell is not None and not self._enabled and phase not in self._told:
             self._told.add(phase)
             self._tell(phase)
@@ -78,10 +78,10 @@ class LoadProgress(_Bars):
 
 
 class JointProgress:
-    """Progress of several instances as if it were one: the first phase that some of them are still in, summed."""
+    """Progress of several instances as one: the sum of the first phase that is not complete."""
 
     def __init__(self) -> None:
-        self._phases: dict[str, dict[str, Loading]] = {}  # in the order in which they were met first
+        self._phases: dict[str, dict[str, Loading]] = {}  # by phase, in order of first appearance
 
     def add(self, name: str, loading: Loading) -> Loading:
         self._phases.setdefault(loading.what, {})[name] = loading
@@ -93,7 +93,7 @@ class JointProgress:
 
 
 class BatchProgress(_Bars):
-    """Requests done, tokens per second, and how busy the two lanes have been since the last update."""
+    """A bar of finished requests, with tokens per second and how busy both lanes have been since its start."""
 
     def __init__(self, total: int, enabled: bool | None, stats: Callable[[], Status | None]) -> None:
         super().__init__(enabled)

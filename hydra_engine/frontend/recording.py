@@ -1,6 +1,6 @@
-"""Records the workload of a running frontend: gives the recorder what ends, and its lines to whoever writes them.
+"""Records the workload of a running frontend: passes ended requests to the recorder and its lines to `write`.
 
-Ten times a second it looks which requests are still open. Does not know files.
+Looks ten times a second for the requests that still run. Does not know files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _EVERY_S = 0.1
 
 
 class Recording:
-    """Begins on a running loop. `requests` and `in_preprocess` are the frontend's own, as they change; `observers` get
-    every request that ends."""
+    """A running recording. Create it on the event loop. `requests` and `in_preprocess` are live views of the
+    frontend's; `observers` are called with every request that ends."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Recording:
         self._task = asyncio.create_task(self._release_often())
 
     def close(self) -> None:
-        """Writes what waits; for when nothing runs any more, or what does shall not be recorded."""
+        """Stops, and writes the remaining lines. Requests that still run are not recorded."""
         self._task.cancel()
         self._observers.remove(self._ended)
         self._release(math.inf)
@@ -62,7 +62,7 @@ class Recording:
         logger.warning("the recorded workload has %d requests, as many as a file may have", self._recorder.num_lines)
 
     def _oldest_s(self) -> float:
-        """When the oldest request came that has not ended."""
+        """Arrival of the oldest request that has not ended; infinite if there is none."""
         running = (in_flight.request.arrival_s for in_flight in self._requests.values())
         preparing = (request.arrival_s for _, request in self._in_preprocess.values())
         return min((*running, *preparing), default=math.inf)

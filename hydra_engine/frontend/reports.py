@@ -1,7 +1,7 @@
-"""What instances report of themselves: gauges and counters summed, ledgers added up, and whether they make progress.
+"""Instances' reports on themselves: sums of gauges and counters, ledgers, and progress.
 
-Counters of an instance that has died are kept, so that sums never go back. Liveness is the supervisor's business; an
-instance that is alive and gets nothing done is found here.
+Counters of a dead instance are kept, so that sums never decrease. The supervisor checks that instances live; here, that
+live ones make progress.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hydra_engine.errors import HydraError
 from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.routing.instances import missing_now
 
-_SILENT_S = 5.0  # an instance reports several times a second; this long without a word is no progress
-_STUCK_S = 120.0  # no lane finished a step for this long although there is work
+_SILENT_S = 5.0  # without a report this long an instance hangs; it sends several a second
+_STUCK_S = 120.0  # no lane has finished a step for this long although there is work
 
 _COUNTERS = (
     *("num_preemptions", "language_steps", "vision_steps", "language_busy_s", "vision_busy_s"),
@@ -48,7 +48,7 @@ _LEDGER_SUMS = (
 
 
 class StatusTable:
-    """The latest report of each instance that is up, and what those that are gone have counted."""
+    """The latest report of each instance that is up, and the counters of those that are gone."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Status] = {}
@@ -60,7 +60,7 @@ class StatusTable:
         self._stages[name] = {report.request_id: report for report in status.stages}
 
     def stage(self, name: str, number: RequestId, since_s: float) -> StageReport | None:
-        """The latest report of instance `name` about a request, if it came since then."""
+        """The stage of a request in the latest report of instance `name`; None if that is older than `since_s`."""
         status = self._latest.get(name)
         return None if status is None or status.time_s < since_s else self._stages[name].get(number)
 
@@ -80,7 +80,7 @@ class StatusTable:
         return dict(self._latest)
 
     def total(self) -> Status | None:
-        """None before the first report."""
+        """The sum over all instances; None before the first report."""
         reports = [*self._latest.values(), *self._gone]
         return _sum_of(reports) if reports else None
 
@@ -98,7 +98,8 @@ def _sum_of(reports: Sequence[Status]) -> Status:
 
 
 def _budget_of(budgets: Sequence[BudgetReport]) -> BudgetReport:
-    """Limits of the instance that decodes most, steps of all; `limit_used` is weighted by full steps."""
+    """The sum of all steps, with the limits of the instance that decodes most; `limit_used` is weighted by full
+    steps."""
     busiest = max(budgets, key=lambda budget: budget.decode_steps)
     sums = {name: sum(getattr(budget, name) for budget in budgets) for name in _BUDGET_COUNTERS}
     used = sum(budget.limit_used * budget.full_steps for budget in budgets)
@@ -111,7 +112,7 @@ def _transfer_of(transfers: Sequence[TransferReport]) -> TransferReport:
 
 
 def ledger_of(query_id: int, reports: Mapping[str, LedgerReport]) -> LedgerReport:
-    """One instance's report as it is; of several, sums, with the names of those that hold and complain."""
+    """The only report unchanged, or the sum of several with instance names before holders and problems."""
     if len(reports) == 1:
         return next(iter(reports.values()))
     return LedgerReport(
@@ -123,13 +124,13 @@ def ledger_of(query_id: int, reports: Mapping[str, LedgerReport]) -> LedgerRepor
 
 
 class LedgerQueries:
-    """Questions to all instances at once, answered when the last one has answered or is gone. Used on the loop."""
+    """Ledger queries to all instances; one ends when each instance has answered or is gone. For the loop's thread."""
 
     def __init__(self) -> None:
         self._open: dict[int, dict[str, asyncio.Future[LedgerReport | None]]] = {}
 
     async def ask(self, query_id: int, ends: Mapping[str, FrontendEnd]) -> LedgerReport:
-        """The sum over the instances that answer; an empty ledger where there are none."""
+        """Returns the sum over the instances that answer; an empty ledger if none does."""
         loop = asyncio.get_running_loop()
         answers = self._open[query_id] = {name: loop.create_future() for name in sorted(ends)}
         try:
@@ -144,7 +145,7 @@ class LedgerQueries:
         _resolve(self._open.get(report.query_id, {}).get(name), report)
 
     def gone(self, name: str) -> None:
-        """The instance will not answer."""
+        """Stops waiting for the instance, which will not answer."""
         for answers in self._open.values():
             _resolve(answers.get(name), None)
 
@@ -161,7 +162,7 @@ def _resolve(answer: asyncio.Future[LedgerReport | None] | None, report: LedgerR
 
 
 class Watch:
-    """Whether requests are served and make progress, from the table of instances and their reports."""
+    """Checks that requests are served and make progress, from the table of instances and their reports."""
 
     def __init__(self, dispatcher: Dispatcher, statuses: StatusTable) -> None:
         self._dispatcher = dispatcher
@@ -179,14 +180,16 @@ class Watch:
         self._last_step.pop(name, None)
 
     def seen_from_here(self, state: InstanceState, summary: InstanceSummary | None) -> InstanceState:
-        """The supervisor's state with what the frontend knows besides, also whether the instance is being emptied."""
+        """Returns the supervisor's state with the frontend's knowledge added: role, status, and DRAINING if it is being
+        drained."""
         instance = self._dispatcher.instances[state.name]
         draining = state.condition is Condition.READY and instance.condition is Condition.DRAINING
         condition, role = instance.condition if draining else state.condition, instance.role.letters
         return replace(state, role=role, condition=condition, status=instance.status, summary=summary)
 
     def problem(self, now: float, *, images: bool) -> str | None:
-        """One word, or None while every stage is served: hung, draining or instance_lost."""
+        """Returns hung, draining or instance_lost, or None while every stage is served. `images`: encoding counts as a
+        stage."""
         instances = self._dispatcher.instances.values()
         missing = missing_now(instances, images=images)
         if missing is None:

@@ -1,9 +1,9 @@
-"""The lines of a workload file for the requests that end: sizes and times, never contents.
+"""Makes the lines of a workload file from requests that end: sizes and times, never contents.
 
-A line goes out when every request that came earlier has ended, for a file is in the order of arrival. Pictures and
-beginnings of prompts that come again are found by hashes under a key of this run, of which the latest are kept and none
-is written: a line has numbers in the order of appearance. Requests that were refused, failed or were cancelled before
-their first token have no line; those that were cancelled later have what was generated. Reads no clock, writes nothing.
+A line goes out when every earlier request has ended, since a file is in order of arrival. Repeated pictures and prompt
+prefixes are found by hashes under a key of this run; the latest are kept in memory and none is written: a line has
+numbers in order of first appearance. Requests that were refused, failed or were cancelled before their first token have
+no line; those cancelled later have one with the tokens generated until then. Reads no clock, writes nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hydra_engine.core.request import Request
 from hydra_engine.preprocess.preprocessor import Asked
 from hydra_engine.telemetry.workload import MOST_REQUESTS, Picture, Video, WorkloadRequest, problem_of, request_line
 
-BLOCK_TOKENS = 64  # of text; shared beginnings are told in steps of it
-MAX_WAITING = 4096  # requests that have ended behind one that runs, which has no line if there are more
+BLOCK_TOKENS = 64  # of text; the granularity of shared prefixes
+MAX_WAITING = 4096  # ended requests that wait for an older one; above this the older one gets no line
 MAX_PICTURES = 1 << 16  # remembered
 MAX_BLOCKS = 1 << 17  # of text, remembered
 _MAX_BLOCKS_OF_PROMPT = 2048
@@ -34,8 +34,8 @@ _KEY_BYTES = 16
 
 @dataclass(slots=True)
 class _Ended:
-    """A request whose line waits. `media`: the keys of its pictures and videos; `blocks`: of its text, one after the
-    other."""
+    """A request whose line is not out yet. `media`: keys of its pictures and videos; `blocks`: the keys of its text
+    blocks, concatenated."""
 
     row: WorkloadRequest
     media: tuple[bytes, ...]
@@ -43,13 +43,13 @@ class _Ended:
 
 
 class WorkloadRecorder:
-    """`key`: random bytes, at most 64. Records requests that came at `began_s` or later."""
+    """Records requests that arrive at `began_s` or later. `key`: random bytes, at most 64."""
 
     def __init__(self, key: bytes, began_s: float) -> None:
         self.num_lines = 0
         self._key = key
         self._began_s = began_s
-        self._released_s = float("-inf")  # when the latest one came whose line is out
+        self._released_s = float("-inf")  # arrival of the latest request whose line is out
         self._waiting: dict[RequestId, _Ended] = {}
         self._order: list[tuple[float, RequestId]] = []  # a heap
         self._numbers: OrderedDict[bytes, int] = OrderedDict()  # of pictures and videos
@@ -59,11 +59,11 @@ class WorkloadRecorder:
 
     @property
     def full(self) -> bool:
-        """There are as many lines as a file may have; no more come."""
+        """True once there are as many lines as a file may have."""
         return self.num_lines >= MOST_REQUESTS
 
     def ended(self, request: Request, asked: Asked, result: Result) -> None:
-        """Of several answers to one prompt the longest counts."""
+        """Adds a request that has ended. Of several answers to one prompt, the longest counts."""
         num_tokens, arrival_s = result.usage.completion_tokens, request.arrival_s
         if not num_tokens or not self._began_s <= arrival_s > self._released_s or self.full:
             return
@@ -78,7 +78,7 @@ class WorkloadRecorder:
             heapq.heappush(self._order, (arrival_s, asked.number))
 
     def release(self, oldest_s: float) -> list[bytes]:
-        """The lines that can be written now that all requests have ended that came before `oldest_s`."""
+        """Returns the lines that are ready when every request that came before `oldest_s` has ended."""
         lines = []
         while self._order and not self.full:
             if self._order[0][0] >= oldest_s and len(self._order) <= MAX_WAITING:
@@ -105,7 +105,7 @@ class WorkloadRecorder:
                 videos[key] = Video(video.width, video.height, video.num_frames, video.fps, 0)
         row = WorkloadRequest(
             at_s=round(request.arrival_s - self._began_s, 6),
-            prompt_tokens=max(asked.num_text, 1),  # of a picture alone there are none
+            prompt_tokens=max(asked.num_text, 1),  # 0 for a picture alone
             output_tokens=num_tokens,
             pictures=tuple(pictures.values()),
             videos=tuple(videos.values()),
@@ -113,9 +113,10 @@ class WorkloadRecorder:
         return _Ended(row, tuple(key for key, _ in (*pictures, *videos)), b"".join(self._blocks(request, salt)))
 
     def _blocks(self, request: Request, salt: bytes) -> Iterator[bytes]:
-        """A key for each full block of the prompt's text, which covers all text and pictures before its end."""
+        """Yields a key for each full block of the prompt's text; it covers all text and pictures up to the block's
+        end."""
         text = array("q")
-        pictures: list[tuple[int, bytes]] = []  # tokens of text before it
+        pictures: list[tuple[int, bytes]] = []  # (text tokens before it, digest)
         begin = 0
         for image in request.images:
             text.extend(request.prompt_token_ids[begin : image.start])
@@ -138,7 +139,7 @@ class WorkloadRecorder:
             digest.update(part)
         return digest.digest()
 
-    # ---- what came before
+    # ---- repeated media and prefixes
 
     def _row(self, ended: _Ended) -> WorkloadRequest:
         row = ended.row
@@ -162,7 +163,8 @@ class WorkloadRecorder:
         return number
 
     def _session(self, keys: Sequence[bytes]) -> tuple[int | None, int]:
-        """The session, and how many blocks an earlier request of it has too. A prompt without a full block has none."""
+        """Returns the session and the number of leading blocks shared with its earlier requests; (None, 0) for a prompt
+        without a full block."""
         if not keys:
             return None, 0
         num_shared = next((place for place, key in enumerate(keys) if key not in self._sessions), len(keys))
@@ -171,13 +173,13 @@ class WorkloadRecorder:
         else:
             session = self._num_sessions
             self._num_sessions += 1
-        for key in reversed(keys):  # a block is forgotten before those that it needs to be found
+        for key in reversed(keys):  # so that a block is evicted before its predecessors
             _remember(self._sessions, key, session, MAX_BLOCKS)
         return session, num_shared
 
 
 def _remember(known: OrderedDict[bytes, int], key: bytes, number: int, most: int) -> None:
-    """As the latest; forgets the one that was not seen for longest where there are too many."""
+    """Stores `number` as the most recently used; evicts the least recently used above `most` entries."""
     known[key] = number
     known.move_to_end(key)
     if len(known) > most:

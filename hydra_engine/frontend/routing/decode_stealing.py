@@ -1,9 +1,8 @@
-"""When an instance that encodes and decodes takes decodes over from a busy one, while it has nothing to encode, and how
-such a decode moves.
+"""Decode stealing: an idle instance that encodes and decodes takes decodes over from a busy decoder.
 
-`StealPolicy` is pure: it decides over the table of instances and a list of what decodes where; `now` is passed in.
-Nothing moves twice and both sides must have been as they are for a while, so that nothing goes back and forth. Until
-the victim has handed a request over, it may end it or keep it.
+`StealPolicy` is pure: it decides over the table of instances and the decodes on each; `now` is passed in. No request
+moves twice, and both sides must have been ready for a while, so that nothing goes back and forth. Until the victim has
+handed a request over, it may end it or keep it.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.in_flight import Attempt, Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad
 
-# Borrowed at once: an encode that comes meanwhile shares its instance with no more than these.
+# Stolen decodes on one thief: an encode that arrives shares the instance with no more than these.
 MOST_BORROWED = 8
-# A thief with more decodes than this has work enough of its own.
+# A thief has fewer decodes than this.
 FEW_DECODES = 8
-# Left to generate: less than this is done before its KV has arrived and been started on.
+# Least number of tokens left to generate: fewer are done before the KV has been copied.
 WORTH_TOKENS = 32
-# Both sides must have been ready for this long: pictures come in bursts, and a queue that passes needs no help.
+# Both sides must have been ready for this long: pictures come in bursts, and a short queue needs no help.
 CALM_S = 0.5
-# Between two hand-overs to one thief: time for the first to show in the numbers.
+# Between two hand-overs to one thief: the first must show in its status.
 PERIOD_S = 0.1
-# Of the victim's KV blocks: with more than this held, whoever waits does so for blocks and not for a step.
+# Share of the victim's KV blocks in use from which its queue waits for blocks rather than for a step.
 VICTIM_FULL = 0.85
-# A request that is to be handed over goes on until the steps in flight are done; after this many tokens it stays.
+# A request to be handed over decodes on while steps are in flight; after this many tokens it stays.
 MOST_LATE_TOKENS = 32
 
 
@@ -42,24 +41,24 @@ class Decode:
 
     request_id: RequestId
     instance: str
-    num_tokens: int  # whose KV would have to be copied
+    num_tokens: int  # whose KV is copied
     num_left: int  # at most, to generate
     moved: bool = False
 
 
 class StealPolicy:
-    """`max_num_seqs`: how many requests can hold KV blocks on an instance at once, by its name."""
+    """Chooses what to steal. `max_num_seqs`: by instance name, how many requests can hold KV blocks at once."""
 
     def __init__(self, max_num_seqs: Mapping[str, int]) -> None:
         self.max_num_seqs = dict(max_num_seqs)
-        self._since: dict[tuple[str, str], float] = {}  # (name, side): since when it has been ready for it
+        self._since: dict[tuple[str, str], float] = {}  # (name, side): since when it has been ready
         self._latest: dict[str, float] = {}
 
     def decide(
         self, instances: Mapping[str, InstanceLoad], decodes: Iterable[Decode], now: float
     ) -> list[tuple[Decode, str]]:
-        """Decodes to hand over, with the thief of each; at most one for each thief: from the victim with the longest
-        queue, what has most left to do. `decodes` are only looked at where there are a thief and a victim."""
+        """Returns (decode, thief) pairs, at most one per thief: from the victim with the longest queue, the decode with
+        most tokens left for the KV to copy. Iterates `decodes` only if there are a thief and a victim."""
         thieves = [p for p in instances.values() if self._calm(p.name, "thief", _is_idle_thief(p), now)]
         victims = [p for p in instances.values() if self._calm(p.name, "victim", self._is_busy_victim(p), now)]
         if not thieves or not victims:
@@ -86,7 +85,7 @@ class StealPolicy:
         return now - self._since.setdefault((name, side), now) >= CALM_S
 
     def _is_busy_victim(self, instance: InstanceLoad) -> bool:
-        """More requests want to run there than it has slots or blocks for."""
+        """True if more requests want to run there than it has slots or blocks for."""
         status = instance.status
         if not instance.usable or not instance.serves(Role.D) or instance.serves(Role.E) or status is None:
             return False
@@ -111,7 +110,7 @@ def _num_queued(instance: InstanceLoad) -> int:
 
 
 def _best(decodes: Iterable[Decode], victims: Sequence[InstanceLoad], thief: InstanceLoad) -> Decode | None:
-    """The decode with most left to generate for the KV that has to be copied."""
+    """The decode with most tokens left to generate compared with the KV to copy, of the first victim that has one."""
     ranks = {
         instance.name: rank
         for rank, instance in enumerate(victims)
@@ -129,16 +128,15 @@ class DecodeStealing:
         self._policy = StealPolicy(limits) if config.cluster.steal_decodes else None
 
     def on_up(self, name: str, max_num_seqs: int) -> None:
-        """What an instance has found at its start, by its memory."""
+        """Sets the number of requests that the instance found room for at its start."""
         if self._policy is not None and max_num_seqs:
             self._policy.max_num_seqs[name] = max_num_seqs
 
     def stop(self) -> None:
-        """No decode is stolen from now on."""
         self._policy = None
 
     def tick(self, now: float) -> None:
-        """A few times a second."""
+        """Hands over what the policy chooses. Call it a few times a second."""
         instances = self._dispatcher.instances
         thieves = any(p.usable and p.serves(Role.E) and p.serves(Role.D) for p in instances.values())
         if self._policy is None or not thieves or len(instances) < 2:
@@ -148,7 +146,7 @@ class DecodeStealing:
             self._hand_over(self._dispatcher.by_id[decode.request_id], thief)
 
     def _hand_over(self, in_flight: RequestInFlight, thief: str) -> None:
-        """The thief is told first, so that it knows what is offered to it."""
+        """Starts the move. The thief is informed first, so that it knows the offer when it arrives."""
         attempt, instances = in_flight.attempt, self._dispatcher.instances
         assert attempt is not None
         victim = attempt.victim = attempt.decoder
@@ -160,7 +158,8 @@ class DecodeStealing:
         instances.send(victim, [HandOver(attempt.id, thief)])
 
     def victim_sent(self, in_flight: RequestInFlight, attempt: Attempt, num_tokens: int) -> None:
-        """The victim still decodes; if it goes on with that, it did not want to hand the request over."""
+        """Counts tokens that the victim sends after the hand-over was asked for; above `MOST_LATE_TOKENS` it keeps the
+        request."""
         attempt.late_victim_tokens += num_tokens
         if attempt.late_victim_tokens <= MOST_LATE_TOKENS or attempt.decoder_ready:
             return
@@ -171,7 +170,7 @@ class DecodeStealing:
 
 
 def _decode_of(in_flight: RequestInFlight) -> Decode | None:
-    """None unless the request decodes, and no other instance works on it."""
+    """The decode, or None unless the request decodes on one instance and no other works on it."""
     attempt, request = in_flight.attempt, in_flight.request
     if in_flight.phase is not Phase.DECODING or attempt is None or attempt.holders() != {attempt.decoder}:
         return None

@@ -1,9 +1,9 @@
 """The table of instances that the frontend decides over: condition, role, load, and the ids that each works on.
 
-Loads are counted here, exact at every moment; the instance's own report, a fraction of a second old, corrects them
-where they cannot know. An id that the frontend has given up stays with its instance as stale until the instance has
-reported its end, so that an instance that was silent is sent the abort again, a drain knows when it is over, and a
-message about an unknown id is answered once. No clock; messages leave through `send`.
+Loads are counted here and always exact; the instance's own report, a fraction of a second old, adds what cannot be
+counted here. An id that the frontend has given up stays with its instance as stale until the instance has reported its
+end: a silent instance can be sent the abort again, a drain knows when it is over, and messages about an unknown id are
+answered once. Reads no clock; messages leave through `send`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hydra_engine.frontend.routing.slowness import slowness
 if TYPE_CHECKING:
     from hydra_engine.frontend.in_flight import RequestInFlight
 
-# Of its KV blocks: what comes now waits, or makes others give way.
+# Share of KV blocks in use from which a new request waits or preempts others.
 NEARLY_FULL = 0.95
-# A decode is a row in every step besides the KV that it reads.
+# The cost of a decode's row in every step, besides reading its KV.
 DECODE_ROW_TOKENS = 64
 
 _GONE = frozenset({Condition.FAILED, Condition.STOPPED})
@@ -35,7 +35,7 @@ Send = Callable[[str, Sequence[ToInstance]], None]
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """`pairs` are the instances with which it can exchange blocks now."""
+    """Condition, role and load of an instance. `pairs` are the instances with which it can exchange blocks now."""
 
     name: str
     role: Role
@@ -49,7 +49,7 @@ class InstanceLoad:
     prefill_slowness: float = 1.0  # how many times as long it takes as the fastest instance
     decode_slowness: float = 1.0
     vision_slowness: float = 1.0
-    # Ids whose end it has not reported, with the request that still counts the report, if one does.
+    # Ids that were given up and whose end it has not reported, with the request that gets the report, if any.
     stale: dict[RequestId, RequestInFlight | None] = field(default_factory=dict)
 
     @property
@@ -70,14 +70,14 @@ class InstanceLoad:
 
     @property
     def language_load(self) -> float:
-        """How long its language lane has work, in tokens of the fastest instance: to be prefilled, held by decodes, and
-        the decodes' rows."""
+        """Work of its language lane in tokens of the fastest instance: tokens to prefill, tokens held by decodes, and
+        `DECODE_ROW_TOKENS` per decode."""
         decode_load = self.decode_tokens + DECODE_ROW_TOKENS * self.decodes
         return self.prefill_slowness * self.prefill_tokens + self.decode_slowness * decode_load
 
     @property
     def vision_load(self) -> float:
-        """How long its vision lane has work, in patches of the fastest instance."""
+        """Work of its vision lane in patches of the fastest instance."""
         return self.vision_slowness * self.patches
 
     def serves(self, stage: Role) -> bool:
@@ -85,19 +85,19 @@ class InstanceLoad:
 
 
 class Instances(dict[str, InstanceLoad]):
-    """All instances of the topology by name, whether they are up or not. `send` reaches an instance that is up."""
+    """The instances of the topology by name, up or not. `send` sends to an instance that is up."""
 
     def __init__(self, roles: Mapping[str, Role], send: Send) -> None:
         super().__init__({name: InstanceLoad(name, role) for name, role in roles.items()})
         self.draining: set[str] = set()
-        self._num_statuses = 0  # since speeds were compared
+        self._num_statuses = 0  # reports since speeds were compared
         self._send = send
         self._gathered: dict[str, list[ToInstance]] | None = None
 
     # ---- conditions
 
     def up(self, name: str) -> None:
-        """The instance is ready, or silent no more."""
+        """Marks the instance ready, or draining: it has started or is no longer silent."""
         self[name].condition = Condition.DRAINING if name in self.draining else Condition.READY
 
     def down(self, name: str, *, restarts: bool) -> None:
@@ -119,7 +119,7 @@ class Instances(dict[str, InstanceLoad]):
                 pairs.discard(peer)
 
     def drain(self, names: Iterable[str]) -> None:
-        """The instances get no new requests until `undrain`."""
+        """Keeps new requests away from the instances until `undrain`."""
         for name in names:
             self.draining.add(name)
             if self[name].usable:
@@ -134,7 +134,7 @@ class Instances(dict[str, InstanceLoad]):
     # ---- speeds
 
     def on_status(self, name: str, status: Status) -> None:
-        """The latest report of an instance. Speeds are compared whenever about all have reported again."""
+        """Stores the latest report of an instance. Compares speeds about once per report of all."""
         self[name].status = status
         self._num_statuses += 1
         if self._num_statuses >= len(self):
@@ -163,8 +163,8 @@ class Instances(dict[str, InstanceLoad]):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Holds back what is sent inside, and sends all that goes to one instance together: what requests have in
-        common then travels once."""
+        """Holds back messages sent inside and sends those to one instance together, so that data shared by requests
+        travels once. Nests."""
         if self._gathered is not None:
             yield
             return
@@ -177,18 +177,17 @@ class Instances(dict[str, InstanceLoad]):
                 self.send(name, messages)
 
     def abort(self, name: str, number: RequestId, in_flight: RequestInFlight | None) -> None:
-        """Aborts this id at the instance; `in_flight` still counts its report."""
+        """Aborts this id at the instance, whose report goes to `in_flight`, if any."""
         if self[name].is_up:
             self[name].stale[number] = in_flight
             self.send(name, [Abort(number)])
 
     def reject(self, name: str, number: RequestId) -> None:
-        """The instance speaks of an id that is not its own (any more): the id is aborted there, once."""
+        """Aborts an id that is not the instance's, once."""
         if number not in self[name].stale:
             self.abort(name, number, None)
 
     def repeat_aborts(self, name: str) -> None:
-        """Sends aborts again to an instance that was silent."""
         if stale := self[name].stale:
             self.send(name, [Abort(number) for number in stale])
 
@@ -200,8 +199,8 @@ def prefillers(
     usable: Callable[[InstanceLoad], bool] = lambda instance: instance.usable,
     any_pair: bool = False,
 ) -> list[InstanceLoad] | Role:
-    """The instances that can prefill a request so that all its stages find one, or the stage that finds none.
-    `any_pair`: pairs that are down now count too."""
+    """Returns the instances that can prefill a request and reach one for every other stage, or the stage that none can
+    serve. `any_pair`: pairs that are down now count too."""
     candidates = [instance for instance in instances if usable(instance)]
 
     def reaches(instance: InstanceLoad, stage: Role) -> bool:
@@ -221,13 +220,13 @@ def prefillers(
 
 
 def missing_now(instances: Iterable[InstanceLoad], *, images: bool, without: Container[str] = ()) -> Role | None:
-    """The stage that no instance can serve at this moment, if any; those named in `without` do not count."""
+    """The stage that no instance can serve now, or None; instances in `without` do not count."""
     others = (instance for instance in instances if instance.name not in without)
     able = prefillers(others, images=images)
     return able if isinstance(able, Role) else None
 
 
 def missing_for_good(instances: Iterable[InstanceLoad], *, images: bool) -> Role | None:
-    """The stage that no instance will serve again, if any: all of its instances have failed for good."""
+    """The stage that no instance will serve again, since all of its instances have failed for good, or None."""
     able = prefillers(instances, images=images, usable=lambda instance: instance.may_return, any_pair=True)
     return able if isinstance(able, Role) else None

@@ -1,9 +1,9 @@
-"""Which instance decodes a request that another one prefills: chosen when the prefill begins, and once more where its
-KV is computed and has waited for room, and another instance has some.
+"""Chooses the decoder of a request that another instance prefills: when prefill begins, and once more if the computed
+KV has waited for room while another instance has some.
 
-Until the second choice, or the first one after all, has sent a token, either may turn out to have the KV: the source
-may have given it away before it heard. Whoever sends a token has it, and the other one is let go. Decides over the
-table of instances, sends what follows, and has no clock.
+After the second choice either decoder may turn out to have the KV, since the source may have handed it over before it
+heard. The first to send a token has it; the other is aborted. Decides over the table of instances, sends the messages,
+and has no clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hydra_engine.frontend.in_flight import Attempt, Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad, Instances
 from hydra_engine.frontend.routing.router import Router
 
-# From the first token on: most copies have ended by then, and who waits longer waits for room.
+# From the first token on: most transfers have ended by then; a longer wait is for room.
 PATIENCE_S = 0.25
 
 
@@ -24,7 +24,7 @@ class LateDecoder:
         self._router = router
 
     def bind(self, in_flight: RequestInFlight, attempt: Attempt) -> bool:
-        """False: no instance could decode it."""
+        """Chooses the decoder and informs it. Returns False if no instance can decode the request."""
         chosen = self._router.decoder(attempt.route.prefill, in_flight.num_tokens)
         attempt.asks_decoder = isinstance(chosen, Role)
         if isinstance(chosen, Role):
@@ -33,7 +33,7 @@ class LateDecoder:
         return True
 
     def look_again(self, in_flight: RequestInFlight, now: float) -> None:
-        """A few times a second."""
+        """Chooses another decoder if the first has had no room for `PATIENCE_S`. Call it a few times a second."""
         attempt = in_flight.attempt
         if attempt is None or in_flight.phase is not Phase.MOVING or attempt.replaced or not attempt.route.moves:
             return
@@ -48,7 +48,7 @@ class LateDecoder:
         self._send_to(in_flight, attempt, chosen)
 
     def _send_to(self, in_flight: RequestInFlight, attempt: Attempt, chosen: str) -> None:
-        """It is told before the source, so that it knows what is offered to it."""
+        """Informs the decoder, then the source, so that the decoder knows the offer when it arrives."""
         source = attempt.route.prefill
         attempt.instances.add(chosen)
         attempt.decode_at(self._instances[chosen], in_flight.num_tokens, ready=False)
@@ -56,19 +56,20 @@ class LateDecoder:
         self._instances.send(source, [HandOver(attempt.id, chosen)])
 
     def superseded(self, in_flight: RequestInFlight, attempt: Attempt, name: str) -> list[str]:
-        """Instance `name` has sent a token. Returns those that are to be let go because of that."""
+        """Returns the instances to abort after instance `name` has sent a token, which settles the choice of
+        decoder."""
         if not attempt.replaced or name not in (attempt.decoder, attempt.replaced):
             return []
         replaced, attempt.replaced = attempt.replaced, ""
         if name == attempt.decoder:
             return [replaced]
-        others = [attempt.decoder, attempt.route.prefill]  # which still offers it to the other one, perhaps
+        others = [attempt.decoder, attempt.route.prefill]  # which may still offer it to the other one
         attempt.decode_at(self._instances[name], in_flight.num_tokens, ready=True)
         return others
 
 
 def _has_room(other: InstanceLoad, full: InstanceLoad) -> bool:
-    """Nobody waits there, and less is decoded there."""
+    """True if no request queues at `other`, and it has fewer decodes than `full`."""
     status = other.status
     queues = status is None or status.num_waiting + status.num_arriving > 0
     return other.usable and not queues and not other.nearly_full and other.decodes < full.decodes

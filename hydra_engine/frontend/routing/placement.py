@@ -1,8 +1,7 @@
-"""Whether a topology can serve the model on this machine: its roles and devices before instances start, its memory once
-every instance has said what it holds; and from one topology to another at run time.
+"""Checks that a topology can serve the model on this machine, and plans switches between topologies at run time.
 
-An instance can only take stages that it was loaded for, and only while it holds nothing; at no moment may the roles of
-all leave a stage out.
+Roles and devices are checked before instances start, memory once every instance has reported its size. An instance can
+only take stages that it was loaded for, and only while it holds no work; at no moment may a stage be unserved.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.frontend.dispatch import Dispatcher
 
-_MAX_NAMED = 8  # instances in a message
+_MAX_NAMED = 8  # instances named in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The stages, states and devices that a model asks of a topology."""
+    """A model's demands on a topology."""
 
     has_vision: bool = True
     keeps_states: bool = False  # its decoder has recurrent states
@@ -36,9 +35,9 @@ class Placement:
         return EPD if self.has_vision else Role.P | Role.D
 
     def check(self, text: str) -> None:
-        """Raises ConfigError, with a topology that would do."""
+        """Raises ConfigError if the topology cannot serve the model; the error names one that can."""
         topology = Topology.parse(text)
-        # What --device names is asked for by the instances, which say why they cannot have it.
+        # A device named by --device is checked by the instances, which say why it is not available.
         named = {spec.device for spec in topology.instances} - {"auto"}
         check_devices(topology, _known(named))
         check_serves(topology, self.has_vision)
@@ -47,14 +46,13 @@ class Placement:
 
 
 def _known(named: Iterable[str]) -> tuple[str, ...]:
-    """The devices of this machine. The driver is asked only where a GPU is named."""
+    """The devices of this machine. Queries the driver only if a GPU is named."""
     return devices.names() if any(device != devices.CPU for device in named) else (devices.CPU,)
 
 
 def check_fits(summaries: Iterable[InstanceSummary]) -> None:
-    """Raises ResourceError, naming the instances of a device that hold more than it has, and what would fit. Sizes that
-    the configuration gives hold for each instance and know nothing of the others. Pages that nobody has written yet are
-    not missed before they are."""
+    """Raises ResourceError if the instances of a device hold more than its memory; it names them and what would fit.
+    Needed because configured sizes apply per instance, and because pages are not allocated before they are written."""
     by_device: dict[str, list[InstanceSummary]] = {}
     for summary in summaries:
         by_device.setdefault(summary.device, []).append(summary)
@@ -102,8 +100,8 @@ class Switch:
 def plan_switches(
     text: str, states: Sequence[InstanceState], devices: Mapping[str, str], stages: Role = EPD
 ) -> list[list[Switch]]:
-    """Groups to switch one after the other, each at once after it has been emptied. Instances and parts of `text` are
-    matched in order; `stages` are those that the model has. Raises ConfigError where an instance would need weights
+    """Returns groups to switch one after the other, each at once after it has been drained. Instances and parts of
+    `text` are matched in order; `stages` are those of the model. Raises ConfigError if an instance would need weights
     that it does not have."""
     specs = Topology.parse(text).instances
     if len(specs) != len(states):
@@ -133,7 +131,7 @@ def plan_switches(
 
 
 def _in_order(switches: list[Switch], roles: dict[str, Role], stages: Role) -> list[list[Switch]]:
-    """One by one as long as the others serve all stages meanwhile, the rest together."""
+    """Switches one by one while the other instances serve all stages, and the rest together."""
     groups: list[list[Switch]] = []
     left = list(switches)
     while left:
@@ -160,12 +158,12 @@ async def switch_roles(
     set_role: Callable[[str, Role], None],
     check: Callable[[], None],
 ) -> None:
-    """Waits until the group's instances have finished what they have; they get nothing new meanwhile. `set_role` tells
-    the instance; `check` raises when the frontend cannot go on."""
+    """Drains the group's instances, then switches their roles; they get no new requests meanwhile. `set_role` informs
+    the instance; `check` raises if the frontend cannot continue."""
     names = [switch.name for switch in group]
     dispatcher.instances.drain(names)
     try:
-        # Requests that are under way may still have their images encoded there.
+        # Requests in prefill may still have images encoded there.
         due = [in_flight for in_flight in dispatcher.requests.values() if in_flight.may_need_images()]
         while any(in_flight.may_need_images() for in_flight in due) or any(map(dispatcher.holds_work, names)):
             await asyncio.sleep(_POLL_S)

@@ -1,8 +1,7 @@
-"""Which instances serve a request: where it is prefilled, where it decodes, where each of its images is encoded.
+"""Chooses the instances of a request: where it is prefilled, where it decodes, where each image is encoded.
 
-Decides over the table of `frontend/routing/instances.py` and what it remembers of earlier choices. Loads are counted in
-tokens and patches, on slower instances as many more as they take longer for. No I/O and no clock; what it decides is
-carried out in `frontend/dispatch.py`.
+Decides over the table of `frontend/routing/instances.py` and its own memory of earlier choices. Loads are counted in
+tokens and patches, multiplied by the instance's slowness. No I/O and no clock; `frontend/dispatch.py` carries it out.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceL
 
 LEAST_LOADED, AFFINITY, ROUND_ROBIN = "least-loaded", "affinity", "round-robin"
 
-# A cache hit saves a prefill at best, so it is worth a queue twice as long and this much more, no longer one.
+# A cache hit saves at most a prefill: it is worth a queue up to `BUSIER` times as long, plus one of these.
 BUSIER = 2
 BUSIER_TOKENS = 2048
 BUSIER_PATCHES = 4096
-# Prompts and pictures that are remembered; a cache holds fewer than that many long ones.
+# Entries of each memory; a cache holds fewer long prompts than that.
 REMEMBERED = 4096
-# Beginnings of a prompt by which it is known again: a longer one is tried before a shorter one.
+# Lengths in tokens of the prefixes by which a prompt is recognised; the longest is tried first.
 _DEPTHS = (32, 128, 512, 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`prefill` and `decode` are names of instances, the same one where a request stays; `decode` is empty where it
-    moves on, for where to is decided when its prefill begins. `stages` are those that the one that prefills does."""
+    """The instances of an attempt. `decode` equals `prefill` if the request stays; it is empty if it moves, since the
+    decoder is chosen when prefill begins. `stages` are those served by the prefilling instance."""
 
     prefill: str
     decode: str
@@ -48,20 +47,20 @@ class Route:
 
 
 class Router:
-    """`instances` belong to the caller, who keeps their numbers up to date."""
+    """Chooses over `instances`, which the caller keeps up to date."""
 
     def __init__(self, instances: Mapping[str, InstanceLoad], policy: str = LEAST_LOADED) -> None:
         self._instances = instances
         self._policy = policy
         self._turn = 0
-        self._turns: dict[tuple[str, str], int] = {}  # (stage, name): when it was chosen last
+        self._turns: dict[tuple[str, str], int] = {}  # (stage, name): the turn in which it was chosen last
         self._prompts = _Memory()
-        self._prefilled = _Memory()  # a picture's digest: where its request was prefilled
+        self._prefilled = _Memory()  # by image digest
         self._encoded = _Memory()
 
     def route(self, request: Request, near: str = "") -> Route | Role:
-        """Or the stage that none can serve. `near`: the instance that has just computed all of the prompt, and
-        more than earns a queue, if it is there."""
+        """Returns the route, or the stage that no instance can serve. `near`: an instance that has just computed the
+        whole prompt; it is chosen whatever its queue, if it is usable."""
         able = prefillers(self._instances.values(), images=bool(request.images))
         if isinstance(able, Role):
             return able
@@ -75,8 +74,8 @@ class Router:
         return Route(prefill.name, prefill.name if prefill.serves(Role.D) else "", stages, remote)
 
     def decoder(self, source: str, num_tokens: int) -> str | Role:
-        """Where a request of so many tokens that is prefilled at `source` decodes, by the loads of this moment. One
-        that is being emptied takes requests that are under way if nobody else can."""
+        """Returns the decoder for a request of `num_tokens` prefilled at `source`, by current loads, or Role.D if there
+        is none. Draining instances are used only if no other can."""
         instance = self._instances[source]
         candidates = self._partners(instance, Role.D) or self._partners(instance, Role.D, Condition.DRAINING)
         if not candidates:
@@ -84,9 +83,9 @@ class Router:
         return self._choose("D", candidates, lambda p: _decode_key(p, num_tokens), None, 0).name
 
     def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Role:
-        """Encoders with their share of these (index, image), for a request that is prefilled at `target`: spread over
-        all that can, the largest first, each to where it is done first. An instance that is being emptied encodes for
-        requests that are under way if nobody else can."""
+        """Returns the indices of these (index, image) per encoder, for a request prefilled at `target`, or Role.E if
+        there is none. Largest image first, each to the encoder that finishes it first. Draining instances are used only
+        if no other can."""
         instance = self._instances[target]
         candidates = self._partners(instance, Role.E) or self._partners(instance, Role.E, Condition.DRAINING)
         if not candidates:
@@ -106,8 +105,8 @@ class Router:
     # ---- images here or elsewhere
 
     def _encodes_elsewhere(self, request: Request, prefill: InstanceLoad) -> bool:
-        """An instance that can encode does so itself, unless an encoder that does not prefill would be done with these
-        images before their turn came here."""
+        """True unless `prefill` encodes these images itself: it cannot, or an encoder that does not prefill would
+        finish them before its turn for them came."""
         if not prefill.serves(Role.E):
             return True
         others = [instance for instance in self._partners(prefill, Role.E) if not instance.serves(Role.P)]
@@ -121,7 +120,7 @@ class Router:
     def _partners(
         self, instance: InstanceLoad, stage: Role, condition: Condition = Condition.READY
     ) -> list[InstanceLoad]:
-        """The others in that condition that do `stage` and are connected with it."""
+        """The instances in that condition that serve `stage` and are connected with `instance`."""
         others = (self._instances[name] for name in sorted(instance.pairs))
         return [other for other in others if other.condition is condition and other.serves(stage)]
 
@@ -133,9 +132,8 @@ class Router:
         known: InstanceLoad | None,
         slack: int,
     ) -> InstanceLoad:
-        """The one whose key is least, among equals the one that was chosen longest ago; `known`, where something is
-        cached, unless its load, the last part of its key, exceeds the least one by far. `slack` is in units of the
-        load."""
+        """Returns the candidate with the least key; among equals, the one chosen longest ago. Prefers `known`, which
+        has a cache entry, unless the last part of its key exceeds `BUSIER` times the least one plus `slack`."""
 
         def turn(instance: InstanceLoad) -> int:
             return self._turns.get((stage, instance.name), 0)
@@ -180,7 +178,7 @@ class Router:
 
 
 class _Memory:
-    """The latest `REMEMBERED` keys and where they were."""
+    """The latest `REMEMBERED` keys and their instances."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[bytes, str] = OrderedDict()
@@ -198,7 +196,7 @@ class _Memory:
             self._names.popitem(last=False)
 
 
-# When each would be done with what it has and with this, and what it has: tokens or patches of the fastest instance.
+# Keys: (nearly full,) load with this work, load without it; in tokens or patches of the fastest instance.
 
 
 def _prefill_key(instance: InstanceLoad, num_tokens: int) -> tuple[float, ...]:
@@ -217,7 +215,8 @@ def _encode_key(instance: InstanceLoad, added: Mapping[str, int], patches: int) 
 
 
 def _prompt_keys(request: Request) -> list[bytes]:
-    """One for each beginning that the prompt has, the shortest first; equal keys mean equal tokens and pictures."""
+    """A key per prefix length of `_DEPTHS` that the prompt has, the shortest first; equal keys mean equal tokens and
+    pictures."""
     tokens = array("q", request.prompt_token_ids[: _DEPTHS[-1]])
     salt = request.cache_salt.encode("utf-8", "surrogatepass")
     keys = []

@@ -1,4 +1,4 @@
-"""How much slower an instance is than the fastest one, by what steps of equal size take on each. Pure."""
+"""Compares the speed of instances by the durations of steps of equal size. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Mapping
 from statistics import fmean
 
-# Equal devices differ by less than this from one moment to the next, which is no reason to treat them differently.
+# Equal devices differ by less than this from one moment to the next.
 ALIKE = 1.25
-_ROUNDS = 10  # of the fit; what is left after them is less than what steps vary by
+_ROUNDS = 10  # of the fit; the rest is smaller than the variation of steps
 
 
 def slowness(seconds: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """By instance, from the seconds of its steps by size: at least 1, the fastest; 1 also where nothing can be
-    compared. An instance and a size each have a factor, of which the seconds are products, as well as that can be: so
-    instances are comparable too that have no size in common but one each with a third."""
+    """Returns per instance how many times as long its steps take as the fastest one's, from its step durations [s] by
+    size; 1.0 below `ALIKE` and where nothing can be compared. Fits duration = factor(instance) * factor(size), so
+    instances without a common size are comparable through a third."""
     sizes = Counter(size for own in seconds.values() for size in own)
     logs = {
         name: {size: math.log(taken_s) for size, taken_s in own.items() if sizes[size] > 1 and taken_s > 0}

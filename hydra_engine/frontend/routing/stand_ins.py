@@ -1,7 +1,7 @@
-"""Instances that serve a stage beside their own while nobody else can: those that were loaded with the weights for it.
+"""Stand-ins: instances that also serve a stage that no other instance serves, if they were loaded with its weights.
 
-Decides over the table of instances. What a stand-in has begun it finishes there; it gets nothing new once the stage is
-served without it. No clock and no messages.
+Decides over the table of instances. A stand-in finishes the requests that it has started; it gets no new ones once the
+stage is served without it. Reads no clock, sends no messages.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class StandIns:
-    """`set_role` tells an instance what it serves from now on, after restarts too."""
+    """The stand-ins and their own roles. `set_role` sets the role of an instance, after restarts too."""
 
     def __init__(self, instances: Instances, set_role: Callable[[str, Role], None]) -> None:
         self._instances = instances
         self._set_role = set_role
-        self._own: dict[str, Role] = {}  # of those that stand in
+        self._own: dict[str, Role] = {}  # the own roles of stand-ins
 
     def look(self, loaded: Mapping[str, Role], stages: Role) -> bool:
-        """Call this when an instance is lost or there again, and while roles are not being switched. `loaded`: what
-        each instance has weights for; `stages`: those that the model has. True: a stage that nobody served has found
-        somebody."""
+        """Chooses the stand-ins. Call it when an instance is lost or returns, but not while roles are being switched.
+        `loaded`: the stages that each instance has weights for; `stages`: the stages of the model. Returns True if an
+        unserved stage is served now."""
         table = self._instances
         before = {name: table[name].role for name in self._own}
         for name, own in self._own.items():
@@ -47,14 +47,13 @@ class StandIns:
         return any(took)
 
     def end(self) -> None:
-        """Ends all stand-ins."""
         for name, own in self._own.items():
             self._instances[name].role = own
             self._set_role(name, own)
         self._own.clear()
 
     def _settle(self, name: str, before: Role) -> bool:
-        """Tells the instance its role, if that has changed. True: it has got a stage."""
+        """Sends the instance its role if that has changed. Returns True if it has gained a stage."""
         role, own = self._instances[name].role, self._own[name]
         if role == own:
             del self._own[name]
