@@ -245,7 +245,7 @@ LOWEST_LOGIT = float(np.finfo(np.float32).min)  # of masked tokens: their weight
 class Adjustments(NamedTuple):
     """Biases, penalties and masks that `Ops.adjust_logits` applies, on the device of the logits.
 
-    Order and meaning are those of worker/language/sampler.py. Entries that a row refers to must be valid: they are not
+    Order and meaning are in worker/language/sampler.py. Entries that a row refers to must be valid: they are not
     checked.
     """
 
@@ -398,7 +398,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Returns `rope_and_write` of `linear`, whose (Hq + 2 Hkv) * D outputs are the heads of q, k and v.
 
-        x: [T, K]; returns rotated q [T, Hq, D]. Other parameters as those of `rope_and_write`. Where this is one launch
+        x: [T, K]; returns rotated q [T, Hq, D]. Other parameters as in `rope_and_write`. Where this is one launch
         (CUDA), a slot outside of the cache is skipped and never reported.
         """
         ...

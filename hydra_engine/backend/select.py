@@ -168,7 +168,7 @@ def weights_dtype(dtype: torch.dtype, checkpoint_dtype: str, backend: str = "aut
     """Dtype of matrices if activations are `dtype`: native products of float32 rows read 16-bit weights as they are
     stored.
 
-    Parameters as those of `resolve_dtype`.
+    Parameters as in `resolve_dtype`.
     """
     native = device == CPU and backend in ("auto", "native") and load_extension()[0] is not None
     return DTYPES.get(checkpoint_dtype, dtype) if native and dtype is torch.float32 else dtype

@@ -1,9 +1,10 @@
-"""Attention on a CUDA device: plans, and which kernel reads which rows.
+"""Attention on a CUDA device: plans, and the kernel of each row.
 
-A step's rows with one query come first as the engine builds it; their contexts are cut into splits over the device
-(decode kernel), the rest goes in tiles of queries (prefill kernel), both into one result. When deterministic, all rows
-take the prefill kernel, which visits keys in one order: then a token's result does not depend on whether it was decoded
-or prefilled. Head dims that no kernel holds take torch's attention over the gathered context, row by row.
+The engine puts a step's decodes (rows with one query) first. Their contexts are divided into splits over the device
+(decode kernel); the other rows are divided into tiles of queries (prefill kernel). Both write one result. When
+deterministic, all rows take the prefill kernel, which visits keys in one order, so a token's result does not depend on
+whether it was decoded or prefilled. Head dims above the kernels' take torch's attention over the gathered context, row
+by row.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from hydra_kernels.prefill_attention import prefill_attention
 from hydra_kernels.tma_attention import takes_cache
 
 MAX_HEAD_DIM = 256  # of the kernels
-_MAX_SEGMENTS = 32  # lists of segments that a thread remembers
+_MAX_SEGMENTS = 32  # lists of segments that a thread caches
 
 Int32s = npt.NDArray[np.int32]
 
 
 class Rows(NamedTuple):
-    """Rows of a step on the host, never changed."""
+    """Rows of a step on the host. Never changed."""
 
     cu_q: Int32s
     num_context: Int32s
@@ -43,29 +44,33 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """`AttentionPlan.native`: the first `num_decodes` rows go to the decode kernel, the others to the prefill kernel.
+    """`AttentionPlan.native`: the first `num_decodes` rows take the decode kernel, the other rows the prefill kernel.
 
-    `rest_cu_q` and `max_rest_q` are of the others alone. `max_decode_context` None: as long as the block tables are."""
+    rest_cu_q, max_rest_q: of the prefill kernel's rows. max_decode_context: None means as long as the block tables.
+    """
 
     num_tokens: int
     num_decodes: int
     max_decode_context: int | None
     rest_cu_q: Tensor
     max_rest_q: int
-    rows: Rows | None  # None: they change until each use
-    mixed: MixedRows | None = None  # of a step whose decodes the device alone knows
-    most_others: int = 0  # of its rows, besides
+    rows: Rows | None  # None: known to the device only
+    mixed: MixedRows | None = None  # of a captured mixed step
+    most_others: int = 0  # rows of its prompts at most
 
 
 def num_leading_decodes(cu_q: Int32s) -> int:
-    """How many rows, from the first on, have one query each."""
+    """The number of rows with one query before the first other row."""
     others = np.flatnonzero(np.diff(cu_q) != 1)
     return int(others[0]) if others.size else len(cu_q) - 1
 
 
 class CudaAttention:
-    """Attention of one device with `num_sms` multiprocessors; `send` as that of its `Device`. `num_sms_here`: how many
-    of these the calling thread's launches get, where that changes."""
+    """Triton's attention for a device with `num_sms` SMs.
+
+    send: `Device.send`. num_sms_here: returns the SMs that launches of the calling thread get, if the device is
+    divided. tma_prompts: prompts take the kernel with TMA descriptors.
+    """
 
     def __init__(
         self,
@@ -83,13 +88,13 @@ class CudaAttention:
         self._send = send
         self._deterministic = deterministic
         self._tma_prompts = tma_prompts
-        self._of_thread = threading.local()  # what a lane has sent or counts is good for that lane
-        self._places: dict[tuple[object, ...], int] = {}  # programs of a multiprocessor, by what they are compiled for
+        self._of_thread = threading.local()  # sent segments and counters belong to a lane
+        self._places: dict[tuple[object, ...], int] = {}  # resident programs per SM, by the shapes that are compiled
 
     # ---- plans
 
     def plan(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """Reads all three before it returns."""
+        """`Ops.plan_attention`. Copies all three tensors before it returns."""
         max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
         rows = Rows(cu_q.numpy().copy(), num_context.numpy().copy())
         num_decodes = 0 if self._deterministic else num_leading_decodes(rows.cu_q)
@@ -108,7 +113,7 @@ class CudaAttention:
         return AttentionPlan(sent_cu_q, sent_context, tables, max_q, max_context, native)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """`max_context` is 0: how long a block is only the cache tells."""
+        """`Ops.plan_decode`; `max_context` is 0, since only the cache knows the block size."""
         batch, _ = checks.check_decode_plan(num_context, block_tables)
         checks.check_device(self._device, (("num_context", num_context), ("block_tables", block_tables)))
         cu_q = torch.arange(batch + 1, dtype=torch.int32, device=self._device)
@@ -118,8 +123,8 @@ class CudaAttention:
         return AttentionPlan(cu_q, num_context, block_tables, 1, 0, native)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
-        """All rows go to the decode kernel, with a context of 0 where they are no decodes; behind it the prefill kernel
-        writes the others' results over those."""
+        """`Ops.plan_mixed`. The decode kernel runs for all rows, with a context of 0 for rows of prompts; the prefill
+        kernel then overwrites their results."""
         batch = checks.check_mixed_plan(rows, num_tokens)
         checks.check_device(self._device, rows._asdict().items())
         num_decodes, rest = (0, rows.cu_q) if self._deterministic else (batch, rows.rest_cu_q)
@@ -152,7 +157,7 @@ class CudaAttention:
     def decodes(
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
     ) -> None:
-        """Results of the plan's first rows, each of one query, into `out`. Arguments are checked."""
+        """Writes attention of the plan's decodes into `out`. Arguments are checked by the caller."""
         split = native.num_decodes
         if split:
             k_cache, v_cache = cache.keys_and_values(layer)
@@ -168,8 +173,9 @@ class CudaAttention:
     def prompts(
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
     ) -> None:
-        """The others."""
-        # Those of a mixed plan name their tokens from the first of all.
+        """Writes attention of the rows after the decodes (prefill kernel) into `out`. Arguments are checked by the
+        caller."""
+        # The rows of a mixed plan count tokens from the first one of the step.
         split = native.num_decodes if native.mixed is None else 0
         if native.max_rest_q:
             k_cache, v_cache = cache.keys_and_values(layer)
@@ -199,7 +205,7 @@ class CudaAttention:
         scale: float,
         scales: Scales | None,
     ) -> int:
-        """How many programs of the decode kernel run at once on what the calling thread's launches get."""
+        """Programs of the decode kernel that run at once on the SMs of the calling thread's launches."""
         key = (*q.shape[1:], q.dtype, *k_cache.shape[1:3], k_cache.dtype)
         places = self._places.get(key)
         if places is None:
@@ -207,7 +213,8 @@ class CudaAttention:
         return places * (self._num_sms if self._num_sms_here is None else self._num_sms_here(self._num_sms))
 
     def _counters(self) -> Tensor:
-        """Of the calling lane, whose launches follow each other. Never made anew, for captured steps use them."""
+        """Split counters of the calling lane, whose launches run in order. Allocated once, since captured steps keep
+        the address."""
         counters: Tensor | None = getattr(self._of_thread, "counters", None)
         if counters is None:
             counters = self._of_thread.counters = new_counters(self._device)
@@ -216,7 +223,7 @@ class CudaAttention:
     def packed(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float, *, tma: bool = False
     ) -> Tensor:
-        """`tma`: by the kernel for Hopper, which takes these k and v."""
+        """`Ops.attention_packed`. tma: uses the Hopper kernel, which must take k and v (`tma_attention.takes`)."""
         planned = isinstance(cu_seqlens, PackedPlan)
         if isinstance(cu_seqlens, PackedPlan):
             checks.check_packed_rows(q, k, v)
@@ -235,7 +242,8 @@ class CudaAttention:
         )
 
     def segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:
-        """(cu_seqlens on the device, the longest segment): every layer of a tower asks for the same."""
+        """Returns (cu_seqlens on the device, the longest segment). Cached per lane: every layer of a tower asks for the
+        same."""
         sent: dict[tuple[int, ...], tuple[Tensor, int]] | None = getattr(self._of_thread, "segments", None)
         if sent is None:
             sent = self._of_thread.segments = {}
@@ -252,12 +260,12 @@ class CudaAttention:
 
 
 def _first(x: Tensor, count: int) -> Tensor:
-    """The first rows; x itself where these are all, for a view takes as long as all checks of an op."""
+    """x[:count]; x itself if that is all, since a view costs as much as all checks of an op."""
     return x if x.shape[0] == count else x[:count]
 
 
 def _behind(x: Tensor, count: int) -> Tensor:
-    """The rows after those."""
+    """x[count:]; x itself for 0, since a view costs as much as all checks of an op."""
     return x[count:] if count else x
 
 

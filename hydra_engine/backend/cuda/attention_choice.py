@@ -1,7 +1,7 @@
-"""Chooses the attention kernels of a GPU, and says why others cannot be used.
+"""Chooses the attention kernels of a GPU, for decodes, prompts, pictures and windows separately, with reasons.
 
-They are chosen for each use by itself: decodes, prompts, pictures, windows. Loads no GPU library but the one that was
-asked for, to see whether it is there. Does not know which is faster: attention_timing.py finds that out.
+Imports no GPU library except FlashInfer, if it was asked for, to see whether it is installed. Does not know which
+kernel is faster: attention_timing.py measures that.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.errors import BackendError, ConfigError
 
 FLASHINFER, TRITON, AUTO = "flashinfer", "triton", "auto"
-# Further candidates: our kernels with descriptors, FlashInfer's for Ampere and for Hopper, and torch's.
+# Further candidates: our kernels with TMA descriptors, FlashInfer's for Ampere and for Hopper, and torch's.
 TRITON_TMA, FLASHINFER_FA2, FLASHINFER_FA3 = "triton-tma", "flashinfer-fa2", "flashinfer-fa3"
 CUDNN, VARLEN = "cudnn", "torch-varlen"
-FLASHINFER_PROMPTS = {FLASHINFER: "auto", FLASHINFER_FA2: "fa2", FLASHINFER_FA3: "fa3"}  # as the library calls them
-# Uses. A captured encode has its segments on the device alone.
+FLASHINFER_PROMPTS = {FLASHINFER: "auto", FLASHINFER_FA2: "fa2", FLASHINFER_FA3: "fa3"}  # the library's names
+# Use cases. The segments of a captured encode are known to the device only.
 DECODES, PROMPTS, PICTURES, WINDOWS = "decodes", "prompts", "pictures", "windows"
 CAPTURED_PICTURES, CAPTURED_WINDOWS = "captured pictures", "captured windows"
 USES = {
     "attention_paged": (DECODES, PROMPTS),
     "attention_packed": (PICTURES, WINDOWS, CAPTURED_PICTURES, CAPTURED_WINDOWS),
 }
-MARGIN = 1.03  # so many times as fast as ours has another to be: a choice that noise makes is no choice
+MARGIN = 1.03  # speedup over Triton that another kernel needs to be chosen, so that noise does not decide
 
 # FlashInfer builds for other head dims without complaint and then reads the wrong columns.
 HEAD_DIMS = (64, 128, 256)
@@ -38,7 +38,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Heads(NamedTuple):
-    """Of a language model's attention, and the cache that it reads."""
+    """Shape of a language model's attention and of its cache."""
 
     heads: int
     kv_heads: int
@@ -47,36 +47,37 @@ class Heads(NamedTuple):
 
 
 class Tower(NamedTuple):
-    """Of a vision tower's attention."""
+    """Shape of a vision tower's attention."""
 
     heads: int
     head_dim: int
     rows: int  # of a whole picture
-    window: int  # rows of a window; 0: there are none
+    window: int  # rows of a window; 0: no windows
 
 
 class Shapes(NamedTuple):
-    """What an instance computes attention for; None where it has no such model."""
+    """Attention shapes of an instance; None for a model that it does not have."""
 
     language: Heads | None = None
     tower: Tower | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By use and candidate, TRITON among them always: seconds of one call, or why there are none."""
+    """Measurements by use case and candidate, TRITON always included: seconds per call, or the reason why it was left
+    out."""
 
     seconds: dict[str, dict[str, float]]
     left_out: dict[str, dict[str, str]]
     date: str  # UTC
 
     def best(self, use: str) -> str:
-        """The fastest if it is so by a margin, else TRITON."""
+        """The fastest candidate if it beats TRITON by MARGIN, else TRITON."""
         seconds = self.seconds[use]
         fastest = min(seconds, key=seconds.__getitem__)
         return fastest if seconds[TRITON] >= MARGIN * seconds[fastest] else TRITON
 
     def told(self, use: str) -> str:
-        """The best, and all others with how many times as fast as TRITON they are."""
+        """A line for the user: the best candidate, and the speed of all as multiples of TRITON's."""
         seconds = self.seconds[use]
         parts = [f"{name} {seconds[TRITON] / taken:.2f}" for name, taken in seconds.items() if name != TRITON]
         parts += [f"{name}: {why}" for name, why in self.left_out.get(use, {}).items()]
@@ -84,8 +85,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChosenAttention(NamedTuple):
-    """Whose kernels compute what. `names` by use: what is not there is TRITON's. `reasons` by op, where there was
-    something to choose; `note` is for the start-up summary."""
+    """Selected kernel per use case (absent means Triton), reasons per op, and a note for the start-up summary."""
 
     names: Mapping[str, str] = MappingProxyType({})
     reasons: Mapping[str, str] = MappingProxyType({})
@@ -95,12 +95,12 @@ class ChosenAttention(NamedTuple):
         return self.names.get(use, TRITON)
 
     def choices(self) -> dict[str, tuple[str, str]]:
-        """Lines of `Ops.choices`."""
+        """(implementation, reason) by op, for `Ops.choices`."""
         return {op: (", ".join(dict.fromkeys(map(self.of, USES[op]))), why) for op, why in self.reasons.items()}
 
 
 def by_name(name: str) -> ChosenAttention:
-    """FLASHINFER or TRITON for all that it can do."""
+    """Selects FLASHINFER or TRITON wherever it can be used."""
     if name == TRITON:
         return ChosenAttention()
     kernels = flashinfer_kernels.installed()
@@ -128,8 +128,11 @@ def by_time(measured: Measured) -> ChosenAttention:
 
 
 def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Heads, deterministic: bool) -> str:
-    """TRITON, FLASHINFER, or AUTO where a measurement is to decide. What was asked for by name is taken or refused with
-    the reason: ConfigError, or BackendError where the package is missing."""
+    """Resolves the setting to TRITON, FLASHINFER, or AUTO (to be measured).
+
+    A kernel asked for by name is used or refused with the reason: raises ConfigError, or BackendError if the package or
+    one of its kernels is missing.
+    """
     if name != AUTO and not on_gpu:
         raise ConfigError(
             f"attention_backend {name} runs on a GPU; set attention_backend to auto or device to cuda:0",
@@ -160,7 +163,8 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
 
 
 def _lacking(dtype: torch.dtype, heads: Heads) -> str:
-    """What `FlashKernels.lacks` says of the kernels for decodes and prompts."""
+    """The reason of `FlashKernels.lacks` for the kernels of decodes and prompts; empty if there are kernels for
+    both."""
     kernels = flashinfer_kernels.installed()
     decode = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
     decodes, fa2, fa3 = (kernels.lacks(name, dtype, heads.head_dim) for name in (decode, "fa2", "fa3"))
@@ -168,7 +172,7 @@ def _lacking(dtype: torch.dtype, heads: Heads) -> str:
 
 
 def flashinfer_problem(dtype: torch.dtype, head_dim: int, block_size: int, deterministic: bool = False) -> str:
-    """What it cannot do of this, as a predicate; empty: it can."""
+    """The reason why FlashInfer cannot compute this, as a predicate; empty if it can."""
     if deterministic:
         return "divides contexts by what else is in the batch, so it is not deterministic"
     if dtype not in DTYPES:
@@ -181,7 +185,8 @@ def flashinfer_problem(dtype: torch.dtype, head_dim: int, block_size: int, deter
 
 
 def flashinfer_missing() -> str:
-    """Of what is needed; a library that is there and does not load (no driver, a broken build) is missing too."""
+    """The reason why FlashInfer cannot be imported; empty if it can. A package that does not load (no driver, a broken
+    build) counts as missing."""
     try:
         library: Any = importlib.import_module("flashinfer")
     except ImportError as error:

@@ -1,5 +1,7 @@
-"""Measurements of attention kernels on disk, beside the step times of the planner: what was measured once on a machine
-holds until the GPU, its driver, a library or the model's shapes change."""
+"""Measurements of attention kernels on disk, beside the planner's step times.
+
+A measurement is valid until the GPU, its driver, a library or the model's shapes change.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 _LIBRARIES = ("triton", "flashinfer-python", "nvidia-cudnn-cu13")
-_LONGEST_S = 60.0
+_LONGEST_S = 60.0  # a longer measured call is refused as damaged
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`driver` is the newest CUDA that it runs; `libraries` are versions and kernels, "" where one is missing."""
+    """The key of a measurement. driver: the newest CUDA version that it runs. libraries: versions and kernels, "" if
+    missing."""
 
     gpu: str
     capability: tuple[int, int]
@@ -58,13 +61,13 @@ def key_of(device: torch.device, num_sms: int, driver: int, dtype: torch.dtype, 
 
 
 def file_of(folder: Path, key: Key) -> Path:
-    """One for each GPU, dtype and shapes, so that what is outdated is replaced."""
+    """The file of a GPU, dtype and shapes; an outdated measurement is overwritten."""
     lasting = msgspec.json.encode((key.gpu, key.num_sms, key.dtype, key.shapes))
     return folder / f"attention-{hashlib.blake2b(lasting, digest_size=8).hexdigest()}.json"
 
 
 def load(folder: Path, key: Key) -> Measured | None:
-    """None where nothing is kept that can be used; why not is a line in the log."""
+    """The kept measurement of `key`, or None. Logs why a file cannot be used."""
     try:
         body = profile_file.read(file_of(folder, key))
         if body is None:

@@ -1,9 +1,8 @@
-"""Which attention kernels are the fastest on this device for this model: all that can run are run, compared and timed
-once, and what came of it is kept on disk.
+"""Measures once which attention kernels are fastest on this device for this model, and keeps the result on disk.
 
-Decodes over a cache that no L2 holds, a chunk of a prompt, pictures and windows of the tower, each captured as a graph,
-so that what launching costs the host does not count. Every use has a winner of its own. Kernels that cannot run, or
-give other results than ours, are not taken. Does not know the model's weights, nor how steps are mixed.
+Measures decodes over a cache larger than any L2, a chunk of a prompt, and pictures and windows of the tower, each
+captured as a graph, so that the host's launch time does not count. Each use case has its own winner. Kernels that fail,
+or whose results differ from ours, are left out. Does not know the model's weights, nor how steps are mixed.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ NUM_ROWS = 32
 MAX_CONTEXT = 4096
 CHUNK, CHUNK_CONTEXT = 1024, 2048
 TOWER_ROWS = 4096
-NUM_EMPTY = 64  # segments behind those of a captured encode, which has room for as many
-LAUNCHES = 8  # in a graph, as if they were layers
+NUM_EMPTY = 64  # empty segments after the real ones: a captured encode has spare room for more
+LAUNCHES = 8  # calls per graph, like layers
 REPLAYS = 5
 RESOLUTION_S = 5e-7  # of CUDA's events
 TOLERANCE = 0.05  # of the largest result; kernels of these types differ by about a hundredth
-# Queries are so many times as large as usual. Then a few keys make up a result, and one too many or too few shows.
+# Factor on queries: a few keys then dominate a result, and one key too many or too few is seen.
 PEAKED = 4.0
 _FAILURES = (
     *(BackendError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError, AssertionError),
@@ -69,13 +68,14 @@ _FAILURES = (
 )
 
 Launch = Callable[[], None]
-Seconds = Callable[[Launch], float]  # that the device takes for what is launched
+Seconds = Callable[[Launch], float]  # device seconds of a launch
 Attend = Callable[[], Tensor]
 Attention = CudaAttention | FlashInferAttention
 
 
 class Case(NamedTuple):
-    """Rows of `num_q` queries each at the end of `num_context` tokens of their own."""
+    """A use case of paged attention: `rows` rows of `num_q` queries, each at the end of `num_context` tokens of its
+    own."""
 
     use: str
     rows: int
@@ -84,16 +84,16 @@ class Case(NamedTuple):
 
 
 class Refusal(Exception):
-    """Why a candidate is left out."""
+    """Raised with the reason if a candidate cannot compute the case."""
 
 
 class Candidate(NamedTuple):
     name: str
-    make: Callable[[], Attend]  # may fail in any way; Refusal where it cannot compute the case
+    make: Callable[[], Attend]  # may raise anything; Refusal if it cannot compute the case
 
 
 class Site(NamedTuple):
-    """What attention is made for."""
+    """The device that attention is measured on."""
 
     device: torch.device
     num_sms: int
@@ -109,9 +109,12 @@ class Site(NamedTuple):
 def choose(
     device: Device, num_sms: int, dtype: torch.dtype, shapes: Shapes, folder: Path | None, driver: int
 ) -> ChosenAttention:
-    """In inference mode, in a thread that works on no stream of its own; what it took is free again afterwards. Where
-    ours cannot be measured, for want of memory perhaps, they are taken unmeasured. `folder`: of what is kept, None:
-    nothing; `driver`: the newest CUDA that it runs."""
+    """Returns the choice for this device and model, measured unless a kept measurement is valid.
+
+    Call it in inference mode, in a thread on the default stream. Frees all that it took. Takes Triton unmeasured if
+    Triton cannot be measured, as when memory runs out. folder: of kept measurements, None for none. driver: the newest
+    CUDA version that it runs.
+    """
     on = device.torch_device
     key = kept.key_of(on, num_sms, driver, dtype, shapes)
     measured = None if folder is None else kept.load(folder, key)
@@ -148,14 +151,14 @@ def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Seconds) ->
 
 
 def compare(use: str, ours: Attend, candidates: Iterator[Candidate], seconds: Seconds, result: Measured) -> None:
-    """Writes into `result`."""
+    """Times Triton and each candidate that agrees with it; writes times and refusals into `result`."""
     expected = ours()
     times = result.seconds[use] = {TRITON: seconds(_repeated(ours)) / LAUNCHES}
     left_out = result.left_out[use] = {}
     for candidate in candidates:
         try:
             attend = candidate.make()
-            # Memory that it is given next may have our result in it: what it does not write has to show.
+            # Its output may reuse memory with our result in it: rows that it does not write must differ.
             poison = [torch.full_like(expected, float("nan")) for _ in range(4)]
             del poison
             if _agree(attend(), expected):
@@ -170,7 +173,7 @@ def compare(use: str, ours: Attend, candidates: Iterator[Candidate], seconds: Se
 
 
 def cases(cache: PagedCache) -> tuple[Case, ...]:
-    """As far as the cache has tokens."""
+    """Use cases of paged attention, bounded by the tokens of the cache."""
     context = min(MAX_CONTEXT, cache.num_blocks // NUM_ROWS * cache.block_size)
     chunk_context = min(CHUNK_CONTEXT, cache.num_blocks * cache.block_size)
     return (
@@ -205,8 +208,10 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
 
 
 def tower_cases(by_triton: CudaAttention, tower: Tower, device: torch.device) -> Iterator[tuple[str, int, Segments]]:
-    """(use, rows, segments): as many pictures, and windows, as make some thousand rows; a captured encode has padding
-    behind them, and says how long they are at most."""
+    """Yields (use, rows, segments): pictures and windows of about TOWER_ROWS rows together.
+
+    Captured ones have empty segments as padding, and only a bound on the length of a segment.
+    """
     for length, use, captured in (
         (min(tower.rows, TOWER_ROWS), PICTURES, CAPTURED_PICTURES),
         (tower.window, WINDOWS, CAPTURED_WINDOWS),
@@ -235,7 +240,7 @@ def packed_candidates(
 
 
 def random_cache(heads: Heads, dtype: torch.dtype, device: torch.device, num_bytes: int = CACHE_BYTES) -> PagedCache:
-    """Of one layer."""
+    """A cache of one layer of random values, of at most `num_bytes` and as many blocks as NUM_ROWS contexts need."""
     block = (1, 2, heads.block_size, heads.kv_heads, heads.head_dim)
     most = -(-MAX_CONTEXT // heads.block_size) * NUM_ROWS
     num_blocks = max(NUM_ROWS, min(most, num_bytes // (prod(block) * dtype.itemsize)))
@@ -243,7 +248,7 @@ def random_cache(heads: Heads, dtype: torch.dtype, device: torch.device, num_byt
 
 
 def captured_seconds(pools: GraphPools, launch: Launch) -> float:
-    """Of one replay, the fastest of some."""
+    """Device seconds of one replay, the minimum of REPLAYS."""
     graph = pools.capture(launch)
     graph.replay()
     times = []
@@ -258,14 +263,14 @@ def captured_seconds(pools: GraphPools, launch: Launch) -> float:
 
 
 def tower_rows(tower: Tower, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parts of one projection."""
+    """Random q, k and v [rows, H, D] as views of one projection."""
     q, k, v = torch.randn((rows, 3, tower.heads, tower.head_dim), dtype=dtype, device=device).unbind(1)
     q.mul_(PEAKED)
     return q, k, v
 
 
 def prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Attend:
-    """Computes the case."""
+    """Returns a function that computes the case."""
     data = cache.data
     shape = (case.rows * case.num_q, heads.heads, heads.head_dim)
     q = PEAKED * torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -275,7 +280,7 @@ def prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) 
 
 
 def _planned(attention: Attention, case: Case, cache: PagedCache) -> AttentionPlan:
-    """A decode as graphs have it."""
+    """The plan of a case; decodes are planned as for graphs."""
     width = -(-case.num_context // cache.block_size)
     context = np.full(case.rows, case.num_context, dtype=np.int32)
     order = np.random.default_rng(1).permutation(cache.num_blocks).astype(np.int32)

@@ -1,11 +1,11 @@
-"""Paged caches on a CUDA device, on the native extension: what cpu/cache.py does there, with the same checks.
+"""Paged caches on a CUDA device, by the native extension: the counterpart of cpu/cache.py, with the same checks.
 
-Work goes to torch's current stream of the cache's device; nothing waits for it. Slots and rows may lie in host memory:
-then they are checked before anything is launched and sent along. Or they lie on the device, for callers that checked
-them once per step (`step_indices`) and use them in every layer: then a kernel skips what is out of range, and the next
-call, or `_C.cuda_check_faults`, raises ValueError. With HYDRA_CUDA_SYNC=1 the call itself does. Pairs of blocks lie in
-host memory. Rows of a cache of int8 are written by Triton, which skips such slots and says nothing; its blocks are
-copied by the extension. Does not know which ops exist; allocates results with torch.
+Work is launched on torch's current stream of the cache's device; nothing waits for it. Slots and rows in host memory
+are checked before the launch and sent along. Slots and rows on the device are for callers that checked them once per
+step (`step_indices`) and use them in every layer: a kernel skips what is out of range, and the next call, or
+`_C.cuda_check_faults`, raises ValueError (with HYDRA_CUDA_SYNC=1 the call itself). Pairs of blocks are in host memory.
+An int8 cache is written by Triton, which skips such slots without a report; its blocks are copied by the extension.
+Does not know which ops exist; allocates results with torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _HOST = -1  # in place of a device's number: see `_C.CudaCacheDesc`
 
 
 def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
-    """`device`: whose kernels use the cache, where that is another one than its memory's: for a peer's mapped pool. A
-    cache in host memory is for copies of its blocks alone."""
+    """The extension's descriptor of a cache. device: the device whose kernels use it, if the memory is another one's (a
+    peer's mapped pool). A cache in host memory only allows copies of its blocks."""
     arguments = desc_arguments(cache)
     head_dim, dtype = arguments[6:]
     if cache.scales is not None:
-        # Blocks of the same bytes, for copies alone.
+        # Only for copies: blocks of the same size in bytes.
         head_dim, dtype = head_dim + SCALE_BYTES, DTYPE_CODES[torch.bfloat16]
         if head_dim % 2:
             raise ValueError(f"cache: expected an even head dim beside scales, got {head_dim - SCALE_BYTES}")
@@ -42,8 +42,8 @@ def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
 
 
 def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int, size: int) -> Tensor:
-    """Slots or rows [M] int64 on `device`. From host memory they are checked, least <= i < size, and sent; those that
-    lie on the device are taken as they are. Raises ValueError naming `name`."""
+    """Slots or rows [M] int64 on `device`. Indices in host memory are checked, least <= i < size, and sent; indices on
+    the device are returned unchanged. Raises ValueError that names `name`."""
     checks.check_indices(name, indices)
     if not indices.is_cpu:
         checks.check_device(device, ((name, indices),))
@@ -53,7 +53,7 @@ def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int
 
 
 class _OnStream:
-    """A descriptor with the methods of `_C.CacheDesc`, which launch on the current stream of its cache's device."""
+    """A descriptor with the interface of `_C.CacheDesc` that launches on the current stream of its cache's device."""
 
     def __init__(self, desc: _C.CudaCacheDesc, device: torch.device) -> None:
         self._desc = desc
@@ -72,14 +72,17 @@ class _OnStream:
         self._desc.gather(_stream(self._device), *arguments)
 
     def copy_to(self, target: _OnStream, pairs: int, count: int) -> None:
-        """On the target's device, for this cache may be another process's; on this one's if the target is the host."""
+        """Copies on the target's device, since the source may be a peer's memory; on the source's if the target is on
+        the host."""
         device = self._device if target._device.type == "cpu" else target._device
         self._desc.copy_to(_stream(device), target._desc, pairs, count)
 
 
 class CudaCacheOps(CacheOps):
-    """The ops of `Ops` on caches. A graph is captured once the descriptors of its caches are made. `device`: whose
-    kernels use the caches, where one is a peer's that lies on another."""
+    """The cache ops of `Ops`. Descriptors must exist before a graph is captured.
+
+    device: the device whose kernels use the caches, if one of them is a peer's on another device.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
@@ -139,20 +142,19 @@ class CudaCacheOps(CacheOps):
         return super().gather_cache(cache, layer, index, slots_on_device(cache, slots))
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
-        """`source` may be a peer's pool that is mapped here; the copy runs on the target's device. One of the two may
-        lie in host memory, pinned or not: copy engines move its blocks."""
+        """Copies on the target's device; `source` may be a peer's mapped pool. One of the two may be in host memory,
+        pinned or not: copy engines move its blocks."""
         checks.check_device(torch.device("cpu"), (("pairs", pairs),))
         super().copy_blocks(source, target, pairs)
 
 
 def slots_on_device(cache: PagedCache, slots: Tensor) -> Tensor:
-    """What `step_indices` gives for slots of this cache; -1 skips a row."""
+    """The `step_indices` of slots of this cache; -1 skips a row."""
     return step_indices("slots", slots, cache.data.device, least=-1, size=cache.num_blocks * cache.block_size)
 
 
 def _stream(device: torch.device) -> int:
-    """As Triton asks for it, without the object that torch.cuda.current_stream makes. Raises ValueError for host
-    memory, which has none."""
+    """The raw current stream of `device`, faster than torch.cuda.current_stream. Raises ValueError for the CPU."""
     if device.type == "cpu":
         raise ValueError(
             f"cache: expected one on a GPU, got one on {device}; allocate it there, or take the ops of {device}"

@@ -1,9 +1,8 @@
-"""Host arrays to a device in one copy, and tensors back, without waiting: what `CudaDevice.send` and `fetch` do; and
-marks behind what was launched.
+"""Asynchronous copies (`CudaDevice.send` and `fetch`) and marks.
 
-All arrays of a call lie behind each other in one buffer, each at a multiple of 16 bytes, so that one copy takes them
-all and every part can be viewed as its type. Copies start from pinned memory, since from any other the driver waits.
-Does not know lanes: it works on the calling thread's current stream.
+All arrays of a call are packed into one buffer, each at a multiple of 16 bytes, so that one copy moves them all and
+each can be viewed as its type. Copies start from pinned memory, since the driver waits for any other. Works on the
+calling thread's current stream. Does not know lanes.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from hydra_engine.errors import BackendError
 Array = npt.NDArray[np.generic]
 
 ALIGNMENT = 16  # bytes
-NUM_BUFFERS = 8  # copies of one thread that may be under way before the next one waits: of two steps, four each
+NUM_BUFFERS = 8  # copies of one thread in flight before the next one waits: two steps with four each
 MIN_BUFFER = 1 << 16
-MAX_STAGED = 64 << 20  # what is larger is copied from where it lies, which waits: pinned memory is taken from all
+MAX_STAGED = 64 << 20  # bytes; larger copies are not staged and wait, since pinned memory is scarce
 
 _DTYPES = {
     np.dtype(name): getattr(torch, name)
@@ -37,7 +36,7 @@ _DTYPES = {
 
 
 class Part(NamedTuple):
-    """One array or tensor in a buffer; offset in bytes."""
+    """The place of an array or tensor in a buffer; offset in bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -49,7 +48,7 @@ class Part(NamedTuple):
 
 
 def layout(items: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[Part], int]:
-    """Where parts of these shapes and types lie, and the bytes of all."""
+    """Places of parts of these shapes and dtypes in a buffer, and its size in bytes."""
     kinds = list(items)
     sizes = (prod(shape) * dtype.itemsize for shape, dtype in kinds)
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
@@ -57,7 +56,7 @@ def layout(items: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[P
 
 
 def layout_of(arrays: Sequence[Array]) -> tuple[list[Part], int]:
-    """Raises ValueError for a type that tensors do not have."""
+    """The layout of arrays. Raises ValueError for a dtype that torch does not have."""
     for index, array in enumerate(arrays):
         if array.dtype not in _DTYPES:
             wanted = ", ".join(str(dtype) for dtype in _DTYPES)
@@ -66,18 +65,18 @@ def layout_of(arrays: Sequence[Array]) -> tuple[list[Part], int]:
 
 
 def fill(memory: npt.NDArray[np.uint8], parts: Sequence[Part], arrays: Sequence[Array]) -> None:
-    """The arrays, of any strides, into a buffer of bytes."""
+    """Copies arrays, of any strides, into a buffer of bytes."""
     for part, array in zip(parts, arrays, strict=True):
         memory[part.offset : part.end].view(array.dtype).reshape(array.shape)[...] = array
 
 
 def views(memory: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """The parts of a buffer [bytes] uint8."""
+    """The parts of a buffer uint8 [bytes], as tensors."""
     return tuple(memory[part.offset : part.end].view(part.dtype).view(part.shape) for part in parts)
 
 
 class _Buffer:
-    """`done`: the last copy from it."""
+    """A pinned buffer. done: the event after the last copy from it."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -85,7 +84,7 @@ class _Buffer:
 
 
 class Sender:
-    """A ring of pinned buffers, each used again once the copy from it is done. For one thread."""
+    """A ring of pinned buffers, each reused once the copy from it is done. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,7 +133,7 @@ class CudaFetch:
         self._done.record(torch.cuda.current_stream(device))
 
     def result(self) -> tuple[Array, ...]:
-        """Raises BackendError too where a kernel before it met a slot or row that is out of range."""
+        """Waits for the copies. Raises BackendError also if an earlier kernel met a slot or row out of range."""
         try:
             self._done.synchronize()
             _C.cuda_check_faults(self._device.index)
@@ -144,8 +143,10 @@ class CudaFetch:
 
 
 class CudaMark:
-    """`Mark` of backend/device.py: an event with a time, on the calling thread's current stream. A thread that waits
-    for one sleeps: such waits last, and what is in flight behind a mark hides that it wakes late."""
+    """`Mark` of backend/device.py: a timing event on the calling thread's current stream.
+
+    A waiting thread sleeps: such waits are long, and work in flight after the mark hides a late wake-up.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -173,6 +174,7 @@ class CudaMark:
 
 
 def failure(device: torch.device, error: Exception) -> BackendError:
-    """What CUDA says, in one line; after most of its errors a process can do nothing more on the device."""
+    """The error of a failed device, one line of CUDA's message. After most CUDA errors the process cannot use the
+    device."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return BackendError(f"the device {device} failed: {lines[0][:160]}")

@@ -1,5 +1,6 @@
-"""Recurrent states on a CUDA device: which tokens belong to which state, sent once a step for all layers, and what the
-two kernels are given of it. Does not know who uses which place.
+"""Recurrent states on a CUDA device: the token rows of each state, sent once per step, and the two kernels' arguments.
+
+Does not know which request uses which slot.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from hydra_kernels import delta_rule as recurrence
 
 @dataclass(frozen=True, slots=True)
 class CudaStateRows:
-    """`StateRows.native`. `tiles` [M, 2] int32 are those of the convolution, of `tile` tokens each."""
+    """`StateRows.native`. tiles: [M, 2] int32, the convolution's tiles of `tile` tokens each."""
 
     num_tokens: int
-    num_places: int  # that there must be; 0: only the device knows
+    num_places: int  # slots that the cache must have; 0: known to the device only
     tiles: Tensor
     tile: int
 
 
 def plan(rows: StateRows, send: Send) -> StateRows:
-    """The rows on the device. Reads them before it returns."""
+    """Sends the rows to the device. Reads them before it returns. Raises ValueError for a wrong order or a negative
+    slot."""
     checks.check_state_rows(rows)
     cu_q, reads, writes = rows.cu_q.numpy(), rows.reads.numpy(), rows.writes.numpy()
     counts = np.diff(cu_q)
@@ -46,7 +48,7 @@ def plan(rows: StateRows, send: Send) -> StateRows:
 
 
 def plan_decode(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
-    """Of rows of one token each, from tensors on the device, which are looked at when they are used."""
+    """State rows of a decode step from device tensors, read at launch time: capturable."""
     batch = checks.check_indices("starts", starts)
     for name, places in (("reads", reads), ("writes", writes)):
         checks.check_indices(name, places, batch)
@@ -84,7 +86,7 @@ def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaSt
 
 
 def _tiles(counts: npt.NDArray[np.int64], tile: int) -> npt.NDArray[np.int32]:
-    """[M, 2]: of each row at least one, for its state moves on without tokens too."""
+    """Tiles [M, 2]; each row has at least one, since its state moves on without tokens too."""
     per_row = np.maximum(-(-counts // tile), 1)
     rows = np.repeat(np.arange(len(counts)), per_row)
     firsts = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)

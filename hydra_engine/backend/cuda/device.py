@@ -1,7 +1,7 @@
 """A CUDA device as `Device` of backend/device.py: lanes, memory, copies, graphs, pools that peers map.
 
-Touches the device at its first use, not when it is made, so that `doctor` can look at one. Does not know which ops run
-on it; `select.py` puts the two together.
+Does not touch the device before its first use, so that `doctor` can look at one. Does not know which ops run on it;
+`select.py` combines the two.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from hydra_engine.errors import ResourceError, TransferError
 
 
 class CudaDevice:
-    """`set_threads` sets the processor threads of the thread that calls it; `priorities`: of streams of lanes, 0 where
-    a lane is not named. `split` None: the device is not divided."""
+    """`Device` of backend/device.py on a GPU.
+
+    set_threads: sets the CPU threads of the calling thread. priorities: of lanes' streams, 0 for a lane that is not
+    named. split: None if the device is not divided.
+    """
 
     asynchronous = True
 
@@ -63,7 +66,7 @@ class CudaDevice:
         return self._split.lane(name, stream, self._threads, self._set_threads)
 
     def reader(self, name: str) -> Lane:
-        """A thread that has not said which device it works on makes a context on the first one when it waits."""
+        """Sets the thread's device first: otherwise waiting would create a context on GPU 0."""
         return ThreadLane(name, 1, set_threads=self._begin_reader)
 
     def _begin_reader(self, threads: int) -> None:
@@ -73,25 +76,26 @@ class CudaDevice:
     # ---- memory
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes; what torch holds without using it counts as free."""
+        """Bytes (free, total); memory that torch has reserved and does not use counts as free."""
         free, total = torch.cuda.mem_get_info(self._index)
         idle = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
         return free + idle, total
 
     def trim(self) -> None:
-        """Of the device too: weights arrive in parts, and what parts leave behind is of no use to the caches."""
+        """Empties torch's cache too: weights arrive in parts, and what parts leave behind is of no use to the
+        caches."""
         self._host.trim()
         torch.cuda.empty_cache()
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
-        """Counts what the other lanes take meanwhile too."""
+        """The peak includes what other lanes allocate meanwhile."""
         torch.cuda.synchronize(self._index)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._index)
         allocated, reserved = torch.cuda.memory_allocated(self._index), torch.cuda.memory_reserved(self._index)
         job()
         self.finish()
-        # Of what is handed out, or, where pieces did not fit together, of what was taken for it.
+        # The peak of allocated memory, or of reserved memory if fragmentation made that larger.
         return max(
             torch.cuda.max_memory_allocated(self._index) - allocated,
             torch.cuda.max_memory_reserved(self._index) - reserved,
@@ -116,14 +120,14 @@ class CudaDevice:
         return PeerStaging(descriptor, export.num_bytes, self._index)
 
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
-        """The host's memory too, which is not pinned: it is as large as a processor's caches."""
+        """Maps host memory too, unpinned: it is as large as a CPU instance's caches."""
         if export.transport == HOST_TRANSPORT:
             return map_pool(descriptor, export.num_bytes)
         if export.transport != cuda_ipc.TRANSPORT:
             raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a GPU")
         return cuda_ipc.PEER_POOLS.open(export.handle, export.num_bytes, self._index)
 
-    # ---- work that ends after the call that launched it
+    # ---- asynchronous work
 
     def finish(self) -> None:
         """Raises BackendError where the device failed."""
@@ -145,8 +149,8 @@ class CudaDevice:
         return CudaMark(self.torch_device)
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Before the lane serves: what is freed elsewhere while its stream is captured would become part of the graph.
-        Raises BackendError where `launch` cannot be captured."""
+        """Captures before the lane serves: memory freed elsewhere while its stream is captured would become part of the
+        graph. Raises BackendError if `launch` cannot be captured."""
         return self._graphs.capture(launch)
 
     def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:

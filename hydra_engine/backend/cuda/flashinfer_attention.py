@@ -1,10 +1,10 @@
 """Attention by FlashInfer, with the interface of attention.py.
 
-FlashInfer plans on the host, once for a step and a kind of layer, into a wrapper that all these layers then run.
-Decodes that are captured as graphs have wrappers of their own (flashinfer_graphs.py), which the host plans before each
-replay. Decodes take its kernels for Ampere, which are as fast where memory is what bounds; for prompts and segments it
-has some for Hopper too ("fa3"). Head dims that FlashInfer lacks, and kernels that are neither compiled nor can be, take
-ours. Importing this needs Triton; the package itself is imported when the class is made.
+FlashInfer plans on the host, once per step and kind of layer, into a wrapper that all these layers run. Decodes of
+captured graphs have wrappers of their own (flashinfer_graphs.py), planned before each replay. Decodes take its Ampere
+kernels, which are as fast where memory bounds; prompts and segments can take Hopper kernels ("fa3"). Head dims that
+FlashInfer does not support, and kernels that are neither compiled nor can be, fall back to Triton. Importing this needs
+Triton; the package itself is imported when the class is made.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from hydra_engine.backend.cuda.flashinfer_graphs import (
 )
 from hydra_engine.backend.device import Send
 
-_HOPPER = 9  # of its compute capability
-NUM_STEPS = 2  # plans of steps that a lane holds: one is planned while another runs
+_HOPPER = 9  # major compute capability
+NUM_STEPS = 2  # step plans that a lane holds: one is planned while another runs
 NUM_PACKED = 4  # lists of segments: towers alternate between whole pictures and windows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashPlan:
-    """`AttentionPlan.native`, equal to itself alone."""
+    """`AttentionPlan.native`. Compares by identity."""
 
     num_decodes: int
     num_q: Int32s  # [B]
@@ -54,12 +54,12 @@ class FlashPlan:
 
 
 class Wrappers:
-    """Wrappers of one kind in one lane, each with what it was last planned for. The one longest unused plans next."""
+    """FlashInfer wrappers of one kind in one lane, each with its last plan. The least recently used one plans next."""
 
     def __init__(self, make: Callable[[], Any], count: int) -> None:
         self._make = make
         self._count = count
-        self._held: dict[Hashable, tuple[Any, torch.cuda.Event]] = {}  # the event: its plan was copied; last used last
+        self._held: dict[Hashable, tuple[Any, torch.cuda.Event]] = {}  # in LRU order; the event: its plan was copied
 
     def planned(self, key: Hashable, plan: Callable[[Any], None]) -> Any:
         if key in self._held:
@@ -69,7 +69,7 @@ class Wrappers:
             wrapper, copied = self._make(), torch.cuda.Event()
         else:
             wrapper, copied = self._held.pop(next(iter(self._held)))
-            # A plan lies in pinned memory until the device has copied it.
+            # The plan is in pinned memory until the device has copied it.
             copied.synchronize()
         plan(wrapper)
         copied.record()
@@ -78,22 +78,22 @@ class Wrappers:
 
 
 class _OfLane:
-    """No lane shares these with another: two that ran at once would write to one workspace."""
+    """Wrappers and workspace of one lane. Not shared between lanes: two at once would write to one workspace."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._of_step: dict[Hashable, Wrappers] = {}
-        self._retired: list[dict[Hashable, Wrappers]] = []  # what they have planned may not have been copied yet
+        self._retired: list[dict[Hashable, Wrappers]] = []  # kept alive: their plans may not have been copied yet
         self._of_graphs: dict[Kind, GraphBuffers] = {}
 
     def graphs(self, kind: Kind) -> GraphBuffers:
         return self._of_graphs.setdefault(kind, GraphBuffers(self._device))
 
     def workspace(self, num_bytes: int) -> Tensor:
-        """Of partial results, one for all wrappers of the lane, whose steps run in order; zeros at first, as the
-        library wants it."""
+        """The workspace for partial results, shared by all wrappers of the lane, whose steps run in order. Zeroed, as
+        the library requires."""
         if num_bytes > self._workspace.shape[0]:
             self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
             self._retired.append(self._of_step)
@@ -101,7 +101,7 @@ class _OfLane:
         return self._workspace
 
     def wrappers(self, name: str, num_bytes: int, count: int, **options: Any) -> Wrappers:
-        """Up to `count` of the library's Batch..KVCacheWrapper with these options."""
+        """Up to `count` of the library's Batch<name>KVCacheWrapper with these options."""
         workspace, key = self.workspace(num_bytes), (name, *options.values())
         if key not in self._of_step:
             make = getattr(self._library, f"Batch{name}KVCacheWrapper")
@@ -110,9 +110,11 @@ class _OfLane:
 
 
 class FlashInferAttention:
-    """Attention of a device with `num_sms` multiprocessors; `send` as that of its `Device`. `library`: the package.
-    Without `decodes` these are Triton's. `prompts` is the library's name of its kernels for them: "fa2", "fa3", or
-    "auto" for what it takes on this device; None: Triton's."""
+    """FlashInfer's attention for a device with `num_sms` SMs.
+
+    send: `Device.send`. library: the package. decodes: False leaves them to Triton. prompts: the library's name of
+    their kernels, "fa2", "fa3" or "auto"; None leaves them to Triton.
+    """
 
     def __init__(
         self,
@@ -138,7 +140,8 @@ class FlashInferAttention:
     # ---- plans
 
     def plan(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """Reads all three before it returns. Heads and block size are known at the first layer, which then plans."""
+        """`Ops.plan_attention`. Copies all three tensors before it returns. The first layer plans, since it knows heads
+        and block size."""
         plan = self._by_triton.plan(cu_q, num_context, block_tables)
         num_q = np.diff(cu_q.numpy()).astype(np.int32)
         native = FlashPlan(
@@ -151,7 +154,8 @@ class FlashInferAttention:
         return replace(plan, native=native)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """To be refreshed before its first use and before each replay, in the thread and on the stream of both."""
+        """`Ops.plan_decode`. Must be refreshed before its first use and before each replay, in the same thread and on
+        the same stream."""
         plan = self._by_triton.plan_decode(num_context, block_tables)
         if not self._decodes:
             return plan
@@ -197,7 +201,7 @@ class FlashInferAttention:
         return out
 
     def takes_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
-        """Whether `packed` is FlashInfer's here: it plans on the host, which has to know the segments."""
+        """True if `packed` uses FlashInfer: it plans on the host, so the host must know the segments."""
         return not isinstance(cu_seqlens, PackedPlan) and self._segments(q) is not None
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
@@ -234,7 +238,7 @@ class FlashInferAttention:
         return self._tiled("auto", q)
 
     def _tiled(self, wanted: str, q: Tensor) -> str | None:
-        """The library's name of its kernels that are taken; None: Triton's."""
+        """The library's name of the tiled kernels to use; None: Triton."""
         hopper = bool(self._kernels.problem) and self._hopper
         return self._kernels.prompts(wanted, q.dtype, q.shape[2], hopper=hopper) if _fits(q) else None
 
@@ -252,7 +256,8 @@ class FlashInferAttention:
         return lane
 
     def _captured(self, kind: Kind, native: GraphPlan) -> Any:
-        """Planned at its first use, which is not captured: `Device.capture` runs once before it captures."""
+        """The wrapper of a captured decode, planned at its first use. That use is never captured: `Device.capture` runs
+        once before it captures."""
         decode = native.decodes.get(kind)
         if decode is None:
             pages = native.pages(kind.block_size)
@@ -283,8 +288,8 @@ class FlashInferAttention:
         return wrappers.planned((native, kind), plan)
 
     def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(cu_q, indptr, indices, last_page_len). What plans read stays on the host, where the library asks for it; the
-        list of blocks can be long, so it is sent without waiting."""
+        """Returns (cu_q, indptr, indices, last_page_len). The library reads plans on the host; only the list of blocks,
+        which can be long, is sent, without waiting."""
         pages = pages_of(native.num_q[rows], native.num_context[rows], native.block_tables[rows], kind.block_size)
         (indices,) = self._send((pages.indices,))
         cu_q, indptr, last = (torch.from_numpy(part) for part in (pages.cu_q, pages.indptr, pages.last_page_len))

@@ -1,10 +1,9 @@
-"""FlashInfer's decodes inside captured graphs: `run` is captured, and the host plans before each replay.
+"""FlashInfer's decodes in captured graphs: `run` is captured, and the host plans before each replay.
 
-A graph keeps addresses and the size of its launch. So pages and schedule lie in buffers of a lane, which each kind of
-layers has for itself, because all kinds of a step are planned before the step is replayed, and a wrapper that plans
-for other lengths must ask for the launch that was captured. What is copied to the device
-is ordered by the lane's stream; the schedule's pinned copy is not, so a wrapper plans again only once it has arrived.
-Written for FlashInfer 0.4 to 0.7.2. Does not know steps, nor eager plans.
+A graph keeps addresses and launch sizes. So pages and schedule are in buffers of a lane, one set per kind of layer,
+since all kinds of a step are planned before the step is replayed; and a plan for other lengths must need the captured
+launch. Copies to the device are ordered by the lane's stream; the pinned copy of the schedule is not, so a wrapper
+plans again only after it has arrived. Written for FlashInfer 0.4 to 0.7.2. Does not know steps, nor eager plans.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from hydra_engine.backend.cuda.attention import CudaPlan, Int32s
 from hydra_engine.backend.cuda.flashinfer_kernels import takes_tensor_cores
 from hydra_engine.backend.device import Send
 
-# A schedule has a few words for each block of its largest launch; what a wrapper makes for itself is 16 times as large.
+# A schedule needs a few words per block of its largest launch; a wrapper's own buffer would be 16 times as large.
 SCHEDULE_BYTES = 512 << 10
-_TILES = (16, 64, 128)  # rows of a tile of queries, of which FlashInfer takes the first that holds them
-_BLOCKS_PER_SM = 2  # that its kernels with tensor cores cut their work for
+_TILES = (16, 64, 128)  # rows of a query tile: FlashInfer takes the first that holds the group
+_BLOCKS_PER_SM = 2  # that its tensor-core kernels divide their work into
 
 
 class Pages(NamedTuple):
-    """Rows of a step as FlashInfer takes them, on the host."""
+    """Rows of a step in FlashInfer's format, on the host."""
 
     cu_q: Int32s  # [B + 1]
-    indptr: Int32s  # [B + 1], of `indices`
-    indices: Int32s  # blocks of all rows behind each other
+    indptr: Int32s  # [B + 1]: row r has indices[indptr[r]:indptr[r + 1]]
+    indices: Int32s  # blocks of all rows, concatenated
     last_page_len: Int32s  # [B], 1 to the block size
 
 
 def pages_of(num_q: Int32s, num_context: Int32s, block_tables: Int32s, block_size: int) -> Pages:
-    """Rows without queries are left out: they have no result, and may have no block."""
+    """Converts rows. Rows without queries are left out: they have no result, and may have no block."""
     kept = num_q > 0
     num_q, num_context, block_tables = num_q[kept], num_context[kept], block_tables[kept]
     used = -(-num_context // block_size)
@@ -56,7 +55,7 @@ def cumulated(counts: Int32s) -> Int32s:
 
 
 class Kind(NamedTuple):
-    """What a wrapper is planned for beside a step's rows. `block_size` 0: keys are not paged."""
+    """Parameters of a wrapper's plan besides the rows. block_size 0: keys are not paged."""
 
     heads: int
     kv_heads: int
@@ -71,18 +70,18 @@ class Kind(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Types are named always: the library's default is float16."""
+        """Keyword arguments of `plan`. Dtypes are always passed: the library's default is float16."""
         return {"q_data_type": self.dtype, "kv_data_type": self.dtype, "sm_scale": self.scale}
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether decodes take them."""
+        """True if decodes use them."""
         return takes_tensor_cores(self.heads, self.kv_heads, self.head_dim)
 
 
 def workspace_bytes(kind: Kind, num_sms: int, captured_batch: int = 0) -> int:
-    """Of partial results, as many as FlashInfer's schedules can ask for: float32, for each head, tile of queries and
-    part of a context. A captured decode has room for as many parts as its launch has blocks."""
+    """Upper bound of FlashInfer's partial results: float32 per head, query tile and part of a context. A captured
+    decode needs as many parts as its launch has blocks."""
     parts = _BLOCKS_PER_SM * num_sms // kind.kv_heads
     tile = _TILES[-1]
     if captured_batch:
@@ -93,8 +92,11 @@ def workspace_bytes(kind: Kind, num_sms: int, captured_batch: int = 0) -> int:
 
 
 class GraphBuffers:
-    """What the layers of one kind in the graphs of a lane read, of which one runs at a time. Graphs that are captured
-    first, the largest, decide the sizes; a larger one later takes new memory, and the earlier ones keep theirs."""
+    """Buffers of the captured graphs of one lane for one kind of layer; one graph runs at a time.
+
+    The first graphs captured, the largest, decide the sizes; a larger later one gets new memory, and earlier ones keep
+    theirs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -121,7 +123,7 @@ class GraphBuffers:
 
 
 class GraphDecode:
-    """One wrapper: of a batch size, for layers of one kind. For the lane's thread."""
+    """A captured decode wrapper for one batch size and kind of layer. For the lane's thread."""
 
     def __init__(
         self, library: Any, workspace: Tensor, buffers: GraphBuffers, send: Send, kind: Kind, batch: int, width: int
@@ -146,25 +148,24 @@ class GraphDecode:
         self._launch: tuple[int, ...] | None = None
 
     def plan(self, pages: Pages) -> None:
-        """On the current stream, behind what it has launched. Raises ValueError where FlashInfer would launch other
-        than it did when it was captured."""
+        """Plans on the current stream. Raises ValueError if FlashInfer's launch differs from the captured one."""
         self._arrived.synchronize()
         sent = self._send((pages.indptr, pages.indices, pages.last_page_len))
         for buffer, part in zip(self._pages, sent, strict=True):
             buffer[: part.shape[0]].copy_(part)
         host = torch.from_numpy(pages.indptr), sent[1], torch.from_numpy(pages.last_page_len)
         if self._launch is None:
-            # Finds the kernels, and copies the pages once more.
+            # Loads the kernels, and copies the pages once more.
             self.wrapper.plan(*host, *self._kind.shape, **self._kind.settings)
         else:
-            # In graph mode it leaves the buffers alone.
+            # In graph mode this does not write the buffers.
             self._library.fast_decode_plan(self.wrapper, *host, *self._kind.shape, **self._kind.settings)
         self._arrived.record()
         self._check_launch()
 
     def _check_launch(self) -> None:
-        """The library says nowhere that equal batch sizes give equal launches; a graph that runs another one reads
-        beside its schedule."""
+        """Raises ValueError if the launch changed: the library does not promise equal launches for equal batch sizes,
+        and a graph with another launch would read out of its schedule's bounds."""
         planned = getattr(self.wrapper, "_plan_info", None)
         launch = () if planned is None else tuple(int(number) for number in planned)
         if self._launch is None:
@@ -178,7 +179,7 @@ class GraphDecode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphPlan:
-    """`AttentionPlan.native` of a decode step that is captured: `batch` rows of at most `width` blocks."""
+    """`AttentionPlan.native` of a captured decode step: `batch` rows of at most `width` blocks."""
 
     batch: int
     width: int
@@ -187,7 +188,7 @@ class GraphPlan:
     rows: list[tuple[Int32s, Int32s]] = field(default_factory=list)  # (num_context, block_tables) of the last refresh
 
     def refresh(self, num_context: Int32s, block_tables: Int32s) -> None:
-        """As `AttentionPlan.refresh` says."""
+        """`AttentionPlan.refresh`: plans all kinds of layers for new contents."""
         count, width = block_tables.shape
         if num_context.shape != (self.batch,) or count > self.batch or width > self.width:
             raise ValueError(

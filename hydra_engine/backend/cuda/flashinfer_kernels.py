@@ -1,8 +1,8 @@
-"""Which of FlashInfer's kernels there are here: those that were compiled ahead, and all others where it can compile.
+"""Lists FlashInfer's usable kernels: those compiled ahead of time, and all others if it can compile here.
 
-FlashInfer compiles a kernel at its first use, by nvcc and ninja, from sources in its package. A package that was cut
-(`make gpu-wheels`) has no sources, and a machine that only serves no compiler: then there is what was compiled before.
-Loads no kernel, and no GPU library but the package where it is asked what is installed.
+FlashInfer compiles a kernel at first use, with nvcc and ninja, from sources in its package. A reduced package (`make
+gpu-wheels`) has no sources, and a serving machine no compiler: then only the compiled ones are usable. Loads no kernel,
+and imports no GPU library except the package itself, in `installed`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 DECODE, FA2, FA3 = "decode", "fa2", "fa3"
-_PLAIN_GROUPS = (1, 2)  # query heads for each KV head up to which decodes take no tensor cores
-_PLAIN_HEAD_DIM = 128  # up to which they do so
+_PLAIN_GROUPS = (1, 2)  # query heads per KV head for which decodes use no tensor cores
+_PLAIN_HEAD_DIM = 128  # the largest head dim for which decodes use no tensor cores
 _TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-# As 0.7.2 names modules without windows and caps, for keys and values of equal strides.
+# Module names of 0.7.2, without windows and logit caps, for keys and values of equal strides.
 _NAMED = re.compile(
     r"batch_(?P<kind>decode|prefill)_with_kv_cache_dtype_q_(?P<dtype>bf16|f16)_dtype_kv_(?P=dtype)_dtype_o_(?P=dtype)"
     r"_dtype_idx_i32_head_dim_qk_(?P<dim>\d+)_head_dim_vo_(?P=dim)_posenc_0_use_swa_False_use_logits_cap_False"
@@ -32,7 +32,7 @@ _FORMS = {"decode": DECODE, "prefill_f16qk_False_kv_stride_equal": FA2, "prefill
 
 
 class FlashKernel(NamedTuple):
-    """Decodes with tensor cores are FA2's."""
+    """A compiled kernel. Decodes with tensor cores are FA2's."""
 
     name: str
     dtype: torch.dtype
@@ -40,20 +40,21 @@ class FlashKernel(NamedTuple):
 
 
 class FlashKernels(NamedTuple):
-    """`problem`: why no others than those that are `built` can be had, as a predicate; empty: they are compiled at
-    first use."""
+    """The usable kernels. problem: why only the `built` ones are usable, as a predicate; empty if others are compiled
+    at first use."""
 
     built: frozenset[FlashKernel] = frozenset()
     problem: str = ""
 
     def lacks(self, name: str, dtype: torch.dtype, head_dim: int) -> str:
-        """Why there is no such kernel; empty: there is."""
+        """The reason why there is no such kernel; empty if there is."""
         if not self.problem or FlashKernel(name, dtype, head_dim) in self.built:
             return ""
         return f"{name}-{head_dim} for {str(dtype).removeprefix('torch.')} is not compiled, and {self.problem}"
 
     def prompts(self, wanted: str, dtype: torch.dtype, head_dim: int, *, hopper: bool) -> str | None:
-        """The library's name of what computes prompts and segments where "auto", FA2 or FA3 is asked for."""
+        """The library's name of the kernel for prompts and segments, if "auto", FA2 or FA3 is wanted; None: there is
+        none."""
         if wanted == "auto" and self.problem:
             wanted = FA3 if hopper and not self.lacks(FA3, dtype, head_dim) else FA2
         return None if wanted != "auto" and self.lacks(wanted, dtype, head_dim) else wanted
@@ -64,7 +65,7 @@ class FlashKernels(NamedTuple):
 
 
 def takes_tensor_cores(heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether decodes do; else they are DECODE's."""
+    """True if decodes use tensor cores (FA2); otherwise they use DECODE."""
     return heads // kv_heads not in _PLAIN_GROUPS or head_dim > _PLAIN_HEAD_DIM
 
 
@@ -73,7 +74,7 @@ def decode_kernel(heads: int, kv_heads: int, head_dim: int) -> str:
 
 
 def installed() -> FlashKernels:
-    """The kernels of the package `flashinfer`, which has to be there and is imported."""
+    """The usable kernels. Imports the package `flashinfer`, which must be installed."""
     library: Any = importlib.import_module("flashinfer")
     env = library.jit.env
     others = (name for provider in getattr(env, "FLASHINFER_AOT_PROVIDERS", ()) for name in provider.modules)
@@ -81,7 +82,7 @@ def installed() -> FlashKernels:
 
 
 def carried() -> str:
-    """What the package has, without importing it, which takes seconds; "" where there is none."""
+    """A description of the package's kernels, without importing it, which takes seconds; "" if it is not installed."""
     try:
         folder = Path(str(metadata.distribution("flashinfer-python").locate_file("flashinfer"))) / "data"
     except metadata.PackageNotFoundError:
@@ -102,7 +103,7 @@ def _kernels(names: Iterable[str]) -> Iterable[FlashKernel]:
 
 
 def _problem(headers: Path) -> str:
-    """Why FlashInfer cannot compile here, empty if it can: a compiler is looked for where it looks for one."""
+    """The reason why FlashInfer cannot compile here; empty if it can. Looks for a compiler where FlashInfer does."""
     if not headers.exists():
         return "its package has no sources to compile more"
     if os.environ.get("FLASHINFER_DISABLE_JIT"):

@@ -1,4 +1,4 @@
-"""Capturing launches as CUDA graphs, and what they cost in memory. Does not know what is captured."""
+"""Captures launches as CUDA graphs, and measures their memory. Does not know what is captured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hydra_engine.backend.device import Cut
 
 Launch = Callable[[Cut], None]
 
-Pool = Any  # of memory, as torch.cuda.graph_pool_handle names one
+Pool = Any  # a memory pool of torch.cuda.graph_pool_handle
 
 # Torch allows one capture at a time in a process.
 _CAPTURING = threading.Lock()
-# Torch's allocator of pinned memory goes on asking these what belongs to them.
+# Kept alive: torch's allocator of pinned memory keeps calling them.
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
@@ -31,18 +31,18 @@ class CudaGraph:
         self._launch = launch
 
     def replay(self) -> None:
-        """On the calling thread's current stream. In inference mode, as it was captured: torch keeps tensors of its own
-        for the graphs of a process, which it may not write otherwise."""
+        """Replays on the calling thread's current stream, in inference mode as in the capture: torch keeps tensors of
+        its own for the graphs of a process, which can only be written in the mode that made them."""
         with torch.inference_mode():
             self._graph.replay()
 
 
 class GraphPools:
-    """Memory of graphs, one pool for each stream: those of one stream never run at the same time and share it."""
+    """Memory pools of graphs, one per stream: graphs of one stream never run at the same time and share memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of each stream, by its handle, the graph that was captured last: torch gives up a pool that no graph has.
+        # The last captured graph of each stream, by stream handle: torch frees a pool that no graph uses.
         self._last: dict[int, torch.cuda.CUDAGraph] = {}
         self._side: torch.cuda.Stream | None = None  # for threads without a stream of their own
 
@@ -51,9 +51,9 @@ class GraphPools:
         return graph
 
     def capture_pieces(self, launch: Launch) -> tuple[CudaGraph, ...]:
-        """On the calling thread's current stream, or beside it where that is the default one, which cannot be captured.
-        Other threads may launch meanwhile, on other streams. Raises BackendError where `launch` cannot be captured, and
-        torch.OutOfMemoryError."""
+        """Captures on the calling thread's current stream, or on a side stream if that is the default stream, which
+        cannot be captured. Other threads may launch on other streams meanwhile. Raises BackendError if `launch` cannot
+        be captured, and torch.OutOfMemoryError."""
         with _CAPTURING, torch.inference_mode():
             stream = torch.cuda.current_stream(self._device)
             if stream == torch.cuda.default_stream(self._device):
@@ -71,7 +71,7 @@ class GraphPools:
 
     def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
         try:
-            # Compiles kernels, loads them and makes workspaces for this stream, none of which can be captured.
+            # Warm-up: compiles and loads kernels and makes this stream's workspaces, which cannot be captured.
             launch(_no_cut)
             stream.synchronize()
             last = self._last.get(stream.cuda_stream)
@@ -81,7 +81,7 @@ class GraphPools:
             graphs = self._record(launch, pool, stream)
             free_after, _ = torch.cuda.mem_get_info(self._device)
         except torch.OutOfMemoryError:
-            # Who captured the one before may give it up as well, and then its memory is wanted.
+            # The caller may drop its last graph too, and then wants the memory back.
             self._last.pop(stream.cuda_stream, None)
             raise
         except RuntimeError as error:
@@ -91,13 +91,14 @@ class GraphPools:
         return tuple(CudaGraph(graph, 0 if index else num_bytes, launch) for index, graph in enumerate(graphs))
 
     def _cause(self, error: RuntimeError) -> Exception:
-        """The end of a capture says no more than that something failed in it before."""
+        """The error that made a capture fail; the error at its end only says that something failed before."""
         if isinstance(error.__context__, torch.OutOfMemoryError):
-            return torch.OutOfMemoryError(str(error.__context__))  # another one: who is caught here keeps all memory
+            return torch.OutOfMemoryError(str(error.__context__))  # a new one: the traceback of this one keeps memory
         return failure(self._device, error.__context__ if isinstance(error.__context__, RuntimeError) else error)
 
     def _record(self, launch: Launch, pool: Pool, stream: torch.cuda.Stream) -> list[torch.cuda.CUDAGraph]:
-        """On the current stream. Where it raises torch is as it was before, unless the device itself has failed."""
+        """Records `launch` on the current stream. On an error torch's state is restored, unless the device itself has
+        failed."""
         graphs: list[torch.cuda.CUDAGraph] = []
         captured = ExitStack()
 
@@ -116,7 +117,7 @@ class GraphPools:
                 begin()
                 launch(cut)
         except BaseException:
-            # The allocator of pinned memory goes on recording and refuses this pool from now on.
+            # The allocator of pinned memory keeps recording and refuses this pool from now on.
             self._last.pop(stream.cuda_stream, None)
             with suppress(RuntimeError):
                 self._take_back(graphs[-1], pool, stream)
@@ -124,14 +125,16 @@ class GraphPools:
         return graphs
 
     def _take_back(self, graph: torch.cuda.CUDAGraph, pool: Pool, stream: torch.cuda.Stream) -> None:
-        """Of a capture that did not end well, as `capture_end` throws before it tells anybody: torch's allocator takes
-        it to be under way and releases no memory any more; so does the random generator of releases before 2.13, which
-        refuses to draw, and graphs to be replayed. Raises RuntimeError where the capture has ended."""
+        """Restores torch's state after a capture that failed, since `capture_end` throws before it resets it.
+
+        Otherwise the allocator would treat the capture as running and free no memory; before torch 2.13 the random
+        generator would too, and refuse draws and replays. Raises RuntimeError if the capture has ended.
+        """
         torch._C._cuda_endAllocateToPool(self._device.index, pool)
         torch._C._cuda_releasePool(self._device.index, pool)
         graph.reset()
         _FAILED.append(graph)
-        # The generator learns that captures are over from the next one that ends well.
+        # The generator resets at the end of the next capture that succeeds.
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=self._device)
 

@@ -1,9 +1,9 @@
 """Pools of device memory that other processes of this node map.
 
-The owner allocates a pool by itself, so that a handle names all of it and nothing else, and sends the handle to its
-peers over their channel. A peer opens every pool once and keeps it: `PEER_POOLS` knows what is open. A pool is named by
-its owner's process id and a generation number that no other pool of this boot of the machine has, so a handle of a pool
-or a process that is gone never opens its successor. Knows CUDA and torch; does not know caches, requests or channels.
+The owner allocates a pool by itself, so that a handle names exactly the pool, and sends the handle to its peers over
+their channel. A peer opens every pool once and keeps it open (`PEER_POOLS`). A pool is identified by its owner's
+process id and a generation number, unique since the machine booted, so a handle of a dead pool or process never opens
+its successor. Does not know caches, requests or channels.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TRANSPORT = "cuda-ipc"
 
 _HANDLE_BYTES = 64
 _PACKED = struct.Struct(f"<{_HANDLE_BYTES}sQQ")  # CUDA's handle, owner, generation
-# Monotonic time counts from the start of the machine: a later process with the same id begins at a higher number.
+# Monotonic time counts from boot: a later process with the same id starts at a higher number.
 _generations = itertools.count(time.monotonic_ns())
 
 
 class PoolHandle(NamedTuple):
-    """What a peer needs to map a pool, beside its size."""
+    """Identity of a pool, sent to peers together with its size."""
 
-    data: bytes  # CUDA's handle, 64
+    data: bytes  # CUDA's handle, 64 bytes
     owner: int  # process id
     generation: int
 
@@ -44,16 +44,17 @@ class PoolHandle(NamedTuple):
 
 
 class DevicePool:
-    """`SharedMemory` of backend/device.py on a device: `num_bytes` rounded up to whole 2 MiB, full of zeros.
+    """`SharedMemory` of backend/device.py on a device: `num_bytes` rounded up to 2 MiB, zeroed.
 
-    Memory that was never exported goes with the pool and its tensors; exported memory stays until the end of the
-    process, since CUDA leaves undefined what peers would see."""
+    Memory that was never exported is freed with the pool and its tensors. Exported memory stays until the process ends,
+    since CUDA does not define what peers would see.
+    """
 
     transport = TRANSPORT
     descriptor = -1
 
     def __init__(self, num_bytes: int, device: int) -> None:
-        """Raises RuntimeError where CUDA cannot be used or memory is short."""
+        """Allocates the pool. Raises RuntimeError if CUDA cannot be used or memory runs out."""
         unit = _C.CUDA_POOL_GRANULARITY
         self.num_bytes = -(-num_bytes // unit) * unit
         self._device = device
@@ -71,11 +72,11 @@ class DevicePool:
         return self._handle
 
     def tensor(self) -> Tensor:
-        """[num_bytes] uint8."""
+        """The memory as uint8 [num_bytes]."""
         return _tensor(self, self._address, self.num_bytes)
 
     def close(self) -> None:
-        """Leaves the memory to its tensors, or to the end of the process once it was exported."""
+        """Does nothing: the memory is freed with its tensors, or when the process ends if it was exported."""
 
 
 class OpenedPool:
@@ -89,18 +90,18 @@ class OpenedPool:
         self._handle = handle
 
     def tensor(self) -> Tensor:
-        """[num_bytes] uint8, on the device where the memory lies."""
+        """The memory as uint8 [num_bytes], on the device that has it."""
         if self.address == 0:
             raise ValueError(f"pool: {_named(*self._handle[1:])} is closed")
         return _tensor(self, self.address, self.num_bytes)
 
     def close(self) -> None:
-        """The pool cannot be opened again, since its owner is gone or sends another one when it comes back."""
+        """Unmaps the pool for good: its owner is gone, or sends a new one when it comes back."""
         self._pools.close(self._handle.owner, self._handle.generation)
 
 
 class PeerPools:
-    """The pools of peers that this process has open, each once. Thread-safe."""
+    """The peers' pools that this process has mapped, each once. Thread-safe."""
 
     def __init__(
         self,
@@ -114,9 +115,11 @@ class PeerPools:
         self._closed: set[tuple[int, int]] = set()
 
     def open(self, packed: bytes, num_bytes: int, device: int) -> OpenedPool:
-        """The pool of `DevicePool.handle` and its size, mapped now if it is not yet. Raises TransferError for a handle
-        of this process, a malformed one, one that names another size than before or than the memory has, and one that
-        was closed."""
+        """Maps a peer's pool by its `DevicePool.handle` and size, or returns the present mapping.
+
+        Raises TransferError if the handle is malformed, of this process, was closed, or the size or device differs from
+        that of an earlier call or of the memory.
+        """
         if len(packed) != _PACKED.size or num_bytes <= 0:
             raise TransferError(
                 f"a peer's memory came with a handle of {len(packed)} bytes, not {_PACKED.size}, for {num_bytes} bytes"
@@ -143,8 +146,7 @@ class PeerPools:
         return pool
 
     def close(self, owner: int, generation: int) -> None:
-        """Unmaps a pool for good; a second call does nothing. Only once no work on it is in flight and no tensor of it
-        is used again."""
+        """Unmaps a pool for good. No work on it may be in flight; its tensors are invalid afterwards. Idempotent."""
         with self._lock:
             pool = self._open.pop((owner, generation), None)
             if pool is not None:
@@ -165,7 +167,7 @@ def _named(owner: int, generation: int) -> str:
 
 
 class _Memory:
-    """Says to torch where device memory lies; its tensors keep it, and it keeps the memory's owner."""
+    """Device memory for `torch.as_tensor`; its tensors keep it, and it keeps the memory's owner."""
 
     def __init__(self, owner: object, address: int, nbytes: int) -> None:
         self._owner = owner
@@ -178,7 +180,7 @@ class _Memory:
 
 
 def _tensor(owner: object, address: int, nbytes: int) -> Tensor:
-    # Without a device: torch would copy to another one than the memory's in silence.
+    # No device argument: if it were not the memory's, torch would copy silently.
     tensor = torch.as_tensor(_Memory(owner, address, nbytes))
     if tensor.data_ptr() != address:
         raise RuntimeError("torch copied the pool instead of using its memory; this torch cannot share device memory")

@@ -1,7 +1,7 @@
 """Lanes on a CUDA device: a stream with the thread that launches on it.
 
-A lane's stream does not wait for the default stream, on which the thread that builds an instance works. So a job begins
-behind what its submitter had launched. Does not know what a job does.
+A lane's stream does not wait for the default stream, which the thread that builds an instance uses. So a job first
+waits for what its submitter has launched. Does not know what a job does.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from hydra_engine.backend.cpu.lanes import Job, ThreadLane
 
 logger = logging.getLogger(__name__)
 
-# Whose blocks the device begins first, by `lane_priority`; -1 before 0. Blocks that run are not interrupted. Tokens
-# wait for each other and pictures do not, so only where encodes are to finish early no lane goes first.
+# Stream priorities by `lane_priority`: blocks of -1 start before blocks of 0; running blocks are not preempted. Tokens
+# wait for each other and pictures do not, so the language lane goes first, except when encodes are to finish early.
 PRIORITIES: dict[str, dict[str, int]] = {
     "throughput": {},
     "balanced": {"language": -1},
     "latency": {"language": -1},
 }
-# Compute capability from which kernels begin early (dependent launch, hydra_kernels/_common.py).
+# Compute capability with programmatic dependent launch (hydra_kernels/_common.py).
 BEGINS_EARLY = (9, 0)
 
 
 def priorities(lane_priority: str, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Priorities of the lanes' streams on such a GPU, 0 if a lane is not named; `lane_priority`: a key of PRIORITIES.
+    """Stream priorities of the lanes on such a GPU, 0 for a lane that is not named. lane_priority: a key of PRIORITIES.
 
-    Where kernels begin early no lane goes first: programs of its next kernel would stand ready all the time and take
-    every place that falls free, so that an encode beside steps of 8 requests was measured to take 15 times as long.
-    What an encode adds to a step is bounded by the gate there."""
+    Empty with programmatic dependent launch: programs of the lane's next kernel would always be ready and take every
+    free place, so that an encode beside steps of 8 requests took 15 times as long (measured). The gate bounds what an
+    encode adds to a step there.
+    """
     return {} if capability is None or capability >= BEGINS_EARLY else PRIORITIES[lane_priority]
 
 
 def priority_note(lane_priority: str, capability: tuple[int, int] | None) -> str | None:
-    """For the start-up summary, where a lane was to go first and none does."""
+    """A note for the start-up summary if a lane was to go first and does not."""
     if capability is None or not PRIORITIES[lane_priority] or priorities(lane_priority, capability):
         return None
     return (
@@ -65,7 +66,7 @@ class CudaLane(ThreadLane):
         super().submit(self._behind_caller(job))
 
     def close(self) -> None:
-        """Waits for what the jobs have launched too."""
+        """Also waits for what the jobs have launched."""
         super().close()
         try:
             self._stream.synchronize()
@@ -73,7 +74,7 @@ class CudaLane(ThreadLane):
             logger.exception("lane %s: the device failed before the lane was closed", self.name)
 
     def _begin(self, threads: int) -> None:
-        """In the lane's thread: from here on it works on its device and stream."""
+        """Sets the lane thread's device and stream."""
         self._set_host_threads(threads)
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)

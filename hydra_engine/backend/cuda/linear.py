@@ -1,13 +1,12 @@
 """Linear layers on a CUDA device: cuBLAS through torch, and Triton kernels where it is slow or not batch-invariant.
 
-Which of them computes a call is decided in one place, `implementation`, from the number of rows. Sums are float32
-everywhere. cuBLAS adds a bias, or a residual where there is no bias, to the sums before it rounds; an activation, or a
-residual beside a bias, acts on its rounded product. Quantised weights take Triton kernels, which multiply x as it is
-with the exact dequantised weight; but weights that are 8-bit floats have products of more than 16 rows of bfloat16 on
-their tensor cores, from compute capability 8.9 on: x is rounded as `backend/float8.py` says, and what is added to the
-product acts on its rounded numbers. Rows of 16-bit operands begin at multiples of 16 bytes, the width of the loads of
-all these kernels, with zeros behind their numbers: cuBLAS takes kernels several times slower for others. Does not know
-layers.
+`implementation` decides by the number of rows. Sums are float32 everywhere. cuBLAS adds a bias, or a residual if there
+is no bias, before it rounds; an activation, or a residual beside a bias, acts on its rounded product. Quantised weights
+take Triton kernels, which multiply unrounded x with the exact dequantised weight. Exception: weights of 8-bit floats
+multiply more than 16 rows of bfloat16 on FP8 tensor cores (compute capability 8.9 and newer); x is rounded as in
+`backend/float8.py`, and bias, activation and residual act on the rounded product. Rows of 16-bit operands begin at
+multiples of 16 bytes, zero-padded: all these kernels load 16 bytes, and cuBLAS is several times slower otherwise. Does
+not know layers.
 """
 
 from __future__ import annotations
@@ -39,14 +38,16 @@ from hydra_kernels.quantized_linear import (
 Implementation = Literal["cublas", "small", "invariant", "scaled"]
 
 WIDTH_STEP = 8  # numbers of 16 bits in 16 bytes
-SMALL_ROWS = 16  # up to so many rows a product reads its weight at the speed of memory, if all of the device reads
+SMALL_ROWS = 16  # most rows of the small kernels, which are bound by reading the weight
 
-QUANTIZED_STEPS = (1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)  # rows; one for each kernel that products of any others take
+QUANTIZED_STEPS = (1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)  # rows; one number for each kernel
 
 
 class CudaLinear(PlainLinear):
-    """With `padding` zeros behind the `num_in` inputs of 16-bit weights, and so many behind the rows of x, which are
-    copied at each call. Layers whose rows are large make them wide enough (`Ops.width_step`)."""
+    """A weight [num_out, num_in + padding]: `padding` zeros after the inputs of 16-bit weights.
+
+    Rows of x are padded, that is copied, at each call; layers with large rows avoid that by `Ops.width_step`.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
@@ -56,7 +57,7 @@ class CudaLinear(PlainLinear):
 
 
 class QuantizedCudaLinear:
-    """`PackedLinear` of backend/base.py: a weight in 8 or 4 bits as its kernel reads it, and the bias in float32."""
+    """A `PackedLinear` in 8 or 4 bits in its kernel's layout, with the bias in float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         checks.check_bias(bias, weight.num_out)
@@ -69,15 +70,17 @@ class QuantizedCudaLinear:
 
     @property
     def nbytes(self) -> int:
-        blocks = self.tensor_core_scales if self.weight.group_size == BLOCK else None  # else those of the outputs
+        blocks = self.tensor_core_scales if self.weight.group_size == BLOCK else None  # else counted already
         parts = (self.weight.words, self.weight.scales, self.weight.offsets, self.bias, blocks)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 def _tensor_core_scales(weight: QuantizedWeight) -> Tensor | None:
-    """What `torch._scaled_mm` takes beside the weight [K, num_out]: [1, num_out], or of blocks [K / 128, num_out / 128]
-    with inputs next to each other (on compute capability 9.0 alone, where cuBLAS reads them four at a time). None where
-    it multiplies no such weight."""
+    """Scales for `torch._scaled_mm` with the weight [K, num_out], or None if it cannot multiply the weight.
+
+    [1, num_out], or for blocks [K / 128, num_out / 128] with inputs contiguous (compute capability 9.0 only, where
+    cuBLAS reads them four at a time).
+    """
     capability = capability_of(weight.values.device)
     if not weight.is_float or capability < 89 or weight.num_out % 16:
         return None
@@ -93,7 +96,8 @@ def _tensor_core_scales(weight: QuantizedWeight) -> Tensor | None:
 def implementation(
     rows: int, *, deterministic: bool, quantized: bool = False, rounds_rows: bool = False
 ) -> Implementation:
-    """`rounds_rows`: of a quantised weight, that tensor cores may multiply with rounded rows."""
+    """Chooses the implementation. rounds_rows: of a quantised weight that tensor cores may multiply with rounded
+    rows."""
     if deterministic:
         return "invariant"
     if quantized and rounds_rows and rows > SMALL_ROWS:
@@ -104,7 +108,7 @@ def implementation(
 
 
 def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) -> CudaLinear | None:
-    """The weight, where one launch computes its product with x and what follows."""
+    """The weight, if one launch can compute its product with x and the op that follows; else None."""
     (weight, *others), rows = weights, x.shape[0]
     small = implementation(rows, deterministic=deterministic) == "small"
     if not small or not rows or others or not isinstance(weight, CudaLinear) or weight.padding:
@@ -113,7 +117,7 @@ def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) ->
 
 
 def leaves_residual(rows: int, weight: PackedLinear, *, deterministic: bool) -> bool:
-    """Whether a residual acts on the rounded product, in a launch of its own."""
+    """True if a residual acts on the rounded product, in a launch of its own."""
     if not isinstance(weight, CudaLinear) or weight.bias is None or not rows:
         return False
     return implementation(rows, deterministic=deterministic) == "cublas"
@@ -128,7 +132,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     deterministic: bool,
 ) -> Tensor:
-    assert isinstance(weight, (CudaLinear, QuantizedCudaLinear))  # a union would be made anew for every call
+    assert isinstance(weight, (CudaLinear, QuantizedCudaLinear))  # `A | B` would build a union at every call
     dtype = out_dtype or x.dtype
     _check(x, weight, act, residual, dtype)
     if x.shape[0] == 0:
@@ -154,7 +158,7 @@ def _quantized(
     *,
     deterministic: bool,
 ) -> Tensor:
-    """The first product with a weight is launched for every kind of step, so that a warm-up compiles them all."""
+    """Product with a quantised weight. Its first product launches all kernels, so that a warm-up compiles them."""
     if not weight.has_been_used and not deterministic:
         weight.has_been_used = True
         for rows in (*QUANTIZED_STEPS, SMALL_ROWS + 1):
@@ -170,7 +174,8 @@ def _quantized(
 
 
 def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activation, residual: Tensor | None) -> Tensor:
-    """Of bfloat16. What tensor cores add up is promoted to float32 as they go (no fast accumulation)."""
+    """A product of bfloat16 rows on FP8 tensor cores. Sums are promoted to float32 on the way (no fast
+    accumulation)."""
     numbers, group_size = weight.weight.words.view(FLOAT8), weight.weight.group_size
     rows, steps = round_rows(x, weight.weight.words.shape[1], group_size)
     product = torch._scaled_mm(rows, numbers.t(), scale_a=steps, scale_b=scales, out_dtype=x.dtype)[: x.shape[0]]

@@ -1,7 +1,7 @@
-"""`Ops` on a CUDA device. Importing this needs the extension, torch with CUDA to compute, and Triton; `select.py` asks.
+"""`Ops` on a CUDA device. Importing this needs the extension, torch with CUDA, and Triton; `select.py` checks first.
 
 Only dispatches: matrix products are in linear.py, caches in cache.py, attention in attention.py, recurrent states in
-delta_rule.py, everything else is one kernel of hydra_kernels. Nothing here waits for the device.
+delta_rule.py, everything else is one kernel of hydra_kernels. Never waits for the device.
 """
 
 from __future__ import annotations
@@ -87,8 +87,10 @@ _DETERMINISTIC = {
 
 
 class CudaOps(CudaCacheOps, ComposedOps):
-    """`Ops` of backend/base.py for one device with `num_sms` multiprocessors. `send` as that of its `Device`;
-    FlashInfer's `attention` is not deterministic. `num_sms_here`: as that of `CudaAttention`."""
+    """`Ops` of backend/base.py for a device with `num_sms` SMs.
+
+    send: `Device.send`. attention: FlashInfer's is not deterministic. num_sms_here: as in `CudaAttention`.
+    """
 
     name = "cuda"
     width_step = cuda_linear.WIDTH_STEP
@@ -149,7 +151,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         self._attention_choices = chosen.choices()
         self._send = send
         self.linear = partial(cuda_linear.linear, deterministic=deterministic)
-        # Of the whole process: sums of 16-bit products in float32, also those that cuBLAS splits over the device.
+        # Process-wide: 16-bit products are summed in float32, also in cuBLAS's split-K kernels.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
@@ -167,7 +169,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | Normed, Tensor]:
-        """The products behind norm one row themselves. Sums have the bits of `add_rms_norm`."""
+        """Defers the norm for products with one row, which apply it themselves. Sums have the bits of
+        `add_rms_norm`."""
         plain = cuda_linear.fused(x, (linear,), deterministic=self.deterministic)
         if plain is None or not can_norm(x):
             return super().linear_add_rms_norm(x, linear, residual, weight, eps)
@@ -177,8 +180,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
     def linear_add_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
     ) -> tuple[Tensor, Tensor]:
-        """Where a residual beside a bias acts on cuBLAS's rounded product, so does the norm's launch: the sum takes
-        the product's place, with the same bits."""
+        """Adds the residual in the norm's launch if it acts on cuBLAS's rounded product: the sum overwrites the
+        product, with the same bits."""
         if not cuda_linear.leaves_residual(x.shape[0], linear, deterministic=self.deterministic):
             return super().linear_add_norm(x, linear, residual, norm)
         total: Tensor = self.linear(x, linear)
@@ -203,7 +206,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
         slots: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """In one launch, which has no place for norms of heads and scales, and reports no slot outside of the cache."""
+        """Fuses everything in one launch, if there are no norms of heads and no scales; it reports no slot outside of
+        the cache."""
         rows, norm, eps = self._with_norm(x)
         weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None or norms is not None or cache.scales is not None:
@@ -214,17 +218,17 @@ class CudaOps(CudaCacheOps, ComposedOps):
         return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *caches, norm, eps)
 
     def _with_norm(self, x: Tensor | Normed) -> tuple[Tensor, Tensor | None, float]:
-        """Rows, and the norm that a product of them is left with."""
+        """Returns (rows, weight, eps) of a norm that the product applies; weight None: no norm, or already applied."""
         if not isinstance(x, Normed):
             return x, None, 0.0
         return x if can_norm(x.rows) else (self.rms_norm(*x), None, 0.0)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum takes the place of `residual`."""
+        """Writes the sum into `residual`."""
         return add_rms_norm(x, residual, weight, eps), residual
 
     def recorded(self, decode: Decode) -> Decode:
-        """As it is."""
+        """Returns `decode`: on CUDA whole steps are graphs, ops are not recorded."""
         return decode
 
     def plan_states(self, rows: StateRows) -> StateRows:

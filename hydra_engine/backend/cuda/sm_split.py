@@ -1,11 +1,11 @@
-"""A device whose multiprocessors are divided between the lanes while both have work.
+"""A device whose SMs are divided between the lanes while both have work.
 
-A partition is the language lane's part and the rest, which is the vision lane's. All are made of the groups of one
-split, so that of two language parts the smaller one lies in the larger one. They are green contexts, since ordinary
-streams run on every multiprocessor. Partition 0 is the whole device, where lanes run on their ordinary streams. Only
-multiprocessors are divided; bandwidth and L2 are not. A lane's jobs stay in order when it moves: its stream of the new
-partition waits for that of the old one. Other lanes than these two are never moved. Does not know what a job does, nor
-which split is best: each language step says that (scheduler/latency/partition_choice.py).
+A partition is the language lane's SMs; the rest are the vision lane's. All partitions are made of the groups of one
+split, so the smaller of two language parts lies inside the larger one. They are green contexts, since ordinary streams
+run on every SM. Partition 0 is the whole device, on the lanes' ordinary streams. Only SMs are divided; bandwidth and L2
+are not. A lane's jobs stay in order when it changes partition: its new stream waits for the old one. Only the language
+and the vision lane are moved. Does not know what a job does, nor which split is best: each language step says that
+(scheduler/latency/partition_choice.py).
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ LANGUAGE, VISION = "language", "vision"
 
 
 class Sharing:
-    """Which lanes have work, and so the partition of a job that begins. A job has ended when the device has done what
-    it launched. From any thread.
+    """Tracks which lanes have work, and chooses the partition of each job that begins. Thread-safe.
 
-    Neither lane gets a multiprocessor that a job of the other one has on an earlier partition: a step beside an encode
-    of partition p takes a language part that lies in p's, and an encode beside a step of partition p a vision part that
-    lies in p's, until that job has ended. Nothing waits for it. The undivided device is shared on purpose: by an encode
-    that began on it, and by a step that chose it, where the gate holds up the encode for the step's limit.
+    A job has ended when the device has finished its launches. No lane gets an SM that a job of the other lane uses on
+    an earlier partition: a step beside an encode of partition p takes a language part within p's, an encode beside a
+    step of partition p a vision part within p's, until that job has ended. Nothing waits for it. The undivided device
+    is shared on purpose: by an encode that began on it, and by a step that chose it; the gate then bounds the encode by
+    the step's limit.
 
-    `language_sms`: of the language lane's part of each partition, from the first on; none: they grow."""
+    language_sms: SMs of the language part of partitions 1, 2, ..; () if they are ascending.
+    """
 
     def __init__(self, language_sms: Sequence[int] = ()) -> None:
         self._lock = threading.Lock()
         self._language_sms = language_sms
         self._chosen = 1  # while both lanes have work
-        self._open = {LANGUAGE: 0, VISION: 0}  # jobs that were submitted and have not launched all
-        self._beginning: dict[str, int | None] = {LANGUAGE: None, VISION: None}  # where the one is that launches
-        self._launched: dict[str, deque[_Launched]] = {LANGUAGE: deque(), VISION: deque()}  # all that has not ended
-        self._steps = 0  # of the language lane, begun
-        self._steps_seen = 0  # when the vision lane's last job began
+        self._open = {LANGUAGE: 0, VISION: 0}  # submitted jobs that have not launched all of their work
+        self._beginning: dict[str, int | None] = {LANGUAGE: None, VISION: None}  # partition of the job that launches
+        self._launched: dict[str, deque[_Launched]] = {LANGUAGE: deque(), VISION: deque()}  # jobs that have not ended
+        self._steps = 0  # jobs of the language lane that have begun
+        self._steps_seen = 0  # `_steps` when the vision lane's last job began
 
     def submitted(self, lane: str) -> None:
         with self._lock:
             self._open[lane] += 1
 
     def withdrawn(self, lane: str) -> None:
-        """What was submitted never begins."""
+        """Takes back a submitted job that never begins."""
         with self._lock:
             self._open[lane] -= 1
 
     def launched(self, lane: str, is_done: Callable[[], bool]) -> None:
-        """`is_done`: whether the device has done all of the job."""
+        """Ends the launches of the present job. is_done: True once the device has finished them."""
         with self._lock:
             self._open[lane] -= 1
             self._forget_ended(lane)
@@ -69,8 +70,11 @@ class Sharing:
             return self._has_work(lane)
 
     def begin(self, lane: str) -> int:
-        """An encode is longer than a step, and between two steps the language lane has no work: so an encode shares the
-        device also where steps began since the last encode did."""
+        """Returns the partition of a job that begins now.
+
+        The language lane has no work between two steps, and an encode is longer than a step. So an encode shares the
+        device also if a step began since the last encode did.
+        """
         with self._lock:
             if lane == LANGUAGE:
                 self._steps += 1
@@ -83,7 +87,7 @@ class Sharing:
             return place
 
     def choose(self, partition: int) -> int:
-        """The partition of the language lane's present job, if there is one, now that this one was chosen."""
+        """Sets the partition for when both lanes have work. Returns the one of the language lane's present job."""
         with self._lock:
             self._chosen = partition
             place = self._of_step()
@@ -92,8 +96,8 @@ class Sharing:
             return place
 
     def _of_step(self) -> int:
-        """A step has the whole device once the vision lane has nothing to run, and as long as an encode fills it: on a
-        part of it the step would wait for that encode's blocks all the same."""
+        """The partition of a step: the whole device if the vision lane has no work, and while an encode fills the
+        device, since on a part of it the step would wait for the encode's blocks anyway."""
         if not self._has_work(VISION):
             return 0
         encodes = self._places(VISION)
@@ -113,7 +117,7 @@ class Sharing:
         return self._open[lane] > 0 or bool(self._places(lane))
 
     def _places(self, lane: str) -> list[int]:
-        """The partitions of the lane's jobs that have begun and not ended."""
+        """Partitions of the lane's jobs that have begun and not ended."""
         self._forget_ended(lane)
         beginning = self._beginning[lane]
         return [job.place for job in self._launched[lane]] + ([] if beginning is None else [beginning])
@@ -134,7 +138,7 @@ def _is_done() -> bool:
 
 
 class Track:
-    """The streams of one lane, one for each partition, and where it is. Moving belongs to the lane's thread."""
+    """The streams of one lane, one per partition, and its present partition. Only the lane's thread moves it."""
 
     def __init__(
         self, streams: Sequence[torch.cuda.Stream], use: Callable[[torch.cuda.Stream], None] = torch.cuda.set_stream
@@ -151,7 +155,7 @@ class Track:
         self._use(self.streams[partition])
 
     def end_of_job(self) -> Callable[[], bool]:
-        """Whether the device has done all that was launched until now."""
+        """Returns a function that is True once the device has finished all launches until now."""
         stream = self.streams[self.partition]
         if stream.query():
             return _is_done
@@ -170,7 +174,7 @@ class Track:
 
 
 class SplitLane(CudaLane):
-    """`Lane` of backend/device.py, moved to a partition before each job."""
+    """A `Lane` of backend/device.py that moves to a partition before each job."""
 
     def __init__(
         self,
@@ -194,7 +198,7 @@ class SplitLane(CudaLane):
             raise
 
     def close(self) -> None:
-        """Moves to the ordinary stream, which then is behind the others and is waited for."""
+        """Moves to the ordinary stream, which then is ordered after the other streams, and waits for it."""
         with suppress(RuntimeError):  # closed already, or dead: then nothing that it launched is wanted
             self.submit(lambda: self._track.move(0))
         super().close()
@@ -208,7 +212,7 @@ class SplitLane(CudaLane):
 
         def run() -> None:
             try:
-                # First of all: what the caller has launched is waited for where the job runs.
+                # First: the wait for the caller's launches must be on the stream of the job.
                 self._track.move(self._sharing.begin(self.name))
                 behind()
             finally:
@@ -218,9 +222,10 @@ class SplitLane(CudaLane):
 
 
 class SplitDevice:
-    """`Partitions` of backend/device.py: one for each of `counts`, multiprocessors for the language lane.
+    """`Partitions` of backend/device.py: one for each of `counts`, SMs of the language lane.
 
-    Raises BackendError where the driver cannot divide, ConfigError where the device cannot be divided so."""
+    Raises BackendError if the driver cannot divide, ConfigError if the device does not allow these counts.
+    """
 
     def __init__(
         self,
@@ -242,7 +247,8 @@ class SplitDevice:
         self.note = note_of(counts, [sms for _, _, *sms in splits], num_sms)
 
     def lane(self, name: str, whole: torch.cuda.Stream, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
-        """One of each name, for both parts of a partition have one stream. `whole`: for the whole device."""
+        """Starts a lane; one of each name, since both parts of a partition have one stream. whole: stream of the whole
+        device."""
         if name not in (LANGUAGE, VISION):
             return CudaLane(name, self.torch_device, whole, threads, set_threads)
         return SplitLane(name, self, Track([whole, *self._streams[name]]), threads, set_threads)
@@ -258,7 +264,7 @@ class SplitDevice:
         return 0 if track is None else track.partition
 
     def num_sms(self, whole: int) -> int:
-        """Multiprocessors that the calling thread's launches get, of `whole`."""
+        """SMs, out of `whole`, that launches of the calling thread get."""
         partition = self.current()
         return whole if partition == 0 else self._sms[self.of_thread.lane][partition - 1]
 
@@ -276,10 +282,11 @@ class SplitDevice:
 def split(
     device: torch.device, counts: Sequence[int], language_priority: int, vision_priority: int, *, spread: bool = False
 ) -> list[tuple[int, int, int, int]]:
-    """For each of `counts` streams of the language and of the vision lane whose kernels share no multiprocessor, and
-    how many of these each has. Of two counts the smaller one's language part lies in the larger one's. `spread`: every
-    second group of multiprocessors goes to the language lane first, instead of groups that lie together. The streams
-    stay until the process ends."""
+    """Returns (language stream, vision stream, language SMs, vision SMs) for each of `counts`; the streams share no SM.
+
+    The language part of a smaller count lies within that of a larger one. spread: the language lane gets every second
+    group of SMs first, instead of adjacent groups. The streams stay until the process ends. Raises as `SplitDevice`.
+    """
     try:
         return _C.cuda_split_streams(device.index, counts, language_priority, vision_priority, spread)
     except ValueError as error:
@@ -293,8 +300,7 @@ def split(
 
 
 def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int) -> str:
-    """A note for the start-up summary. `sms`: multiprocessors of the language and of the vision lane, for each of
-    `counts`; `num_sms`: of the device."""
+    """A note for the start-up summary. sms: (language, vision) SMs for each of `counts`. num_sms: of the device."""
     partitions = [
         f"{language} for tokens and {vision} for pictures"
         + (f" ({count} asked for, the device divides by more)" if count != language else "")
@@ -307,5 +313,5 @@ def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int) -
 
 
 def _sentence(error: Exception) -> str:
-    """Without the place in the extension's sources, nor the name of its argument."""
+    """The message without source location and argument name."""
     return str(error).split(" [")[0].removeprefix("counts: ")

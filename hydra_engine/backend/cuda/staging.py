@@ -1,6 +1,6 @@
 """Host memory between devices: the CPU backend's shared memory, pinned, so that copy engines reach it at full speed.
 
-Where the system refuses to pin it, copies go on, slower, and one line says so. Does not know blocks.
+If the system refuses to pin it, copies are slower and one line is logged. Does not know blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Pin:
-    """Of memory that stays mapped until `end`."""
+    """Pins memory until `end`; the memory must stay mapped until then."""
 
     def __init__(self, memory: Tensor, device: int) -> None:
         self._address, self._device = memory.data_ptr(), device
@@ -29,14 +29,14 @@ class _Pin:
             logger.warning("%s of host memory cannot be pinned, copies are slower: %s", size(memory.nbytes), error)
 
     def end(self) -> None:
-        """Once no copy from or to it is in flight; a second call does nothing."""
+        """Unpins. No copy from or to the memory may be in flight. Idempotent."""
         address, self._address = self._address, 0
         if address:
             _C.cuda_unpin(address, self._device)
 
 
 class StagingPool(SharedPool):
-    """`SharedMemory` of backend/device.py, pinned from the first `tensor` on."""
+    """`SharedMemory` of backend/device.py, pinned by the first `tensor`."""
 
     def __init__(self, num_bytes: int, device: int) -> None:
         super().__init__(num_bytes, peers_write=True)
@@ -49,7 +49,7 @@ class StagingPool(SharedPool):
         return memory
 
     def close(self) -> None:
-        """No copy from or to it may be in flight."""
+        """Unpins and closes. No copy from or to it may be in flight."""
         if self._pin is not None:
             self._pin.end()
         super().close()
@@ -59,8 +59,8 @@ class PeerStaging:
     """`PeerMemory` of backend/device.py: a peer's staging pool, pinned here too."""
 
     def __init__(self, descriptor: int, num_bytes: int, device: int) -> None:
-        """Raises TransferError as `map_pool`."""
-        # Memory that is mapped to be read only cannot be pinned beside most processors.
+        """Maps and pins the pool. Raises TransferError as `map_pool`."""
+        # On most CPUs read-only mappings cannot be pinned.
         self._pool: MappedPool = map_pool(descriptor, num_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._pin = _Pin(self._pool.tensor(), device)
 

@@ -1,7 +1,7 @@
-"""Attention within segments by other kernels than the plain ones of Triton: which there are, and what each takes.
+"""Packed attention by kernels other than Triton's plain ones: the candidates, and the inputs that each supports.
 
-A kernel that does not take a call leaves it to Triton's. cuDNN's is asked for by its own operator, because
-`sdpa_kernel` sets flags of the process, under which the other lane's attention would find no kernel.
+A call that a kernel does not support falls back to Triton. cuDNN is called by its own operator, since `sdpa_kernel`
+sets flags of the process, under which the other lane's attention would find no kernel.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hydra_engine.backend.cuda.attention_choice import (
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_kernels.tma_attention import takes
 
-WINDOW = 64  # rows of the longest segment up to which segments are windows
-_WIDTH = 8  # numbers that head dims of torch's kernels are multiples of
+WINDOW = 64  # rows; segments are windows if none is longer
+_WIDTH = 8  # head dims of torch's kernels are multiples of this
 _MAX_WIDTH = 128
 
 
 class Kernel(NamedTuple):
-    """`Ops.attention_packed` of what it takes."""
+    """A packed-attention kernel and the inputs that it supports."""
 
     takes: Callable[[Tensor, Tensor, Tensor, Segments], bool]
     attend: Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 
 
 def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None) -> dict[str, Kernel]:
-    """By name."""
+    """Candidate kernels by name."""
 
     def by_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         if isinstance(segments, PackedPlan):
@@ -67,7 +67,7 @@ def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None)
 
 
 class TowerAttention:
-    """`Ops.attention_packed` by the kernels that were chosen for each use."""
+    """`Ops.attention_packed` by the selected kernel of each use case."""
 
     def __init__(self, chosen: ChosenAttention, by_triton: CudaAttention, found: Mapping[str, Kernel]) -> None:
         self._by_triton = by_triton
@@ -90,8 +90,8 @@ def _fits(q: Tensor) -> bool:
 
 
 def _length(q: Tensor, segments: Segments) -> int:
-    """That all segments have; 0 where they differ, where only the device knows it, or where the heads are none of
-    cuDNN's."""
+    """The length that all segments have; 0 if lengths differ or are known to the device only, or if cuDNN does not
+    support the heads."""
     if isinstance(segments, PackedPlan) or not _fits(q):
         return 0
     lengths = {end - begin for begin, end in pairwise(segments)}

@@ -1,4 +1,4 @@
-"""All ops in plain torch with float32 accumulation: the oracle of the tests, and the fallback without the extension.
+"""The ops in plain torch with float32 accumulation: the oracle of the tests, and the fallback without the extension.
 
 Written to be read; each docstring is the formula. Rows are computed in tiles of fixed shape, padded at the end: torch's
 matrix product always sees the same shape, so a row's result does not depend on the other rows of the call. Does not
@@ -389,7 +389,7 @@ def _write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor)
 
 
 def _wide(cache: PagedCache, blocks: Tensor, layer: int, tensor: int) -> Tensor:
-    """One tensor of the blocks, dequantised: [slots of the blocks, H, D] float32."""
+    """Dequantises one tensor of the blocks: [slots of the blocks, H, D] float32."""
     rows = cache.data[blocks, layer, tensor].float()
     if cache.scales is not None:
         rows = rows * cache.scales[blocks, layer, tensor].transpose(1, 2)[..., None]
