@@ -1,4 +1,4 @@
-"""Triton kernels of the CUDA backend, one subject per module: the kernel and a wrapper that checks its arguments.
+"""Triton kernels of the CUDA backend, one subject per module: the kernel, and a wrapper that checks its arguments.
 
 Does not choose between implementations and does not know models, caches or plans: wrappers take tensors. Imports
 without a GPU and without a driver. Written for Triton 3.6 to 3.9.
@@ -6,5 +6,5 @@ without a GPU and without a driver. Written for Triton 3.6 to 3.9.
 
 import os
 
-# Triton 3.6 contracts a * b + c unless told not to, 3.9 only when told to, and warns until it is: one rule for both.
+# Fused multiply-adds: on by default in Triton 3.6, off in 3.9, which warns if this is unset. Set it for both.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

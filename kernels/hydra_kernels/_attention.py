@@ -1,10 +1,10 @@
-"""Pieces of the attention kernels: head dims in two parts, keys of a paged cache, one step of the running softmax.
+"""Parts of the attention kernels: head dims in two tiles, keys of a paged cache, one step of the running softmax.
 
-A head dim D is held as two tiles of D0 + D1 columns (`split_head_dim`), each a power of two as Triton wants, so that 72
-and 80 are computed as 64 + 16 and not as 128. With D1 = 0 the second tile is passed along and never computed.
+A head dim D is held as two tiles of D0 + D1 columns (`split_head_dim`), each a power of two as Triton requires, so that
+72 and 80 are computed as 64 + 16 and not as 128. With D1 = 0 the second tile is passed along and never computed.
 
 The running softmax (Milakov and Gimelshein 2018; Dao et al. 2022) works in base 2 on scores times scale * log2(e). A
-tile of keys that a query does not see changes nothing for it, bit for bit: weights 0, factor 1.
+fully masked tile of keys leaves a query's result unchanged, bit for bit: weights 0, factor 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hydra_kernels._common import dot
 
-# Below every score, and finite, so that a difference of two is never NaN.
+# Below every score, and finite, so that a difference of two scores is never NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -22,7 +22,7 @@ LOWEST = tl.constexpr(-3.0e38)
 def load_parts(
     base: tl.tensor, rows: tl.tensor, mask: tl.tensor, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rows of D elements at base + rows, zero where `mask` is false, as [R, D0] and [R, D1]."""
+    """Loads rows of D elements at base + rows as [R, D0] and [R, D1], zero where `mask` is false."""
     first = tl.arange(0, D0)[None, :]
     if D < D0:
         part0 = tl.load(base + rows[:, None] + first, mask=mask[:, None] & (first < D), other=0.0)
@@ -49,7 +49,7 @@ def store_parts(
     D0: tl.constexpr,
     D1: tl.constexpr,
 ) -> None:
-    """The reverse of `load_parts`, rounding to the element type of `base`."""
+    """Stores what `load_parts` loads, rounded to the element type of `base`."""
     first = tl.arange(0, D0)[None, :]
     tl.store(base + rows[:, None] + first, part0.to(base.dtype.element_ty), mask=mask[:, None] & (first < D))
     if D1 > 0:
@@ -61,15 +61,17 @@ def store_parts(
 def tile_of_segment(
     cu_seqlens: tl.tensor, num_segments: tl.tensor, ROWS: tl.constexpr, SEARCH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(segment, its first row) of this program's tile: axes 2 and 0 of the grid. With SEARCH, a power of two of at
-    least `num_segments`, axis 0 goes through the tiles of all segments; the row of one behind the last is behind every
-    segment's end."""
+    """Returns (segment, its first row) of this program's tile, by axes 2 and 0 of the grid.
+
+    With SEARCH, a power of two of at least `num_segments`, axis 0 enumerates the tiles of all segments; a program after
+    the last tile gets a row beyond every segment's end.
+    """
     if SEARCH > 0:
         index = tl.arange(0, SEARCH)
         begins = tl.load(cu_seqlens + index, mask=index < num_segments, other=0)
         ends = tl.load(cu_seqlens + index + 1, mask=index < num_segments, other=0)
         tiles = (ends - begins + ROWS - 1) // ROWS
-        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # the segments whose tiles all come before this one
+        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # segments whose tiles all come before this one
         segment = tl.sum(before.to(tl.int32), 0)
         first_row = (tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)) * ROWS
         first_row = tl.where(segment < num_segments, first_row, 1 << 30)
@@ -89,7 +91,7 @@ def paged_rows(
     stride_slot: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Offsets of the cache rows of context positions, read through one row of the block table."""
+    """Offsets of the cache rows of context positions, by one row of the block table."""
     block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
     return block.to(tl.int64) * stride_block + position % BLOCK_SIZE * stride_slot
 
@@ -103,7 +105,7 @@ def paged_scales(
     stride_block: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Of one head at context positions, [K] float32; None where there are none."""
+    """Scales of one head at context positions, [K] float32; None if there are none."""
     found = None
     if scales is not None:
         block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
@@ -131,10 +133,10 @@ def attend(
     key_scales: tl.tensor = None,
     value_scales: tl.tensor = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """One tile of keys: q [M, D], k, v [K, D], visible [M, K] (read only if MASKED), top, total [M], acc [M, D].
+    """Adds one tile of keys to the running softmax. Returns the new (top, total, acc0, acc1).
 
-    scale includes log2(e). k and v of int8 come with scales [K], which meet scores and weights: integers are exact in
-    q's type. Returns the new (top, total, acc0, acc1).
+    q: [M, D]; k, v: [K, D]; visible: [M, K], read only if MASKED; top, total: [M]; acc: [M, D]. scale includes log2(e).
+    int8 k and v come with scales [K], which multiply scores and weights: integers are exact in q's dtype.
     """
     if key_scales is not None:
         k0, k1 = k0.to(tl.float32).to(q0.dtype), k1.to(tl.float32).to(q0.dtype)

@@ -1,6 +1,6 @@
-"""Argument checks that the wrappers share: one sentence naming the argument, what was expected and what came.
+"""Argument checks of the wrappers; errors name the argument, with expected and actual.
 
-They look at shapes, dtypes, strides and devices only, never at contents, so they cost no synchronisation.
+They look at shapes, dtypes, strides and devices, never at contents, so they do not synchronise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def described(tensor: Tensor) -> str:
 
 
 def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """[T, C] of a compute dtype with a dense last dimension; of `like`'s shape, dtype and device where it is given."""
+    """Requires [T, C] of a compute dtype with a dense last dimension; with shape, dtype and device of `like`, if
+    given."""
     good = x.dim() == 2 and x.dtype in FLOATS and _is_dense(x)
     if like is not None:
         good = good and x.shape == like.shape and x.dtype is like.dtype and x.device == like.device
@@ -26,8 +27,8 @@ def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_heads(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """[T, H, D] of a compute dtype with a dense last dimension, tokens and heads at any stride; with the head dim,
-    dtype and device of `like` where it is given."""
+    """Requires [T, H, D] of a compute dtype with a dense last dimension, tokens and heads at any stride; with head dim,
+    dtype and device of `like`, if given."""
     good = x.dim() == 3 and x.dtype in FLOATS and _is_dense(x) and x.shape[2] > 0
     if like is not None:
         good = good and x.shape[2] == like.shape[-1] and x.dtype is like.dtype and x.device == like.device
@@ -37,7 +38,7 @@ def check_heads(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_vector(name: str, x: Tensor, count: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Contiguous [count] of `dtype`; any length where `count` is None."""
+    """Requires a contiguous [count] of `dtype` on `device`; None: any length."""
     if (
         x.dim() != 1
         or (count is not None and x.shape[0] != count)
@@ -57,8 +58,11 @@ def check_paged(
     num_context: Tensor,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> int:
-    """q [T, Hq, D]; k_cache, v_cache [N, S, Hkv, D] with equal strides; block_tables [B, max_blocks] int32 with dense
-    rows; num_context [B] int32; scales of caches of int8, [N, Hkv, S] float32 with dense blocks. Returns Hq / Hkv."""
+    """Checks the arguments of paged attention. Returns Hq / Hkv.
+
+    q: [T, Hq, D]; k_cache, v_cache: [N, S, Hkv, D] with equal strides; block_tables: [B, max_blocks] int32 with dense
+    rows; num_context: [B] int32; scales: of int8 caches, [N, Hkv, S] float32 with dense blocks.
+    """
     check_heads("q", q)
     wanted = q.dtype if scales is None else torch.int8
     if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or k_cache.dtype is not wanted or not _is_dense(k_cache):
@@ -95,7 +99,8 @@ def check_paged(
 
 
 def output(out: Tensor | None, q: Tensor) -> Tensor:
-    """Where attention of q [T, H, D] goes: into `out`, contiguous of q's shape and dtype, or into a new tensor."""
+    """The result of attention of q [T, H, D]: `out`, which must be contiguous of q's shape and dtype, or a new
+    tensor."""
     if out is None:
         return q.new_empty(q.shape)
     if out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous():
@@ -104,7 +109,7 @@ def output(out: Tensor | None, q: Tensor) -> Tensor:
 
 
 def check_scale(scale: float) -> None:
-    """The kernels take the maximum before they scale, which needs a positive factor."""
+    """Requires a positive scale: the kernels take the maximum before they scale."""
     if not scale > 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
 

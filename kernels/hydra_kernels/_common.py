@@ -1,15 +1,17 @@
-"""What all kernels share: the matrix product that also works when interpreting, how launches are sized, and the rule by
-which a kernel begins before the one ahead of it has ended.
+"""Shared parts of the kernels: a matrix product that the interpreter supports, launch sizes, and dependent launch.
 
 Launch parameters are plain tables, read from here at every call; nothing is tuned while serving.
 
-Programmatic dependent launch (capability 9.0 and newer, CUDA programming guide 4.5). A kernel that is launched with
-`dependent_launch` may begin while the kernel ahead of it in the stream still runs. Its programs first allow the same
-to the kernel behind (`let_next_begin`), then may read what no kernel of a step writes, which is weights alone, and then
-wait (`wait_for_previous`) until the kernel ahead has ended and its writes are seen. Nobody may leave the wait out, nor
-read or write anything else ahead of it: what a kernel behind knows of all earlier ones, also that memory which they
-read may be written again, is that its predecessor has ended, which it cannot have before its own wait was over. Kernels
-that are launched otherwise wait for everything ahead of them, as always, and may stand anywhere between these.
+Programmatic dependent launch (capability 9.0 and newer, CUDA programming guide 4.5): a kernel launched with
+`dependent_launch` may begin while the previous kernel in the stream still runs. Each of its programs
+
+1. allows the same to the next kernel (`let_next_begin`); 2. may then read what no kernel of a step writes, that is
+weights only; 3. waits (`wait_for_previous`) until the previous kernel has ended and its writes are visible.
+
+The wait is never left out, and nothing else is read or written before it. A kernel learns only that its predecessor has
+ended, which includes the predecessor's own wait: that is how it knows that all earlier kernels have ended, and that
+memory which they read may be overwritten. Kernels launched without it wait for everything before them, as always, and
+may be mixed with these.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
 INTERPRETING: bool = triton.knobs.runtime.interpret
-# The interpreter multiplies the bit patterns of bfloat16 operands as integers; on a GPU operands stay as they are.
+# The interpreter multiplies the bit patterns of bfloat16 operands as integers; on a GPU operands are not converted.
 DOT_DTYPE = tl.float32 if INTERPRETING else None
 
 Entry = TypeVar("Entry")
@@ -36,7 +38,7 @@ _ELEMENTS_PER_THREAD = 16
 
 @triton.jit
 def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """acc + a @ b in float32; float32 operands go through three products of tf32 and keep their precision. `DTYPE` is
+    """Returns acc + a @ b in float32. Float32 operands keep their precision by three tf32 products. DTYPE:
     DOT_DTYPE."""
     if DTYPE is not None:
         a = a.to(DTYPE)
@@ -46,25 +48,27 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.t
 
 @triton.jit
 def let_next_begin(PDL: tl.constexpr) -> None:
-    """Once all programs have called this, which is when the last ones have begun."""
+    """Lets the next kernel start early (programmatic dependent launch) once every program of this one has called it."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr) -> None:
+    """Waits until the previous kernel has ended and its writes are visible."""
     if PDL:
         gdc_wait()
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Constants and options of a kernel that keeps the rule above: in force where the device has it."""
+    """Launch constants and options of a kernel that follows the rule of the module; off if the device does not support
+    it."""
     has_it = not INTERPRETING and capability_of(device) >= 90
     return {"PDL": has_it, "launch_pdl": has_it}
 
 
 class RowLaunch(NamedTuple):
-    """Rows and columns of one program's tile, and its warps."""
+    """Rows and columns of a program's tile, and its warps."""
 
     rows: int
     columns: int
@@ -73,7 +77,7 @@ class RowLaunch(NamedTuple):
 
 @cache
 def row_launch(columns: int) -> RowLaunch:
-    """Whole rows in registers, about two 16-byte pieces of a 16-bit row per thread; short rows share a program."""
+    """Launch of kernels with whole rows in registers: 16 elements per thread; short rows share a program."""
     padded = next_power_of_2(columns)
     rows = max(1, 2048 // padded)
     warps = min(_MAX_WARPS, max(1, rows * padded // (32 * _ELEMENTS_PER_THREAD)))
@@ -82,19 +86,20 @@ def row_launch(columns: int) -> RowLaunch:
 
 @cache
 def split_head_dim(dim: int) -> tuple[int, int]:
-    """Two powers of two, of at least 16 or 0, that cover `dim`: 72 and 80 are 64 + 16, not 128."""
+    """Splits `dim` into two powers of two, of at least 16 or 0: 72 and 80 become 64 + 16, not 128."""
     first = max(16, 1 << (dim.bit_length() - 1))
     rest = 0 if first >= dim else max(16, next_power_of_2(dim - first))
     return (2 * first, 0) if rest == first else (first, rest)
 
 
 def split_for_lanes(dim: int) -> tuple[int, int]:
-    """For kernels that reduce over the head dim in lanes: 128 as 64 + 64 takes a third of the registers of one tile."""
+    """Split for kernels that reduce the head dim in lanes: 128 as 64 + 64 takes a third of the registers of one
+    tile."""
     return (64, 64) if split_head_dim(dim) == (128, 0) else split_head_dim(dim)
 
 
 class AttentionLaunch(NamedTuple):
-    """Query rows and keys of one tile, warps and pipeline stages of one program."""
+    """Query rows and keys of a tile, warps and pipeline stages of a program."""
 
     rows: int
     keys: int
@@ -102,7 +107,7 @@ class AttentionLaunch(NamedTuple):
     stages: int
 
 
-# By the padded head dim, for 16-bit tensors: the first entry that is wide enough.
+# Launches by padded head dim, for 16-bit tensors: the first entry that is wide enough.
 _DECODE_MHA = {
     64: AttentionLaunch(1, 64, 4, 4),
     128: AttentionLaunch(1, 32, 4, 4),
@@ -119,7 +124,7 @@ _WINDOW = {64: AttentionLaunch(64, 64, 4, 2), 128: AttentionLaunch(64, 64, 4, 2)
 _FLOAT32_TILES = 80 << 10  # bytes of queries, and of keys and values in two stages
 
 
-# With descriptors instead of addresses. Fewer registers than a kernel asks for make ptxas wait after every product.
+# Launches with TMA descriptors. With too few registers ptxas makes the kernel wait after every product.
 TMA_KEYS = 64
 TMA_WIDTH = 128  # columns of a padded head dim
 _TMA = {64: AttentionLaunch(128, TMA_KEYS, 8, 3), TMA_WIDTH: AttentionLaunch(128, TMA_KEYS, 8, 3)}
@@ -127,11 +132,11 @@ _TMA = {64: AttentionLaunch(128, TMA_KEYS, 8, 3), TMA_WIDTH: AttentionLaunch(128
 
 @cache
 def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
-    """For `group` query heads per KV head; more than one of them go through the tensor cores, 16 or more rows."""
+    """Launch for `group` query heads per KV head. Several heads use the tensor cores, as 16 or more rows."""
     if group == 1:
         return _launch(_DECODE_MHA, dim, dtype)
     rows, launch = max(16, next_power_of_2(group)), _launch(_DECODE_GQA, dim, dtype)
-    if rows >= 64:  # fewer keys, for shared memory; warps as in `_launch`
+    if rows >= 64:  # fewer keys, to fit shared memory; warps as in `_launch`
         launch = launch._replace(keys=max(16, launch.keys // 2), warps=min(launch.warps, rows // 16))
     return launch._replace(rows=rows)
 
@@ -142,7 +147,7 @@ def prefill_launch(dim: int, dtype: torch.dtype) -> AttentionLaunch:
 
 
 def packed_launch(dim: int, max_length: int, dtype: torch.dtype) -> AttentionLaunch:
-    """Segments of up to 64 rows (windows) take one tile of 64."""
+    """Launch of packed attention. Segments of up to 64 rows (windows) take one tile of 64."""
     return _launch(_WINDOW if max_length <= _WINDOW[64].rows else _PACKED, dim, dtype)
 
 
@@ -158,8 +163,8 @@ def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> 
     if dtype.itemsize == 2:
         return launch
     # float32 tiles of the same size fit neither the registers nor the 99 KB of shared memory that every GPU has. Four
-    # warps have the 64 rows of a product on Hopper; for eight of them and 16 columns Triton 3.6 reads beside its shared
-    # memory.
+    # warps take the 64 rows of a product on Hopper; with eight warps and 16 columns Triton 3.6 reads outside of its
+    # shared memory.
     rows, keys = max(16, launch.rows // 2), max(16, launch.keys // 2)
     if (rows + 4 * keys) * width * dtype.itemsize > _FLOAT32_TILES:
         rows = max(16, rows // 2)
@@ -167,7 +172,7 @@ def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> 
 
 
 def tile_constants(dim: int, launch: AttentionLaunch) -> dict[str, Any]:
-    """Of kernels with tiles of query rows and of keys, a head dim held in two parts."""
+    """Launch constants of kernels with tiles of query rows and of keys, and a head dim in two parts."""
     first, rest = split_head_dim(dim)
     return {
         "D": dim,
@@ -182,8 +187,7 @@ def tile_constants(dim: int, launch: AttentionLaunch) -> dict[str, Any]:
 
 
 class LinearLaunch(NamedTuple):
-    """Tokens, outputs and inputs of one step of a program, its warps and pipeline stages; over how many programs the
-    inputs of a tile are split."""
+    """Tokens, outputs and inputs of one step of a program, its warps and pipeline stages, and the split-K count."""
 
     rows: int
     columns: int
@@ -193,16 +197,16 @@ class LinearLaunch(NamedTuple):
     splits: int = 1
 
 
-# By the least number of outputs, widest first. What was fastest on an H200 (bench.micro.launches) for the products of
-# models of 7 billion parameters, 16-bit: one row with a few long programs on each SM, a tile with many loads ahead.
+# Launches by the least number of outputs, widest first: the fastest on an H200 (bench.micro.launches) for the 16-bit
+# products of 7B models. One row: a few long programs on each SM; a tile: many loads in flight.
 _VECTOR = {
     16384: LinearLaunch(1, 4, 4096, 4, 3),
     2048: LinearLaunch(1, 2, 4096, 4, 3),
     0: LinearLaunch(1, 1, 4096, 4, 3),
 }
-_SHORT_VECTOR = LinearLaunch(1, 2, 2048, 4, 3)  # of the second, where a row has no more than two such pieces
+_SHORT_VECTOR = LinearLaunch(1, 2, 2048, 4, 3)  # instead of the second entry, for rows of at most two such pieces
 _MANY_OUTPUTS, _MOST_OUTPUTS = 3072, 8192
-# Tables of two kinds of device, by `_tables_of`. The first has little to wait for tensor cores with.
+# Tables for two kinds of device, by `_tables_of`.
 _FEW_ROWS = {
     80: {_MANY_OUTPUTS: LinearLaunch(16, 32, 256, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
     90: {
@@ -215,40 +219,41 @@ _PAIRS_OF_ROWS = {
     80: _FEW_ROWS[80],
     90: {_MANY_OUTPUTS: LinearLaunch(16, 64, 128, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
 }
-_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)  # of 90 and the second number of outputs, with more inputs than most
-_FEW_ROWS_WIDE = {_MANY_OUTPUTS: LinearLaunch(16, 32, 128, 4, 4), 0: LinearLaunch(16, 16, 128, 4, 5)}  # of float32
-_FEW_PROGRAMS = 64  # so few do not read at full speed: their inputs are split until there are twice as many
-# Outputs of narrow tiles are many programs for a step of few tokens, wide tiles read the tokens less often.
+_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)  # 90, _MANY_OUTPUTS to _MOST_OUTPUTS, more than 8192 inputs
+_FEW_ROWS_WIDE = {_MANY_OUTPUTS: LinearLaunch(16, 32, 128, 4, 4), 0: LinearLaunch(16, 16, 128, 4, 5)}  # float32
+_FEW_PROGRAMS = 64  # fewer do not read at full memory speed: split-K makes up to twice as many
+# Narrow tiles of outputs give more programs in a step of few tokens; wide tiles read the tokens less often.
 _TILED = {
     80: {_MOST_OUTPUTS: LinearLaunch(128, 128, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 4)},
     90: {_MOST_OUTPUTS: LinearLaunch(128, 256, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 6)},
 }
-_TILED_WIDE = LinearLaunch(64, 64, 32, 4, 3)  # of float32
-# Of weights in 8 and 4 bits. By the least number of rows less one: a tile has all rows of a step.
+_TILED_WIDE = LinearLaunch(64, 64, 32, 4, 3)  # float32
+# Weights in 8 and 4 bits, by the least number of rows minus one: a tile has all rows of a step.
 _FEW_ROWS_QUANTIZED = {
     16: LinearLaunch(64, 64, 128, 4, 4),
     0: LinearLaunch(16, 64, 128, 4, 3),
 }
-_LONG_QUANTIZED = 8192  # inputs, of which as few rows have twice as many at once
-_QUANTIZED_PROGRAMS = 256  # two for each of 132 SMs: turning numbers into floats takes warps, besides loads in flight
+_LONG_QUANTIZED = 8192  # inputs from which up to 16 rows take twice the depth
+_QUANTIZED_PROGRAMS = 256  # two for each of 132 SMs: conversion to floats takes warps, besides loads in flight
 _TILED_QUANTIZED = {
     80: {_MOST_OUTPUTS: LinearLaunch(128, 128, 128, 8, 3), 0: LinearLaunch(64, 128, 128, 8, 3)},
     90: {_MOST_OUTPUTS: LinearLaunch(128, 128, 128, 8, 4), 0: LinearLaunch(128, 64, 128, 4, 4)},
 }
 _SMALL_GROUP = 64  # inputs: sums of several groups at once need registers
 _TILED_QUANTIZED_SMALL = LinearLaunch(64, 128, 128, 8, 3)
-_TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # of float32
+_TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # float32
 
 
 def _tables_of(capability: int) -> int:
-    """90 where a program may have 227 KB of shared memory (capability 9.0 to 11.0), else 80, whose entries need 99 KB
-    at most: 12.0 has no more than 8.6 (CUDA programming guide, technical specifications)."""
+    """Returns 90 if a program may have 227 KB of shared memory (capability 9.0 to 11.0), else 80, whose entries need at
+    most 99 KB: 12.0 has no more than 8.6 (CUDA programming guide, technical specifications)."""
     return 90 if 90 <= capability < 120 else 80
 
 
 @cache
 def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
-    """For up to 16 rows: one alone, or a tile of 16. The inputs of few outputs are split, but those of one row."""
+    """Launch for up to 16 rows: a single row, or a tile of 16, whose inputs are split (split-K) if there are few
+    outputs."""
     if num_rows == 1:
         launch = _first(_VECTOR, num_out)
         if launch.columns == _SHORT_VECTOR.columns and num_in <= 2 * _SHORT_VECTOR.depth:
@@ -263,12 +268,12 @@ def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, c
     programs = cdiv(num_out, launch.columns)
     if num_out >= _MANY_OUTPUTS or programs >= _FEW_PROGRAMS:
         return launch
-    longest = cdiv(num_in, 2 * launch.depth)  # two steps are the least that is worth a program
+    longest = cdiv(num_in, 2 * launch.depth)  # a program has at least two steps
     return launch._replace(splits=max(1, min(2 * _FEW_PROGRAMS // programs, longest)))
 
 
 def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaunch:
-    """Of one row: as many bytes at once for every dtype, and no more inputs than there are."""
+    """Clamps `depth` for one row: the same bytes per step for every dtype, at most `num_in`."""
     return launch._replace(depth=min(launch.depth * 2 // dtype.itemsize, next_power_of_2(num_in)))
 
 
@@ -276,37 +281,37 @@ def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaun
 def pairs_launch(
     num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype, capability: int
 ) -> LinearLaunch:
-    """As `small_launch`, for outputs that are computed in pairs, of which a program takes `columns` out of `width`."""
+    """Launch as `small_launch` for outputs that are computed in pairs: `columns` counts pairs, out of `width`."""
     if num_rows == 1:
         launch, least = _fitted(_first(_VECTOR, num_out), num_in, dtype), 1
     else:
         table = _PAIRS_OF_ROWS[_tables_of(capability)]
         launch = _first(_FEW_ROWS_WIDE if dtype.itemsize > 2 else table, num_out)
-        least = 8  # of the tensor cores
+        least = 8  # tensor cores need 16 columns
     return launch._replace(columns=max(least, min(launch.columns // 2, next_power_of_2(width))))
 
 
 def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
-    """Never by the number of rows, so that a row's bits do not depend on it."""
+    """Launch for any number of rows, which it does not depend on, so that a row's bits do not either."""
     if dtype.itemsize > 2:
         return _TILED_WIDE
     return _first(_TILED[_tables_of(capability)], num_out)
 
 
 def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
-    """For up to 64 rows. Inputs are split as the number of rows does not know."""
+    """Launch for up to 64 rows. The split-K count is the same for up to 16 rows, and for 17 to 64."""
     launch = _first(_FEW_ROWS_QUANTIZED, num_rows - 1)
     if dtype.itemsize > 2:
         launch = launch._replace(stages=2)
     elif launch.rows == 16 and num_in >= _LONG_QUANTIZED:
         launch = launch._replace(depth=2 * launch.depth)
     programs = cdiv(num_out, launch.columns)
-    longest = num_in // (4 * launch.depth)  # four steps are the least that is worth a program
+    longest = num_in // (4 * launch.depth)  # a program has at least four steps
     return launch._replace(splits=max(1, min(_QUANTIZED_PROGRAMS // programs, longest)))
 
 
 def tiled_quantized_launch(num_out: int, group_size: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
-    """As `tiled_launch`."""
+    """Launch for any number of rows, as `tiled_launch`."""
     if dtype.itemsize > 2:
         return _TILED_QUANTIZED_WIDE
     if group_size <= _SMALL_GROUP:
@@ -320,7 +325,8 @@ def _first(table: dict[int, Entry], size: int) -> Entry:
 
 @cache
 def capability_of(device: torch.device) -> int:
-    """80, 90, ...; 90 where the tensors of a kernel that is interpreted or compiled for elsewhere lie on the host."""
+    """Compute capability as 80, 90, ..; 90 for tensors on the host, when a kernel is interpreted or compiled without a
+    GPU."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
-"""Pieces of the sampling kernels: weights, bounds and thresholds of filters, and the walk to the drawn token.
+"""Parts of the sampling kernels: weights, filter bounds and thresholds, and the search for the drawn token.
 
-A row lies in PARTS parts of WIDTH columns. A filter's threshold is found by bisecting the order-preserving integers of
-float32, in at most 32 passes over those logits of the row that are listed because they may be kept.
+A row is divided into PARTS parts of WIDTH columns. A filter's threshold is found by bisection over the order-preserving
+integers of float32, in at most 32 passes over the row's listed logits, which are those that may be kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from hydra_kernels._common import LOG2_E
 
 _LOG2_E = tl.constexpr(LOG2_E)
-LOWEST_KEY = tl.constexpr(-2139095040)  # of minus infinity
+LOWEST_KEY = tl.constexpr(-2139095040)  # `key_of` of minus infinity
 
 
 # ---- float32 numbers and integers of the same order
@@ -20,7 +20,7 @@ LOWEST_KEY = tl.constexpr(-2139095040)  # of minus infinity
 
 @triton.jit
 def key_of(value: tl.tensor) -> tl.tensor:
-    """0 for both zeros."""
+    """An int32 with the order of `value`; 0 for both zeros."""
     bits = tl.abs(value).to(tl.int32, bitcast=True)
     return tl.where(value < 0.0, -bits, bits)
 
@@ -34,11 +34,11 @@ def value_of(key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def between(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """floor((low + high) / 2) without overflow: `low` when nothing lies between them."""
+    """floor((low + high) / 2) without overflow; `low` if high - low <= 1."""
     return (low & high) + ((low ^ high) >> 1)
 
 
-# ---- weights: probabilities up to a factor, 1 for the row's largest logit
+# ---- weights: probabilities scaled so that the row's largest logit has 1
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def weight_of(value: tl.tensor, highest: tl.tensor, scale: tl.tensor) -> tl.tens
 
 @triton.jit
 def scale_of(temperature: tl.tensor) -> tl.tensor:
-    """Finite for every temperature above 0, so that 0 times it is 0."""
+    """LOG2_E / temperature, finite for every temperature above 0, so that 0 times it is 0."""
     return tl.minimum(_LOG2_E / temperature, 3.0e38)
 
 
@@ -56,7 +56,7 @@ def scale_of(temperature: tl.tensor) -> tl.tensor:
 def part_weights(
     sums: tl.tensor, part_peaks: tl.tensor, highest: tl.tensor, scale: tl.tensor, PARTS: tl.constexpr
 ) -> tl.tensor:
-    """[PARTS]: of all logits of a part together."""
+    """The total weight of each part, [PARTS]."""
     return tl.load(sums + tl.arange(0, PARTS)) * weight_of(part_peaks, highest, scale)
 
 
@@ -76,11 +76,14 @@ def lower_bound(
     GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> tl.tensor:
-    """A number that no kept logit is below. peaks [PARTS * GROUPS]: largest logits of groups that share none; sums:
-    where the parts' sums of weights lie, each relative to the part's largest."""
+    """A lower bound of all kept logits.
+
+    peaks: [PARTS * GROUPS], largest logits of disjoint groups. sums: pointer to the parts' sums of weights, each
+    relative to the part's largest.
+    """
     highest = tl.max(peaks, axis=0)
     if (k > 0) & (k < VOCABULARY):
-        # k peaks of at least some value are k logits of at least that value. Any such value will do.
+        # Any value that k peaks reach is a bound, since k logits then reach it.
         low = tl.full([], LOWEST_KEY, tl.int32)
         high = key_of(highest) + 1
         for _ in range(STEPS):
@@ -90,7 +93,7 @@ def lower_bound(
             high = tl.where(enough, high, middle)
         lowest = value_of(low)
     elif p < 1.0:
-        # All weights below this bound together are less than half of what may be left out.
+        # All weights below this bound sum to less than half of what top_p leaves out.
         part_peaks = tl.max(tl.reshape(peaks, [PARTS, GROUPS]), axis=1)
         total = tl.sum(part_weights(sums, part_peaks, highest, scale, PARTS), axis=0)
         lowest = highest + (tl.log2((1.0 - p) * total / (2.0 * VOCABULARY)) - 1.0) / scale
@@ -109,7 +112,7 @@ def _tile(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """[PARTS, COLUMNS]: listed logits from place `start` of every part's list on; minus infinity behind its end."""
+    """Listed logits of all parts from index `start` of each list, [PARTS, COLUMNS]; minus infinity after its end."""
     base = tl.arange(0, PARTS)[:, None] * WIDTH
     index = start + tl.arange(0, COLUMNS)[None, :]
     listed = index < count[:, None]
@@ -130,7 +133,7 @@ def _sum_above(
     COLUMNS: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """The sum of the weights of listed logits above `bound`; with COUNT, how many there are."""
+    """Sum of the weights of listed logits above `bound`; with COUNT, their number."""
     total = tl.zeros([PARTS, COLUMNS], tl.float32)
     for start in range(0, tl.max(count, axis=0), COLUMNS):
         value = _tile(logits, offsets, count, start, WIDTH, PARTS, COLUMNS)
@@ -153,8 +156,11 @@ def _threshold(
     COLUMNS: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The smallest listed logit above the number of key `low` that has less than `mark` above it, and what it has: with
-    COUNT as many logits, the k-th largest for k; without, as much weight, the last of the nucleus of that weight."""
+    """Returns (threshold, what is above it): the smallest listed logit, above the number of key `low`, with less than
+    `mark` above it.
+
+    With COUNT it counts logits: the k-th largest for mark k. Otherwise it sums weights: the last logit of the nucleus.
+    """
     high = key_of(highest)
     above = tl.full([], 0.0, tl.float32)
     middle = between(low, high)
@@ -185,9 +191,11 @@ def apply_filters(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What top_k, top_p and min_p leave of a row: (bound, ties [PARTS], weights [PARTS]). Kept are the logits above the
-    bound and of each part the first `ties` of those equal to it, all of weight `least` or more. No listed logit is
-    below `lowest`; `total` is the weight of the whole row."""
+    """Applies top_k, top_p and min_p to a row. Returns (bound, ties [PARTS], weights [PARTS]).
+
+    Kept are the logits above the bound, and in each part the first `ties` of those equal to it, all of weight `least`
+    or more. lowest: lower bound of the listed logits. total: weight of the whole row.
+    """
     bound = tl.full([], float("-inf"), tl.float32)
     allowed = tl.full([], VOCABULARY, tl.float32)
     low = tl.maximum(key_of(lowest) - 1, LOWEST_KEY)
@@ -233,8 +241,10 @@ def walk(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """The place in one part of the first kept logit whose cumulative weight is above `mark`, or else of the last kept
-    one. The part has `count` logits, or list of logits if `listed`."""
+    """Index in one part of the first kept logit whose cumulative weight is above `mark`, or else of the last kept one.
+
+    count: logits of the part, or of its list if `listed`.
+    """
     start = tl.full([], 0, tl.int32)
     found = tl.full([], WIDTH, tl.int32)
     last = tl.full([], 0, tl.int32)

@@ -1,9 +1,9 @@
-"""Launches without most of what Triton does in Python for each: binding names, a key of all arguments and constants as
-text, a lookup. That takes it 10 us and more; a step of decodes launches some hundred kernels.
+"""Kernel launches without most of Triton's Python work: it binds names, builds a key and looks it up, in 10 us or more;
+a decode step launches some hundred kernels.
 
-What a launch was compiled to is kept with its constants. It is found again by what Triton specialises for, which is no
-more than the dtype of a tensor and whether its address is a multiple of 16, whether an integer is 1, a multiple of 16
-or long, and what is None. Constants are kept too, by `kept` functions that make them from shapes, strides and dtypes.
+The compiled kernel of a launch is kept with its constants, and found again by what Triton specialises for: the dtype of
+a tensor and whether its address is a multiple of 16; whether an integer is 1, a multiple of 16, or 64-bit; and what is
+None. Constants are kept too, by `kept` functions that make them from shapes, strides and dtypes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _forget: list[Callable[[], None]] = []
 
 
 def kept(function: Makes) -> Makes:
-    """Of functions that make a `Launch`: one entry for each kind of call that a process makes."""
+    """Caches a function that makes a `Launch`: one entry for each kind of call in a process."""
     cached = lru_cache(maxsize=4096)(function)
     _forget.append(cached.cache_clear)
     return cached  # type: ignore[return-value]  # takes and returns what `function` does
 
 
 def forget() -> None:
-    """All that is kept: what it was made from has changed, as it does in tests and benchmarks alone."""
+    """Clears all caches; for tests and benchmarks, which change what launches are made from."""
     for clear in _forget:
         clear()
 
@@ -37,7 +37,7 @@ _ALIGNED, _UNALIGNED = "D", ""
 
 
 class Launch:
-    """Launches of kernels whose last parameters are `constants`, with these and with options of launches."""
+    """Launches kernels with these constants, which are their last parameters, and launch options."""
 
     __slots__ = ("_compiled", "constants")
 
@@ -46,15 +46,17 @@ class Launch:
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """What `kernel[grid](*arguments, **constants)` does, but that hooks of Triton hear only of the first launch.
-        Tensors, of which the first argument is one, lie on the current device."""
+        """Does what `kernel[grid](*arguments, **constants)` does, but Triton's hooks see only the first launch.
+
+        The first argument is a tensor; tensors are on the current device.
+        """
         device = arguments[0].get_device()
         if device < 0 or not isinstance(kernel, JITFunction):  # on the host: interpreted, emulated, or an error
             kernel[grid](*arguments, **self.constants)
             return
         kinds: list[Any] = [device, id(kernel)]
         values: list[Any] = []
-        add_kind, add_value = kinds.append, values.append  # looked up once, not for every argument
+        add_kind, add_value = kinds.append, values.append  # one lookup, not one per argument
         for argument in arguments:
             if isinstance(argument, Tensor):
                 address = argument.data_ptr()
@@ -66,7 +68,7 @@ class Launch:
             if isinstance(argument, int) and argument != 1 and not argument >> 31:
                 add_kind(_UNALIGNED if argument & 15 else _ALIGNED)
             else:
-                add_kind(argument)  # the numbers that are left hardly ever change
+                add_kind(argument)  # other values hardly ever change
         key = tuple(kinds)
         found = self._compiled.get(key)
         if found is None:
@@ -77,5 +79,5 @@ class Launch:
             return
         compiled, constants = found
         stream = driver.active.get_current_stream(device)
-        # As in JITFunction.run. A number in place of a tensor is its address.
+        # As in JITFunction.run. Tensors are passed as addresses.
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)

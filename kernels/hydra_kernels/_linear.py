@@ -1,4 +1,4 @@
-"""What linears share: the products of a few rows, the end of a tile, split inputs, and checks of arguments."""
+"""Shared parts of the linears: products of few rows, the epilogue of a tile, the split-K join, and argument checks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
-GROUP = 8  # tiles of rows that follow each other before the next columns: their weights are still in L2
+GROUP = 8  # tiles of rows that run before the next columns, while their weights are in L2
 _JOIN_COLUMNS = 256
 _JOIN_WARPS = 2
 
 
-_EACH = tl.constexpr(8)  # values of a row that lie in one thread
+_EACH = tl.constexpr(8)  # values of a row per thread
 
 
 @triton.jit
 def _normed(
     values: tl.tensor, squares: tl.tensor, norm: tl.tensor, k: tl.tensor, K: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """values [R, DEPTH] times the norm's weights, float32, and the sums of squares so far, [R, DEPTH / _EACH]."""
+    """Returns values [R, DEPTH] times the norm's weights, float32, and the running sums of squares, [R, DEPTH /
+    _EACH]."""
     wide = values.to(tl.float32)
     squares += tl.sum(tl.reshape(wide * wide, [squares.shape[0], squares.shape[1], _EACH]), axis=2)
     return wide * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32), squares
@@ -50,13 +51,15 @@ def few_rows_sums(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> tl.tensor:
-    """x [num_rows, K] @ weight[column]^T over the inputs from `first` to first + SPAN: [ROWS, C] float32, ROWS 1 or a
-    tile. The last DEPTH inputs' weights are read ahead of the wait for the kernel before, and multiplied at the end,
-    so that sums have one order. With 64 columns and more these are the rows of the tensor cores' products: then both
-    operands come from shared memory.
+    """x [num_rows, K] @ weight[column]^T over inputs first to first + SPAN: [ROWS, C] float32, ROWS 1 or a tile.
 
-    `norm` [K], or None: the one row of x is normed with these weights, for which the span has to be all of K. It is
-    read once: what divides it divides its sums."""
+    The weights of the last DEPTH inputs are loaded before the wait for the previous kernel, and multiplied at the end,
+    so that the order of sums is fixed. From 64 columns on the product is transposed, with outputs as the tensor cores'
+    rows: then both operands come from shared memory.
+
+    norm: [K] or None. The one row of x is normed with these weights; then the span must be all of K. x is read once:
+    its root mean square divides the sums at the end.
+    """
     LAST: tl.constexpr = (SPAN - 1) // DEPTH * DEPTH
     SWAPPED: tl.constexpr = column.shape[0] >= 64
     row = tl.arange(0, ROWS)
@@ -67,7 +70,7 @@ def few_rows_sums(
     ahead = tl.load(source + k_last, mask=inside[:, None] & (k_last < K), other=0.0, eviction_policy="evict_first")
     wait_for_previous(PDL)
     last_values = tl.load(tokens + k_last, mask=alive & (k_last < K), other=0.0)
-    if ROWS == 1:  # too little arithmetic for tensor cores to matter
+    if ROWS == 1:  # bound by memory: tensor cores would not help
         if norm is not None:
             squares = tl.zeros([1, DEPTH // _EACH], tl.float32)
         products = tl.zeros([column.shape[0], DEPTH], tl.float32)
@@ -119,8 +122,8 @@ def finish_tile(
     STRIDE_RESIDUAL: tl.constexpr,
     ROUNDED: tl.constexpr = False,
 ) -> None:
-    """Stores act(sums + bias) + residual, sums [R, C]. ACT, bias and residual may be None; ROUNDED: as if the first had
-    been stored before the second was added."""
+    """Stores act(sums + bias) + residual, sums [R, C]. ACT, bias and residual may be None. ROUNDED: rounds to the
+    output dtype before the residual is added."""
     inside = column < N
     mask = (row < num_rows)[:, None] & inside[None, :]
     wide = row.to(tl.int64)[:, None]
@@ -149,7 +152,7 @@ def _join_splits_kernel(
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (N / COLUMNS, num_rows): adds the splits in their order."""
+    """Adds the splits in order. Grid (N / COLUMNS, num_rows)."""
     row = tl.program_id(1) + tl.arange(0, 1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([1, COLUMNS], tl.float32)
@@ -168,7 +171,7 @@ def join_splits(
     *,
     rounded: bool = False,
 ) -> None:
-    """partial [splits, M, N] float32 -> act(their sum + bias) + residual into out [M, N]."""
+    """Writes act(sum of partial + bias) + residual to out [M, N]; partial: [splits, M, N] float32."""
     splits, num_rows, num_out = partial.shape
     launches = _join_launches(num_out, 0 if residual is None else residual.stride(0), act, rounded, splits)
     grid = cdiv(num_out, _JOIN_COLUMNS), num_rows, 1
@@ -189,7 +192,7 @@ def _join_launches(num_out: int, stride_residual: int, act: str | None, rounded:
 
 
 def check_weight(weight: Tensor, x: Tensor) -> None:
-    """[N, K] for x [M, K], which is checked already."""
+    """Requires [N, K] contiguous for x [M, K], which is checked already."""
     num_in = x.shape[1]
     if weight.dim() != 2 or weight.shape[1] != num_in or not weight.is_contiguous() or weight.dtype is not x.dtype:
         raise ValueError(f"weight: expected contiguous [N, {num_in}] {x.dtype}, got {described(weight)}")
@@ -198,7 +201,7 @@ def check_weight(weight: Tensor, x: Tensor) -> None:
 
 
 def check_bias(bias: Tensor | None, num_out: int, x: Tensor) -> None:
-    """[N] of x's dtype or float32."""
+    """Requires [N] of x's dtype or float32, if there is one."""
     if bias is not None:
         wanted = torch.float32 if bias.dtype is torch.float32 else x.dtype
         check_vector("bias", bias, num_out, wanted, x.device)
@@ -212,7 +215,7 @@ def checked_output(
     act: str,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The result of a linear of x [M, K], which is checked already, not yet written."""
+    """Checks the other arguments of a linear of x [M, K] and allocates its result, [M, num_out]."""
     if act != "none" and act not in ACTIVATIONS:
         raise ValueError(f"act: expected one of none, {', '.join(ACTIVATIONS)}, got {act!r}")
     dtype = x.dtype if out_dtype is None else out_dtype

@@ -1,5 +1,5 @@
-"""How many programs of a kernel a multiprocessor holds at once: what their registers, shared memory and threads leave
-room for (CUDA programming guide, technical specifications per compute capability)."""
+"""Occupancy: programs of a kernel that an SM holds at once, by registers, shared memory and threads (CUDA programming
+guide, technical specifications per compute capability)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-_UNKNOWN = 4  # where nothing was compiled: tensors on the host
-_RESERVED = 1024  # bytes of shared memory that the system keeps for each program, from capability 8.0 on
-_REGISTERS_AT_ONCE = 256  # that a warp is given
+_UNKNOWN = 4  # for tensors on the host, where nothing is compiled
+_RESERVED = 1024  # bytes of shared memory that the system reserves per program, from capability 8.0 on
+_REGISTERS_AT_ONCE = 256  # allocation unit of a warp's registers
 _MAX_PROGRAMS = 32
-_REGISTERS = 65536  # of a multiprocessor, up to capability 12.0
+_REGISTERS = 65536  # of an SM, up to capability 12.0
 
 
 class Limits(NamedTuple):
-    """Of one multiprocessor; `shared` in bytes."""
+    """Limits of an SM; shared memory in bytes."""
 
     shared: int
     threads: int
 
 
 def places(shared: int, registers: int, warps: int, limits: Limits) -> int:
-    """Programs of `warps` warps with so many registers a thread and bytes of shared memory a program; at least one."""
+    """Resident programs per SM, at least one. shared: bytes per program. registers: per thread."""
     of_warp = -(-registers * 32 // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
     rooms = (
         limits.shared // (shared + _RESERVED),
@@ -35,11 +35,11 @@ def places(shared: int, registers: int, warps: int, limits: Limits) -> int:
 
 
 def places_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device) -> int:
-    """Of `kernel` as it would be launched with these; compiles and loads it where that was not done before."""
+    """Resident programs per SM for these launch arguments. Compiles and loads the kernel if needed."""
     if device.type != "cuda":
         return _UNKNOWN
     compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **constants)
-    compiled[(1, 1, 1)]  # loads it, and so knows its registers
+    compiled[(1, 1, 1)]  # loads it, which sets n_regs
     return places(compiled.metadata.shared, compiled.n_regs, compiled.metadata.num_warps, _limits_of(device))
 
 

@@ -1,14 +1,14 @@
-"""Sizes of launches, on the host: `triton.cdiv` and `triton.next_power_of_2` are made for kernels too, and take as long
-as a launch."""
+"""Launch sizes on the host: `triton.cdiv` and `triton.next_power_of_2` also serve kernels, and take as long as a
+launch."""
 
 from __future__ import annotations
 
 
 def cdiv(size: int, part: int) -> int:
-    """How many parts cover it."""
+    """ceil(size / part)."""
     return -(-size // part)
 
 
 def next_power_of_2(size: int) -> int:
-    """The least that is not less; 1 of nothing."""
+    """The least power of two >= size; 1 for 0."""
     return 1 << max(0, size - 1).bit_length()

@@ -1,5 +1,5 @@
-"""Contexts that are cut into splits: which keys a split has, which of their programs is the last one, and the joint of
-their results."""
+"""Split contexts (Flash-Decoding): the keys of a split, the last program to finish, and the merge of partial
+results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from hydra_kernels._attention import LOWEST
 def split_bounds(
     context: tl.tensor, split: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Keys [first, last) of a split: equal numbers of whole tiles, the last splits fewer or none."""
+    """Keys [first, last) of a split: equal numbers of whole tiles; the last splits have fewer or none."""
     keys = tl.cdiv(tl.cdiv(context, num_splits), KEYS) * KEYS
     return split * keys, tl.minimum((split + 1) * keys, context)
 
 
 @triton.jit
 def is_last(counter: tl.tensor, num_splits: tl.tensor) -> tl.tensor:
-    """Whether the programs of all other splits have been here; then the counter is 0 again. What they stored before is
-    seen by all threads behind this: the barriers make the threads of a program one, the atomic orders programs."""
+    """True in the program that arrives last of all splits; it resets the counter to 0.
+
+    Stores of the other programs are visible after this: barriers order the threads of a program, the atomic the
+    programs.
+    """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
     tl.debug_barrier()
@@ -45,8 +48,8 @@ def merge(
     PADDED: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """The mean of the splits' results, weighted by their totals, for a tile of ROWS that has the GROUP heads of one KV
-    head, STEP splits at a time. A context of 0 gives zeros."""
+    """Writes the average of the splits' results, weighted by their softmax totals, for a tile of ROWS with the GROUP
+    heads of one KV head; STEP splits at a time. A context of 0 gives zeros."""
     member = tl.arange(0, ROWS)
     place = group * GROUP + member
     logs = log_totals + (place * num_splits)[:, None]

@@ -12,13 +12,13 @@ from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
-_COLUMNS = 1024  # of one program: one 16-byte piece of gate and of up per thread
+_COLUMNS = 1024  # per program: 16 bytes of gate and of up per thread
 _WARPS = 4
 
 
 @triton.jit
 def activate(x: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
-    """In float32. The tanh approximation uses (1 + tanh(y)) / 2 = sigmoid(2 y)."""
+    """Applies ACT to float32 x. The tanh approximation uses (1 + tanh(y)) / 2 = sigmoid(2 y)."""
     if ACT == "silu":
         share = tl.sigmoid(x)
     elif ACT == "quick_gelu":
@@ -39,7 +39,8 @@ def _act_and_mul_kernel(
     STRIDE_ROW: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Width and stride are constants so that the compiler knows the alignment of widths like 3420."""
+    """act(gate) * up. Grid (T, F / COLUMNS). Width and stride are constants, so that the compiler knows the alignment
+    of widths like 3420."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < WIDTH
@@ -49,7 +50,7 @@ def _act_and_mul_kernel(
     tl.store(out + row * WIDTH + column, (activated * up.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # changes from step to step: nothing is compiled while serving
+@triton.jit(do_not_specialize=["num_rows"])  # changes between steps: nothing is compiled while serving
 def _sigmoid_mul_kernel(
     x: tl.tensor,
     gate: tl.tensor,
@@ -64,7 +65,7 @@ def _sigmoid_mul_kernel(
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Row r is head r % HEADS of token r // HEADS."""
+    """x * sigmoid(gate). Row r is head r % HEADS of token r // HEADS."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (row < num_rows) & (column < COLUMNS)
@@ -76,7 +77,7 @@ def _sigmoid_mul_kernel(
 
 
 def act_and_mul(gate_up: Tensor, act: str) -> Tensor:
-    """round(act(gate)) * up for gate_up [T, 2 * F] = [gate | up], rows at any stride -> new [T, F].
+    """Returns round(act(gate)) * up, new [T, F], for gate_up [T, 2 * F] = [gate | up], rows at any stride.
 
     act: silu x * sigmoid(x); gelu x * Phi(x); gelu_tanh its tanh approximation; quick_gelu x * sigmoid(1.702 x).
     """
@@ -99,7 +100,8 @@ def _act_and_mul_launches(act: str, width: int, stride: int) -> Launch:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), rounded once: x, gate [T, H, D], tokens and heads at any stride -> new contiguous tensor."""
+    """Returns x * sigmoid(gate), rounded once, new and contiguous. x, gate: [T, H, D], tokens and heads at any
+    stride."""
     check_heads("x", x)
     check_heads("gate", gate, x)
     if gate.shape != x.shape:

@@ -1,11 +1,11 @@
 """The causal convolution of layers with a recurrent state, over packed rows of requests. Bound by memory.
 
-One program takes a tile of tokens of one row and a block of channels, and reads an input as often as the filter has
-taps, from the nearest cache but for the first time. What a channel's sum is made of, and in which order, does not
-depend on the tile, so a token gets the same bits in every cut of a prompt and every batch.
+A program takes a tile of tokens of one row and a block of channels, and reads an input once per tap, all but the first
+time from the L1 cache. A channel's sum has the same terms in the same order in every tile, so a token gets the same
+bits for any chunking of a prompt and any batch.
 
-Only the first tile of a row sees the state before the row, for no other has a token that reaches so far back; it leaves
-the new one too. So both may lie in one place.
+Only the first tile of a row reads the state before the row, since no other one reaches so far back; it also writes the
+new state. So both may be in one slot.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hydra_kernels._checks import check_rows, check_vector, described
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.activation import activate
 
-TILE = 16  # tokens of a tile where a row has more than one
-MAX_TAPS = 16  # none reaches back behind the first tile of a row
+TILE = 16  # tokens of a tile, if rows have more than one
+MAX_TAPS = 16  # at most TILE, so that only the first tile of a row reads the state
 
 
 class _Launch(NamedTuple):
-    """Channels of one program and its warps."""
+    """Channels of a program and its warps."""
 
     channels: int
     warps: int
@@ -35,7 +35,7 @@ class _Launch(NamedTuple):
 _ONE_TOKEN = _Launch(256, 1)
 _TILED = _Launch(256, 4)
 
-_CHANGING = ["tiles", "cu_q", "starts", "reads", "writes"]  # lie anywhere: nothing is compiled while serving
+_CHANGING = ["tiles", "cu_q", "starts", "reads", "writes"]  # of any alignment: nothing is compiled while serving
 
 
 @triton.jit
@@ -51,8 +51,8 @@ def _inputs(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> tl.tensor:
-    """Of the tokens `at`, counted in a row that begins at `begin`: from its own, from what was kept of those before, or
-    0 where `at` is below `oldest`."""
+    """Inputs of the tokens `at` of a row that begins at `begin`: from the row itself, from the old state for negative
+    `at`, or 0 below `oldest`."""
     here = tl.load(x + (begin + at) * stride_x + channel, mask=real & (at >= 0), other=0.0)
     past = tl.load(old + (at + TAPS - 1) * CHANNELS + channel, mask=real & (at < 0) & (at >= oldest), other=0.0)
     return tl.where(at < 0, past, here)
@@ -77,7 +77,7 @@ def _causal_conv_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (tiles, blocks of channels). `BEFORE` is the power of two that holds TAPS - 1."""
+    """Grid (tiles, blocks of channels). BEFORE: the least power of two >= TAPS - 1."""
     row = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     begin = tl.load(cu_q + row)
@@ -117,14 +117,15 @@ def causal_conv(
     *,
     tokens: int,
 ) -> Tensor:
-    """silu(sum over j of weight[:, j] * x[t - K + 1 + j]) of every channel -> new [T, C]; in float32, rounded once.
+    """Returns silu(sum over j of weight[:, j] * x[t - K + 1 + j]) per channel, new [T, C], in float32, rounded once.
 
-    x [T, C], rows at any stride; weight [C, K] contiguous; states [N, K - 1, C], a view of one layer; of one dtype all
-    three. Row r has tokens [cu_q[r], cu_q[r + 1]). Before them come the inputs in place reads[r] of the states, or
-    zeros where starts[r] is 0; the last K - 1 of all go to place writes[r], or nowhere where that is -1. cu_q [B + 1],
-    starts, reads, writes [B] int64. tiles [M, 2] int32: a row and the first token of a tile of `tokens`, counted in the
-    row; each row's begin with one at 0, also where it has no token. `tokens` is 1 where no row has more, else TILE.
-    Nothing is read back from the device.
+    x: [T, C], rows at any stride; weight: [C, K] contiguous; states: [N, K - 1, C], a view of one layer; one dtype for
+    all three. Row r has tokens [cu_q[r], cu_q[r + 1]). Its earlier inputs are in slot reads[r] of the states, or zeros
+    if starts[r] is 0; its last K - 1 inputs are written to slot writes[r], or dropped if that is -1. cu_q: [B + 1];
+    starts, reads, writes: [B]; int64.
+
+    tiles: [M, 2] int32, row and first token (counted in the row) of each tile of `tokens` tokens; each row has a tile
+    at token 0, also if it is empty. tokens: 1 if no row has more, else TILE. Reads nothing back from the device.
     """
     taps = _check(x, weight, states)
     if tokens not in (1, TILE):
@@ -156,7 +157,7 @@ def causal_conv(
 
 
 def _check(x: Tensor, weight: Tensor, states: Tensor) -> int:
-    """Returns K."""
+    """Checks x, weight and states. Returns K."""
     check_rows("x", x)
     channels = x.shape[1]
     taps = weight.shape[1] if weight.dim() == 2 else 0

@@ -1,10 +1,10 @@
-"""Attention of one query per request over its paged context, the context cut into splits (Flash-Decoding).
+"""Attention of one query per request over its paged context, with split contexts (Flash-Decoding).
 
-Two kernels read the cache. With one query head per KV head, every key of a tile keeps a running softmax of its own in
-the lanes that hold it and all are joined at the end, so the loop has no reduction over keys and no barrier. With
-several, the heads of a group are the rows of a matrix product and share what is read. The program of a request and KV
-head that ends last joins its splits, in their order: which one that is changes no bit. Bound by memory: the context's K
-and V are read once.
+Two kernels read the cache. With one query head per KV head, every key of a tile has a running softmax of its own in the
+lanes that hold it, and all are merged at the end, so the loop has no reduction over keys and no barrier. With several,
+the heads of a group are the rows of a matrix product and share what is read. The program that finishes last for a
+request and KV head merges its splits, in their order: the result does not depend on which program that is. Bound by
+memory: the context's K and V are read once.
 
 Lengths and block tables are read on the device and the grid depends on shapes alone, so a captured launch serves every
 context. A request's split boundaries depend on its own context and on `num_splits`: with `num_splits` fixed its result
@@ -42,16 +42,16 @@ from hydra_kernels._splits import is_last, merge, split_bounds
 Scales = tuple[Tensor, Tensor]  # of keys and of values
 
 NUM_COUNTERS = 1 << 14
-_MIN_KEYS = 64  # of a split: below that its own result costs too much of what it reads
+_MIN_KEYS = 64  # of a split: with fewer, its partial result costs too much beside what it reads
 _MAX_SPLITS = 128
-_MAX_WAVES = 4  # of split contexts: more waves fill the device well enough with whole ones
-_BEGINNING = 32  # keys that a program could read in the time that it takes to begin and to end
-_MERGED = 4096  # elements of splits' results that are joined at a time
+_MAX_WAVES = 4  # of split contexts: with more waves, whole contexts fill the device well enough
+_BEGINNING = 32  # keys that a program could read in the time of its start and end
+_MERGED = 4096  # elements of partial results that are merged at a time
 
 
-# Numbers that change from step to step: a kernel for each kind of them would be compiled while serving.
+# Values that change between steps are not specialised for, so that nothing is compiled while serving.
 _VARYING = ["num_splits", "stride_table"]
-_ANYWHERE = ["block_tables", "num_context"]  # parts of what was sent: at any multiple of 4 bytes
+_ANYWHERE = ["block_tables", "num_context"]  # views of a larger buffer: at any multiple of 4 bytes
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -87,8 +87,11 @@ def _decode_mha_kernel(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (B, Hkv, splits). out [B, Hq, D]; partial [B, Hq, splits, D] and log_totals [B, Hq, splits] in base 2 are of
-    splits that have keys; counters [B * Hkv] are 0 before and after. With SINGLE there are only `out` and one split."""
+    """Decode attention with one query head per KV head. Grid (B, Hkv, splits).
+
+    out: [B, Hq, D]; partial: [B, Hq, splits, D] and log_totals: [B, Hq, splits], in base 2, of splits that have keys;
+    counters: [B * Hkv], 0 before and after. SINGLE: one split, and only `out`.
+    """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_begin(PDL)
     wait_for_previous(PDL)
@@ -183,7 +186,8 @@ def _decode_gqa_kernel(
     PDL: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """As `_decode_mha_kernel`, with the GROUP query heads of one KV head as rows of a tile of ROWS."""
+    """Decode attention with GROUP query heads per KV head, the rows of a tile of ROWS. Arguments as
+    `_decode_mha_kernel`."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     let_next_begin(PDL)
     wait_for_previous(PDL)
@@ -228,9 +232,11 @@ def _decode_gqa_kernel(
 
 @lru_cache(maxsize=256)  # every layer of a step asks for the same
 def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, places: int) -> int:
-    """Splits whose programs take the least time where `places` of them run at once: they come in waves, each as long as
-    a split, and a wave that is not full is as long as a full one. Of equals the fewest. A split has at least 64 keys of
-    the longest context."""
+    """The split count with the least time, if `places` programs run at once; of equals the smallest.
+
+    Programs run in waves, each as long as one split, even if not full. Starting and ending a program costs _BEGINNING
+    keys. A split has at least 64 keys of the longest context.
+    """
     groups = max(1, batch * num_kv_heads)
     most = min(cdiv(max_context, _MIN_KEYS), _MAX_SPLITS, _MAX_WAVES * places // groups)
     if groups > NUM_COUNTERS:
@@ -244,12 +250,12 @@ def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, places: i
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """For decodes with several splits that never run at the same time: int32, zeros before and after each."""
+    """Split counters for decodes that never run at the same time: int32, zero before and after each."""
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 class _Prepared(NamedTuple):
-    """A launch: the kernel with its arguments."""
+    """A kernel with its arguments and launch."""
 
     kernel: Any
     arguments: tuple[Any, ...]
@@ -265,8 +271,8 @@ def places_per_sm(
     scale: float,
     scales: Scales | None = None,
 ) -> int:
-    """Programs of `decode_attention` with these arguments and several splits that one multiprocessor holds at once, as
-    the compiled kernel's registers and shared memory allow. Compiles it where it is not yet, and launches nothing."""
+    """Resident programs per SM of `decode_attention` with several splits. Compiles the kernel if needed; launches
+    nothing."""
     check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     floats, ints = (torch.empty(0, dtype=dtype, device=q.device) for dtype in (torch.float32, torch.int32))
     kernel, arguments, launch = _prepared(
@@ -288,14 +294,15 @@ def decode_attention(
     out: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """softmax(scale * q K^T) V of one query per request over all of its context -> contiguous [B, Hq, D], `out` or new.
+    """Returns softmax(scale * q K^T) V of one query per request over all of its context: contiguous [B, Hq, D], `out`
+    or new.
 
-    q [B, Hq, D], requests and heads at any stride. k_cache, v_cache [N, S, Hkv, D]: the views `data[:, layer, 0]` and
-    `data[:, layer, 1]` of a block-major cache [N, L, 2, S, Hkv, D]. block_tables [B, max_blocks] int32 with dense rows,
-    entries beyond the context arbitrary; num_context [B] int32; a request with context 0 gets zeros. Query head h reads
-    KV head h // (Hq / Hkv). num_splits 1 to 128, see `choose_num_splits`; with more than one, `counters` are those of
-    `new_counters`, by default new ones. Caches of int8 come with `scales`, the views `scales[:, layer, 0]` and
-    `scales[:, layer, 1]` [N, Hkv, S] float32. Nothing is read back from the device.
+    q: [B, Hq, D], requests and heads at any stride. k_cache, v_cache: [N, S, Hkv, D], the views `data[:, layer, 0]` and
+    `data[:, layer, 1]` of a block-major cache [N, L, 2, S, Hkv, D]. block_tables: [B, max_blocks] int32 with dense
+    rows, entries beyond the context arbitrary. num_context: [B] int32; a context of 0 gives zeros. Query head h reads
+    KV head h // (Hq / Hkv). num_splits: 1 to 128, see `choose_num_splits`. counters: of `new_counters`, new ones by
+    default. scales: of int8 caches, the views `scales[:, layer, 0]` and `scales[:, layer, 1]`, [N, Hkv, S] float32.
+    Reads nothing back from the device.
     """
     check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     check_scale(scale)
@@ -336,7 +343,8 @@ def _prepared(
     between: tuple[Tensor, Tensor, Tensor] | None,
     scales: Scales | None,
 ) -> _Prepared:
-    """between: what several splits need, their results, their totals and the counters."""
+    """Builds a launch. between: partial results, their totals and the counters of several splits; None for one
+    split."""
     _, num_heads, dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     stride_q, stride_q_head, _ = q.stride()

@@ -4,13 +4,13 @@ State S [Dk, Dv] of a head; for a token with key k and query q, both of length 1
 
     S = d S;    S = S + k (b (v - S^T k))^T;    out = S^T q / sqrt(Dk)
 
-One program of one warp takes a row, a value head and a block of columns of S, which it keeps in registers from the
-row's first token to its last. Columns do not know each other. What a token's result is made of, and in which order, is
-the same wherever a prompt was cut and whoever shares the call, which a chunked form (products of 64 tokens at a time)
-does not promise: its sums depend on where chunks begin. What a token reads is asked for a token ahead.
+A program of one warp takes a row, a value head and a block of columns of S, which stays in registers from the row's
+first token to its last; columns are independent. A token's result has the same terms in the same order for any chunking
+of a prompt and any batch, which a chunked form (products of 64 tokens at a time) would not give: its sums depend on
+where chunks begin. The inputs of a token are loaded one token ahead.
 
-Decodes are bound by memory: 8 Hv Dk Dv bytes a row. A prompt is bound by the latency of a token until its rows
-fill the device (bench/NOTES.md has the estimate).
+Decodes are bound by memory: 8 Hv Dk Dv bytes per row. A prompt is bound by the latency of a token until its rows fill
+the device (bench/NOTES.md has the estimate).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from hydra_kernels._checks import check_heads, check_rows, check_vector, describ
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
 MAX_KEY_DIM = 512
-_ELEMENTS = 2048  # of the state in one warp, 64 registers of each thread
+_ELEMENTS = 2048  # of the state per warp: 64 registers per thread
 _LENGTH_EPS = tl.constexpr(1e-6)
 
-_CHANGING = ["cu_q", "starts", "reads", "writes"]  # lie anywhere: nothing is compiled while serving
+_CHANGING = ["cu_q", "starts", "reads", "writes"]  # of any alignment: nothing is compiled while serving
 
 
 @triton.jit
 def _unit(x: tl.tensor) -> tl.tensor:
-    """float32, of length 1."""
+    """x in float32, scaled to length 1."""
     wide = x.to(tl.float32)
     return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) + _LENGTH_EPS)
 
 
 @triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)). The quotient makes up for what 1 + exp(x) loses of a small exp(x)."""
+    """log(1 + exp(x)). The quotient corrects the rounding of 1 + exp(x) for small exp(x)."""
     power = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + power
     small = total == 1.0
@@ -79,7 +79,7 @@ def _delta_rule_kernel(
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (blocks of columns, Hv, B). `KEYS` is the power of two that holds KEY_DIM."""
+    """Grid (blocks of columns, Hv, B). KEYS: the least power of two >= KEY_DIM."""
     head, row = tl.program_id(1), tl.program_id(2)
     key = tl.arange(0, KEYS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -150,13 +150,15 @@ def delta_rule(
     reads: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """The rule with d = exp(-exp(rates) softplus(a + shift)) and b = sigmoid(b), rounded to its dtype; sums in float32.
+    """Returns the gated delta rule, new contiguous [T, Hv, Dv]; sums in float32.
 
-    q, k [T, Hk, Dk], v [T, Hv, Dv], tokens and heads at any stride, and a, b [T, Hv], rows at any stride, of one dtype;
-    value head h reads key head h // (Hv / Hk). rates, shift [Hv] float32. states [N, Hv, Dk, Dv] float32, a view of one
-    layer. Row r has tokens [cu_q[r], cu_q[r + 1]); it goes on from place reads[r] of the states, or from zeros where
-    starts[r] is 0, and leaves its state in place writes[r], or nowhere where that is -1. cu_q [B + 1], starts, reads,
-    writes [B] int64. Returns a new contiguous [T, Hv, Dv]. Nothing is read back from the device.
+    d = exp(-exp(rates) softplus(a + shift)); strength b = sigmoid(b), rounded to its dtype. q, k: [T, Hk, Dk]; v: [T,
+    Hv, Dv], tokens and heads at any stride; a, b: [T, Hv], rows at any stride; one dtype for all. Value head h reads
+    key head h // (Hv / Hk). rates, shift: [Hv] float32. states: [N, Hv, Dk, Dv] float32, a view of one layer.
+
+    Row r has tokens [cu_q[r], cu_q[r + 1]); it continues the state in slot reads[r], or zeros if starts[r] is 0, and
+    leaves its state in slot writes[r], or nowhere if that is -1. cu_q: [B + 1]; starts, reads, writes: [B]; int64.
+    Reads nothing back from the device.
     """
     _check(q, k, v, a, b, rates, shift, states)
     batch = starts.shape[0] if starts.dim() == 1 else -1

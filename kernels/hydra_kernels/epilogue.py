@@ -1,4 +1,4 @@
-"""What follows a matrix product that was computed elsewhere: act(product + bias) + residual. Bound by memory."""
+"""The epilogue of a matrix product that was computed elsewhere: act(product + bias) + residual. Bound by memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
-_COLUMNS = 1024  # of one program: one 16-byte piece of a 16-bit row per thread
+_COLUMNS = 1024  # per program: 16 bytes of a 16-bit row per thread
 _WARPS = 4
 
 
@@ -28,7 +28,7 @@ def _finish_kernel(
     STRIDE_RESIDUAL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """ACT, bias and residual may be None."""
+    """Grid (T, N / COLUMNS). ACT, bias and residual may be None."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < WIDTH
@@ -49,10 +49,10 @@ def finish(
     act: str = "none",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """act(product + bias) + residual in float32, rounded once: product [T, N] -> new contiguous [T, N].
+    """Returns act(product + bias) + residual in float32, rounded once: new contiguous [T, N].
 
-    Rows at any stride; bias [N] of any float type; residual [T, N] of the result's dtype; act "none" or one of
-    `activation.ACTIVATIONS`; out_dtype is the product's by default.
+    product: [T, N], rows at any stride; bias: [N] of any float type; residual: [T, N] of the result's dtype; act:
+    "none" or one of `activation.ACTIVATIONS`; out_dtype: that of the product by default.
     """
     check_rows("product", product)
     dtype = product.dtype if out_dtype is None else out_dtype
