@@ -1,4 +1,4 @@
-"""Time as a parameter: everything that decides is given a clock and never asks the system itself.
+"""`Clock`: time as a parameter. Code that decides receives a clock and never reads the system's.
 
 Seconds on one monotonic clock. On Linux it is the same clock in every process of the node, so stamps taken by the
 frontend process and by an instance can be subtracted. Does not know the wall clock; `created` fields take that from

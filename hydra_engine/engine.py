@@ -1,7 +1,7 @@
-"""`Engine`: the public face. Blocking, streaming and async forms of the same calls on one class.
+"""`Engine`: the public API, with blocking, streaming and async forms of the same calls on one class.
 
-The engine's loop runs in a thread of its own, so the blocking calls also work inside a running event loop (Jupyter)
-and the async ones in any loop. The server starts the same class on its own loop and has no other way in.
+The engine's loop runs in its own thread, so the blocking calls also work inside a running event loop (Jupyter) and the
+async ones in any loop. The server starts the same class on its own loop and uses nothing below it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,25 @@ from hydra_engine.telemetry.trace import Activity
 
 
 class Engine(EngineLife):
-    """A model, loaded and ready to answer.
+    """A loaded model that answers requests, from any thread or event loop.
 
         with Engine("path/to/model") as engine:
             print(engine.generate("What is in this picture?", images="cat.jpg", max_tokens=64).text)
 
-    `model` is a Hugging Face directory, a hub id or "demo". Options are the fields of `EngineConfig` and of its parts
-    (`max_model_len=`, `kv_cache_gib=`, `tpot_slo="40ms"`, ...). `progress`: None shows bars on a terminal. `processes`
-    runs the instance in a process of its own, as `hydra-engine serve` does; several instances always run so. What a
-    request may have besides its prompt is listed in `CallOptions`; sampling is given as a `SamplingParams` or as its
-    fields by keyword.
-    `with`, `async with`, `close` and `aclose` end it, also inside a running event loop; so does the interpreter's exit.
-    Raises ConfigError, CheckpointError or ResourceError when it cannot start.
+    Parameters:
+
+    - model: a Hugging Face directory, a GGUF file, a hub id, or "demo" (default), which ships with the engine.
+    - progress: shows bars while loading; None (default): only on a terminal.
+    - processes: runs the instance in its own process, as `hydra-engine serve` does; default False. Several instances
+        always have a process each.
+    - options: fields of `EngineConfig` and of its parts (`max_model_len=`, `kv_cache_gib=`, `tpot_slo="40ms"`, ...).
+
+    Options of a request are listed in `CallOptions`; sampling is given as a `SamplingParams` or as its fields by
+    keyword. `with`, `async with`, `close` and `aclose` end the engine, also inside a running event loop; so does the
+    interpreter's exit.
+
+    Raises ConfigError, CheckpointError, ResourceError or BackendError if it cannot start. Every call raises
+    EngineClosed after the end and in a forked child.
     """
 
     def __init__(
@@ -59,14 +66,14 @@ class Engine(EngineLife):
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: bool | None = None, processes: bool = False) -> Self:
-        """The same, from a whole configuration."""
+        """Starts an engine from a complete configuration; otherwise like `Engine(...)`."""
         parts = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
         return cls(config.model, progress=progress, processes=processes, **parts)
 
     @classmethod
     def unstarted(cls, config: EngineConfig, ahead: Ahead | None = None) -> Self:
-        """For the server: lives on the caller's loop once `astart` is awaited; the instance is its own process, one of
-        `ahead` if it is there."""
+        """Returns an engine for the server: `astart` starts it on the caller's loop. The instance has its own process,
+        one of `ahead` if that is given."""
         engine = cls.__new__(cls)
         engine._prepare(config, processes=True, ahead=ahead)
         return engine
@@ -82,8 +89,13 @@ class Engine(EngineLife):
         request_id: str | None = None,
         **options: Unpack[CallOptions],
     ) -> Handle:
-        """Starts a request and returns at once; what is found wrong with it later is raised to the handle's readers.
-        `prompt` is text, token ids or chat messages."""
+        """Starts a request and returns its handle at once. `prompt` is text, token ids or chat messages; `images` and
+        `videos` are one, several or None (default); `request_id` is chosen if None. Raises InvalidRequest for an
+        unknown option; errors found later are raised to the readers of the handle.
+
+            handle = engine.submit("What is in this picture?", images="cat.jpg", max_tokens=64)
+            print(handle.result().text)
+        """
         frontend, call = self.frontend, self._call(prompt, images, videos, request_id, **options)
         number, handle = frontend.open_handle(call.request_id)
         assert self._loop is not None
@@ -100,11 +112,13 @@ class Engine(EngineLife):
         request_id: str | None = None,
         **options: Unpack[CallOptions],
     ) -> Handle:
-        """Starts a request and returns when it is admitted; raises its RequestError here if it is refused."""
+        """Starts a request and returns its handle when it is admitted. Takes a `prompt` or `messages`, not both;
+        otherwise like `submit`. Raises the request's RequestError if it is refused."""
         return await self.add_request(self._call(one_of(prompt, messages), images, videos, request_id, **options))
 
     async def add_request(self, call: GenerationCall) -> Handle:
-        """The same for a call that is made already, as the server makes them."""
+        """Starts a request from a complete call, as the server does, and returns its handle when it is admitted. Raises
+        the request's RequestError if it is refused."""
         number, handle = self.frontend.open_handle(call.request_id)
         await self._await(self.frontend.submit(number, handle, call))
         return handle
@@ -122,7 +136,12 @@ class Engine(EngineLife):
     def stream(
         self, prompt: Prompt | Messages, images: Images = None, videos: Videos = None, **options: Unpack[CallOptions]
     ) -> Iterator[Piece]:
-        """Pieces of text as they come; the last one carries `.result`. Leaving the loop early cancels the request."""
+        """Yields pieces of text as they come; the last one has `.result`. Leaving the loop early cancels the request.
+        Raises the request's HydraError if it fails.
+
+            for piece in engine.stream("What is in this picture?", images="cat.jpg"):
+                print(piece.text, end="")
+        """
         handle = self.submit(prompt, images, videos, **options)
         try:
             yield from handle
@@ -154,9 +173,14 @@ class Engine(EngineLife):
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     def generate(self, prompts: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
-        """Text in, `Result` out; a list in, a list out in the same order. For a list, `images` and `videos` are lists
-        with one entry per prompt (None, one or several). See `BatchOptions` for keywords. With `n=3` a Result is its
-        first answer and has all three as `.choices`."""
+        """Generates to the end: one prompt gives a `Result`, a list gives a list of results in the same order. For a
+        list, `images` and `videos` are lists with one entry per prompt (None, one or several). `BatchOptions` lists the
+        keywords. With `n=3` a Result is its first answer and has all three in `.choices`. Raises the first error after
+        all have ended, unless `on_error="return"`. An interrupt cancels what still runs; the KeyboardInterrupt has the
+        finished results as `.results`, None for the rest.
+
+            results = engine.generate(["First?", "Second?"], images=["a.png", None], max_tokens=32)
+        """
         return self._wait_batch(prompts, images, videos, options)
 
     @overload
@@ -187,9 +211,12 @@ class Engine(EngineLife):
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     def chat(self, messages: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
-        """One conversation (a list of messages) or a list of conversations; otherwise as `generate`. `images` and
-        `videos` take the places that the messages leave open for them ({"type": "image"}), or come before the text of
-        the user's last message."""
+        """Answers one conversation (a list of messages) or a list of conversations; otherwise like `generate`. `images`
+        and `videos` fill the places that the messages leave open for them ({"type": "image"}), or come before the text
+        of the user's last message.
+
+            engine.chat([{"role": "user", "content": "What is in this picture?"}], images="cat.jpg").text
+        """
         return self._wait_batch(messages, images, videos, options)
 
     @overload
@@ -208,7 +235,8 @@ class Engine(EngineLife):
         return await self._await(self._batch(messages, images, videos, options, []))
 
     def _wait_batch(self, prompts: Any, images: Any, videos: Any, options: dict[str, Any]) -> Any:
-        """An interrupt cancels what still runs and carries what had ended, None for the others, as `.results`."""
+        """Runs a batch and blocks. A KeyboardInterrupt cancels what still runs and carries the finished results as
+        `.results`, None for unfinished requests."""
         ended: list[Result | None] = []
         try:
             return self._wait(self._batch(prompts, images, videos, options, ended))
@@ -225,7 +253,7 @@ class Engine(EngineLife):
 
     @property
     def summary(self) -> InstanceSummary:
-        """Of the first instance; `summaries` has all."""
+        """The summary of the first instance; `summaries` has one per instance."""
         return self.frontend.summaries[0]
 
     @property
@@ -238,17 +266,17 @@ class Engine(EngineLife):
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own, or the one given instead."""
+        """The model's chat template, or the one that replaces it; None if there is neither."""
         return self.frontend.preprocessor.chat_template
 
     @property
     def tool_template(self) -> str | None:
-        """The chat template of conversations with tools."""
+        """The chat template of conversations with tools; None without one."""
         return self.frontend.preprocessor.tool_template
 
     async def generation_prompt(self, options: TemplateOptions, role: Role, client: str = "") -> str:
-        """What the chat template writes behind a last message of this role for the answer to begin; empty without a
-        template."""
+        """The text that the chat template writes after a last message of this role so that the answer begins; empty
+        without a template."""
         return await self._await(self.frontend.preprocessor.generation_prompt(options, role, client))
 
     @property
@@ -256,27 +284,28 @@ class Engine(EngineLife):
         return self.config.model_name
 
     def stats(self) -> Status | None:
-        """The latest gauges (`.kv_used`, `.num_running`, ...) of all instances added up, a fraction of a second old;
-        None before the first."""
+        """The latest gauges (`.kv_used`, `.num_running`, ...) summed over instances, a fraction of a second old; None
+        before the first report."""
         return self.frontend.statuses.total()
 
     def statuses(self) -> dict[str, Status]:
-        """The same for each instance that is up."""
+        """The latest gauges of each running instance, by its name."""
         return self.frontend.statuses.latest
 
     def instances(self) -> tuple[InstanceState, ...]:
-        """The instances of the topology: roles, conditions, restarts, latest reports. None before they are started and
+        """The instances of the topology: roles, conditions, restarts, latest reports. Empty before they are started and
         after they have been stopped."""
         return () if self._closed or self._frontend is None else self._frontend.instances()
 
     def activity(self, since: int = 0, limit: int = 100, client: str | None = None) -> Activity:
-        """Places of running requests, and the stages of those that have ended behind the first `since` ones; of all
-        clients of a server or of one."""
+        """The positions of running requests (the `limit` oldest), and the stages of ended ones (the `limit` latest
+        after the first `since`); of all clients, or of `client`."""
         return self.frontend.activity(since, limit, client)
 
     def set_topology(self, text: str) -> None:
-        """Switches the roles of running instances, each after it has finished what it has; requests go on meanwhile.
-        Raises ConfigError where an instance lacks the weights for its new role."""
+        """Switches the roles of running instances to `text` (such as "EP+D"), each after it has finished its work;
+        requests go on meanwhile. Returns when all have switched. Raises ConfigError if an instance has no weights for
+        its new role."""
         self._wait(self.frontend.set_topology(text))
 
     async def aset_topology(self, text: str) -> None:
@@ -289,34 +318,35 @@ class Engine(EngineLife):
 
     @property
     def lost(self) -> bool:
-        """Nothing can be served any more, and no instance that could is going to be started again."""
+        """True if no request can be served any more and no instance will be restarted that could."""
         return self._frontend is not None and self._frontend.lost
 
     def add_observer(self, observer: Callable[[Result], None]) -> None:
-        """Called on the engine's loop with the Result of every request that ends, failed ones included."""
+        """Calls `observer` on the engine's loop with the Result of every request that ends, failed ones included."""
         self.frontend.observers.append(lambda _, result: observer(result))
 
     def record_workload(self, write: Callable[[bytes], None]) -> None:
-        """`write` gets the lines of a workload file (`telemetry/workload.py`) for requests that come from now on, the
-        last ones while the engine closes. It is called on the engine's loop, and so is this."""
+        """Calls `write` with the lines of a workload file (`telemetry/workload.py`) for requests from now on, the last
+        ones while the engine closes. Runs on the engine's loop, and must be called there."""
         self._recordings.append(self.frontend.record_workload(write))
 
     def ledger(self) -> LedgerReport:
-        """What is held right now; `.at_rest` when nothing is."""
+        """The blocks and slots that all instances hold now; `.at_rest` is True if there are none."""
         return self._wait(self.frontend.ledger())
 
     async def aledger(self) -> LedgerReport:
         return await self._await(self.frontend.ledger())
 
     def reset_caches(self, *, kv: bool = True, images: bool = True) -> None:
-        """Forgets reusable KV, or pictures and their features, or both; what running requests hold stays."""
+        """Drops reusable KV (`kv`), pictures and their features (`images`), or both (default); blocks of running
+        requests stay."""
         self._wait(self.frontend.reset_caches(kv=kv, images=images))
 
     async def areset_caches(self, *, kv: bool = True, images: bool = True) -> None:
         await self._await(self.frontend.reset_caches(kv=kv, images=images))
 
     async def acount_tokens(self, messages: Messages, *, template: TemplateOptions | None = None) -> int:
-        """How long the prompt of these messages is, with what their pictures take; nothing is generated."""
+        """Number of tokens of the prompt of these messages, with those of their pictures. Generates nothing."""
         return await self.count_tokens(self._call(messages, template=template))
 
     async def count_tokens(self, call: GenerationCall) -> int:
@@ -329,8 +359,8 @@ class Engine(EngineLife):
         messages: Messages | None = None,
         template: TemplateOptions | None = None,
     ) -> list[int]:
-        """Token ids of a raw text or of messages, as a request's: pictures are opened, and each has as many
-        placeholders as it takes."""
+        """Token ids of a raw text (`prompt`) or of `messages`, as in a request: pictures are opened, and each has as
+        many placeholders as it takes."""
         return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
@@ -339,21 +369,21 @@ class Engine(EngineLife):
         return await self._await(self.frontend.preprocessor.tokenize(call))
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each; empty for ids outside it."""
+        """The vocabulary's spelling of each id; empty for ids outside it."""
         return await asyncio.to_thread(self.frontend.preprocessor.tokenizer.tokens, token_ids)
 
     async def adetokenize(self, token_ids: Sequence[int]) -> str:
-        """Raises InvalidRequest for ids outside the vocabulary."""
+        """Returns the text of token ids. Raises InvalidRequest for ids outside the vocabulary."""
         return await self.detokenize(token_ids, "")
 
     async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
-        """`adetokenize`, in turn with what other clients ask for."""
+        """`adetokenize` for the server: takes turns with requests of other clients."""
         return await self._await(self.frontend.preprocessor.detokenize(token_ids, client))
 
     def export_trace(self, path: str | Path) -> None:
-        """Chrome trace JSON of the last requests' stages; open it in ui.perfetto.dev."""
+        """Writes the stages of the last requests to `path` as Chrome trace JSON; open it in ui.perfetto.dev."""
         self.frontend.trace.write(path)
 
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
-        """The same as events, of the last `seconds` only. From any thread."""
+        """Chrome trace events of the last `seconds`. Thread-safe."""
         return self.frontend.trace_events(seconds)

@@ -1,4 +1,4 @@
-"""Every error a user can do something about.
+"""Exceptions that a user can act on.
 
     HydraError
     +-- RequestError                 this request is wrong; nothing else is affected
@@ -25,9 +25,9 @@
     +-- BackendError                 exit 5  an operation has no usable implementation
     +-- EngineClosed                 the engine was closed or its instance died
 
-Only `server/http/errors.py` turns these into HTTP; only the command line turns them into exit codes. Messages are one
-line, say what to change, and never hold an address or more than 200 characters of input; a path only where the caller's
-own files are opened, in this process (`preprocess/media/sources.py`).
+Only `server/http/errors.py` turns these into HTTP; only the command line turns them into exit codes. A message is one
+line that says what to change. It never holds an address or more than 200 characters of input, and a path only in the
+process that opens the caller's own files (`preprocess/media/sources.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error as data: what crosses a process boundary instead of an exception."""
+    """An error as data, sent between processes in place of the exception."""
 
     kind: str
     message: str
@@ -50,13 +50,14 @@ class ErrorInfo:
 
 
 class HydraError(Exception):
-    """Base of all errors that are meant to be read by a user."""
+    """Base class of the errors that a user reads. `status` is the HTTP status, `exit_code` the command line's exit
+    status; `code` and `param` are the fields of an OpenAI error body; `retry_after_s` is in whole seconds."""
 
     status: int = 500
     error_type: str = "server_error"
     default_code: str | None = None
     exit_code: int = 1
-    index: int | None = None  # which request of a batch it is about
+    index: int | None = None  # position of the request in its batch
 
     def __init__(
         self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: int | None = None
@@ -68,7 +69,7 @@ class HydraError(Exception):
         self.retry_after_s = retry_after_s
 
     def saying(self, message: str) -> Self:
-        """The same error in other words."""
+        """Returns a copy of the error with another message."""
         return type(self)(message, code=self.code, param=self.param, retry_after_s=self.retry_after_s)
 
     def info(self) -> ErrorInfo:
@@ -79,7 +80,7 @@ class HydraError(Exception):
 
 
 class RequestError(HydraError):
-    """One request is at fault or failed; every other request goes on."""
+    """An error of one request, by its client or inside the engine; every other request goes on."""
 
 
 class InvalidRequest(RequestError):
@@ -150,7 +151,7 @@ class RequestTimeout(RequestError):
 
 
 class RateLimited(RequestError):
-    """This client asks for more than its share; others are served."""
+    """This client asks for more than its limit; other clients are served."""
 
     status = 429
     error_type = "requests"
@@ -164,7 +165,7 @@ class RequestFailed(RequestError):
 
 
 class Unavailable(RequestError):
-    """The deployment cannot take the request now; the code says why and `retry_after_s` when to try again."""
+    """The deployment cannot take the request now; `code` says why, `retry_after_s` when to try again."""
 
     status = 503
     default_code = "overloaded"
@@ -204,7 +205,7 @@ class BackendError(HydraError):
 
 
 class TransferError(HydraError):
-    """Two instances cannot exchange blocks; inside the node only."""
+    """Two instances cannot exchange blocks. Stays inside the node: no client receives it."""
 
     default_code = "internal_error"
 
@@ -223,7 +224,7 @@ def _tree(base: type[HydraError]) -> dict[str, type[HydraError]]:
 
 _BY_NAME = _tree(HydraError)
 
-# The closed table of error codes: a body never holds a code that is not here (a test compares).
+# All error codes: a body never holds another one (a test compares).
 CODES = frozenset(
     {cls.default_code for cls in _BY_NAME.values() if cls.default_code is not None}
     | {"unsupported_image_format", "image_too_large", "image_aspect_ratio", "too_many_images", "model_not_found"}
@@ -254,7 +255,8 @@ MAX_RETRY_AFTER_S = 30
 
 
 def retry_after_s(num_live: int, finish_times: Sequence[float]) -> int:
-    """When a tenth of the queue will have drained at the pace of the latest finishes; whole seconds, 1 to 30."""
+    """Seconds until a tenth of `num_live` requests will have finished at the pace of `finish_times`; whole, 1 to 30,
+    and 1 if fewer than two have finished."""
     if len(finish_times) < 2:
         return 1
     interval_s = (finish_times[-1] - finish_times[0]) / (len(finish_times) - 1)

@@ -1,8 +1,9 @@
-"""One-time logging set-up. Every module logs through `logging.getLogger(__name__)`; only entry points call this.
+"""Set-up of the package's log, and a standard error that never blocks. Every module logs through
+`logging.getLogger(__name__)`; only entry points call `configure`.
 
 Lines carry the instance's name so that the logs of several processes can be read side by side. Control characters are
-escaped and the lines of a traceback indented, so that whatever a client sends, a line that looks like ours is ours; in
-JSON a record is one object on one line of ASCII. Processes that serve never wait for whoever reads standard error.
+escaped and the lines of a traceback indented, so that no client can forge a log line; in JSON a record is one object on
+one line of ASCII. Serving processes never wait for the reader of standard error.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import Any
 
-FACTS = "facts"  # of a record: what its line says as names and values (`extra={FACTS: {..}}`), instead of the message
+FACTS = "facts"  # attribute of a record: names and values to write instead of the message (`extra={FACTS: {..}}`)
 
-MAX_WAITING_CHARS = 1 << 20  # of standard error that nobody reads; what comes then is dropped and counted
-LAST_WORDS_S = 0.5  # that a process waits at its end for whoever reads standard error
+MAX_WAITING_CHARS = 1 << 20  # queued for standard error; what does not fit is dropped and counted
+LAST_WORDS_S = 0.5  # that a process waits at its end for its standard error to be read
 
 _ROOT = "hydra_engine"
 _FORMAT = "%(asctime)s %(levelname).1s [{instance}] %(name)s: %(message)s"
-# C0, DEL and C1, what else ends a line somewhere, and what turns the direction of text.
+# C0, DEL and C1, other line ends, and marks that change the direction of text.
 _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
 
 
 class LineFormatter(logging.Formatter):
-    """One record, one line; a traceback follows indented."""
+    """A formatter of one line per record; a traceback follows, indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = escaped(record.message)
@@ -44,7 +45,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One record, one JSON object on one line: time (UTC), level, instance, logger, and message or facts."""
+    """A formatter of one JSON object per line: time (UTC), level, instance, logger, and message or facts."""
 
     def __init__(self, instance: str) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _whole(value: object) -> object:
-    """Halves of surrogate pairs are valid in JSON's grammar, but not everywhere."""
+    """Replaces halves of surrogate pairs, which JSON's grammar allows but many readers refuse."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
@@ -75,22 +76,22 @@ def escaped(text: str) -> str:
 
 
 class StandardError(io.TextIOBase):
-    """Standard error for a process that must not stop when nobody reads it: `write` never waits and never fails. A
-    thread writes; what finds the queue full, or cannot be written (a full disk, a closed pipe), is dropped and counted,
-    and one line says so when the reader is back."""
+    """A standard error that never blocks its process: `write` neither waits nor fails. A thread writes. Text that finds
+    the queue full (`MAX_WAITING_CHARS`), or cannot be written (a full disk, a closed pipe), is dropped and counted; one
+    line reports the count when the reader is back."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
 
     def __init__(self, fd: int | None = 2) -> None:
-        """`fd` None: there is none, and nothing is written."""
+        """Starts the writing thread. `fd` None: the process has no standard error, and nothing is written."""
         self.num_dropped = 0  # writes; the log makes one for each record
         self._fd = fd
         self._lock = threading.RLock()  # a collection inside it may log
         self._filled = threading.Event()
         self._queue: deque[str] = deque()
         self._num_chars = 0  # in the queue, or being written
-        self._num_told = 0  # of num_dropped
+        self._num_told = 0  # the part of num_dropped that has been logged
         threading.Thread(target=self._write_all, name="standard-error", daemon=True).start()
 
     def write(self, text: str) -> int:
@@ -104,13 +105,13 @@ class StandardError(io.TextIOBase):
         return len(text)
 
     def wait_written(self, limit_s: float = LAST_WORDS_S) -> None:
-        """Returns when all is written, or when that takes longer."""
+        """Returns when all is written, at the latest after `limit_s` seconds."""
         limit = time.monotonic() + limit_s
         while self._num_chars and time.monotonic() < limit:
             time.sleep(0.002)
 
     def flush(self) -> None:
-        """Nothing: it would wait."""
+        """Does nothing, because it would wait."""
 
     def writable(self) -> bool:
         return True
@@ -135,16 +136,16 @@ class StandardError(io.TextIOBase):
                     self.num_dropped += not written
                     missed = self.num_dropped - self._num_told if written and not self._queue else 0
                     self._num_told += missed
-                if missed:  # outside the lock: the log has one of its own
+                if missed:  # outside the lock: the log has its own
                     told = "%d lines of this process were dropped: standard error could not be written"
                     logging.getLogger(__name__).warning(told, missed)
 
     def _write(self, data: bytes) -> bool:
-        """False: it cannot be written, or not all of it."""
+        """Writes all of `data`; False if some of it cannot be written."""
         while data:
             try:
                 num_bytes = os.write(self.fileno(), data)
-            except BlockingIOError:  # somebody else has made the pipe so
+            except BlockingIOError:  # another process has made the pipe non-blocking
                 select.select((), (self.fileno(),), ())
             except OSError:
                 return False
@@ -154,8 +155,8 @@ class StandardError(io.TextIOBase):
 
 
 def never_wait() -> None:
-    """From here on `sys.stderr` is a StandardError, for whoever writes there: the log, progress bars, libraries. Call
-    it before `configure`. Leaves one alone that is not Python's own."""
+    """Replaces `sys.stderr` by a StandardError for all its writers: the log, progress bars, libraries. Call it before
+    `configure`. Keeps a stream that is not Python's own."""
     if sys.stderr is sys.__stderr__:
         # Python has none where the descriptor was closed; that may be another file by now.
         stream = sys.stderr = StandardError(None if sys.stderr is None else 2)
@@ -163,18 +164,19 @@ def never_wait() -> None:
 
 
 def num_dropped() -> int:
-    """Lines of this process that nobody has read."""
+    """Number of writes, one per log line, that this process has dropped so far."""
     return sys.stderr.num_dropped if isinstance(sys.stderr, StandardError) else 0
 
 
 def last_words() -> None:
-    """Before a process ends without its exit handlers."""
+    """Waits until standard error is written; for a process that ends without its exit handlers."""
     if isinstance(sys.stderr, StandardError):
         sys.stderr.wait_written()
 
 
 def configure(level: str = "info", *, instance: str = "front", log_format: str = "text") -> None:
-    """Sends the package's log to standard error; a second call replaces the first."""
+    """Sends the package's log to standard error; a second call replaces the first. `level` is debug, info, warning or
+    error; `log_format` is "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter(instance))
@@ -189,7 +191,7 @@ def configure(level: str = "info", *, instance: str = "front", log_format: str =
 
 
 def write_json(logger: logging.Logger) -> None:
-    """The lines of this logger are JSON from here on, whatever the rest is."""
+    """Makes the lines of this logger JSON, whatever the format of the others."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter("front"))
     logger.handlers[:] = [handler]
@@ -197,7 +199,7 @@ def write_json(logger: logging.Logger) -> None:
 
 
 def take_over(name: str) -> None:
-    """What another library logs as a warning or worse looks like our lines."""
+    """Sends another library's warnings and errors through the package's handlers. Call it after `configure`."""
     other = logging.getLogger(name)
     other.handlers[:] = logging.getLogger(_ROOT).handlers
     other.setLevel(logging.WARNING)
@@ -205,6 +207,6 @@ def take_over(name: str) -> None:
 
 
 def tell(text: str) -> None:
-    """A line at any level, for what is shown at start."""
+    """Logs a line regardless of the level; for what is shown at start."""
     root = logging.getLogger(_ROOT)
     root.handle(root.makeRecord(root.name, logging.INFO, __file__, 0, "%s", (text,), None))
