@@ -1,9 +1,9 @@
-"""The frozen configuration tree. The command line, the config file and the embedded API are generated from it.
+"""The frozen configuration tree, from which the command line, the config file and the embedded API are generated.
 
-`instance/compute_stack.py`, where the model is known, turns "auto" into values in a new object; nothing mutates one.
+`instance/compute_stack.py`, where the model is known, replaces "auto" by values in a new object; no object is mutated.
 Field metadata: `help`, `flag` (name on the command line, in the environment and in a file, default the field name with
-dashes), `aliases` (the same, as others call it), `choices`, `kind` ("seconds": takes 40ms, 1.5s or 2m too; "json": an
-object, as text or written out; "file" and "folder": paths), `secret` (never shown).
+dashes), `aliases` (names of the option in other engines), `choices`, `kind` ("seconds": also takes 40ms, 1.5s or 2m;
+"json": an object, as text or written out; "file" and "folder": paths), `secret` (never shown).
 """
 
 from hydra_engine.config.cluster import ClusterConfig

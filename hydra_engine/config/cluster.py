@@ -9,7 +9,7 @@ from hydra_engine.config.fields import check_choices, opt, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Routing, leases and timeouts of several instances. Seconds."""
+    """Routing, leases and timeouts of several instances. Durations are in seconds."""
 
     router: str = opt(
         "least-loaded",

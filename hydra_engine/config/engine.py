@@ -1,4 +1,4 @@
-"""The configuration of the engine, by what its parts decide."""
+"""The configuration of the engine: `EngineConfig` with its parts `SchedulerConfig` and `CacheConfig`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
 SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b")  # models that ship without weights, for load_format random
-DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # of a language step on a processor
-MAX_PRIORITY = (1 << 31) - 1  # of a request, and as far below zero
+DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # limits of a language step on a CPU
+MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the scheduler. With a TPOT limit the budgets of a step follow from measured step times, and those given
-    here are upper bounds; without one they are used as given, but prefill beside decodes is cut (see `Budgets`)."""
+    """Limits of the scheduler; latency limits are in seconds. With a TPOT limit the budgets of a step follow from
+    measured step times, and the values given here are upper bounds; without one they are used as given, but prefill
+    beside decodes is cut (see `Budgets`)."""
 
     tpot_slo: float | None = opt(
         None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"
@@ -84,21 +85,21 @@ class SchedulerConfig:
 
     @property
     def most_tokens(self) -> int:
-        """`token_budget` as given or found (`worker/memory/limits.py`), or that of a processor."""
+        """`token_budget` as given or found (`worker/memory/limits.py`); else 512, the default of a CPU."""
         return DEFAULT_TOKENS if self.token_budget is None else self.token_budget
 
     @property
     def most_requests(self) -> int:
-        """`max_num_seqs`, likewise."""
+        """`max_num_seqs` as given or found (`worker/memory/limits.py`); else 64, the default of a CPU."""
         return DEFAULT_REQUESTS if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def slices_layers(self) -> bool:
-        """Encodes can pause inside layers and not only between them; that costs some speed."""
+        """True if encodes can pause inside layers and not only between them, which costs some speed."""
         return self.tpot_slo is not None
 
     def __post_init__(self) -> None:
-        """Converts durations given as text to seconds."""
+        """Converts durations given as text to seconds. Raises ConfigError for a value out of range."""
         check_choices(self)
         for f in fields(self):
             value = getattr(self, f.name)
@@ -112,7 +113,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Cache sizes, for each instance that has such a cache."""
+    """Cache sizes; each instance that has such a cache has one of this size."""
 
     kv_cache_gib: float | None = opt(
         None,
@@ -152,8 +153,11 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings of an engine. `model` is a Hugging Face directory, a GGUF file or a folder of one, a hub id such as
-    org/name, the word `demo` or one of SHAPES; `model_folder` is where the files of a hub id are, or what was made of
-    GGUF files, once `find_model_files` has found them."""
+    org/name, the word `demo` or one of SHAPES. `model_folder` is the folder with the files of a hub id, or with those
+    converted from GGUF; `find_model_files` sets it. Raises ConfigError for a value or combination that is wrong.
+
+        EngineConfig(model="demo", topology="EP+D", scheduler=SchedulerConfig(tpot_slo="40ms"))
+    """
 
     model: str = opt(
         DEMO_MODEL,
@@ -297,7 +301,8 @@ class EngineConfig:
             raise ConfigError("max_model_len must be at least 2", param="max_model_len")
 
     def for_instance(self, name: str, role: Role) -> EngineConfig:
-        """With the limits that are an instance's own; itself where it has none."""
+        """Returns the configuration of one instance: a copy with its own limits (`instance_limits`), or self if it has
+        none."""
         if self.instance_limits is None:
             return self
         own = chosen_limits(parse_instance_limits(self.instance_limits, self.topology), name, role)
@@ -338,14 +343,14 @@ class EngineConfig:
 
     @property
     def lane_order(self) -> str:
-        """`lane_priority` without "auto"."""
+        """`lane_priority` with "auto" resolved: balanced with a TPOT limit, else throughput."""
         if self.lane_priority != "auto":
             return self.lane_priority
         return "balanced" if self.scheduler.tpot_slo is not None else "throughput"
 
     @property
     def sm_counts(self) -> tuple[int, ...]:
-        """The counts of `sm_split`; empty: off."""
+        """The numbers of SMs in `sm_split`; empty if it is off, or auto before the device is known."""
         return parse_sm_split(self.sm_split)
 
     @property
@@ -355,8 +360,9 @@ class EngineConfig:
 
 
 def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
-    """An EngineConfig for the embedded engine from flat options: fields of the config itself and of its parts. Local
-    pictures may be opened, for they are the caller's own. Raises ConfigError naming an option that does not exist."""
+    """Builds an EngineConfig for the embedded engine from flat options: fields of the config itself and of its parts.
+    Local pictures may be opened, because they are the caller's own, unless `media` is given. Raises ConfigError naming
+    an option that does not exist."""
     left = dict(options)
     config = EngineConfig(
         model=model,

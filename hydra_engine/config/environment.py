@@ -10,7 +10,7 @@ SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # only the f
 
 
 def environment_settings() -> dict[str, str]:
-    """All HYDRA_* variables that have a value, by their whole names."""
+    """All HYDRA_* variables that have a value, by their full names."""
     return {name: value for name, value in os.environ.items() if name.startswith("HYDRA_") and value}
 
 
@@ -39,5 +39,5 @@ def environment_admin_key() -> str | None:
 
 
 def fault_points_enabled() -> bool:
-    """Whether HYDRA_FAULTS=1 enables fault points, for tests."""
+    """True if HYDRA_FAULTS=1 enables fault points, for tests."""
     return os.environ.get("HYDRA_FAULTS", "") == "1"

@@ -1,4 +1,4 @@
-"""How options are declared and their words read: what every group of the configuration shares."""
+"""Declaration of options and parsing of their values, shared by all groups of the configuration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from hydra_engine.errors import ConfigError
 
-# Other names that vLLM and SGLang have for a type of keys and values.
+# Names that vLLM and SGLang use for KV cache types.
 KV_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
-LOAD_FORMAT_NAMES = {"dummy": "random"}  # and of a way to load
-MAX_LIMIT_S = 3600.0  # of a latency limit
+LOAD_FORMAT_NAMES = {"dummy": "random"}  # names that vLLM uses for load formats
+MAX_LIMIT_S = 3600.0  # upper bound of a latency limit
 LOG_FORMATS = ("text", "json")
 MAX_GRAPHS = 256  # sizes for which steps of a kind are captured
 MAX_GRAPH_SIZE = 4096  # rows of decodes
@@ -43,8 +43,8 @@ def positive(group: object, *names: str) -> None:
 
 
 def parse_seconds(value: object, name: str, *, param: str | None = None) -> float:
-    """A latency limit in seconds, from a number of seconds or a text with a unit (40ms, 1.5s, 2m). Raises ConfigError
-    with `name`, the option as the user wrote it, unless it is more than 0 and less than an hour."""
+    """Returns a latency limit in seconds, from a number of seconds or a text with a unit (40ms, 1.5s, 2m). Raises
+    ConfigError with `name`, the option as the user wrote it, unless it is more than 0 and less than an hour."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value.strip())
         seconds = float(match[1]) * _UNITS[match[2]] if match else None
@@ -58,7 +58,8 @@ def parse_seconds(value: object, name: str, *, param: str | None = None) -> floa
 
 
 def parse_sm_split(text: str) -> tuple[int, ...]:
-    """Counts of multiprocessors; empty for "off", and for "auto" as long as the device is not known."""
+    """Returns numbers of SMs; empty for "off", and for "auto", which is resolved when the device is known. Raises
+    ConfigError for anything but up to 4 such numbers."""
     if text.strip().lower() in ("off", "auto"):
         return ()
     counts = [part.strip() for part in text.split(",", MAX_SM_SPLITS)]
@@ -71,7 +72,8 @@ def parse_sm_split(text: str) -> tuple[int, ...]:
 
 
 def parse_graph_sizes(given: Iterable[object], name: str, most: int) -> tuple[int, ...]:
-    """Ascending sizes, from numbers or comma-separated texts; `name`: the option."""
+    """Returns ascending sizes without repeats, from numbers or comma-separated texts. `name` is the option, for the
+    error. Raises ConfigError unless they are up to 256 numbers from 1 to `most`."""
     words = [word for item in given for word in str(item).split(",")]
     try:
         sizes = sorted({int(word) for word in words})

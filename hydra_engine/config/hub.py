@@ -1,7 +1,7 @@
-"""Where the files of `model` are: a folder, or for a hub id such as Qwen/Qwen2-VL-2B-Instruct the Hugging Face cache
-(HF_HOME and its other variables apply). Contacts the hub only with `download`.
+"""Lookup of a model's files: `model` is a folder, or a hub id such as Qwen/Qwen2-VL-2B-Instruct in the Hugging Face
+cache (HF_HOME and its other variables apply). Contacts the hub only with `download`.
 
-Checks that the files of a model are there, not their contents. Imports huggingface_hub only to look up an id.
+Checks that the files of a model exist, not their contents. Imports huggingface_hub only to look up an id.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from hydra_engine.core.model_folder import read_file
 from hydra_engine.errors import CheckpointError, ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_TAGGED = re.compile(rf"({_HUB_ID.pattern}):([A-Za-z0-9._-]*)")  # a quantisation of a repository of GGUF files
+_TAGGED = re.compile(rf"({_HUB_ID.pattern}):([A-Za-z0-9._-]*)")  # repository:quantisation, for GGUF files
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# What is downloaded: nothing of other formats, of which many repositories have a second copy, and nothing in folders.
+# Files to download: no other formats, in which many repositories hold a second copy, and no subfolders.
 _WANTED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 _SHOWN = 4  # missing files that a message names
 
 
 def find_model(config: EngineConfig) -> EngineConfig:
-    """The configuration with `model_folder` set where `model` is a hub id. Raises CheckpointError with one sentence
-    where there is no such folder and nothing complete of that name in the cache, or it cannot be downloaded."""
+    """Returns the configuration with `model_folder` set if `model` is a hub id; unchanged for a folder, `demo` and
+    SHAPES. Raises CheckpointError if there is neither such a folder nor a complete model of that name in the cache, or
+    if the download fails; ConfigError if `revision` is given with a folder."""
     if config.model_folder is not None or config.model in (DEMO_MODEL, *SHAPES):
         return config
     if os.path.isdir(config.model):  # Path's own raises for names that no folder can have
@@ -62,12 +63,12 @@ def find_model(config: EngineConfig) -> EngineConfig:
 
 
 def _cached(config: EngineConfig) -> tuple[Path | None, list[str]]:
-    """The folder of the snapshot and what it lacks; None where there is none."""
+    """The folder of the cached snapshot, None if there is none, and the names of its missing files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        # Of no file, which finds incomplete ones too.
+        # allow_patterns=[] downloads no file, so an incomplete snapshot is found too.
         snapshot = snapshot_download(config.model, revision=config.revision, local_files_only=True, allow_patterns=[])
     except LocalEntryNotFoundError:
         return None, [_CONFIG]
@@ -77,7 +78,7 @@ def _cached(config: EngineConfig) -> tuple[Path | None, list[str]]:
 
 
 def _missing(folder: Path, config: EngineConfig) -> list[str]:
-    """Required files that are missing, broken links included."""
+    """Required files that are missing, including broken links."""
     there = {path.name for path in folder.iterdir() if path.is_file()}
     missing = [] if _CONFIG in there else [_CONFIG]
     if there.isdisjoint(_TOKENIZERS):
@@ -97,7 +98,7 @@ def _missing(folder: Path, config: EngineConfig) -> list[str]:
 
 
 def _shards(folder: Path) -> set[str]:
-    """The names of the weight files; empty for a damaged index, which the loader reports."""
+    """Names of the weight files in the index; empty for a damaged index, which the loader reports."""
     try:
         places = json.loads(read_file(folder, _INDEX) or b"")["weight_map"].values()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -106,10 +107,10 @@ def _shards(folder: Path) -> set[str]:
 
 
 def _download(config: EngineConfig) -> Path:
-    """With huggingface_hub's bars on a terminal."""
+    """Downloads a hub id, with huggingface_hub's bars on a terminal. Raises CheckpointError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the one that it uses
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that huggingface_hub uses
 
     name = config.model
     allow = [*_WANTED, *(["*.py"] if config.trust_remote_code else [])]
@@ -123,7 +124,7 @@ def _download(config: EngineConfig) -> Path:
         why = "the Hugging Face Hub has no such model, or it is private: then `hf auth login` or set HF_TOKEN"
     except RevisionNotFoundError:
         why = f"it has no revision {config.revision!r}"
-    except (OSError, RuntimeError, httpx.HTTPError) as error:  # RuntimeError: of hf_xet
+    except (OSError, RuntimeError, httpx.HTTPError) as error:  # RuntimeError: from hf_xet
         why = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
     raise CheckpointError(f"{name!r} cannot be downloaded: {why}")
 
@@ -133,7 +134,7 @@ def _no_directory(config: EngineConfig) -> CheckpointError:
 
 
 def _gguf(config: EngineConfig, name: str, tag: str) -> CheckpointError:
-    """Files of which one repository has many, and of which a start has to be told one."""
+    """The error for a repository of GGUF files: it has many, and the user must fetch one into a folder."""
     revision = f" --revision {config.revision}" if config.revision else ""
     wanted = f"'*{tag}*.gguf'" if tag else "FILE.gguf"
     return CheckpointError(

@@ -1,7 +1,7 @@
-"""Limits that instances of a topology have of their own: `D:max_num_seqs=128;e0:image_budget=4096`.
+"""Limits of single instances of a topology: `D:max_num_seqs=128;e0:image_budget=4096`.
 
 A key is the letters of a role, for all instances of exactly that role, or the name of one instance, which wins over its
-role. Does not know what the limits mean, only for which roles they mean something.
+role. Does not know what the limits mean, only which roles use them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydra_engine.errors import ConfigError
 
 Limits = Mapping[str, int | float]
 
-# Each limit, and the part of the configuration that has it.
+# The part of the configuration to which each limit belongs.
 _PARTS = {
     "token_budget": "scheduler",
     "max_num_seqs": "scheduler",
@@ -27,7 +27,7 @@ _PARTS = {
     "num_kv_blocks": "cache",
     "num_image_blocks": "cache",
 }
-# Roles without any of these stages have no use for a limit.
+# A limit is refused for roles without any of these stages.
 _USED_BY = {
     "token_budget": Role.P | Role.D,
     "max_num_seqs": Role.P | Role.D,
@@ -37,7 +37,7 @@ _USED_BY = {
     "num_kv_blocks": Role.P | Role.D,
     "num_image_blocks": Role.E | Role.P,
 }
-# A size in GiB counts only where no number of blocks does.
+# A number of blocks overrides a size in GiB, so a limit in GiB clears the number.
 _BLOCKS_OF = {"kv_cache_gib": "num_kv_blocks", "image_cache_gib": "num_image_blocks"}
 _WHOLE = re.compile(r"[1-9][0-9]{0,8}")
 _NUMBER = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?|\.[0-9]{1,9}")
@@ -46,7 +46,7 @@ _SHOWN = 40  # characters that a message quotes
 
 @lru_cache(maxsize=16)
 def parse_instance_limits(text: str, topology: str) -> Mapping[str, Limits]:
-    """Limits by key, which is a role's letters or a name of that topology. Raises ConfigError."""
+    """Returns limits by key, a role's letters or an instance name of that topology. Raises ConfigError."""
     roles = _roles_by_key(Topology.parse(topology))
     found: dict[str, Limits] = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
@@ -67,7 +67,8 @@ def parse_instance_limits(text: str, topology: str) -> Mapping[str, Limits]:
 
 
 def chosen_limits(limits: Mapping[str, Limits], name: str, role: Role) -> dict[str, dict[str, int | float | None]]:
-    """Those of one instance, by the part of the configuration that has them."""
+    """The limits of one instance by part of the configuration ("scheduler", "cache"); its name's win over its
+    role's."""
     chosen: dict[str, int | float | None] = {}
     for key in (role.letters, name):
         own = limits.get(key, {})
@@ -84,7 +85,7 @@ def _roles_by_key(topology: Topology) -> dict[str, Role]:
 
 
 def _in_order(key: str) -> str:
-    """DP is PD."""
+    """The letters of a role in the order E, P, D (DP becomes PD); any other key unchanged."""
     letters = "".join(letter for letter in "EPD" if letter in key)
     return letters if sorted(letters) == sorted(key) else key
 

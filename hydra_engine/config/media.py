@@ -1,4 +1,4 @@
-"""The configuration of pictures and videos: what may be opened, and how large it may be."""
+"""The configuration of pictures and videos: sources that may be opened, and size limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydra_engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Limits that are checked before bytes are read or pixels decoded."""
+    """Limits of pictures and videos, checked before bytes are read or pixels decoded."""
 
     max_images: int = opt(16, "most images of one request")
     max_image_bytes: int = opt(20 << 20, "most bytes of one encoded image")
