@@ -1,7 +1,7 @@
-"""Who may be connected: new connections are accepted while there is room, idle ones make room, and places and
-descriptors are kept for what must not fail: probes of health, and processes that are started again.
+"""Acceptance of connections: new ones are accepted while places are free, idle ones are closed to free places, and
+places and file descriptors are reserved for health probes and for processes that restart.
 
-Does not know what connections say.
+Does not know what connections carry.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
-KEPT_DESCRIPTORS = 256  # not for connections; where there are few, two of three
-SPARE_PLACES = 32  # beyond all others, for probes of health
+KEPT_DESCRIPTORS = 256  # reserved, not for connections; at most two thirds of all
+SPARE_PLACES = 32  # above the limit, for health probes
 _CLOSED_AT_ONCE = 16
-_WAIT_S = 0.05  # until some are free
-_EPISODE_S = 60.0  # what happens again within this is told once
+_WAIT_S = 0.05  # until the next try, when there are no descriptors
+_EPISODE_S = 60.0  # repeats within this are logged once
 _NOT_NOW = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def most_connections() -> int:
-    """How many the limit of open files has room for."""
+    """The number of connections that the limit of open files allows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -38,23 +38,21 @@ def most_connections() -> int:
 
 
 class Occupant(Protocol):
-    """A connection."""
-
     def leave(self) -> None:
-        """Closes it at once."""
+        """Closes the connection at once."""
         ...
 
 
 class Places:
-    """The connections of a server. Where none is free a new one takes the place of the one that has been idle for
-    longest, or a spare one where all are busy."""
+    """The connections of a server. If all places are taken, a new connection replaces the one that has been idle for
+    longest, or takes a spare place if all are busy."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.num_spare = min(SPARE_PLACES, max(1, most // 4))
         self._open: set[Occupant] = set()
         self._spare: set[Occupant] = set()
-        self._idle: OrderedDict[Occupant, None] = OrderedDict()  # wait for headers, the longest waiting first
+        self._idle: OrderedDict[Occupant, None] = OrderedDict()  # wait for headers, longest idle first
         self._full = _Episode()
 
     def is_spare(self, occupant: object) -> bool:
@@ -78,7 +76,7 @@ class Places:
         self._remove(occupant)
 
     def waits(self, occupant: Occupant) -> None:
-        """It has nothing to do until its client sends another request."""
+        """Marks a connection as idle: it waits for its client's next request."""
         if occupant in self._open:
             self._idle[occupant] = None
 
@@ -86,7 +84,7 @@ class Places:
         self._idle.pop(occupant, None)
 
     def close_idle(self, most: int) -> int:
-        """Closes so many that are idle, if there are any, and says how many."""
+        """Closes up to `most` idle connections, the longest idle first; returns the number closed."""
         num_closed = 0
         while self._idle and num_closed < most:
             occupant, _ = self._idle.popitem(last=False)
@@ -105,7 +103,7 @@ PLACES = web.AppKey("places", Places)
 
 
 class Acceptor:
-    """Accepts connections on listening sockets, which it owns."""
+    """An acceptor of connections on listening sockets, which it owns."""
 
     def __init__(self, sockets: Iterable[socket.socket], make: Callable[[], asyncio.Protocol], places: Places) -> None:
         self.sockets = tuple(sockets)
@@ -122,7 +120,7 @@ class Acceptor:
             self._loop.add_reader(sock, self._accept, sock)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops accepting and closes the sockets. Idempotent."""
         if self._pause is not None:
             self._pause.cancel()
         for task in self._opening:
@@ -133,13 +131,13 @@ class Acceptor:
             sock.close()
 
     def _accept(self, sock: socket.socket) -> None:
-        for _ in range(self._places.num_spare):  # in one turn of the loop, so that what is refused has gone by the next
+        for _ in range(self._places.num_spare):  # in one turn of the loop, so refused ones are closed by the next
             try:
                 connection, _ = sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionAbortedError:
-                continue  # its client has gone again
+                continue  # its client has disconnected
             except OSError as error:
                 if error.errno not in _NOT_NOW:
                     raise
@@ -158,7 +156,7 @@ class Acceptor:
             connection.close()
 
     def _wait(self, error: OSError) -> None:
-        """New connections wait in the system's queue until there are descriptors again."""
+        """Pauses accepting until there are descriptors again; new connections wait in the system's queue."""
         self._short.tell("new connections wait: %s; idle ones are closed to make room", (error.strerror or "").lower())
         for sock in self.sockets:
             self._loop.remove_reader(sock)
@@ -167,7 +165,7 @@ class Acceptor:
 
 
 class _Episode:
-    """Something that may happen very often, and is told when it begins."""
+    """A rate limit for a warning: repeats within 60 s of the last occurrence are not logged."""
 
     def __init__(self) -> None:
         self._latest_s = float("-inf")
@@ -180,7 +178,7 @@ class _Episode:
 
 
 async def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen on all addresses of the host. Raises OSError."""
+    """Opens sockets that listen on all addresses of the host. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )

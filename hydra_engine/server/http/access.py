@@ -1,7 +1,6 @@
-"""What happens around every request: its id, the headers of its answer, and its record (sizes, times, counts and codes)
-for the access log, the metrics and traces. No prompts, answers, paths or keys. Does not know how traces leave
-(`telemetry/otel.py`).
-"""
+"""The outermost middleware: a request's id, the headers of its answer, and its record (sizes, times, counts and codes)
+for the access log, the metrics and traces. A record has no prompts, answers, paths or keys. Does not know how traces
+are exported (`telemetry/otel.py`)."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ logger = logging.getLogger(__name__)
 access_log = logging.getLogger("hydra_engine.access")
 
 _MESSAGES = "/v1/messages"  # below it, Anthropic's API
-_MAX_METHOD = 16  # characters of a word that a client chooses
+_MAX_METHOD = 16  # characters; the client chooses the word
 
 
 @dataclass(slots=True)
 class Access:
-    """Times on the monotonic clock. `results` as they came, with when: of a stream one for each answer, of a whole
-    answer one that has them all."""
+    """The record of a request; times on the monotonic clock. `results` are (result, time of arrival): one per answer
+    for a stream, one with all answers otherwise."""
 
     began_s: float
     ended_s: float = 0.0
@@ -44,7 +43,7 @@ class Access:
 
     @property
     def answers(self) -> list[tuple[Result, float]]:
-        """Each answer alone, and when it ended."""
+        """(answer, time of its end) for each single answer."""
         return [(answer, ended_s) for result, ended_s in self.results for answer in (result.choices or (result,))]
 
 
@@ -52,7 +51,7 @@ ACCESS = web.RequestKey("access", Access)
 
 
 def route_of(request: web.Request) -> str:
-    """The pattern of its route, never its path."""
+    """The pattern of the request's route, never its path."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unknown"
 
@@ -62,8 +61,8 @@ def has_anthropic_style(path: str) -> bool:
 
 
 def turn_on(form: str) -> None:
-    """`form`: text or json, whatever the level of the rest of the log. JSON lines are whole lines of standard error,
-    also where the rest is text."""
+    """Turns the access log on, regardless of the log level. `form`: text or json; JSON lines are whole lines of
+    standard error, even if the rest of the log is text."""
     access_log.setLevel(logging.INFO)
     if form == "json":
         log.write_json(access_log)
@@ -96,12 +95,12 @@ def _write_line(request: web.Request, status: int, access: Access) -> None:
     access_log.info("%s", text, extra={log.FACTS: facts})
 
 
-# ---- the traces: which requests become one, and what it says of them
+# ---- traces: the traced requests and their attributes
 
 
 TRACER = web.AppKey("tracer", Tracer)
 
-# Routes that are traced, and what OpenTelemetry calls what they do.
+# Traced routes, and OpenTelemetry's name of their operation.
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -111,7 +110,7 @@ _OPERATIONS = {
 
 
 def install_tracer(app: web.Application, endpoint: str) -> None:
-    """Raises ConfigError where the library is missing."""
+    """Exports a trace per request to `endpoint`. Raises ConfigError if the library is missing."""
     app[TRACER] = Tracer(endpoint)
 
     async def closing(app: web.Application) -> AsyncIterator[None]:
@@ -154,19 +153,19 @@ def _trace(request: web.Request, status: int, access: Access) -> None:
 
 # ---- every request
 
-PROBES = frozenset({"/livez", "/health", "/ready", "/ping"})  # come every second and say nothing about anybody
+PROBES = frozenset({"/livez", "/health", "/ready", "/ping"})  # come every second and concern no client
 
 
 @web.middleware
 async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Names the request, counts its answer and, where asked for, logs and traces it."""
+    """Gives the request an id, counts its answer and, if enabled, logs and traces it."""
     request[REQUEST_ID] = make_request_id(request.headers.get("X-Request-Id"))
     access = request[ACCESS] = Access(time.monotonic())
     status = 499
     try:
         response = await handler(request)
         status = response.status
-        if isinstance(response, web.Response) and request.method != "HEAD":  # a stream counts for itself
+        if isinstance(response, web.Response) and request.method != "HEAD":  # a stream counts its own bytes
             access.bytes_out = response.content_length or 0
         return response
     finally:
@@ -175,7 +174,8 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
 
 
 def _note(request: web.Request, status: int, access: Access) -> None:
-    """A request has been answered, or was left by its client (499). The bytes of a whole answer are still to leave."""
+    """Records a request that has been answered, or left by its client (status 499). The bytes of a whole answer are
+    still to be sent."""
     config, metrics = request.app[CONFIG], request.app[STATE].metrics
     route, client = route_of(request), request.get(CLIENT)
     elapsed_s = access.ended_s - access.began_s
@@ -194,7 +194,7 @@ def _note(request: web.Request, status: int, access: Access) -> None:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """What every answer carries."""
+    """Adds the headers that every answer has."""
     response.headers["Server"] = f"hydra-engine/{__version__}"
     response.headers["X-Content-Type-Options"] = "nosniff"
     if REQUEST_ID in request:

@@ -1,4 +1,4 @@
-"""Which values a field of a body may have, where its type says so: for sentences about wrong ones."""
+"""Lookup of the values that a field of a body may have, for error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _WORD = re.compile(r"[^.\[\]]+")
 
 
 def allowed_values(kind: type, path: str) -> list[str]:
-    """Of literals at a path such as `messages[0].role`, or the tags of a union of structs; empty for other types."""
+    """The literals allowed at a path such as `messages[0].role`, or the tags of a union of structs; empty for other
+    types."""
     types = plain_types(kind)
     *words, last = _WORD.findall(path)
     for word in words:
@@ -23,7 +24,7 @@ def allowed_values(kind: type, path: str) -> list[str]:
 
 
 def plain_types(kind: type | inspect.Type) -> list[inspect.Type]:
-    """Each that a value may be, without what is said about it."""
+    """The alternatives of a type (the members of a union) without their metadata."""
     return list(_plain(kind if isinstance(kind, inspect.Type) else _type_of(kind)))
 
 

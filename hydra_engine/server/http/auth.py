@@ -1,9 +1,9 @@
-"""API keys, the admin key, and which tenant a request belongs to. An API key opens every route but the admin routes,
-the admin key those and the overviews, where it shows all tenants and an API key its own.
+"""API keys, the admin key, and the tenant of a request. An API key opens every route but the admin routes. The admin
+key opens those and the overviews, which show it all tenants; they show an API key only its own.
 
-A tenant is the holder of a key: keys of one name are one tenant's, a key without a name is one by itself. Each
-`GenerationCall` of the server takes its `cache_salt` from here (a test holds that), which isolates the caches of
-tenants from each other. Does not know what a tenant may do or has asked for, or what is cached.
+A tenant is the holder of a key: keys of one name belong to one tenant, a key without a name is its own tenant. Each
+`GenerationCall` of the server takes its `cache_salt` from here (a test checks this), which isolates the caches of
+tenants from each other. Does not know tenants' limits or requests, or what is cached.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hydra_engine.server.state import CLIENT, CONFIG, TENANT
 
 logger = logging.getLogger(__name__)
 
-PAGE_FILES = frozenset({"/", "/ui/{file}"})  # they hold nothing; what the page shows comes from /ui/events
+PAGE_FILES = frozenset({"/", "/ui/{file}"})  # static; the page's data comes from /ui/events
 OPEN_PATHS = frozenset({"/health", "/livez"}) | PAGE_FILES
 ADMIN_PATHS = frozenset({"/admin/topology", "/debug/trace", "/reset_prefix_cache", "/reset_mm_cache"})
 OVERVIEW_PATHS = frozenset({"/metrics", "/ui/events"})
 
-MAX_KEYS = 1024  # each request is compared with every one
+MAX_KEYS = 1024  # each request is compared with all of them
 MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._\-]{1,64}")
@@ -41,16 +41,16 @@ _NAME = re.compile(r"[A-Za-z0-9._\-]{1,64}")
 class Key:
     digest: bytes  # of the key; the key itself is not kept
     tenant: str  # a keyed digest that means nothing to another server
-    name: str  # for logs and metrics; empty: none was given
+    name: str  # for logs and metrics; empty if it has none
 
 
 class KeyRing:
-    """The keys of the configuration, the environment and the file, which is read again when asked to; only digests are
-    kept. What asks for keys is decided once: `asks` and `has_admin_key` never change. `secret` makes tenants
-    unguessable from outside and different in every server."""
+    """The keys of the configuration, the environment and the file, which `reload` reads again; only digests are kept.
+    `asks` and `has_admin_key` are decided at start and never change. `secret` makes tenants unguessable from outside
+    and different in every server."""
 
     def __init__(self, keys: Iterable[str], path: str | None, admin_key: str | None, secret: bytes) -> None:
-        """Raises ConfigError."""
+        """Reads all keys. Raises ConfigError."""
         self.keys: tuple[Key, ...] = ()
         self._admin = None if admin_key is None else _digest(admin_key)
         self._given = [(None, key.strip()) for key in keys if key.strip()]
@@ -60,7 +60,7 @@ class KeyRing:
 
     @classmethod
     def empty(cls) -> KeyRing:
-        """Asks for no key and has no administrator."""
+        """A key ring that requires no key and has no administrator."""
         return cls((), None, None, b"")
 
     @classmethod
@@ -74,7 +74,7 @@ class KeyRing:
 
     @property
     def asks(self) -> bool:
-        """Whether an API key is asked for."""
+        """True if requests need an API key."""
         return bool(self.keys)
 
     @property
@@ -82,7 +82,8 @@ class KeyRing:
         return self._admin is not None
 
     def find(self, request: web.Request) -> Key | None:
-        """Every key is compared in full, so the time does not tell how close a guess was."""
+        """The key that the request presents, or None. Compares with every key in full, so the time does not reveal how
+        close a guess was."""
         matched = None
         for presented in _presented(request):
             for key in self.keys:
@@ -100,7 +101,7 @@ class KeyRing:
         return self._path is not None
 
     def reload(self) -> None:
-        """Reads the file again. What is wrong with it, no key in it too, is logged, and the keys stay as they were."""
+        """Reads the file again. An error in it, such as a file without keys, is logged and the keys stay unchanged."""
         try:
             self._read()
         except ConfigError as error:
@@ -126,12 +127,12 @@ class KeyRing:
 
 
 KEYS = web.AppKey("keys", KeyRing)
-SALT_SECRET = web.AppKey("salt_secret", bytes)  # drawn at start: caches live no longer than the process
+SALT_SECRET = web.AppKey("salt_secret", bytes)  # random at each start: caches do not outlive the process
 
 
 def auth_middleware(keys: KeyRing) -> Middleware:
-    """Default deny: without a key there are only the open paths, and without an admin key no ADMIN_PATHS.
-    Where there are no API keys everything else is open and requests have no tenant."""
+    """Denies by default: without a key only the open paths are served, and without an admin key no ADMIN_PATHS. Without
+    API keys everything else is open and requests have no tenant."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -154,8 +155,8 @@ def auth_middleware(keys: KeyRing) -> Middleware:
 
 
 def cache_salt(request: web.Request, own: str | None) -> str:
-    """`own`: what the client asked for, which parts its requests among themselves. Without keys, or where caches are
-    shared, that is all there is. The salt of another key cannot be made without the secret."""
+    """The salt that isolates the caches of tenants. `own` is the client's salt, which separates its requests further;
+    without keys, or with shared caches, it is the whole salt. Cannot be guessed without the secret."""
     tenant = request.get(TENANT, "")
     if not tenant or request.app[CONFIG].share_caches:
         return own or ""
@@ -164,7 +165,7 @@ def cache_salt(request: web.Request, own: str | None) -> str:
 
 
 def _presented(request: web.Request) -> list[bytes]:
-    """Digests of what may be a key: OpenAI's header and Anthropic's."""
+    """Digests of the possible keys in the request: OpenAI's header and Anthropic's."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
     presented = [bearer.strip()] if scheme.lower() == "bearer" else []
     presented += [request.headers["X-Api-Key"].strip()] if "X-Api-Key" in request.headers else []
@@ -176,7 +177,7 @@ def _digest(key: str) -> bytes:
 
 
 def _read_file(path: str) -> list[tuple[str | None, str]]:
-    """(name, key) of each line. Errors name the line, never what is in it."""
+    """(name, key) of each line. Raises ConfigError, which names the line, never its content."""
     try:
         with open(path, encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_mode & (stat.S_IRWXO | stat.S_IWGRP):

@@ -1,6 +1,5 @@
-"""Reads a request body within the limits of its client, of type, size, time and speed, and of what all bodies may hold
-together, as a typed struct. Does not know its fields.
-"""
+"""Reads a request body as a typed struct, within the limits of its client, of type, size, time and speed, and of all
+bodies together. Does not know its fields."""
 
 from __future__ import annotations
 
@@ -20,11 +19,10 @@ from hydra_engine.server.http.strict_json import parse
 from hydra_engine.server.http.unknown_names import judge_unknown_names
 from hydra_engine.server.state import CONFIG, STATE, client_of
 
-LEAST_RATE = 1024  # bytes a second of a body that is not there yet
-_PACE = 1 / 6  # of the time that a body may take: over so much of it the rate is taken
-# From here on parsing may take more than two or three milliseconds, and takes the thread: as many bytes, each 25 ns at
-# most, or as many quotes, each a microsecond, or commas, whose values may be looked through one by one. Usual texts and
-# pictures cost less than a nanosecond a byte.
+LEAST_RATE = 1024  # bytes per second while a body arrives
+_PACE = 1 / 6  # share of the time limit over which the rate is measured
+# Above these, parsing may take more than 2 to 3 ms and runs in the thread: bytes cost up to 25 ns each, quotes 1 us,
+# and the values between commas may be checked one by one. Usual texts and pictures cost less than 1 ns per byte.
 _LARGE_BYTES = 1 << 17
 _MANY = ((b'"', 2048), (b",", 4096))
 
@@ -37,7 +35,7 @@ _IS_LARGE = web.RequestKey("body_is_large", bool)
 
 @web.middleware
 async def body_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What a body holds, as text and as what was made of it, is held until its answer has been made."""
+    """Counts the bytes of a body until its answer is finished: its text and what was parsed from it stay in memory."""
     with request.app[STATE].bodies.lease(client_of(request)) as lease:
         request[_LEASE] = lease
         try:
@@ -47,7 +45,8 @@ async def body_middleware(request: web.Request, handler: Handler) -> web.StreamR
 
 
 async def read_request(request: web.Request, kind: type[R]) -> R:
-    """The one way to a body; every request that has one counts for its client."""
+    """Reads and parses the body; every request with a body counts for its client's limits. Raises UnsupportedMediaType,
+    RateLimited, RequestTimeout, PayloadTooLarge, Unavailable or InvalidRequest."""
     config = request.app[CONFIG]
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -65,16 +64,16 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
 
 
 async def made_of_body(request: web.Request, make: Callable[..., T], *args: object) -> T:
-    """`make(*args)`, which takes time in proportion to the body: of a large one in the thread, which clients take in
-    turn; one that nobody waits for any more has it until it is done."""
+    """Returns `make(*args)`, which takes time in proportion to the body. For a large body it runs in the thread, which
+    clients share in turn; after a cancellation it still runs to its end."""
     if not request[_IS_LARGE]:
         return make(*args)
     return await request.app[STATE].parsing.run(client_of(request), make, *args)
 
 
 async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:
-    """Bytes count as they come, so that a length that was only announced takes nothing from others; and they have to
-    come, as nobody else has what these hold."""
+    """Reads the body. Bytes count as they arrive, so an announced length alone takes nothing from other clients; a body
+    that is too slow is refused, because no other client can use its bytes."""
     lease = request[_LEASE]
     announced = request.content_length or 0
     if announced > most:
@@ -112,7 +111,7 @@ def _overloaded() -> Unavailable:
 
 
 def parse_request(body: bytes | bytearray, kind: type[R]) -> R:
-    """The body as `kind`, after the names that it does not have were ignored or refused."""
+    """Parses the body as `kind`; unknown names are ignored or refused. Raises InvalidRequest."""
     request, _ = parse(body, kind)
     judge_unknown_names(body, kind)
     return request

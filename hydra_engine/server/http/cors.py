@@ -1,9 +1,9 @@
 """Cross-origin rules for browsers: none by default, a list of origins, or `*`; never with credentials.
 
-A server that listens on loopback without keys is open to every program of this machine, browsers included, and a web
-site whose name is made to point here (DNS rebinding) counts as the same origin, whose pages send no `Origin` with a
-GET. So there, it is asked for by a name that nobody else gives out, or not at all. Does not know keys: a preflight
-carries none and is answered before they are asked for.
+A server on loopback without keys is open to every program of this machine, browsers included. A web site whose name is
+made to resolve to it (DNS rebinding) counts as the same origin, and its pages send no `Origin` with a GET. Such a
+server therefore refuses requests whose `Host` is a name that a public DNS could give out. Does not know keys: a
+preflight carries none and is answered before they are checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cors:
         self._only_this_machine = only_this_machine and not self._any
 
     def headers(self, request: web.Request) -> dict[str, str]:
-        """For every answer, errors and streams included."""
+        """The headers for every answer, including errors and streams."""
         origin = request.headers.get("Origin")
         if self._any:
             return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": _EXPOSED}
@@ -81,7 +81,7 @@ class Cors:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """True if only this machine can reach a server that listens on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -89,8 +89,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_local_name(name: str) -> bool:
-    """An address cannot be rebound, and the other names are given out by nobody else: names without a dot are of this
-    machine or its network."""
+    """True for an address, which cannot be rebound, and for names that no public DNS gives out: names without a dot
+    belong to this machine or its network."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Answers as bytes: JSON with long lists in slices, and server-sent events.
+"""Encoding of answers: JSON with long lists in slices, and server-sent events.
 
-A mark stands for each long list in the text around it, and the list's entries are made and encoded some at a time: the
-text is never whole in memory, and the event loop runs between two slices. Does not know what an answer holds or who
-reads it.
+A mark replaces each long list in the text around it, and the list's entries are made and encoded a slice at a time: the
+text is never complete in memory, and the event loop runs between two slices. Does not know what an answer holds or its
+reader.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import msgspec
 
 from hydra_engine.core.schemas.numbers import encode_long
 
-ENTRIES = 64  # of a slice; with twenty candidates each, they take about a millisecond
-# JSON has no such byte, not even in a string: it escapes it.
+ENTRIES = 64  # per slice; with twenty candidates each, they take about a millisecond
+# JSON never contains this byte: strings escape it.
 _MARK = re.compile(rb"\x00([0-9]+)\x00")
 _encode = msgspec.json.Encoder(enc_hook=encode_long).encode
 
 
 class Slices:
-    """The long lists of one answer, of a stream also over several of its events."""
+    """The long lists of one answer; for a stream, across several of its events."""
 
     def __init__(self) -> None:
         self._lists: list[Callable[[], Iterable[object]]] = []
-        self._num_made = 0  # entries, since something was encoded
+        self._num_made = 0  # entries since the last encoding
 
     def later(self, num_entries: int, entries: Callable[[], Iterable[object]]) -> Any:
-        """What stands for the list in a struct that `encode` gets; the list itself where it and those before it are
-        short. `entries` is called each time that the list is written."""
+        """Returns a placeholder for the list, for a struct that `encode` gets; the list itself if it and those before
+        it are short. `entries` is called each time the list is written."""
         if self._num_made + num_entries <= ENTRIES:
             self._num_made += num_entries
             return list(entries())
@@ -39,11 +39,11 @@ class Slices:
         return msgspec.Raw(b"\x00%d\x00" % (len(self._lists) - 1))
 
     def encode(self, answer: msgspec.Struct) -> bytes | Iterator[bytes]:
-        """The answer; parts of it where it has long lists."""
+        """The encoded answer; an iterator of its parts if it has long lists."""
         return self.fill(_encode(answer))
 
     def fill(self, data: bytes) -> bytes | Iterator[bytes]:
-        """`encode` for an answer that is encoded already."""
+        """Like `encode`, for an answer that is already encoded."""
         self._num_made = 0
         around = _MARK.split(data) if self._lists else [data]
         return self._parts(around) if len(around) > 1 else data
@@ -68,17 +68,18 @@ def _written(entries: Iterable[object]) -> Iterator[bytes]:
 
 
 def event(data: bytes, name: str = "") -> bytes:
-    """OpenAI's events have no name."""
+    """One server-sent event; OpenAI's events have no name."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + _one_line(data) + b"\n\n"
 
 
-# What is no end of a line to server-sent events, and one to Python's str.splitlines, by which many clients read them.
+# Line ends for Python's str.splitlines, which many clients use, but not for server-sent events.
 _SEPARATORS = [(character.encode(), b"\\u%04x" % ord(character)) for character in "\x85\u2028\u2029"]
 
 
 def _one_line(data: bytes) -> bytes:
-    """JSON of the same meaning in which no character ends a line to anybody. Control characters are escaped anyway."""
+    """Escapes line separators in JSON, which some clients take for line ends. Control characters are escaped
+    already."""
     if not data.isascii():
         for character, escaped in _SEPARATORS:
             data = data.replace(character, escaped)
@@ -86,7 +87,7 @@ def _one_line(data: bytes) -> bytes:
 
 
 def json_event(data: msgspec.Struct) -> bytes:
-    """Named by the type of its data where that has one."""
+    """One event, named by the tag of its data if that has one."""
     tag = data.__struct_config__.tag
     return event(_encode(data), tag if isinstance(tag, str) else "")
 
@@ -99,11 +100,11 @@ MakeChunk = Callable[[int, Any, Any], msgspec.Struct]
 
 
 class TextEvents:
-    """The events of one stream that carry nothing but text, from bytes that are made once.
+    """An encoder for the events of one stream that are only text, from bytes that are made once.
 
-    Only the text and, where it is counted along, the usage differ from one such event to the next; what is around them
-    is taken from the struct, so the bytes are those that encoding the struct gives. `make` puts the text and the usage
-    into one field each, as they are.
+    Only the text and, with a running count, the usage differ from one such event to the next; the bytes around them
+    come from encoding the struct once, so the result equals its full encoding. `make` must put the text and the usage
+    unchanged into one field each.
     """
 
     def __init__(self, make: MakeChunk) -> None:
@@ -112,7 +113,7 @@ class TextEvents:
         self._around_usage: dict[int, tuple[bytes, bytes, bytes]] = {}
 
     def event(self, index: int, text: str, usage: Any) -> bytes:
-        """`usage` is a struct, None or UNSET."""
+        """Encodes one event. `usage` is a struct, None or UNSET."""
         if isinstance(usage, msgspec.Struct):
             head, middle, tail = self._around_usage.get(index) or self._cut_twice(index)
             return b"".join((head, _one_line(_encode(text)), middle, _encode(usage), tail))
@@ -133,7 +134,7 @@ class TextEvents:
 
 
 def _halves(first: bytes, second: bytes) -> tuple[bytes, bytes]:
-    """What is before and after the only byte in which they differ."""
+    """The bytes before and after the only byte in which `first` and `second` differ."""
     place = next(place for place, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
     assert first[place + 1 :] == second[place + 1 :], "the values are in several places"
     return first[:place], first[place + 1 :]

@@ -1,7 +1,8 @@
-"""The one place where exceptions become HTTP: as a status before the first byte of an answer and as an event after it.
+"""Converts exceptions to HTTP, and nothing else does: to a status before the first byte of an answer, to an event after
+it.
 
 Bodies have OpenAI's shape, under /v1/messages Anthropic's: the style follows the route. An endpoint whose streams end
-in an event of their own says so with `FAILURE`. Does not know what any request meant.
+in their own event sets `FAILURE`. Does not know what any request meant.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hydra_engine.server.state import REQUEST_ID, STATE
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE = 500
-_REFUSALS = frozenset({401, 408, 413, 415, 429, 503})  # by the server's state or its limits, whatever was asked
+_REFUSALS = frozenset({401, 408, 413, 415, 429, 503})  # by the server's state or its limits, not by the request
 
 _BY_STATUS: dict[int, tuple[type[HydraError], str]] = {
     404: (NotFound, "no such route; see /v1/models, /v1/chat/completions and /v1/completions"),
@@ -61,7 +62,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
-STREAM = web.RequestKey("stream", EventStream)  # once started, its status is sent
+STREAM = web.RequestKey("stream", EventStream)  # set once its status is sent
 FAILURE = web.RequestKey[Callable[[HydraError], bytes]]("failure")  # the last event of a stream that fails
 
 
@@ -129,7 +130,7 @@ def _last_event(request: web.Request, error: HydraError) -> bytes:
 def error_response(
     error: HydraError, headers: Mapping[str, str] | None = None, request: web.BaseRequest | None = None
 ) -> web.Response:
-    """An error as an answer, in the style of the route of `request`, where there is one."""
+    """An error as an answer, in the style of the route of `request` (OpenAI's for None)."""
     if request is not None and has_anthropic_style(request.path):
         body = _anthropic_json(error, request.get(REQUEST_ID))
     else:
@@ -154,12 +155,12 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         if "Allow" in exception.headers:
             headers["Allow"] = exception.headers["Allow"]
     except RequestAborted as exception:
-        error = exception  # by its id, while its owner still waits for it
-        headers["X-Should-Retry"] = "false"  # what OpenAI's and Anthropic's clients go by
+        error = exception  # ended by its id, while its client still waits for it
+        headers["X-Should-Retry"] = "false"  # read by OpenAI's and Anthropic's clients
     except HydraError as exception:
         error = exception
         if error.status >= 500 and request.method == "POST":
-            # A drain tells their number itself, and whoever is short of places tells that.
+            # Not logged here: a drain logs their number, and `Places` logs that all are taken.
             is_told = error.code == "draining" or request.app[PLACES].is_spare(request.protocol)
             level = logging.INFO if is_told else logging.WARNING
             logger.log(level, "%s %d %s: %s", request[REQUEST_ID], error.status, error.code, error.message)
@@ -169,7 +170,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except ConnectionError as exception:
         logger.info("%s 499 %s", request[REQUEST_ID], exception)
         return web.Response(status=499)
-    except Exception:  # the server's one boundary: our bug fails this request and is logged
+    except Exception:  # the server's boundary: a bug fails only this request and is logged
         logger.exception("%s 500 unexpected error", request[REQUEST_ID])
         error = RequestFailed("internal error; the server's log has the details under this request's id")
     if ACCESS in request:
@@ -183,7 +184,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
 
 
 def _check_connection(request: web.Request) -> None:
-    """Raises InvalidRequest for another HTTP, and Unavailable on a connection that is there for probes of health."""
+    """Raises InvalidRequest for another HTTP version, and Unavailable on a spare connection for anything but health
+    probes."""
     if request.version not in (HttpVersion10, HttpVersion11):
         raise InvalidRequest("this server speaks HTTP/1.1 and HTTP/1.0")
     if request.app[PLACES].is_spare(request.protocol) and route_of(request) not in PROBES:

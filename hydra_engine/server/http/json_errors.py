@@ -1,4 +1,4 @@
-"""What is wrong with a text that is no JSON, and where, in words for people who wrote it. Does not know any field."""
+"""Error messages for invalid JSON: what is wrong and where. Does not know any field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Body = bytes | bytearray
 
 
 def where(body: Body, place: int) -> str:
-    """`place` in bytes; columns count characters."""
+    """The line and column of the byte offset `place`; columns count characters."""
     line = body.count(b"\n", 0, place) + 1
     before = bytes(body[body.rfind(b"\n", 0, place) + 1 : place])
     return f"at line {line}, column {len(before.decode('utf-8', 'replace')) + 1}"
@@ -36,7 +36,7 @@ def not_utf8(body: Body, place: int) -> InvalidRequest:
 
 
 def not_json(body: Body, words: str, start: int = 0, end: int | None = None) -> InvalidRequest:
-    """`words`: msgspec's about this part of the body."""
+    """The error for an invalid body. `words` is msgspec's message about the bytes from `start` to `end`."""
     if bom := _bom(body):
         return bom
     if not body.strip():

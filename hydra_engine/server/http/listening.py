@@ -1,4 +1,4 @@
-"""Sockets and connections: an application on an address.
+"""Sockets and connections: serves an application on an address.
 
 Does not know routes, signals or what is served.
 """
@@ -25,31 +25,31 @@ from hydra_engine.server.http.sse import COMMENT
 
 logger = logging.getLogger(__name__)
 
-SWITCH_S = 0.001  # a thread that computes, such as one that parses a large body, lets the loop go on within this
-CLOSE_S = 2.0  # what the last answers get for leaving after a drain
+SWITCH_S = 0.001  # a computing thread, such as one that parses a large body, yields to the loop within this
+CLOSE_S = 2.0  # time to send the last answers after a drain
 
 _IDLE_S = 75.0  # an idle connection is closed after this
-_HEADERS_S = 20.0  # one whose first or next headers do not come in full
-_SPARE_HEADERS_S = 2.0  # where places are few
+_HEADERS_S = 20.0  # a connection whose headers are not complete within this is closed
+_SPARE_HEADERS_S = 2.0  # the same on a spare place
 _SLOWEST_READER = 16 << 10  # bytes a second at which a whole answer must leave, besides STALL_S
-_READ_AHEAD_BYTES = 64 << 10  # of a body before it is read
-_ANSWERED_S = 0.02  # within this most requests are answered, and nothing has to be asked of a half-closed connection
+_READ_AHEAD_BYTES = 64 << 10  # of a body, before the handler reads it
+_ANSWERED_S = 0.02  # most requests are answered within this; only then is a half-closed connection probed
 _LOOK_S = 0.03
-_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients read over it, however often it comes
-_LINGER_S = 2.0  # how long the rest of a refused body is read and dropped so that the client sees the answer
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients skip it, however often it comes
+_LINGER_S = 2.0  # the rest of a refused body is dropped for this long, so that the client sees the answer
 _MAX_HEADER_BYTES = 16 << 10
-_MAX_FRAMING_BYTES = 32 << 10  # of sizes, extensions and ends of a body's chunks, besides as many as the body has
-_RECEIVED_AT_ONCE = 64 << 10  # and held until it is parsed
+_MAX_FRAMING_BYTES = 32 << 10  # allowance for sizes, extensions and ends of chunks, besides the body
+_RECEIVED_AT_ONCE = 64 << 10  # bytes received at once and held until they are parsed
 _BACKLOG = 1024
 
 
 class Connection(RequestHandler):
-    """aiohttp's connection with our words for what is not HTTP, turns in which what was sent is parsed, and an end to
-    those that do not send their headers, send hardly anything but chunk sizes, or do not read their answers. None of
-    that holds a place in the engine.
+    """aiohttp's connection, with our messages for invalid HTTP and with parsing in turns. Closes connections that do
+    not send their headers, send hardly anything but chunk sizes, or do not read their answers. None of that takes a
+    place in the engine.
 
-    A client that has sent all it had may close its side of the connection and read on (RFC 9112, 9.6), which looks as
-    if it had gone. Whether it has shows when it is sent something: a client that has gone resets the connection.
+    A client that has sent its requests may close its side of the connection and read on (RFC 9112, 9.6), which looks as
+    if it had gone. To tell the two apart the server sends it something: a client that has gone resets the connection.
     """
 
     __slots__ = (
@@ -64,11 +64,11 @@ class Connection(RequestHandler):
         self._half_closed = False
         self._places = places
         self._turns = turns
-        self._unparsed = b""  # waits for its turn, but for the first `_num_parsed` bytes
+        self._unparsed = b""  # received bytes; the first `_num_parsed` of them are parsed, the rest wait for a turn
         self._num_parsed = 0
         self._num_answered = 0
-        self._body: StreamReader | None = None  # of the latest request
-        self._body_wire_bytes = 0  # what its chunks took, from the piece behind its headers on
+        self._body: StreamReader | None = None  # body of the latest request
+        self._body_wire_bytes = 0  # bytes of its chunks on the wire, from the piece after its headers on
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.max_size = _RECEIVED_AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own transports
@@ -84,7 +84,7 @@ class Connection(RequestHandler):
     # ---- what the client sends, a piece at a time
 
     def data_received(self, data: bytes) -> None:
-        if not data:  # there is room again
+        if not data:  # called to go on after a pause
             super().data_received(data)
         elif self._unparsed or len(data) > PIECE_BYTES or not self._turns.may_parse():
             self._unparsed += data
@@ -113,7 +113,7 @@ class Connection(RequestHandler):
 
     @property
     def _is_held(self) -> bool:
-        """True until requests or parts of a body have been taken: nothing more is parsed before."""
+        """True until the queued requests or parts of a body have been consumed; nothing more is parsed before."""
         return self._reading_paused or len(self._messages) >= self._max_msg_queue_size
 
     def _resume_reading_if_drained(self) -> None:
@@ -140,7 +140,7 @@ class Connection(RequestHandler):
             self._expect_headers()
 
     def _refuse(self, body: StreamReader) -> None:
-        """Reads nothing more of a body that is hardly one, nor of what may come behind it."""
+        """Fails a body of too many tiny chunks, and stops reading it and what may follow it."""
         if self._num_answered < self._request_count:  # else the rest is read and dropped
             body.set_exception(
                 InvalidRequest(
@@ -170,12 +170,12 @@ class Connection(RequestHandler):
         return is_busy
 
     def _probe(self) -> None:
-        """Sends what changes no answer."""
+        """Sends bytes that change no answer, to find out if the client has gone."""
         request = self._current_request
         if request is None or self.transport is None:
             pass
         elif not request.content.is_eof() or request.version < HttpVersion11:
-            self._abort()  # half a body, or a client that knows no interim answers
+            self._abort()  # half a body, or a client without support for interim answers
         elif not request.writer.output_size:
             self.transport.write(_INTERIM)
         elif (stream := request.get(STREAM)) is not None and stream.is_free:
@@ -183,7 +183,7 @@ class Connection(RequestHandler):
         self._look()
 
     def _look(self) -> None:
-        """Asks, until the answer is there, whether the client has reset the connection."""
+        """Checks until the answer is finished whether the client has reset the connection."""
         self._gone_timer = None
         if self.transport is None:
             return
@@ -215,8 +215,8 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """A stream has sent all by now (`sse.py` cuts slow readers off); a whole answer leaves here."""
-        if isinstance(resp, web.HTTPException):  # aiohttp's own, of an Expect header
+        """Sends a whole answer; a stream has been sent by now (`sse.py` cuts slow readers off)."""
+        if isinstance(resp, web.HTTPException):  # aiohttp's own, for an Expect header
             resp = error_response(from_http(resp), request=request)
         if (self._close or self._places.is_spare(self)) and not resp.prepared:
             resp.force_close()
@@ -255,7 +255,7 @@ class Connection(RequestHandler):
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """An application on an address."""
+    """A running application on an address."""
 
     runner: web.AppRunner
     acceptor: Acceptor
@@ -266,13 +266,13 @@ class Listening:
         return [str(sock.getsockname()[0]) for sock in self.acceptor.sockets]
 
     async def close(self) -> None:
-        """Ends idle connections at once and busy ones after a moment."""
+        """Closes idle connections at once and busy ones after `CLOSE_S`."""
         self.acceptor.close()
         await self.runner.cleanup()
 
 
 async def listen(app: web.Application, host: str, port: int) -> Listening:
-    """Raises ResourceError when the address cannot be had."""
+    """Starts serving on the address. Raises ResourceError if it cannot be bound."""
     places = app[PLACES]
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S)
     await runner.setup()

@@ -1,7 +1,7 @@
-"""The lag of the event loop: how much later than planned a timer runs, which shows whether something blocks the loop.
+"""The lag of the event loop: the delay of a timer, which shows whether something blocks the loop.
 
-A block that is shorter than the timer's period is seen by chance, in proportion to its length, so the distribution is
-right even though single blocks are missed. Does not know what ran.
+A block shorter than the timer's period is seen by chance, in proportion to its length, so the distribution is right
+even though single blocks are missed. Does not know what ran.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
-LATE_S = 0.1  # what streams and health checks begin to notice
+LATE_S = 0.1  # noticeable in streams and health checks
 QUIET_S = 60.0  # between two log lines
 
 
 class LoopLag:
-    """`observe` gets seconds, once in a period. Belongs to the loop that is running when it is started.
-
-    A log line tells of long ones while somebody is waiting.
-    """
+    """A measurement of the loop on which it is started. `observe` gets the lag in seconds once per period. Long lags
+    are logged while `is_somebody_waiting` returns True."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Writes one event stream: headers late, one write per step, comments while nothing happens, an end to slow readers.
+"""Writes one event stream: late headers, one write per step, comments while idle, and a limit for slow readers.
 
-Headers wait for the first event or the first comment, so an error before either is still a plain status. An error
-after them is one event (`errors.py`) and the end of the connection, without `[DONE]`: OpenAI's clients raise on
-`data: {"error": ...}` and never read on, and a client that ignores it sees a stream that did not end properly.
-Does not know what the events mean.
+Headers wait for the first event or the first comment, so an error before either is still a plain status. An error after
+them is one event (`errors.py`) and the end of the connection, without `[DONE]`: OpenAI's clients raise on `data:
+{"error": ...}` and read no further, and a client that ignores it sees a stream that did not end properly. Does not know
+what the events mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydra_engine.server.state import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 30.0  # a reader that takes nothing from a full buffer for this long has lost interest
+STALL_S = 30.0  # a reader that takes nothing from a full buffer for this long is cut off
 COMMENT = b": keep-alive\n\n"
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -32,19 +32,20 @@ _HEADERS = {
 
 
 async def send_parts(request: web.Request, parts: Iterable[bytes], headers: Mapping[str, str]) -> web.StreamResponse:
-    """A whole answer of JSON whose length is not known. Raises ConnectionError as EventStream does."""
+    """Sends a whole JSON answer of unknown length. Raises ConnectionError like EventStream."""
     response = web.StreamResponse(headers={"Content-Type": "application/json", **headers})
     await response.prepare(request)
     for part in parts:
         await patiently(request, response.write(part), STALL_S)
         request[ACCESS].bytes_out += len(part)
-        await asyncio.sleep(0)  # what the reader takes at once has not been waited for
+        await asyncio.sleep(0)  # writes to a fast reader do not yield to the loop by themselves
     await patiently(request, response.write_eof(), STALL_S)
     return response
 
 
 async def patiently(request: web.Request, writing: Awaitable[None], limit_s: float) -> None:
-    """Cuts the connection when its reader lets a write wait for too long."""
+    """Awaits `writing`; aborts the connection if its reader blocks it for longer than `limit_s`. Raises
+    ConnectionAbortedError then."""
     try:
         async with asyncio.timeout(limit_s):
             await writing
@@ -56,7 +57,8 @@ async def patiently(request: web.Request, writing: Awaitable[None], limit_s: flo
 
 
 class EventStream:
-    """`async with` keeps it alive. Raises ConnectionError when the reader has gone or does not read."""
+    """An event stream, kept alive with comments during its `async with`. Raises ConnectionError if the reader has gone
+    or does not read."""
 
     def __init__(self, request: web.Request, *, keepalive_s: float, stall_s: float | None = None) -> None:
         self._request = request
@@ -66,7 +68,7 @@ class EventStream:
         self._response = web.StreamResponse(headers=_HEADERS)
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
-        self._transport: asyncio.Transport | None = None  # from the headers on, if they announce chunks, to the end
+        self._transport: asyncio.Transport | None = None  # set from the headers to the end, if the answer is chunked
         self._num_sending = 0
         self._last_write_s = 0.0
         self._keeper: asyncio.Task[None] | None = None
@@ -90,7 +92,7 @@ class EventStream:
             await asyncio.wait([self._keeper])
 
     async def send(self, data: bytes) -> None:
-        """`data` holds whole events."""
+        """Sends `data`, which holds complete events."""
         if self.is_free:
             self.put(data)
             return
@@ -102,7 +104,7 @@ class EventStream:
             self._num_sending -= 1
 
     async def send_parts(self, parts: Iterable[bytes]) -> None:
-        """Together they are whole events. Others have a turn of the loop between two of them."""
+        """Sends the parts of complete events; other tasks run between two parts."""
         self._num_sending += 1
         try:
             async with self._lock:
@@ -114,8 +116,8 @@ class EventStream:
 
     @property
     def is_free(self) -> bool:
-        """A write would not wait: headers are out, no other write runs or waits (a lock that is given back is
-        free before the next one has it), and the reader has taken what was sent."""
+        """True if a write would not wait: headers are sent, no other write runs or waits (a released lock is free
+        before the next task has it), and the reader has taken what was sent."""
         transport = self._transport
         return (
             transport is not None
@@ -125,15 +127,15 @@ class EventStream:
         )
 
     def put(self, data: bytes) -> None:
-        """As `send`, while it `is_free`: straight to the connection, past all that can wait. What the reader does not
-        take is in the way of the next write, which waits then."""
+        """Like `send`, but only while `is_free`: writes to the transport directly, without waiting. If the reader does
+        not take the data, the next write waits."""
         assert self._transport is not None
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         self._access.bytes_out += len(data)
         self._last_write_s = self._loop.time()
 
     async def finish(self, last: bytes) -> web.StreamResponse:
-        """`last`: the event behind all others; empty for none."""
+        """Ends the stream with the event `last`; empty for none."""
         async with self._lock:
             if last:
                 await self._write(last)
@@ -141,7 +143,7 @@ class EventStream:
         return self._response
 
     async def fail(self, last: bytes) -> web.StreamResponse:
-        """`last`: the event that says why; the connection closes after it."""
+        """Ends the stream with the error event `last` and closes the connection."""
         self._response.force_close()
         with contextlib.suppress(ConnectionError):
             async with self._lock:
@@ -155,7 +157,7 @@ class EventStream:
             quiet_s = loop.time() - self._last_write_s
             if quiet_s < self._keepalive_s:
                 await asyncio.sleep(self._keepalive_s - quiet_s)
-            elif self._lock.locked():  # a write waits for the reader: a comment would only wait behind it
+            elif self._lock.locked():  # a write waits for the reader: a comment would only queue after it
                 await asyncio.sleep(self._keepalive_s)
             else:
                 try:
@@ -166,7 +168,7 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._request)
-            if self._response.headers.get("Transfer-Encoding") == "chunked":  # it is not for HTTP/1.0
+            if self._response.headers.get("Transfer-Encoding") == "chunked":  # not with HTTP/1.0
                 self._transport = self._request.transport
         await patiently(self._request, self._response.write(data), self._stall_s)
         self._access.bytes_out += len(data)

@@ -1,8 +1,8 @@
-"""JSON that means one thing only: bytes in, a typed struct out, or an InvalidRequest that names the field.
+"""Strict JSON: bytes in, a typed struct out, or an InvalidRequest that names the field.
 
-Refuses what parsers disagree on or choke on: repeated keys, deep nesting, NUL in keys, half surrogates, numbers that do
-not fit, endless numbers of values. What looks at every byte does so slice by slice, so that in a thread it lets others
-run meanwhile. Does not know any field.
+Refuses what parsers disagree on or fail on: repeated keys, deep nesting, NUL in keys, half surrogates, numbers out of
+range, too many values. Scans of all bytes go slice by slice, so that other threads run in between. Does not know any
+field.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 MAX_DEPTH = 64
 MAX_VALUES = 250_000  # strings, arrays and objects of one body
-MAX_FIELDS = 1024  # of the body itself
+MAX_FIELDS = 1024  # at the top level of a body
 _MAX_ECHO = 200
-_SLICE = 1 << 18  # bytes; the arrays of a slice stay in the processor's cache
+_SLICE = 1 << 18  # bytes; the arrays of a slice fit the CPU's cache
 
-TOP = 1  # the number of the object that is the whole text
+TOP = 1  # the number of the outermost object
 _QUOTE, _BACKSLASH, _COLON = b'"\\:'
 _OPEN, _CLOSE = b"{}"
 _AS_CURLY = 0x20  # the bit in which square brackets differ from curly ones
@@ -40,7 +40,7 @@ _BEHIND = re.compile(rb"[ \t\r\n]*:")
 Positions = npt.NDArray[np.int64]
 _NONE: Positions = np.empty(0, np.int64)
 
-NO_NUL = r"^[^\x00]*\Z"  # the pattern of names and ids; texts may hold whatever the tokenizer takes
+NO_NUL = r"^[^\x00]*\Z"  # the pattern of names and ids; texts may hold anything that the tokenizer takes
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
 _QUOTED = re.compile(r"`([^`]*)`")
@@ -53,7 +53,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 
 
 def parse(body: bytes | bytearray, kind: type[T]) -> tuple[T, set[str]]:
-    """The body as `kind`, and the names of its top-level fields."""
+    """The body as `kind`, and the names of its top-level fields. Raises InvalidRequest."""
     names = _check_structure(body)
     try:
         return decoder_of(kind).decode(body), names
@@ -64,8 +64,8 @@ def parse(body: bytes | bytearray, kind: type[T]) -> tuple[T, set[str]]:
 
 
 def decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """Made once, by one thread at a time: msgspec crashes where two threads look at a struct's fields for the first
-    time."""
+    """The decoder of a type, created once and by one thread at a time: msgspec crashes if two threads look at a
+    struct's fields for the first time."""
     with _making:
         if (decoder := _decoders.get(kind)) is None:
             decoder = _decoders[kind] = msgspec.json.Decoder(kind, float_hook=read_float)
@@ -73,8 +73,8 @@ def decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def _check_structure(body: bytes | bytearray) -> set[str]:
-    """Nesting, number of values and fields, repeated keys, and NUL in keys; what is not JSON at all is left to the
-    parser. Values are counted before any of them is looked at."""
+    """Checks nesting, numbers of values and fields, repeated keys, and NUL in keys; returns the top-level keys. Invalid
+    JSON is left to the parser. Values are counted before any is looked at. Raises InvalidRequest."""
     _check_characters(body)
     layout = layout_of(body, MAX_VALUES)
     if layout is None:
@@ -123,7 +123,7 @@ def _key_of(quoted: bytes | bytearray, body: bytes | bytearray, start: int) -> s
 
 
 def _invalid_field(text: str, kind: type) -> InvalidRequest:
-    """msgspec's words in the form of the API: the path as `param`, no marks, no long echo."""
+    """Rewrites msgspec's message in the API's style: the path as `param`, no marks, a bounded echo."""
     match = _PATH.search(text)
     param = match["path"] if match else ""
     words = text[: match.start()] if match else text
@@ -144,7 +144,7 @@ def _invalid_field(text: str, kind: type) -> InvalidRequest:
         words += f"; supported values are {', '.join(map(repr, allowed))}"
     if not param:
         return InvalidRequest(f"the request body is wrong: {words}")
-    # An object of a type that is not built (input_audio, file, document, ...), which another server may take.
+    # An object of an unsupported type (input_audio, file, document, ...), which another server may accept.
     code = "unsupported_parameter" if words.startswith("Invalid value") else None
     return InvalidRequest(f"{subject}: {words}", param=param, code=code)
 
@@ -153,14 +153,13 @@ def _type_names(quoted: re.Match[str]) -> str:
     return " or ".join(_JSON_NAMES.get(name, name) for name in quoted[1].split(" | "))
 
 
-# ---- the layout: where strings, brackets and keys are, found by operations on whole arrays. Costs a few nanoseconds a
-# byte and about half a microsecond a key, however a text is made. What is not JSON gives some layout or other; the
-# parser refuses it.
+# ---- the layout: positions of strings, brackets and keys, found by operations on whole arrays. Costs a few ns per byte
+# and about 0.5 us per key for any text. Invalid JSON gives an arbitrary layout; the parser refuses it.
 
 
 class Layout:
-    """The strings and brackets of one body: `starts` and `ends` are the quotes of each string, `brackets` those outside
-    of strings."""
+    """The positions of a body's strings and brackets, as arrays: starts and ends of strings (their quotes), and
+    brackets outside of strings."""
 
     def __init__(self, body: bytes | bytearray, quotes: Positions, brackets: Positions) -> None:
         self._body = body
@@ -169,15 +168,15 @@ class Layout:
         self._starts, self._ends = quotes[: 2 * num_strings : 2], quotes[1 : 2 * num_strings : 2]
         self._brackets = brackets
         self._opens = (self._bytes[brackets] | _AS_CURLY) == _OPEN
-        self._depths: Positions = np.cumsum(np.where(self._opens, 1, -1), dtype=np.int64)  # behind each bracket
+        self._depths: Positions = np.cumsum(np.where(self._opens, 1, -1), dtype=np.int64)  # after each bracket
 
     def deeper_than(self, most: int) -> int | None:
-        """The position of the first bracket beyond this depth; None: there is none."""
+        """The position of the first bracket deeper than `most` levels, or None."""
         places = np.flatnonzero(self._depths > most)
         return int(self._brackets[places[0]]) if len(places) else None
 
     def members(self) -> Iterator[tuple[int, bytes, int]]:
-        """(the number of its object, the key with its quotes, where that begins)."""
+        """Yields (number of the object, key with its quotes, position of the key)."""
         is_key = self._colon_follows()
         starts, ends = self._starts[is_key], self._ends[is_key]
         objects = self._containers_of(starts)
@@ -193,8 +192,8 @@ class Layout:
         return follows
 
     def _containers_of(self, positions: Positions) -> Positions:
-        """The number of the array or object around each position. Containers are numbered by their depth and, within
-        one depth, from left to right."""
+        """The number of the array or object around each position. Containers are numbered by depth and, within one
+        depth, from left to right."""
         brackets, depths = self._brackets[self._opens], self._depths[self._opens]
         before = np.searchsorted(self._brackets, positions) - 1
         around = np.where(before >= 0, self._depths[before], 0) if len(self._depths) else np.zeros_like(positions)
@@ -207,10 +206,10 @@ class Layout:
 
 
 def layout_of(body: bytes | bytearray, most: int) -> Layout | None:
-    """The layout of a body; None where there are more than `most` strings, arrays and objects."""
+    """The layout of a body; None if there are more than `most` strings, arrays and objects."""
     quotes: list[Positions] = [_NONE]
     brackets: list[Positions] = [_NONE]
-    num_opens, num_quotes, num_backslashes = 0, 0, 0  # backslashes: directly before the slice
+    num_opens, num_quotes, num_backslashes = 0, 0, 0  # backslashes directly before the slice
     view = memoryview(body)
     for begin in range(0, len(body), _SLICE):
         part = np.frombuffer(view[begin : begin + _SLICE], np.uint8)
@@ -228,13 +227,13 @@ def layout_of(body: bytes | bytearray, most: int) -> Layout | None:
 
 
 def _quotes(part: npt.NDArray[Any], num_before: int) -> tuple[Positions, int]:
-    """Places of the quotes that are not escaped, and how many backslashes the slice ends in; `num_before` of them come
-    directly before it."""
+    """Positions of the unescaped quotes in a slice, and the number of backslashes at its end; `num_before` backslashes
+    directly precede it."""
     quotes = np.flatnonzero(part == _QUOTE)
     at_end = _backslashes_at_end(part, num_before)
     if not num_before and not (part[quotes[quotes > 0] - 1] == _BACKSLASH).any():
         return quotes, at_end
-    # Runs of backslashes by where they begin and end; a quote behind an odd run is escaped.
+    # Starts and ends of runs of backslashes; a quote after an odd run is escaped.
     edges = np.flatnonzero(np.diff(part == _BACKSLASH, prepend=False, append=False))
     firsts, behinds = edges[::2], edges[1::2]
     lengths = behinds - firsts

@@ -1,6 +1,5 @@
-"""Names in a body that its type does not have, in objects of every level: refused where they would change the answer,
-else ignored, which the log says once. Does not know what any of them means (`protocol/other_fields.py`).
-"""
+"""Unknown names in objects of every level of a body: refused if they would change the answer, else ignored and logged
+once. Does not know what any of them means (`protocol/other_fields.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from hydra_engine.server.protocol.other_fields import other_names_of
 from hydra_engine.server.protocol.top_level import EMPTY, Harmless
 
 _MAX_ECHO = 64
-_MAX_JUDGED_BYTES = 1024  # a longer value asks for something
+_MAX_JUDGED_BYTES = 1024  # a longer value counts as one with an effect
 _INDEX = re.compile(r"\[\d+\]")
 
 Body = bytes | bytearray | msgspec.Raw
@@ -35,7 +34,7 @@ class UnknownName(NamedTuple):
 
 
 def judge_unknown_names(body: bytes | bytearray, kind: type[msgspec.Struct]) -> None:
-    """`body` has been read as `kind`. Raises InvalidRequest."""
+    """Checks the unknown names of a body that has been read as `kind`. Raises InvalidRequest."""
     if _is_known(body, kind):
         return
     for unknown in unknown_names(body, kind):
@@ -47,8 +46,8 @@ def judge_unknown_names(body: bytes | bytearray, kind: type[msgspec.Struct]) -> 
 
 
 def _is_known(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bool:
-    """Read once more, as types that differ in that they take no other names: what is read a second time has passed all
-    other checks."""
+    """True if a second decoding with types that forbid unknown names succeeds; the body has passed all other checks
+    before."""
     try:
         decoder_of(strict(kind)).decode(body)
     except msgspec.ValidationError:
@@ -69,24 +68,24 @@ def _asks_for_nothing(raw: msgspec.Raw, harmless: Harmless) -> bool:
         return False
     try:
         value = msgspec.json.decode(raw)
-    except msgspec.DecodeError:  # a number that does not fit
+    except msgspec.DecodeError:  # a number out of range
         return False
     if not isinstance(harmless, tuple):
         return value in EMPTY or harmless(value)
     return any(type(value) is type(other) and value == other for other in EMPTY + harmless)
 
 
-# ---- where they are
+# ---- finding them
 
 
 def unknown_names(body: Body, kind: type[msgspec.Struct]) -> Iterator[UnknownName]:
-    """Yields unknown names in the order of the fields. Takes apart only what the type takes apart, each object once,
-    with its values as views of the body."""
+    """Yields unknown names in the order of the fields. Decodes only objects that the type describes, each once, with
+    its values as views of the body."""
     return _inside(body, plain_types(kind), "")
 
 
 def _inside(value: Body, types: Iterable[inspect.Type], path: str) -> Iterator[UnknownName]:
-    """`types`: of which the value may be."""
+    """Yields the unknown names inside a value of one of `types`."""
     first = bytes(memoryview(value)[:1])
     if first == b"[":
         items = [item for one in types if isinstance(one, inspect.ListType) for item in plain_types(one.item_type)]
@@ -106,7 +105,7 @@ def _inside(value: Body, types: Iterable[inspect.Type], path: str) -> Iterator[U
 
 
 def _struct_of(members: dict[str, msgspec.Raw], structs: list[inspect.StructType]) -> inspect.StructType:
-    """The struct whose tag the object has."""
+    """The struct with the object's tag; the first one if none matches."""
     for struct in structs:
         if struct.tag_field in members and msgspec.json.decode(members[struct.tag_field]) == struct.tag:
             return struct
@@ -118,7 +117,7 @@ def _struct_of(members: dict[str, msgspec.Raw], structs: list[inspect.StructType
 
 @functools.cache
 def strict(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """`kind` with what it needs to find its objects; all else is skipped."""
+    """`kind` reduced to the fields that lead to its objects, with unknown names forbidden; other values are skipped."""
     info = plain_types(kind)[0]
     assert isinstance(info, inspect.StructType)
     return _strict_struct(info)
@@ -132,7 +131,8 @@ def _strict_struct(info: inspect.StructType) -> type[msgspec.Struct]:
 
 
 def _strict(one: inspect.Type) -> Any:
-    """The union's other members by their JSON type, and `Raw` for what holds no object of ours."""
+    """The strict type of a union: structs become strict, other members keep their JSON type; `Raw` if it holds no
+    struct of ours."""
     members = plain_types(one)
     if not any(_holds_structs(member) for member in members):
         return msgspec.Raw
