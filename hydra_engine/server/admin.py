@@ -1,8 +1,8 @@
-"""The admin routes: see and change the topology while requests are served, clear the caches, and read the trace of all
+"""The admin routes: read and change the topology while requests are served, clear the caches, and read the trace of all
 clients' requests.
 
-The routes exist only where an admin key is configured (`auth.py`). Does not know how instances change their roles or
-clear their caches.
+The routes exist only if an admin key is configured (`auth.py`). Does not know how instances change their roles or clear
+their caches.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TraceSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_TRACE_S)]
 
 
 class TopologySwitch:
-    """Changes the topology, one change at a time. A change that has begun goes on when its client leaves."""
+    """A lock around topology changes: one at a time. A change that has begun continues when its client leaves."""
 
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine
         self._under_way: asyncio.Task[None] | None = None
 
     async def carry_out(self, text: str) -> None:
-        """Raises Unavailable during another change, and ConfigError, with nothing changed, for a topology that cannot
-        be had."""
+        """Changes the topology to `text` and returns when that is done. Raises Unavailable during another change, and
+        ConfigError, with nothing changed, for an impossible topology."""
         if self._under_way is not None:
             raise Unavailable("the topology is being changed already; try again when that has ended", code="not_ready")
         switch = self._under_way = asyncio.create_task(self._engine.aset_topology(text))
@@ -71,7 +71,6 @@ async def show_topology(request: web.Request) -> web.Response:
 
 
 async def set_topology(request: web.Request) -> web.Response:
-    """Answers when the change is made."""
     engine = loaded_engine(request)
     request.app[STATE].lifecycle.check()
     body = await read_request(request, TopologyRequest)
@@ -95,7 +94,7 @@ async def reset_mm_cache(request: web.Request) -> web.Response:
 
 
 class Trace(msgspec.Struct, frozen=True, rename="camel"):
-    """Chrome's trace format: a file for ui.perfetto.dev."""
+    """A trace in Chrome's format: a file for ui.perfetto.dev."""
 
     trace_events: list[dict[str, Any]]
     display_time_unit: str = "ms"
@@ -107,7 +106,7 @@ async def trace(request: web.Request) -> web.Response:
 
 
 def _trace_json(engine: EnginePort, seconds: float) -> bytes:
-    """Thousands of spans take longer than the loop may be held."""
+    """Encodes the trace. Run it in a thread: thousands of spans would block the event loop."""
     return msgspec.json.encode(Trace(engine.trace_events(seconds)))
 
 
@@ -125,7 +124,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _log_end(switch: asyncio.Task[None]) -> None:
-    """Logs how a change ended whose client has gone."""
+    """Logs the outcome of a change whose client has gone."""
     error = None if switch.cancelled() else switch.exception()
     if isinstance(error, HydraError):
         logger.warning("the topology was not changed: %s", error.message)

@@ -1,4 +1,4 @@
-"""The application: routes, middlewares from the outside in.
+"""`build_app`: the application with its routes and middlewares, listed from the outermost in.
 
 Does not know sockets or signals; `runner.py` does.
 """
@@ -40,9 +40,9 @@ def build_app(
     debug_endpoints: bool = False,
     keys: KeyRing | None = None,
 ) -> web.Application:
-    """The engine may still be loading. Once it serves, give `app[STATE].metrics.requests.add` to its `add_observer`.
-    `keys`: instead of those that the configuration and the environment name. Raises ConfigError where these are
-    wrong."""
+    """Builds the application; the engine may still be loading. Once it serves, pass `app[STATE].metrics.requests.add`
+    to its `add_observer`. `keys` replaces the API keys of the configuration and the environment. Raises ConfigError if
+    those are invalid."""
     secret = secrets.token_bytes(32)
     keys = keys or KeyRing.from_config(config, secret)
     cors = Cors(config.allow_origins, only_this_machine=is_loopback(config.host) and not keys.asks)

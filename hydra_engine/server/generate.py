@@ -1,6 +1,7 @@
-"""Runs one generation for a client: submit, then the whole answer or a stream of events, and cancel in any case.
+"""Runs one generation for a client: submits it, sends the whole answer or a stream of events, and always cancels it at
+the end.
 
-Endpoints differ only in the `Answer` they bring. Does not know their formats or fields.
+Endpoints differ only in their `Answer` class. Does not know their formats or fields.
 """
 
 from __future__ import annotations
@@ -54,40 +55,41 @@ R = TypeVar("R", bound=GenerationFields)
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What every chunk of an answer repeats."""
+    """The fields that every chunk of an answer repeats."""
 
     id: str
     created: int
     model: str
 
     def head(self, kind: str) -> tuple[str, str, int, str, str]:
-        """The fields of `CompletionHead`, with which OpenAI's answers begin."""
+        """The first fields of OpenAI's answers, in the order of `CompletionHead`."""
         return self.id, kind, self.created, self.model, FINGERPRINT
 
 
 class Answer:
-    """What an endpoint makes of results and pieces."""
+    """An endpoint's format: turns results and pieces into JSON and events."""
 
-    last = DONE  # the event behind all others
-    # The short way for pieces of nothing but text, where there is one. As `events`, for a piece without a result; None,
-    # with nothing counted: it takes the long way. Does not raise.
+    last = DONE  # the final event of a stream
+    # Optional fast path of `events` for a piece that is only text and has no result. None: nothing was counted, and
+    # the piece goes through `events`. Does not raise.
     text_event: Callable[[Piece], bytes | None] | None = None
 
     def __init__(self, body: GenerationFields, identity: Identity) -> None:
         self._identity = identity
         self._with_metrics = bool(body.return_metrics)
         self.slices = Slices()
-        self.prompt: outputs.Usage | None = None  # its counts, once the request is admitted
+        self.prompt: outputs.Usage | None = None  # counts of the prompt, once the request is admitted
 
     def whole(self, result: Result) -> msgspec.Struct:
         raise NotImplementedError
 
     def _chunks(self, piece: Piece) -> Iterable[msgspec.Struct]:
-        """What a piece of any choice adds. One with a result closes its choice, the last such piece the answer."""
+        """The chunks for a piece of any choice. A piece with a result closes its choice, the last such piece the
+        answer."""
         raise NotImplementedError
 
     def events(self, piece: Piece) -> bytes | Iterator[bytes]:
-        """Whole events; empty where there is nothing to show, in parts where that is long."""
+        """Encodes a piece as complete events: empty if there is nothing to show, in parts if it is long."""
         return self.slices.fill(b"".join(map(json_event, self._chunks(piece))))
 
     def _metrics(self, result: Result, *, streamed: bool = False) -> Metrics | UnsetType:
@@ -95,8 +97,8 @@ class Answer:
 
 
 class ChunkAnswer(Answer):
-    """An answer in OpenAI's chunks. Their `usage` is absent unless it is asked for, null on all but the last, or a
-    running count."""
+    """An answer in OpenAI's chunks. Their `usage` is absent by default; with `include_usage` it is null on all but the
+    last chunk, or a running count."""
 
     def __init__(self, body: SamplingFields, identity: Identity, text_chunk: MakeChunk) -> None:
         super().__init__(body, identity)
@@ -112,8 +114,9 @@ class ChunkAnswer(Answer):
 
 
 async def read_generation(request: web.Request, kind: type[R], prefix: str) -> tuple[EnginePort, R, Identity]:
-    """What every generating endpoint begins with: the engine, the body, and the answer's identity under the id that the
-    body asks for. Raises Unavailable, NotFound for another model, InvalidRequest for odd options."""
+    """Reads the request of a generating endpoint: the engine, the body, and the answer's identity under the id that the
+    body asks for. Raises Unavailable while loading or draining, NotFound for another model, InvalidRequest for invalid
+    options."""
     engine = loaded_engine(request)
     request.app[STATE].lifecycle.check()
     body = await read_request(request, kind)
@@ -127,7 +130,7 @@ async def read_generation(request: web.Request, kind: type[R], prefix: str) -> t
 
 
 def check_model(request: web.Request, model: str | None) -> str:
-    """The served name, which a request may leave out."""
+    """Returns the served name. Raises NotFound if the request names another model; None is accepted."""
     served = request.app[MODEL_NAME]
     if model is not None and model != served:
         raise NotFound(
@@ -139,15 +142,15 @@ def check_model(request: web.Request, model: str | None) -> str:
 
 
 def offered(request: web.Request, use: ToolUse) -> ToolUse:
-    """`use` with the dialect of the model that is served. Raises InvalidRequest where it knows no tools."""
+    """Returns `use` with the tool dialect of the served model. Raises InvalidRequest if the model has none."""
     return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].tool_template)
 
 
 async def thinking_of(
     request: web.Request, template: TemplateOptions, messages: Sequence[ChatMessage], wish: Wish
 ) -> tuple[TemplateOptions, Thinking]:
-    """The template's options with what is wished, and how the model thinks with them. Raises InvalidRequest for a wish
-    that cannot be met."""
+    """Applies the client's wish about thinking: returns the template's options and how the model thinks with them.
+    Raises InvalidRequest for a wish that the model cannot meet."""
     engine, parser = request.app[ENGINE], request.app[CONFIG].reasoning_parser
     text = (engine.tool_template if template.tools else engine.chat_template) or ""
     variables, ignored = with_wish(template.variables, wish, text)
@@ -172,7 +175,8 @@ async def thinking_of(
 
 
 def call_of(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> GenerationCall:
-    """What the calls of all endpoints have in common; of no prompt yet."""
+    """Builds the part of a call that all endpoints share, still without a prompt. Raises InvalidRequest for too many
+    log probabilities."""
     return GenerationCall(
         _bounded(request, body, sampling),
         slo=body.slo,
@@ -186,7 +190,7 @@ def call_of(request: web.Request, body: GenerationFields, sampling: SamplingPara
 async def respond(
     request: web.Request, calls: Sequence[GenerationCall], answer: Answer, body: GenerationFields
 ) -> web.StreamResponse:
-    """Runs one call for each prompt, all sampled alike."""
+    """Runs one call per prompt, all with the same sampling, and returns their answer."""
     if body.stream:
         return await _stream(request, calls, answer, body)
     async with _running(request, calls, answer, body) as handle:
@@ -219,7 +223,7 @@ async def _stream(
                 await events.send_parts(data)
             elif data:
                 await events.send(data)
-            if piece.logprobs:  # which take their time; others have a turn between two pieces that wait
+            if piece.logprobs:  # these are slow to encode: other tasks run between two queued pieces
                 await asyncio.sleep(0)
     return await events.finish(answer.last)
 
@@ -228,7 +232,7 @@ async def _stream(
 async def _running(
     request: web.Request, calls: Sequence[GenerationCall], answer: Answer, body: GenerationFields
 ) -> AsyncIterator[Handle]:
-    """The admitted requests of these calls as one; cancelled in any case."""
+    """Admits the calls as one request for the duration of the `async with`; cancels it at the end in any case."""
     async with admitted(request, body.num_choices):
         handle = await _add_requests(request.app[ENGINE], calls, request[ANSWER_ID])
         try:
@@ -243,20 +247,20 @@ async def _running(
 
 
 async def _add_requests(engine: EnginePort, calls: Sequence[GenerationCall], name: str) -> Handle:
-    """All calls as one request of this name, or none if one is refused."""
+    """Submits all calls as one request of this name, or none if one is refused."""
     handles: list[Handle] = []
     with ExitStack() as admitted:
         for call in calls:
             handle = await engine.add_request(call)
             admitted.callback(handle.cancel)
-            await asyncio.sleep(0)  # others have a turn of the loop between two of them
+            await asyncio.sleep(0)  # other tasks run between two prompts
             handles.append(handle)
         admitted.pop_all()
     return handles[0] if len(handles) == 1 else Several(name, handles, calls[0].sampling.n)
 
 
 def _write_text(text_event: Callable[[Piece], bytes | None], events: EventStream, piece: Piece) -> bool:
-    """False: the stream's task has to render it, or to wait for the reader."""
+    """Writes a piece of plain text directly. False: the stream's task must render it, or wait for the reader."""
     if not events.is_free or (data := text_event(piece)) is None:
         return False
     if data:
@@ -274,7 +278,7 @@ def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
 
 
 class EndedRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """`ended`: how many requests with this id ran and were stopped."""
+    """`ended`: number of requests with this id that ran and were stopped."""
 
     id: str
     object: str = "request.ended"
@@ -289,13 +293,12 @@ async def end_requests(request: web.Request) -> web.Response:
     return json_response(EndedRequests(id=request_id, ended=ended))
 
 
-# ---- how many log probabilities one answer may hold: bounded before the request runs
+# ---- the limit of log probabilities in one answer, checked before the request runs
 
 
 def _num_logprobs(body: GenerationFields, sampling: SamplingParams, num_prompt: int = 0) -> int:
-    """The most log probabilities, of tokens and of candidates beside them: answers (of all prompts) x tokens x (1 +
-    candidates), and `num_prompt` tokens of all prompts in each place that repeats them. Without `max_tokens` of no
-    answer."""
+    """Upper bound of the log probabilities in one answer: answers (of all prompts) x tokens x (1 + candidates), plus
+    `num_prompt` tokens of all prompts in each place that repeats them. Without `max_tokens` answers count as 0."""
     count = 0
     if sampling.logprobs is not None:
         count += body.num_choices * (sampling.max_tokens or 0) * (1 + sampling.logprobs)
@@ -305,8 +308,8 @@ def _num_logprobs(body: GenerationFields, sampling: SamplingParams, num_prompt: 
 
 
 def _bounded(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> SamplingParams:
-    """`sampling`, with a `max_tokens` where the request names none and could go on for too long. Raises
-    InvalidRequest."""
+    """Checks the number of log probabilities. Returns `sampling`, with a `max_tokens` if the request has none and could
+    exceed the limit. Raises InvalidRequest."""
     most = request.app[CONFIG].max_logprob_entries
     if sampling.logprobs is not None and sampling.max_tokens is None:
         room, engine = most // (body.num_choices * (1 + sampling.logprobs)), request.app[ENGINE]
@@ -320,7 +323,8 @@ def _bounded(request: web.Request, body: GenerationFields, sampling: SamplingPar
 def _check_logprobs(
     request: web.Request, body: GenerationFields, sampling: SamplingParams, num_prompt: int = 0
 ) -> None:
-    """Raises InvalidRequest for too many. `num_prompt`: once it is known."""
+    """Raises InvalidRequest for more than `max_logprob_entries` log probabilities. `num_prompt`: tokens of the prompts,
+    0 until they are known."""
     count, most = _num_logprobs(body, sampling, num_prompt), request.app[CONFIG].max_logprob_entries
     if count > most:
         fields = body.logprob_fields

@@ -1,8 +1,8 @@
-"""What the server says of itself: whether it is up and serves, its version, its model, load, limits and devices.
+"""Information about the server: whether it is up and serves, its version, model, load, limits and devices.
 
-GET /livez answers while the frontend process lives. GET /health and /ready say whether requests are served and make
+GET /livez answers while the frontend process lives. GET /health and /ready report whether requests are served and make
 progress, with the condition of each instance; if the remaining instances serve every stage, the server is degraded, not
-down. Answers hold no secrets and no paths. Does not know how the values came about.
+down. Answers hold no secrets and no paths. Does not know how the values are computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REASONS = {
     "hung": ("not_ready", "the engine makes no progress"),
     "instance_lost": ("instance_lost", "a stage has no instance that is up"),
 }
-_DEGRADED = (Condition.STARTING, Condition.SILENT, Condition.FAILED)  # not ready, and not by an operator's wish
+_DEGRADED = (Condition.STARTING, Condition.SILENT, Condition.FAILED)  # not ready, but not stopped
 _MAX_REASON = 200
 
 
@@ -106,7 +106,8 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def ledger(request: web.Request) -> web.Response:
-    """Blocks and requests that the instance holds right now; registered only where a test asked for it."""
+    """Answers with the blocks and requests that the instances hold now; registered only for tests
+    (`debug_endpoints`)."""
     report = await request.app[ENGINE].aledger()
     fields = {name: getattr(report, name) for name in report.__struct_fields__ if name != "query_id"}
     return web.json_response({**fields, "at_rest": report.at_rest})
@@ -116,7 +117,7 @@ async def ledger(request: web.Request) -> web.Response:
 
 
 class Model(msgspec.Struct, frozen=True):
-    """In the form of OpenAI and vLLM; `type`, `display_name` and `created_at` are Anthropic's."""
+    """A served model in the form of OpenAI and vLLM; `type`, `display_name` and `created_at` are Anthropic's."""
 
     id: str
     created: int
@@ -131,7 +132,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """What follows `object` is Anthropic's."""
+    """A list of models in OpenAI's form; the fields after `object` are Anthropic's."""
 
     data: list[Model]
     first_id: str
@@ -158,13 +159,13 @@ def _model(request: web.Request) -> Model:
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The generations that run or wait, in vLLM's form."""
+    """The number of generations that run or wait, in vLLM's form."""
 
     server_load: int
 
 
 class Cache(msgspec.Struct, frozen=True):
-    """`block_size` in tokens, or in rows of features."""
+    """A cache's size; `block_size` in tokens, or in rows of features."""
 
     bytes: int
     num_blocks: int
@@ -172,7 +173,8 @@ class Cache(msgspec.Struct, frozen=True):
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """What the TPOT limit leaves beside `num_decodes`, as predicted. `vision_s` null: no bound; absent: no vision."""
+    """Predicted budgets of a step beside `num_decodes` decodes under the TPOT limit. `vision_s` null: no bound; absent:
+    no vision."""
 
     num_decodes: int
     step_s: float
@@ -181,8 +183,8 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`token_budget` and `image_budget` are upper bounds of a step, in tokens and patches; `budgets` are what latency
-    limits make of them."""
+    """An instance's settings and limits. `token_budget` and `image_budget` are upper bounds of a step, in tokens and
+    patches; `budgets` are derived from them and the latency limits."""
 
     name: str
     role: str
@@ -204,7 +206,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds and bytes; null: no such limit."""
+    """Limits of the server in seconds and bytes; null: no such limit."""
 
     max_model_len: int
     max_body_bytes: int
@@ -213,7 +215,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`default_sampling_params` are those of `SamplingParams` that the model or the operator has changed."""
+    """The server's settings. `default_sampling_params` are the fields of `SamplingParams` that the model or the
+    operator has changed."""
 
     model: str
     version: str
@@ -252,7 +255,7 @@ async def server_info(request: web.Request) -> web.Response:
 
 
 def topology_of(states: Iterable[InstanceState]) -> str:
-    """The topology of the instances that are not stopped."""
+    """The topology of the instances that are not stopped, as text."""
     specs = [InstanceSpec(Role.parse(s.role), "auto") for s in states if s.condition is not Condition.STOPPED]
     return str(Topology(tuple(specs))) if specs else ""
 

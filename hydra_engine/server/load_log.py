@@ -1,6 +1,6 @@
 """Logs the load every ten seconds while requests run: running and waiting requests, tokens in and out, caches and hits.
 
-In vLLM's words, which many know and some search for. Does not know where lines go.
+Lines have vLLM's wording, which users know and search for. Does not know where lines go.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _WORDS = (
 
 
 class Load:
-    """Fed with every result; each `take` begins a new interval. `stats` as `Engine.stats`."""
+    """A counter of the load between two calls of `take`. `stats` is `Engine.stats`; `add` receives every result."""
 
     def __init__(self, stats: Callable[[], Status | None], now_s: float) -> None:
         self._stats = stats
-        self._ended: list[Usage] = []  # of the requests that ended in this interval
+        self._ended: list[Usage] = []  # usage of the requests that ended in this interval
         self._began_s = now_s
         self._before = self._totals(stats())
 
@@ -45,10 +45,11 @@ class Load:
         self._ended.append(result.usage)
 
     def take(self, now_s: float) -> dict[str, object] | None:
-        """The interval's facts; None: nothing ran in it. Hit rates are those of the requests that ended in it."""
+        """The facts of the interval since the last call; None if nothing ran. Hit rates count the requests that ended
+        in it."""
         status, ended, span_s = self._stats(), self._ended, max(now_s - self._began_s, 1e-9)
         totals = self._totals(status)
-        # Less where an instance was started again.
+        # Totals shrink when an instance restarts.
         prompt, generated = (max(now - before, 0) for now, before in zip(totals, self._before, strict=True))
         self._ended, self._began_s, self._before = [], now_s, totals
         if status is None or not (
@@ -78,7 +79,7 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def load_lines(engine: EnginePort) -> AsyncIterator[None]:
-    """Writes lines until this is left, whatever the level of the rest of the log."""
+    """Logs the load during the `async with`, regardless of the log level."""
     load = Load(engine.stats, time.monotonic())
     engine.add_observer(load.add)
     logger.setLevel(logging.INFO)

@@ -1,7 +1,7 @@
-"""GET /openapi.json: an OpenAPI 3.1 document, made from the routes that the application has and the types that they
-read and write.
+"""GET /openapi.json: an OpenAPI 3.1 document, made from the application's routes and the types that they read and
+write.
 
-Schemas are msgspec's own, so that what is documented is what is checked. Does not know any field.
+Schemas are msgspec's own, so the document matches what is checked. Does not know any field.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WORDS = {
 }
 
 
-PAGE_PATHS = PAGE_FILES | {"/ui/events"}  # between the server and its own page
+PAGE_PATHS = PAGE_FILES | {"/ui/events"}  # used only by the server's own page
 
 
 async def show(request: web.Request) -> web.Response:
@@ -54,13 +54,13 @@ async def show(request: web.Request) -> web.Response:
 
 @lru_cache(maxsize=4)
 def _encoded(routes: tuple[tuple[str, str], ...], has_api_keys: bool, has_admin_key: bool) -> bytes:
-    """Takes longer than the loop may be held."""
+    """Builds the document as JSON. Run it in a thread: it would block the event loop for too long."""
     return msgspec.json.encode(document(routes, has_api_keys, has_admin_key))
 
 
 def routes_of(app: web.Application) -> list[tuple[str, str]]:
-    """(method, path) of the API. Without HEAD, which every GET has, without the page, and without a
-    second spelling that ends in a slash."""
+    """(method, path) of the API's routes, without HEAD, which every GET has, the page's routes, and spellings that end
+    in a slash."""
     routes = []
     for route in app.router.routes():
         path = "/" if route.resource is None else route.resource.canonical
@@ -72,7 +72,7 @@ def routes_of(app: web.Application) -> list[tuple[str, str]]:
 
 
 def document(routes: Iterable[tuple[str, str]], has_api_keys: bool, has_admin_key: bool) -> Json:
-    """Routes that `OPERATIONS` does not have are left out."""
+    """Builds the document; routes that `OPERATIONS` does not have are left out."""
     operations = {route: OPERATIONS[route] for route in routes if route in OPERATIONS}
     schemas, components = _schemas(operations.values())
     security = _security_schemes(has_api_keys, has_admin_key)
@@ -166,7 +166,7 @@ def _answers(path: str, operation: Operation, schemas: dict[Any, Json]) -> Json:
 
 
 def _event(data: Json, *, done: bool) -> Json:
-    """One event of a stream, the schema of this media type as tools read it."""
+    """The schema of one event of a stream, in the form that tools read for this media type."""
     written = {"type": "string", "contentMediaType": _JSON, "contentSchema": data}
     return {
         "type": "object",
@@ -208,7 +208,7 @@ def _headers(*names: str) -> Json:
 
 
 def _schemas(operations: Iterable[Operation]) -> tuple[dict[Any, Json], Json]:
-    """(the schema of each type, what those refer to)."""
+    """(schema of each type, components that the schemas refer to)."""
     kinds: dict[Any, None] = {ErrorAnswer: None, AnthropicErrorAnswer: None}
     bodies = []
     for operation in operations:
@@ -225,12 +225,12 @@ def _schemas(operations: Iterable[Operation]) -> tuple[dict[Any, Json], Json]:
 
 
 def _harmless(values: Harmless) -> Json:
-    """The schema of a refused field: the values that ask for nothing, as far as they can be listed."""
+    """The schema of a refused field: the values that have no effect, if they can be listed."""
     return {"enum": [*EMPTY, *(values if isinstance(values, tuple) else ())]}
 
 
 def _plain(schema: Any) -> Any:
-    r"""Expressions as JSON Schema has them: their `$` never stands before a newline, as Python's `\Z`."""
+    r"""Rewrites patterns for JSON Schema, whose `$` never matches before a newline, like Python's `\Z`."""
     if isinstance(schema, dict):
         plain = {key: _plain(value) for key, value in schema.items()}
         if isinstance(pattern := schema.get("pattern"), str) and pattern.endswith(r"\Z"):

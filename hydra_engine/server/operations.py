@@ -1,6 +1,6 @@
-"""What each route takes and answers, for /openapi.json: types, examples, and the errors that only it has.
+"""Request and answer types of each route, for /openapi.json: with examples, and the errors that only this route has.
 
-A route without an entry here is not documented; a test says so. Does not know how a document is made of it.
+A route without an entry here is not documented, and a test fails. Does not know how the document is made.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`answer` is the JSON of a 200, None for text; `events` the data of a stream's events, `done` that [DONE] ends it;
-    `errors` statuses beside those that every route may answer with; `others` answers with a status and a form of their
-    own."""
+    """One route's entry. `answer` is the JSON of a 200, None for text; `events` is the data of a stream's events,
+    `done` is True if [DONE] ends it; `errors` are statuses besides those of every route; `others` maps statuses to
+    answers with another form."""
 
     tag: str
     summary: str
@@ -45,7 +45,7 @@ class Operation:
 
 _BODY = (400, 408, 413, 415)
 _MODEL = (*_BODY, 404, 429, 503)
-_GENERATION = (*_MODEL, 499)  # which can be ended by its id
+_GENERATION = (*_MODEL, 499)  # 499: ended by its id
 _PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJg"
     "gg=="

@@ -1,6 +1,6 @@
 """Sockets and signals: binds before the model loads, serves, drains, ends.
 
-Does not know routes or what is served; loading and closing the engine are the caller's two functions.
+Does not know routes or what is served; the caller passes functions that load and close the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 request_log = logging.getLogger("hydra_engine.requests")
 
 _WATCH_S = 0.5
-_SERVING_THRESHOLD = 700  # new objects until the collector looks; the command line raises it for the start
+_SERVING_THRESHOLD = 700  # allocations per young collection; the command line raises it for the start
 
 
 async def serve(
@@ -44,12 +44,12 @@ async def serve(
     model_name: str | None = None,
     debug_endpoints: bool = False,
 ) -> int:
-    """Serves until a signal or the engine's end; the exit code of the process. Call it on the main thread.
+    """Serves until a signal or the engine's end; returns the exit code of the process. Call it on the main thread.
 
-    The port is bound first, so a wrong one fails in no time and health answers while `start` loads the model.
-    `ready` gets the URL once requests are served; `stop` is called whatever ends the serving. The first SIGTERM or
-    SIGINT drains, the second ends at once, a third one meets the system's default. SIGHUP reads the file of API keys
-    again, if there is one, and never ends the server.
+    The port is bound first, so a wrong one fails at once and health answers while `start` loads the model. `ready` gets
+    the URL once requests are served; `stop` is always called at the end. The first SIGTERM or SIGINT drains, the second
+    ends at once, a third has the system's default effect. SIGHUP reads the file of API keys again, if there is one, and
+    never ends the server.
     """
     app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
     if config.access_log != "off":
@@ -100,11 +100,11 @@ async def _run(
     if not await _load(start, signals):
         return 0
     gc.collect()
-    gc.freeze()  # full collections pass over what has been loaded, which would take them a tenth of a second
+    gc.freeze()  # full collections skip what has been loaded; scanning it would take a tenth of a second
     gc.set_threshold(_SERVING_THRESHOLD)
     engine.add_observer(state.metrics.requests.add)
     if config.enable_log_requests:
-        request_log.setLevel(logging.INFO)  # asked for by name, whatever the level of the rest
+        request_log.setLevel(logging.INFO)  # has its own option, regardless of the log level
         engine.add_observer(_log_request)
     if recorded is not None:
         engine.record_workload(recorded.add)
@@ -122,7 +122,7 @@ async def _run(
 
 
 def _log_request(result: Result) -> None:
-    """Sizes and times only: neither the prompt nor the answer."""
+    """Logs sizes and times, never the prompt or the answer."""
     usage, metrics = result.usage, result.metrics
     request_log.info(
         "%s %s: %d prompt tokens (%d of images), %d tokens out, first after %s s, %.3f s in all",
@@ -137,7 +137,7 @@ def _log_request(result: Result) -> None:
 
 
 async def _load(start: Callable[[], Awaitable[None]], signals: _Signals) -> bool:
-    """False when a signal came first."""
+    """Loads the engine; False if a signal came first."""
 
     loading = asyncio.ensure_future(start())
     interrupted = asyncio.create_task(signals.first.wait())
@@ -154,7 +154,8 @@ async def _load(start: Callable[[], Awaitable[None]], signals: _Signals) -> bool
 
 
 async def _until_signal_or_loss(engine: EnginePort, signals: _Signals) -> bool:
-    """False when the engine can serve no more. One instance that ends is no reason: it is started again."""
+    """Waits; True for a signal, False if the engine can serve no more. A single lost instance is restarted and does not
+    count."""
     while not engine.lost and engine.health()[1] != "closed":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signals.first.wait(), _WATCH_S)
@@ -163,7 +164,8 @@ async def _until_signal_or_loss(engine: EnginePort, signals: _Signals) -> bool:
 
 
 async def _drain(lifecycle: Lifecycle, timeout_s: float, signals: _Signals) -> int:
-    """Refuses new requests, waits for the running ones, then ends them with an error."""
+    """Refuses new requests, waits up to `timeout_s` for the running ones, then ends them with an error. Returns the
+    exit code."""
     lifecycle.draining = True
     if lifecycle.num_running:
         how = "Ctrl-C again" if signals.number == signal.SIGINT else "a second signal"
@@ -198,7 +200,7 @@ def _on_hangup(keys: KeyRing) -> None:
 
 
 class _Signals:
-    """The first and the second SIGTERM or SIGINT as events."""
+    """Events for the first and the second SIGTERM or SIGINT."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()

@@ -1,9 +1,9 @@
-"""What requests share: typed keys, limits of clients, bytes of bodies, the generations that run and their end, metrics.
+"""State that requests share: typed keys, limits of clients, bytes of bodies, running generations and their end,
+metrics.
 
-A client is the holder of an API key; without keys it is the address at the other end of the connection, for IPv6 the
-network of 64 bits that one customer usually has. Headers that name another address are not believed. Beyond its limits
-it gets 429, while others are served; how many requests the engine takes in all is the engine's business (503). Does not
-know routes, formats or sockets.
+A client is the holder of an API key; without keys it is the peer address of the connection, for IPv6 the /64 network
+that one customer usually has. Headers that name another address are ignored. Beyond its limits a client gets 429, while
+others are served; the engine itself limits all requests together (503). Does not know routes, formats or sockets.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hydra_engine.errors import HydraError, RateLimited, RequestAborted, Unavail
 from hydra_engine.server.port import EnginePort
 from hydra_engine.telemetry.metrics import Metrics
 
-MAX_CLIENTS = 10_000  # remembered at once
-MAX_WAITING_BODIES = 4096  # for the thread that parses large ones; half of them of one client
+MAX_CLIENTS = 10_000  # whose state is kept at once
+MAX_WAITING_BODIES = 4096  # queued for the thread that parses large ones; one client may have half
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 ENGINE = web.AppKey[EnginePort]("engine")
@@ -39,9 +39,9 @@ CONFIG = web.AppKey("config", ServerConfig)
 MODEL_NAME = web.AppKey("model_name", str)
 
 REQUEST_ID = web.RequestKey("request_id", str)
-ANSWER_ID = web.RequestKey("answer_id", str)  # of a generation: the `id` in its answer
-TENANT = web.RequestKey("tenant", str)  # whose caches and share these are; not there where no keys are asked for
-CLIENT = web.RequestKey("client", str)  # the name of its key for logs and metrics, if that has one
+ANSWER_ID = web.RequestKey("answer_id", str)  # the `id` in a generation's answer
+TENANT = web.RequestKey("tenant", str)  # the owner of caches and limits; absent if no keys are required
+CLIENT = web.RequestKey("client", str)  # the name of the client's key for logs and metrics, if it has one
 
 
 # ---- limits of clients
@@ -49,19 +49,20 @@ CLIENT = web.RequestKey("client", str)  # the name of its key for logs and metri
 
 @dataclass(slots=True)
 class _Client:
-    running: int  # answers that it waits for
+    running: int  # answers in progress
     tokens: float  # requests that it may send now
     refilled_s: float
 
 
 class ClientLimits:
-    """0 turns a limit off. Both count what was let in; what was refused costs a client nothing."""
+    """Limits of each client: answers at once, and requests per minute; 0 turns a limit off. Only admitted requests
+    count, refused ones cost a client nothing."""
 
     def __init__(self, most_at_once: int, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_at_once = most_at_once
         self._per_minute = per_minute
         self._clock = clock
-        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the longest unseen first
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # least recently seen first
 
     @property
     def num_known(self) -> int:
@@ -83,7 +84,7 @@ class ClientLimits:
 
     @contextmanager
     def running(self, client: str, num_answers: int) -> Iterator[None]:
-        """While they are waited for. Raises RateLimited."""
+        """Counts `num_answers` running answers for the duration of the `with`. Raises RateLimited."""
         if not self._most_at_once:
             yield
             return
@@ -101,8 +102,8 @@ class ClientLimits:
             state.running -= num_answers
 
     def _find(self, name: str) -> _Client:
-        """The client with its tokens up to date. An idle client is forgotten when there are too many; it starts anew
-        then."""
+        """The client with its tokens refilled. If there are too many clients an idle one is dropped, and starts over
+        when it returns."""
         now = self._clock()
         client = self._clients.get(name)
         if client is None:
@@ -115,7 +116,8 @@ class ClientLimits:
         return client
 
     def _forget(self) -> None:
-        """The clients that wait for answers are as many as there are requests at most, which others bound."""
+        """Drops idle clients above MAX_CLIENTS. Clients with running answers stay; the limit of requests bounds their
+        number."""
         while len(self._clients) > MAX_CLIENTS:
             idle = next((name for name, client in self._clients.items() if not client.running), None)
             if idle is None:
@@ -127,14 +129,14 @@ class ClientLimits:
 
 
 class Scope:
-    """`async with`: what happens inside can be ended by others, at whatever is waited for."""
+    """An `async with` that other tasks can end: whatever it awaits inside is cancelled."""
 
     def __init__(self) -> None:
         self._timeout = asyncio.timeout(None)
         self._error: HydraError | None = None
 
     def end(self, error: HydraError) -> bool:
-        """Ends what is inside with `error`, which the client gets. False: it is ending already."""
+        """Ends the scope with `error`, which the client gets. False if it is ending already."""
         if self._error is not None:
             return False
         self._error = error
@@ -150,15 +152,15 @@ class Scope:
     ) -> None:
         try:
             await self._timeout.__aexit__(kind, value, traceback)
-        except TimeoutError:  # a TimeoutError of what was inside does not come from there
+        except TimeoutError:  # only from `end`; a TimeoutError of the body is not raised here
             assert self._error is not None
             raise self._error from None
 
 
 class Lifecycle:
-    """The generations that run. A drain refuses new ones; running ones are ended by their ids, or all by `expire`.
+    """The running generations. A drain refuses new ones; running ones are ended by their ids, or all by `expire`.
 
-    A client reaches those of its tenant only. Clients choose ids, so several generations may share one.
+    A client can end only generations of its tenant. Clients choose ids, so several generations may share one.
     """
 
     def __init__(self) -> None:
@@ -177,7 +179,7 @@ class Lifecycle:
 
     @contextmanager
     def running(self, scope: Scope, tenant: str, ids: tuple[str, ...]) -> Iterator[None]:
-        """Raises Unavailable while it drains."""
+        """Registers a generation for the duration of the `with`. Raises Unavailable while the server drains."""
         self.check()
         self._running[scope] = tenant, ids
         self._idle.clear()
@@ -192,7 +194,7 @@ class Lifecycle:
         await self._idle.wait()
 
     def end(self, tenant: str, request_id: str) -> int:
-        """Ends those with this id; how many were not ending yet."""
+        """Ends the generations with this id; returns the number that were not ending yet."""
         scopes = [scope for scope, (owner, ids) in self._running.items() if owner == tenant and request_id in ids]
         return sum([scope.end(RequestAborted("the request was ended by its id")) for scope in scopes])
 
@@ -210,7 +212,7 @@ class ServerState:
         self.lifecycle = Lifecycle()
         self.metrics = Metrics(model_name)
         self.bodies = ByteBudget(config.max_inflight_body_bytes)
-        # One: parsing holds the interpreter's lock, so that more of them would only take more turns from the loop.
+        # One thread: parsing holds the GIL, so more would only slow the loop.
         self.parsing = WorkerPool(
             "large-bodies", num_workers=1, max_waiting=MAX_WAITING_BODIES, of="large request bodies"
         )
@@ -221,14 +223,14 @@ STATE = web.AppKey("state", ServerState)
 
 
 def make_request_id(client_id: str | None) -> str:
-    """The client's own id where it is short and plain, a new one otherwise."""
+    """Returns the client's own id if it is short and plain, else a new one."""
     if client_id is not None and _REQUEST_ID.fullmatch(client_id):
         return client_id
     return uuid.uuid4().hex
 
 
 def loaded_engine(request: web.Request) -> EnginePort:
-    """The engine, for everything that needs the model."""
+    """Returns the engine. Raises Unavailable while the model loads."""
     engine = request.app[ENGINE]
     if engine.health()[1] == "loading":
         raise Unavailable("the model is still loading", code="not_ready", retry_after_s=2)
@@ -249,8 +251,8 @@ def client_of(request: web.Request) -> str:
 
 @asynccontextmanager
 async def admitted(request: web.Request, num_answers: int) -> AsyncIterator[None]:
-    """The scope of a running generation. Raises RateLimited or Unavailable when its client has too many or the server
-    drains; when its id or a drain ends it, raises the error that its client gets at whatever is awaited inside."""
+    """The scope of a running generation. Raises RateLimited or Unavailable if its client has too many or the server
+    drains. If the generation is ended by its id or a drain, raises the client's error at the await inside."""
     state, ids = request.app[STATE], (request[ANSWER_ID], request[REQUEST_ID])
     async with Scope() as scope:
         with (

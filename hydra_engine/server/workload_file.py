@@ -1,7 +1,7 @@
-"""The file of `--record-workload`: lines of requests that ended (`telemetry/workload.py`), for its owner alone.
+"""The file of `--record-workload`: lines of requests that ended (`telemetry/workload.py`), readable by its owner only.
 
-A thread writes, so that a slow disk delays no token, and whole lines only, so that the file can be read at any time.
-Where a line cannot be written the recording is over: one line of the log says so, and serving goes on.
+A thread writes, so that a slow disk delays no token, and only whole lines, so that the file can be read at any time.
+After a failed write the recording ends with one log line, and serving goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hydra_engine.telemetry.workload import header_line
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1 << 16  # lines
-_LAST_LINES_S = 5.0  # that the end waits for the disk
+_LAST_LINES_S = 5.0  # that `close` waits for the disk
 
 
 class WorkloadFile:
-    """Opened at once; a file that is there already is kept under the same name with `.old`. Raises ConfigError."""
+    """A workload file, opened by the constructor; an existing file is renamed to FILE.old. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -47,7 +47,7 @@ class WorkloadFile:
         self._thread.start()
 
     def add(self, line: bytes) -> None:
-        """Never waits and never fails."""
+        """Queues a line; never waits and never fails."""
         if self._over:
             return
         try:
@@ -56,7 +56,7 @@ class WorkloadFile:
             self._give_up("the disk is too slow")
 
     def close(self) -> None:
-        """Returns when all is written, or when that takes too long."""
+        """Returns when all is written, or after a few seconds."""
         try:
             self._lines.put(None, timeout=_LAST_LINES_S)
         except queue.Full:
@@ -74,7 +74,7 @@ class WorkloadFile:
         os.close(self._file)
 
     def _write(self, line: bytes) -> None:
-        """The whole line, or nothing of it. Raises OSError."""
+        """Writes the whole line, or nothing of it. Raises OSError."""
         data = line + b"\n"
         try:
             while data:
@@ -91,7 +91,7 @@ class WorkloadFile:
 
 
 def _put_aside(path: Path) -> None:
-    """A regular file gets the name with `.old`, unless it holds no request."""
+    """Renames a regular file to FILE.old; deletes it if it holds no request."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""The web page: its files, and the events that its live view is drawn from.
+"""The web page: its files, and the events for its live view.
 
 GET / and GET /ui/{file} are the files of `static/` and the demo's pictures, read once and never from a path that a
-client names. GET /ui/events is a stream of snapshots, four a second: gauges of every instance, counts, where running
-requests are, and the stages of those that have ended since the last one. Numbers, stages, names of instances and ids of
-requests; never what was asked or answered. The holder of an API key sees the requests of that key, with the admin key
-and where no keys are asked for one sees all. Does not know how any of it is drawn.
+client names. GET /ui/events is a stream of snapshots, four per second: gauges of every instance, counts, positions of
+running requests, and the stages of requests that have ended since the last one. A snapshot has numbers, stages, names
+of instances and ids of requests, never prompts or answers. The holder of an API key sees the requests of that key; with
+the admin key, or if no keys are required, all requests are seen. Does not know how the page draws them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hydra_engine.telemetry.request_metrics import Outcomes
 from hydra_engine.telemetry.trace import EndedRequest, LiveRequest
 
 PERIOD_S = 0.25
-MAX_VIEWERS = 8  # of the events
+MAX_VIEWERS = 8  # pages that may read /ui/events at once
 STALL_S = 5.0  # a viewer that reads nothing for this long is dropped
-MAX_REQUESTS = 100  # of each kind in one event
+MAX_REQUESTS = 100  # running, and ended, in one event
 MAX_SPANS = 200  # of one request
 
 _STATIC = Path(__file__).parent / "static"
@@ -71,7 +71,7 @@ class File(NamedTuple):
 
 
 def _read_files() -> dict[str, File]:
-    """The files by their paths behind /ui/."""
+    """The files by their paths after /ui/."""
     paths = {path.relative_to(_STATIC).as_posix(): path for path in _STATIC.rglob("*")}
     samples = [_DEMO / "questions.json", *_DEMO.glob("pictures/*.png")]
     paths |= {f"samples/{path.relative_to(_DEMO).as_posix()}": path for path in samples}
@@ -108,7 +108,7 @@ def _answer(request: web.Request, file: File) -> web.Response:
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """As `outputs.StageSpan`, without its blame."""
+    """An `outputs.StageSpan` without the attribution of waiting time."""
 
     stage: str
     start_s: float
@@ -142,8 +142,8 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """`time_s` is of the monotonic clock, as all times of statuses and requests. `number` counts ended requests: a
-    viewer that comes back asks for those `since` then."""
+    """One event. `time_s` is on the monotonic clock, like all times of statuses and requests. `number` counts ended
+    requests: a viewer that reconnects passes it as `since`."""
 
     time_s: float
     state: str
@@ -160,7 +160,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Viewers:
-    """The open pages, which get a snapshot each period until the server ends."""
+    """The open pages, each of which gets a snapshot every period until the server ends."""
 
     def __init__(self) -> None:
         self._closing = asyncio.Event()
@@ -168,7 +168,7 @@ class Viewers:
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Raises Unavailable when there are too many."""
+        """Counts a page for the duration of the `with`. Raises Unavailable if there are too many."""
         if self._num_open >= MAX_VIEWERS:
             message = f"{MAX_VIEWERS} pages are watching this server already; close one of them"
             raise Unavailable(message, code="overloaded", retry_after_s=5)
@@ -179,7 +179,7 @@ class Viewers:
             self._num_open -= 1
 
     async def ticks(self) -> AsyncIterator[None]:
-        """A tick at once, then one each period until the server ends."""
+        """Yields at once, then once per period until the server ends."""
         while not self._closing.is_set():
             yield
             with contextlib.suppress(TimeoutError):
