@@ -38,7 +38,7 @@ _LOOK_S = 0.03
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients skip it, however often it comes
 _LINGER_S = 2.0  # the rest of a refused body is dropped for this long, so that the client sees the answer
 _MAX_HEADER_BYTES = 16 << 10
-_MAX_FRAMING_BYTES = 32 << 10  # allowance for sizes, extensions and ends of chunks, besides the body
+_MAX_FRAMING_BYTES = 32 << 10  # sizes, extensions and ends of chunks; plus as many as the body has
 _RECEIVED_AT_ONCE = 64 << 10  # bytes received at once and held until they are parsed
 _BACKLOG = 1024
 
