@@ -213,8 +213,10 @@ def _weights() -> dict[str, HostileFolder]:
         "overlap": _safetensors({"a": _tensor(0, 4, 4), "b": _tensor(2, 6, 4)}, bytes(6)),
         "negative offsets": _safetensors({"a": _tensor(-4, 0, 4)}, bytes(4)),
         "shape without numbers": _safetensors({"a": _tensor(0, 0, 2**62, 0)}),
+        "with a long name": _safetensors({"a" * (8 << 20): _tensor(0, 1, 1)}, bytes(1)),
         "pickle": _pickle,
-        "index outside": _index_outside,
+        "index outside": _indexed("../../x.safetensors"),
+        "index of a long name": _indexed("x" * 5000 + ".safetensors"),
     }
     return {f"weights {name}": HostileFolder("llama", change) for name, change in found.items()}
 
@@ -224,9 +226,10 @@ def _pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
 
 
-def _index_outside(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    _write("model.safetensors.index.json", json.dumps({"weight_map": {"a": "../../x.safetensors"}}))(folder)
+def _indexed(name: str) -> Change:
+    """An index that says this file has the weights."""
+    index = _write("model.safetensors.index.json", json.dumps({"weight_map": {"a": name}}))
+    return _both(_remove("model.safetensors"), index)
 
 
 def _gguf(*, tensors: int = 0, settings: int = 0, body: bytes = b"") -> Change:

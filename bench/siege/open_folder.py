@@ -61,19 +61,24 @@ def opened(folder: HostileFolder, miniature: Path, place: Path) -> Outcome:
     command = [sys.executable, "-m", "bench.siege.open_folder", str(model), *([folder.words] if folder.words else [])]
     variables = os.environ | {"XDG_CACHE_HOME": str(place / "cache"), "PYTHONPATH": str(Path(__file__).parents[2])}
     begun = time.monotonic()
-    read, write = os.pipe()
-    process = subprocess.Popen(
-        command, cwd=place, env=variables, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
-    )
-    os.close(write)
+    output = place / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=place,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
     status: int | None = None
     with contextlib.suppress(subprocess.TimeoutExpired):
         status = process.wait(MAX_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    with open(read, encoding="utf-8", errors="replace") as output:
-        lines = output.read().splitlines()
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     sentence = next((line.removeprefix(SAID) for line in lines if line.startswith(SAID)), "")
     peak = next((int(line.removeprefix("peak: ")) for line in lines if line.startswith("peak: ")), 0)
     waited = any(WAITED in line for line in lines)

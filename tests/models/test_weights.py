@@ -219,6 +219,14 @@ def test_many_misfits_are_counted(model_dir: Path, backend: Backend) -> None:
     assert " and 24 more" in refusal(model_dir, backend)
 
 
+def test_misfits_fill_no_log(model_dir: Path, backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    many = {f"{number}{'x' * 500}": torch.ones(1) for number in range(1200)}
+    rewrite(model_dir, lambda tensors: tensors.update(many))
+    assert "not expected: " in refusal(model_dir, backend)
+    assert len(caplog.messages) == 1001 and max(map(len, caplog.messages)) < 300
+    assert caplog.messages[-1] == "weights: not expected: 200 more"
+
+
 def test_a_role_is_not_bothered_by_the_other_half(model_dir: Path, backend: Backend) -> None:
     rewrite(model_dir, lambda tensors: tensors.pop(NORM))
     load(model_dir, backend, "E")
@@ -244,6 +252,12 @@ def test_a_missing_shard_is_named(sharded_dir: Path, backend: Backend) -> None:
     shard = sorted(sharded_dir.glob("model-*.safetensors"))[1]
     shard.unlink()
     assert refusal(sharded_dir, backend).endswith(f"missing: {shard.name}")
+
+
+def test_a_shard_with_a_name_that_no_file_has_is_missing(sharded_dir: Path, backend: Backend) -> None:
+    name = "x" * 5000 + ".safetensors"
+    relist(sharded_dir, **{NORM: name})
+    assert refusal(sharded_dir, backend).endswith(f"missing: {name[:120]}")
 
 
 def shards_of(directory: Path) -> list[Path]:

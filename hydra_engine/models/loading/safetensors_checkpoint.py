@@ -8,6 +8,7 @@ models.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
@@ -101,7 +102,8 @@ class SafetensorsCheckpoint:
         names = sorted(set(listed_files.values()))
         if any(Path(name).name != name for name in names):
             raise CheckpointError(f"{INDEX} names files outside the model directory")
-        missing = [name for name in names if not (model_dir / name).exists()]
+        # Path.exists raises for a name that is too long to be a file's.
+        missing = [name for name in names if not os.path.exists(model_dir / name)]
         if missing:
             raise CheckpointError(f"{INDEX} names files that are missing: {listed(missing)}")
         if others := {path.name for path in model_dir.glob("model*.safetensors")} - set(names):

@@ -21,6 +21,8 @@ from hydra_engine.models.vlm import VisionLanguageModel
 
 logger = logging.getLogger(__name__)
 
+_LOGGED, _LOGGED_CHARS = 1000, 200  # names of each kind of trouble, and of each name
+
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
@@ -116,8 +118,10 @@ def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor])
     complaints = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
     if complaints:
         for what, names in problems.items():
-            for name in names:
-                logger.error("weights: %s: %s", what, name)
+            for name in names[:_LOGGED]:
+                logger.error("weights: %s: %s", what, name[:_LOGGED_CHARS])
+            if len(names) > _LOGGED:
+                logger.error("weights: %s: %d more", what, len(names) - _LOGGED)
         raise CheckpointError(f"the weights do not fit config.json; {'; '.join(complaints)}")
 
 
