@@ -1,9 +1,8 @@
-"""One call of the engine: what a client of the server or a user of `Engine` asks for, as the preprocessor gets it, with
-its chat messages, typed.
+"""One call of the engine, typed: what a client of the server or a user of `Engine` asks for, with its chat messages.
 
-Each dialect of the server and each method of `Engine` makes these of what it is given, checked when they are made, and
-the chat template renders them. Every struct knows its place in the request, which errors name. Does not know dialects,
-templates or files.
+Every dialect of the server and every method of `Engine` builds these structs, which check themselves; the preprocessor
+receives them, and the chat template renders the messages. Every struct has its place in the request (`param`), which
+errors name. Does not know dialects, templates or files.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from hydra_engine.core.request import SamplingParams, Slo
 from hydra_engine.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # of one message
+MAX_PARTS = 1024  # content parts of one message
 MAX_CALL_ID_CHARS = 256
 MAX_CALL_VALUES = 100_000  # JSON values in the arguments of all calls of a conversation
 MAX_NAME_CHARS = 128  # of a called function
 MAX_FIELD_CHARS = 1 << 20  # of one further field of a message
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients and templates name an answer's thoughts
+REASONING = ("reasoning_content", "thinking", "reasoning")  # field names for reasoning in clients and templates
 
 Role = Literal["system", "user", "assistant", "tool"]
 Detail = Literal["auto", "low", "high"]
@@ -44,8 +43,8 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """`source` as the user gave it, not opened: a URL, a data URL, a path, the bytes of a file or a picture in memory.
-    `detail` is OpenAI's."""
+    """A picture in a message. `source`: as the user gave it, not opened yet: a URL, a data URL, a path, the bytes of a
+    file or a picture in memory. `detail`: as in the OpenAI API."""
 
     kind: ClassVar = "image"
     source: Any
@@ -55,7 +54,7 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
-    """`source` may also be a list of frames, of which `fps` come in a second."""
+    """A video in a message. `source`: as in ImagePart, or a list of frames at `fps` frames per second."""
 
     kind: ClassVar = "video"
     source: Any
@@ -68,14 +67,17 @@ MediaPart = ImagePart | VideoPart
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made earlier. Clients give its arguments as JSON text, or as the object that it stands
-    for, which is what most templates want; what a model wrote wrongly stays text. `param` is where they are given."""
+    """A call that the assistant made earlier in the conversation.
+
+    `arguments`: JSON text or the object that it stands for. Text is parsed, since most templates want the object; text
+    that is not a valid object stays text. `param`: the place of the arguments in the request.
+    """
 
     name: str
     arguments: Mapping[str, Any] | str | None
     id: str | None
     param: InitVar[str]
-    num_values: int = field(init=False, compare=False)  # in the arguments
+    num_values: int = field(init=False, compare=False)  # JSON values in the arguments
 
     def __post_init__(self, param: str) -> None:
         arguments, num_values = _arguments(self.arguments, param)
@@ -88,7 +90,7 @@ class ToolCall:
 
 
 def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mapping[str, Any] | str, int]:
-    """Parsed arguments, and how many values they hold as far as that was looked at."""
+    """(parsed arguments or the text, number of JSON values counted in them)."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}, 0
     if isinstance(value, Mapping):
@@ -106,14 +108,14 @@ def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mappi
 
 
 class PastCalls:
-    """Counts what the calls of one conversation hold, each as it is made: a conversation may have many calls, and its
-    client pays for one request."""
+    """A counter of the JSON values in all calls of one conversation, because a conversation may have many calls and its
+    client pays for one request only."""
 
     def __init__(self) -> None:
         self._num_values = 0
 
     def add(self, name: str, arguments: Mapping[str, Any] | str | None, id: str | None, param: str) -> ToolCall:
-        """A call. Raises InvalidRequest also where all so far hold too much."""
+        """Makes a ToolCall. Raises InvalidRequest if it or all calls so far exceed their limits."""
         call = ToolCall(name, arguments, id, param)
         self._num_values += call.num_values
         if self._num_values > MAX_CALL_VALUES:
@@ -127,15 +129,18 @@ class PastCalls:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """`param` is the message's place, `messages[0]`; where a text alone was given, its own, `prompt`. `others` are its
-    further fields as the client gave them, for templates that read them."""
+    """A message of a conversation.
+
+    `param`: its place, for example `messages[0]`; `prompt` for a text without messages. `others`: further fields as the
+    client gave them, for templates that read them.
+    """
 
     role: Role
     content: str | tuple[TextPart | MediaPart, ...]
     param: str
     tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None  # of a tool's message: the call that it answers
-    name: str | None = None  # of the tool
+    tool_call_id: str | None = None  # in a tool's message: the call that it answers
+    name: str | None = None  # name of the tool
     others: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,7 +155,7 @@ class ChatMessage:
         return f"{self.param}.{field}" if self.param.endswith("]") else self.param
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """(place, text) of its content and calls."""
+        """(place, text) of each text in its content and calls."""
         if isinstance(self.content, str):
             yield self.place_of("content"), self.content
         else:
@@ -168,12 +173,12 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class GenerationCall:
-    """`messages`, or where there are none a `prompt` (text or token ids) with the `media` that belong to it.
+    """A call: `messages`, or a `prompt` (text or token ids) with its `media`.
 
-    A text goes through the chat template as a user's message, unless it is `raw`; a raw text and token ids hold a
-    placeholder for each picture and video. `slo` are the request's own limits, `priority` its place (the smaller one
-    goes first); calls with different `cache_salt` reuse nothing of each other; clients take turns at what all wait for
-    (`core/fairness/turns.py`). Without a `request_id` it gets one.
+    A text prompt goes through the chat template as a user's message, unless it is `raw`. Raw text and token ids contain
+    one placeholder for each picture and video. `slo`: the request's own limits. `priority`: smaller is more urgent.
+    Calls with different `cache_salt` share no cached blocks or features. `client`: the key of fair turns
+    (`core/fairness/turns.py`). Without a `request_id` the engine assigns one.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)

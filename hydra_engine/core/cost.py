@@ -1,10 +1,10 @@
-"""What steps cost on one machine: a small fitted model of measured seconds, alone and with both lanes busy.
+"""The cost model of one machine: fitted functions of measured seconds, for each lane alone and for both together.
 
 A language step costs a monotone piecewise linear function of its rows, plus a price per decode, per key that its
-decodes read, per (query, key) pair of its chunks and per chunk. A vision step costs the same kind of function of its
-patches, plus a price per pair of patches that see each other. While both lanes run, each is slowed by a factor, on a
-divided device by that of the partition. Measured by `profiler/calibrate.py`, evaluated by `scheduler/budget.py`. Does
-not know requests, limits or the clock.
+decodes read, per (query, key) pair of its chunks and per chunk. A vision step costs such a function of its patches,
+plus a price per pair of patches in one attention. While both lanes run, each is slowed by a factor; on a divided device
+the factors depend on the partition. Measured by `profiler/calibrate.py`, evaluated by `scheduler/latency/`. Does not
+know requests, limits or the clock.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class LanguageLoad:
-    """What one language step computes."""
+    """The work of one language step."""
 
     num_decodes: int = 0
-    decode_context: int = 0  # keys that the decodes read, all together, and chunks of one token, which cost the same
+    decode_context: int = 0  # sum of keys that decodes and chunks of one token read
     prefill_tokens: int = 0
-    prefill_pairs: float = 0.0  # (query, key) pairs of larger chunks: for each, n * start + n * (n + 1) / 2
-    num_chunks: int = 0  # larger ones
+    prefill_pairs: float = 0.0  # (query, key) pairs of chunks of n > 1 tokens: n * start + n * (n + 1) / 2 each
+    num_chunks: int = 0  # chunks of more than one token
 
     @property
     def num_rows(self) -> int:
-        """Tokens that go through every matrix."""
+        """Number of tokens that go through the matrices."""
         return self.num_decodes + self.prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class VisionLoad:
-    """What one vision step computes: patches, and pairs of patches that see each other under full attention, which is
-    the sum of the squares of the images' patches."""
+    """The work of one vision step: patches, and pairs of patches under full attention (the sum of the squares of the
+    images' patch counts)."""
 
     num_patches: int = 0
     pairs: float = 0.0
@@ -40,8 +40,8 @@ class VisionLoad:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A monotone piecewise linear function through (knots[i], seconds[i]); beyond the last knot its last slope goes on,
-    before the first one it is constant. `knots` ascend."""
+    """A monotone piecewise linear function through (knots[i], seconds[i]), `knots` ascending; constant before the first
+    knot, and continued beyond the last one with its last slope."""
 
     knots: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -58,8 +58,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Slowdowns:
-    """While both lanes run, each on its part of a divided device: factors as those of `CostSurface`, over steps that
-    have the whole device."""
+    """Factors by which steps are slowed while both lanes run, each on its part of a divided device, relative to steps
+    that have the whole device."""
 
     decode: float
     prefill: float
@@ -68,8 +68,8 @@ class Slowdowns:
 
 @dataclass(frozen=True, slots=True)
 class CostSurface:
-    """Seconds. `language_error` and `vision_error` bound 90 % of the relative residuals of the fit; `corun_error` those
-    of co-running steps."""
+    """Costs in seconds. `language_error` and `vision_error` bound 90 % of the relative residuals of the fit,
+    `corun_error` those of steps beside the other lane."""
 
     rows: Curve  # of a language step, by its rows
     per_key_s: float
@@ -83,18 +83,18 @@ class CostSurface:
     language_error: float = 0.0
     vision_error: float = 0.0
     corun_error: float = 0.0
-    per_decode_s: float = 0.0  # what a decode costs more than a token of a chunk: its logits and its sampling
+    per_decode_s: float = 0.0  # extra cost of a decode over a token of a chunk: logits and sampling
     splits: tuple[Slowdowns, ...] = ()  # of the device's partitions from 1 on; partition 0 is the undivided device
 
     def on(self, partition: int) -> CostSurface:
-        """With the slowdowns of a partition, where the device is divided."""
+        """The surface with the slowdowns of a partition; self for partition 0 or an undivided device."""
         if not partition or not self.splits:
             return self
         split = self.splits[partition - 1]
         return replace(self, decode_slowdown=split.decode, prefill_slowdown=split.prefill, vision_slowdown=split.vision)
 
     def language_s(self, load: LanguageLoad) -> float:
-        """A step that has the machine to itself."""
+        """Seconds of a language step with the machine to itself."""
         keys_s = self.per_key_s * load.decode_context + self.per_pair_s * load.prefill_pairs
         samples_s = self.per_decode_s * load.num_decodes + self.per_chunk_s * load.num_chunks
         return self.rows.at(load.num_rows) + keys_s + samples_s
@@ -103,8 +103,8 @@ class CostSurface:
         return self.patches.at(load.num_patches) + self.per_patch_pair_s * load.pairs
 
     def slowdown(self, load: LanguageLoad) -> float:
-        """Factor of a language step beside which the vision lane runs all along: that of decodes and that of chunks,
-        weighted by what they cost alone."""
+        """Factor of a language step with vision beside it all along: the factors of decodes and of chunks, weighted by
+        their cost alone."""
         if not load.prefill_tokens:
             return self.decode_slowdown
         decodes = LanguageLoad(load.num_decodes, load.decode_context)
@@ -112,7 +112,8 @@ class CostSurface:
         return share * self.decode_slowdown + (1 - share) * self.prefill_slowdown
 
     def corun_s(self, load: LanguageLoad, vision_s: float) -> float:
-        """A language step beside which the vision lane runs for `vision_s` seconds, or all along if that is longer.
+        """Seconds of a language step with the vision lane beside it for `vision_s` seconds, or all along if that is
+        longer.
 
         Beside vision it advances at 1 / slowdown of its speed: t = alone + v (1 - 1 / slowdown) for v <= t.
         """

@@ -1,7 +1,8 @@
-"""A language that a request's output has to be in: JSON of a schema, a regular expression, one of some texts, a
+"""The language that a request's output must be in: JSON of a schema, a regular expression, one of several texts, a
 grammar.
 
-Only what it is, with bounds that hold before anybody compiles it. Does not know how it is compiled or enforced.
+Holds only the definition and bounds that are checked before any compilation. Does not know how a grammar is compiled or
+enforced.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf")
 
 
 def check_size(num_chars: int, param: str) -> None:
-    """Raises InvalidRequest for a grammar of too many characters."""
+    """Raises InvalidRequest if a grammar has too many characters."""
     if num_chars > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(
             f"the grammar has {num_chars} characters, at most {MAX_GRAMMAR_CHARS} are allowed", param=param
@@ -28,9 +29,11 @@ def check_size(num_chars: int, param: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What comes before the output that a grammar constrains: free text up to and including the mark `end`. It begins
-    with the mark `start` and may be missing, unless it has been `opened` by the prompt. A mark is one special token, or
-    text."""
+    """The reasoning before the output that a grammar constrains: free text up to and including the mark `end`.
+
+    It begins with the mark `start` and may be absent, unless the prompt has `opened` it. A mark is one special token,
+    or text.
+    """
 
     start: str
     end: str
@@ -39,8 +42,8 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of functions as a model writes them: a grammar in Lark's form, in which the rules `opening` and `closing`
-    are these marks, each of which is one special token, or text, and `@call` is JSON that fits `schema`."""
+    """Function calls in the format of a model: a Lark grammar whose rules `opening` and `closing` are these marks (each
+    one special token, or text) and whose `@call` is JSON that fits `schema`."""
 
     source: str
     schema: str = ""
@@ -50,13 +53,19 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Grammar:
-    """`source`: for json_object nothing, for json_schema the schema (a dict, its JSON text, or a pydantic model), for
-    regex the expression, for choice a list of texts or its JSON, for lark the grammar, for ebnf rules with `::=`, one
-    of them `root`. `calls` may come instead of that, and `reasoning` before either. Raises `InvalidRequest` naming the
-    field `param`."""
+    """The language that a request's output must be in.
+
+        >>> Grammar("choice", ["yes", "no"])
+        >>> Grammar("json_schema", {"type": "object", "properties": {"name": {"type": "string"}}})
+
+    `source` by `kind`: "json_object" none; "json_schema" the schema (a dict, its JSON text, or a pydantic model);
+    "regex" the expression; "choice" a list of texts or its JSON; "lark" the grammar; "ebnf" rules with `::=`, one of
+    them named `root`. `calls`: function calls that may replace such output. `reasoning`: reasoning that comes before
+    either. Raises `InvalidRequest` naming the field `param`.
+    """
 
     kind: str
-    source: str  # always text
+    source: str  # text, whatever was passed
     param: str
     reasoning: Reasoning | None = None
     calls: Calls | None = None
@@ -87,7 +96,7 @@ class Grammar:
 
     @property
     def language(self) -> tuple[str, str, Reasoning | None, Calls | None]:
-        """All but who asked for it."""
+        """Everything that defines the language: all fields but `param`."""
         return self.kind, self.source, self.reasoning, self.calls
 
     @property
@@ -96,18 +105,18 @@ class Grammar:
         return replace(self, reasoning=None, calls=None)
 
     def or_calls(self, calls: Calls) -> Grammar:
-        """Either calls, or this."""
+        """The grammar of either these calls, or this grammar."""
         return replace(self, calls=calls)
 
     def after_reasoning(self, start: str, end: str, *, opened: bool) -> Grammar:
-        """Reasoning first (see `Reasoning`), then optional white space, then this. White space around marks does not
-        count."""
+        """The grammar of reasoning (see `Reasoning`), optional white space, then this grammar. White space around marks
+        is ignored."""
         return replace(self, reasoning=Reasoning(start.strip(), end.strip(), opened))
 
 
 def response_grammar(asked: object) -> Grammar | None:
-    """Of `response_format` in the OpenAI API's shapes, or of a pydantic model; None where any text will do. Raises
-    InvalidRequest."""
+    """The grammar of a `response_format` in the OpenAI API's shapes, or of a pydantic model; None if any text will do.
+    Raises InvalidRequest."""
     if isinstance(asked, type):
         return Grammar("json_schema", asked, "response_format")
     match asked:

@@ -1,4 +1,4 @@
-"""Typed identities. Internal ids are always ours; a client's request id is only echoed, never used as a key."""
+"""Typed identities. Internal ids are assigned by the engine; a client's request id is echoed, never used as a key."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ BlockHash = NewType("BlockHash", bytes)  # 32 bytes, BLAKE2b over the chain of b
 ImageDigest = NewType(
     "ImageDigest", bytes
 )  # 32 bytes, BLAKE2b over the processed picture, see preprocess/media/payloads.py
-FeatureKey = NewType("FeatureKey", bytes)  # what the features of an image are known by, see cache/prefix.py
+FeatureKey = NewType("FeatureKey", bytes)  # key of an image's features in the cache, see cache/prefix.py

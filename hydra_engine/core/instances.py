@@ -1,4 +1,4 @@
-"""What is known of one instance from outside: its place in the topology, its state and its latest report."""
+"""The outside view of one instance: its place in the topology, its condition and its latest report."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from hydra_engine.core.messages import InstanceSummary, Status
 class Condition(StrEnum):
     STARTING = "starting"  # for the first time, or again after a death
     READY = "ready"
-    SILENT = "silent"  # it has not been heard of for too long: it gets no work, and is killed if that goes on
-    DRAINING = "draining"  # it finishes what it has and gets nothing new
+    SILENT = "silent"  # no message for too long: it gets no work, and is killed if that continues
+    DRAINING = "draining"  # it finishes its requests and gets no new ones
     FAILED = "failed"  # its starts have failed and it is not started again
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceState:
-    """`role` is what it serves now, `loaded` what it has weights for, as letters. `restarts` counts its deaths."""
+    """The state of an instance. `role`: the stages that it serves now; `loaded`: those that it has weights for; both as
+    letters. `restarts` counts its deaths."""
 
     name: str
     role: str

@@ -1,7 +1,7 @@
-"""Log probabilities of a request, as flat arrays until somebody looks at an entry: twelve bytes for each candidate.
+"""Log probabilities of a request, kept as flat arrays (twelve bytes per candidate) until an entry is read.
 
-Entries are made anew each time they are looked at, so lists of them can be written in slices and are never there whole.
-Does not know how tokens are spelled.
+Entries are built each time they are read, so a list of them can be written in slices and is never in memory whole. Does
+not know how tokens are spelled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TopLogprob(NamedTuple):
-    """A token that could have been chosen. `token` and `raw` as those of `TextLogprob`."""
+    """A candidate token at one position. `token` and `raw` as in `TextLogprob`; `logprob` is a natural logarithm."""
 
     token_id: int
     token: str
@@ -26,10 +26,11 @@ class TopLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """One token as the API shows it, with its natural log probability and those of the best ones.
+    """One token as the API shows it, with its natural log probability and those of the best candidates.
 
-    `token` is its text or its name, `bytes:\\xb1` for a part of a character. `raw` is what it adds to the text, which
-    all of them together are; empty for a token that is not shown, such as the end of the sequence.
+    `token`: its text or its name; `bytes:\\xb1` for a part of a character. `raw`: the bytes that it adds to the text,
+    empty for a token that is not shown, such as the end of the sequence; all `raw` together are the text. `rank`: 1 is
+    the most likely.
     """
 
     token_id: int
@@ -40,16 +41,16 @@ class TextLogprob:
     raw: bytes = b""
 
 
-# Of a token's place in its text.
-FIRST = 1  # nothing was written before it
-SILENT = 2  # it ends the text and is no part of it
+# Flags of a token's place in its text.
+FIRST = 1  # no text before it
+SILENT = 2  # ends the text without being part of it
 
-Spell = Callable[[int, int], tuple[str, bytes]]  # (token id, FIRST and SILENT) -> its name, what it adds to the text
+Spell = Callable[[int, int], tuple[str, bytes]]  # (token id, flags) -> (its name, the bytes it adds to the text)
 E = TypeVar("E", TextLogprob, TextLogprob | None)
 
 
 class _Lazy(Sequence[E], Generic[E]):
-    """Equal to the tuple of its entries, and becomes that where it is copied or pickled."""
+    """A sequence that builds its entries on access. Equal to the tuple of them, and copied or pickled as that tuple."""
 
     def _entry(self, index: int, *, with_top: bool = True) -> E:
         raise NotImplementedError
@@ -92,20 +93,20 @@ def _same(one: object, other: object) -> bool:
 
 
 class Logprobs(_Lazy[TextLogprob]):
-    """Of consecutive tokens."""
+    """The log probabilities of consecutive tokens."""
 
     __slots__ = ("_ends", "_ids", "_places", "_ranks", "_spell", "_values")
 
     def __init__(self, spell: Spell) -> None:
         self._spell = spell
-        self._ids = array("i")  # of each entry the token, then its candidates
+        self._ids = array("i")  # for each entry its token, then its candidates
         self._values = array("d")
-        self._ends = array("q")  # of each entry in these
+        self._ends = array("q")  # end of each entry in both
         self._ranks = array("i")
         self._places = bytearray()
 
     def append(self, entry: TokenLogprobs, place: int = 0) -> None:
-        """`place`: FIRST and SILENT, as far as they hold."""
+        """Appends an entry. `place`: the flags FIRST and SILENT."""
         self._ids.append(entry.token_id)
         self._values.append(entry.logprob)
         for token_id, logprob in entry.top:
@@ -116,6 +117,7 @@ class Logprobs(_Lazy[TextLogprob]):
         self._places.append(place)
 
     def extend(self, other: Logprobs) -> None:
+        """Appends the entries of another object with the same `spell`."""
         num_before = len(self._ids)
         self._ids.extend(other._ids)
         self._values.extend(other._values)
@@ -138,7 +140,7 @@ class Logprobs(_Lazy[TextLogprob]):
 
 
 class PromptLogprobs(_Lazy[TextLogprob | None]):
-    """Of a prompt: None for its first token, and for those whose entries have not come."""
+    """The log probabilities of a prompt's tokens: None for the first token, and for tokens without an entry yet."""
 
     __slots__ = ("_entries", "_num_prompt")
 
@@ -154,16 +156,17 @@ class PromptLogprobs(_Lazy[TextLogprob | None]):
 
 
 def bare(entries: Sequence[E]) -> Iterator[E]:
-    """The entries, without their candidates where those would have to be made."""
+    """The entries, without their candidates if those would have to be built."""
     return entries.bare() if isinstance(entries, _Lazy) else iter(entries)
 
 
 def joined(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
+    """A new sequence of both."""
     return gathered(gathered((), first), second)
 
 
 def gathered(kept: Sequence[TextLogprob], more: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
-    """`kept`, which is the caller's own and may grow, with `more` behind it."""
+    """`kept` followed by `more`. A `kept` of kind Logprobs is extended in place, so it must belong to the caller."""
     if not isinstance(more, Logprobs):
         return (*kept, *more) if more else kept
     if not isinstance(kept, Logprobs):

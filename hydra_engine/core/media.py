@@ -1,7 +1,7 @@
-"""What the engine knows about one span of visual features of one request: identity, size, and where it sits.
+"""Spans of visual features in a prompt: identity, size and position, and the pixels to encode them from.
 
-A span is what the vision lane encodes at once: a picture, one tile of a picture, or one temporal patch of a video,
-whatever the model family makes of what the user gave. All of them are called images here.
+A span is what the vision lane encodes at once: a picture, one tile of a picture, or one temporal patch of a video, as
+the model family divides the user's media. Every span is called an image here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from hydra_engine.core.ids import ImageDigest
 class RopeSpan:
     """Multimodal rotary positions of one span, for models that have them.
 
-    Token i of the span sits at (time, row + i // columns, column + i % columns). Text behind the span, up to the next
-    one or the end of the prompt, sits on all three axes at its place in the prompt plus `text_delta`.
+    Token i of the span has position (time, row + i
+
+    columns, column + i % columns). Text behind the span, up to the next one or the end of the prompt, has on all three
+    axes its place in the prompt plus `text_delta`.
     """
 
     time: int
@@ -30,8 +32,8 @@ class RopeSpan:
 class ImageItem:
     """One image span of a prompt: prompt tokens [start, start + num_tokens) are placeholders for its features.
 
-    `digest` covers what the features follow from (the source, which part of it, the processor's identity), so equal
-    digests mean equal features. `num_patches` is what the vision tower computes (the unit of the image budget).
+    `digest` covers everything that determines the features (source, part of it, identity of the processor), so equal
+    digests mean equal features. `num_patches`: patches that the vision tower computes, the unit of the image budget.
     """
 
     digest: ImageDigest
@@ -40,11 +42,11 @@ class ImageItem:
     num_patches: int
     num_tokens: int
     start: int
-    # (time, rows, columns) in patches of each picture that the tower sees, or as the family's spec says.
+    # (time, rows, columns) in patches of each picture that the tower gets, or as the family's spec defines it.
     grid: tuple[int, int, int]
     rope: RopeSpan | None = None
-    whole: bool = False  # its rows see each other: no chunk of a prefill ends inside it
-    source: int = 0  # which of the pictures and videos of its request it is (a part of)
+    whole: bool = False  # its tokens attend to each other in both directions: no prefill chunk ends inside it
+    source: int = 0  # index of its picture or video among the request's media
 
     @property
     def end(self) -> int:
@@ -53,7 +55,7 @@ class ImageItem:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """One array inside a payload that is not plain pictures: name, numpy dtype, shape; bytes follow one another."""
+    """One array inside a payload: name, numpy dtype, shape. The bytes of the arrays are concatenated."""
 
     name: str
     dtype: str
@@ -62,7 +64,7 @@ class ArrayLayout:
 
 @dataclass(frozen=True, slots=True)
 class PixelPayload:
-    """What a vision lane needs to encode one span.
+    """The pixels of one span, for a vision lane.
 
     Plain: `count` pictures of one size, uint8 RGB, `count * height * width * 3` bytes, row-major. With `arrays` the
     bytes are those arrays instead (models that run through transformers' own processors).

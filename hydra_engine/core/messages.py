@@ -1,4 +1,4 @@
-"""What travels between the frontend process and an instance: tagged structs, encoded with msgpack by `cluster/wire.py`.
+"""Messages between the frontend process and an instance: tagged structs, encoded with msgpack by `cluster/wire.py`.
 
 The first tag of each union is fixed text, so a frame of another version fails to decode instead of being misread.
 """
@@ -21,26 +21,26 @@ WIRE_VERSION = 7
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A request, or those of its stages that this instance does.
+    """A request, or the stages of it that this instance runs.
 
-    `stages` are those done here: "EPD" all of them; with P and without D the KV is offered to another instance while
-    it is computed, which `HandOver` names when that is asked for (`NeedDecoder`); "D" alone, or `source` given, starts
-    with KV pulled from instance `source`. Images in `remote_images` are encoded elsewhere: the instance says when
-    (`NeedImages`) and pulls what is offered to it.
+    `stages`: "EPD" is all of them. With P but not D the KV is offered to another instance while it is computed;
+    `HandOver` names that instance in reply to `NeedDecoder`. With "D" alone, or with `source`, the request starts with
+    KV pulled from instance `source`. Images in `remote_images` are encoded elsewhere: the instance asks for them
+    (`NeedImages`) and pulls the offers.
     """
 
     request: Request
-    pixels: tuple[PixelPayload, ...] = ()  # of the images that may be encoded here, in prompt order
+    pixels: tuple[PixelPayload, ...] = ()  # pixels of the images that may be encoded here, in prompt order
     stages: str = "EPD"
     remote_images: tuple[int, ...] = ()
     source: str = ""
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """Encode images of a request that is at instance `target` and offer the features there.
+    """Encodes images of a request on instance `target`, and offers the features there.
 
     `request` has an id of its own, no prompt, and only these images; its image i is image `indices[i]` of request
-    `target_request`. Ends with Finished(reason="moved") when everything has been pulled or refused.
+    `target_request`. Ends with Finished(reason="moved") when all features have been pulled or refused.
     """
 
     request: Request
@@ -51,33 +51,36 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """A request that decodes here, or is prefilled here for another instance, is to go on at instance `target`, which
-    has been told to expect it, and not at one that was named before; ignored where the request is gone."""
+    """Moves a request that decodes here, or is prefilled here for another instance, to instance `target`, which expects
+    it already. Replaces an earlier target; ignored if the request is gone."""
 
     request_id: RequestId
     target: str
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Which stages the instance serves from now on, of those that it was loaded for. Only while it holds nothing."""
+    """Sets the stages that the instance serves from now on, among those that it was loaded for. Only while it has no
+    requests."""
 
     role: str
 
 
 class ResetCaches(msgspec.Struct, frozen=True, tag=True):
-    """Forget reusable KV, reusable image features, or both; what requests hold stays."""
+    """Forgets reusable KV, reusable image features, or both; what requests hold stays."""
 
     kv: bool
     images: bool
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The owner has lost interest; unknown ids are ignored. The instance answers with Finished(reason="abort")."""
+    """Ends a request; unknown ids are ignored. The instance answers with Finished(reason="abort")."""
 
     request_id: RequestId
 
 
 class QueryLedger(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a LedgerReport."""
+
     query_id: int
 
 
@@ -90,7 +93,7 @@ class SetFault(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Finish nothing more and exit; draining is the frontend's business (it stops submitting and waits)."""
+    """Stops the instance at once. To drain it, the frontend first stops submitting and waits."""
 
 
 ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryLedger | SetFault | Shutdown
@@ -100,7 +103,7 @@ ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryL
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress of start-up: bytes of weights read, or warm-up steps done."""
+    """Progress of the start: bytes of weights read, or warm-up steps done."""
 
     what: str
     done: int
@@ -108,34 +111,34 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class LimitBudget(msgspec.Struct, frozen=True):
-    """What the TPOT limit leaves beside a number of decodes, as predicted from the cost surface: prefill tokens or
-    seconds of vision, or some of both."""
+    """The budget that the TPOT limit leaves beside `num_decodes` decodes, as the cost surface predicts it: prefill
+    tokens or seconds of vision, or some of both."""
 
     num_decodes: int
-    step_s: float  # a step of these decodes alone
+    step_s: float  # seconds of a step of these decodes alone
     token_budget: int
     vision_s: float | None = None  # infinite: vision may run all along; None: no vision lane
 
 
 class LimitSummary(msgspec.Struct, frozen=True):
-    """The latency limits of an instance and what they lead to here. Seconds; 0: no such limit."""
+    """The latency limits of an instance in seconds (0: no limit) and the budgets that follow from them."""
 
     tpot_limit_s: float = 0.0
     ttft_limit_s: float = 0.0
-    source: str = ""  # where the costs come from, for example "measured just now in 9.1 s" or "saved profile"
+    source: str = ""  # origin of the costs, for example "measured just now in 9.1 s" or "saved profile"
     budgets: tuple[LimitBudget, ...] = ()  # ascending in num_decodes
-    warnings: tuple[str, ...] = ()  # limits that cannot be kept here, each with the best there is
+    warnings: tuple[str, ...] = ()  # limits that cannot be kept here, each with the best possible latency
 
 
 class InstanceSummary(msgspec.Struct, frozen=True):
-    """What the start-up summary shows. Sizes in bytes."""
+    """The content of the start-up summary. Sizes in bytes."""
 
     name: str
     role: str
     model: str
     family: str
     device: str
-    dtype: str  # of activations
+    dtype: str  # dtype of activations
     backend: str
     deterministic: bool
     threads: int
@@ -151,21 +154,21 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     image_budget: int
     load_s: float
     incarnation: int = 0
-    weights_dtype: str = ""  # of matrices; "": that of activations
-    quantization: str = ""  # of the decoder's matrices
-    num_parameters: int = 0  # of the whole model
-    vision_weights_bytes: int = 0  # of weights_bytes
+    weights_dtype: str = ""  # dtype of matrices; "": `dtype`
+    quantization: str = ""  # method of the decoder's matrices
+    num_parameters: int = 0  # parameters of the whole model
+    vision_weights_bytes: int = 0  # part of weights_bytes
     language_weights_bytes: int = 0
-    state_bytes: int = 0  # of recurrent states
-    device_bytes: int = 0  # of the device's memory, all of it
-    activation_bytes: int = 0  # of the largest steps, measured; 0: in host memory, where they are not counted
-    graph_bytes: int = 0  # that captured steps took
-    num_graphs: int = 0  # of them, those of special rows included
+    state_bytes: int = 0  # recurrent states
+    device_bytes: int = 0  # total memory of the device
+    activation_bytes: int = 0  # activations of the largest steps, measured; 0: in host memory, not counted
+    graph_bytes: int = 0  # memory of captured graphs
+    num_graphs: int = 0  # captured graphs, those for rows with special sampling included
     max_num_seqs: int = 0  # requests that hold KV blocks at once
-    one_picture: bool = False  # a request, whatever is configured
-    captured_patches: int = 0  # of the largest encode that is replayed; 0: none is
-    captured_tokens: int = 0  # of the largest step with prompts that is; 0: none is
-    free_bytes: int = 0  # of the device, by all that use it, once everything is there
+    one_picture: bool = False  # True: the model takes one picture per request, whatever is configured
+    captured_patches: int = 0  # patches of the largest captured encode; 0: none
+    captured_tokens: int = 0  # tokens of the largest captured step with prompts; 0: none
+    free_bytes: int = 0  # device memory that no process uses after the start
     ops: tuple[tuple[str, str, str], ...] = ()  # (op, implementation, reason)
     notes: tuple[str, ...] = ()
     limits: LimitSummary = LimitSummary()
@@ -176,31 +179,33 @@ class InstanceSummary(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Reports that the instance has started and accepts requests."""
+
     version: int
     summary: InstanceSummary
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of one request; `position` counts generated tokens before these, so a gap is detectable. An instance
-    sends it where log probabilities were asked for, and `Tokens` elsewhere."""
+    """New tokens of one request. `position`: generated tokens before these, so that a gap is detectable. Sent if log
+    probabilities were asked for; otherwise `Tokens` is sent."""
 
     request_id: RequestId
     position: int
     token_ids: tuple[int, ...]
     time_s: float
     logprobs: tuple[TokenLogprobs, ...] = ()
-    late: StageSpan | None = None  # the gap before the first one, if that came late
+    late: StageSpan | None = None  # the gap before the first of these tokens, if that is late
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """One step's new tokens, at most one for each request; entry i of every list belongs together. A stop token is
-    among them like any other. `time_s` is the end of the step."""
+    """The new tokens of one step, at most one per request; entry i of every list belongs to one token. Stop tokens are
+    included. `time_s`: end of the step."""
 
     request_ids: list[int]
-    positions: list[int]  # generated tokens before this one
+    positions: list[int]  # number of generated tokens before this one
     token_ids: list[int]
     time_s: float
-    late: dict[int, StageSpan] = {}  # by request: the gap before its token, where that came late, and what it went to
+    late: dict[int, StageSpan] = {}  # request id -> gap before its token, for late tokens
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -218,22 +223,22 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class NeedImages(msgspec.Struct, frozen=True, tag=True):
-    """Features of these images of a request are needed and are to be encoded elsewhere: none of the caches here has
-    them. Sent again for an image whose features were lost after they had been pulled."""
+    """Asks for encodes of these images of a request by another instance: no cache here has the features. Sent again for
+    an image whose features were pulled and then evicted."""
 
     request_id: RequestId
     indices: tuple[int, ...]
 
 
 class NeedDecoder(msgspec.Struct, frozen=True, tag=True):
-    """The first chunk of a request is about to be computed, whose KV is for another instance: `HandOver` says which.
-    May be sent again until that has come."""
+    """Asks for the target of a request whose first chunk is about to be computed and whose KV is for another instance;
+    `HandOver` answers. May be repeated until then."""
 
     request_id: RequestId
 
 
 class PeerState(msgspec.Struct, frozen=True, tag=True):
-    """Whether blocks can be exchanged with another instance, named with its incarnation."""
+    """Reports if blocks can be exchanged with another instance, which is named with its incarnation."""
 
     name: str
     incarnation: int
@@ -242,40 +247,40 @@ class PeerState(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """What an instance has exchanged with others since it started, and what is under way."""
+    """Counts of an instance's exchanges with others, since its start and now."""
 
-    offers: int = 0  # live: blocks held for others
-    staged: int = 0  # pieces of them in host memory, or on their way there
-    pulls: int = 0  # offers of others that this instance knows and has not fetched
+    offers: int = 0  # live offers, whose blocks are held for others
+    staged: int = 0  # pieces of offers in host memory, or being copied there
+    pulls: int = 0  # offers of others that this instance has not fetched yet
     offered: int = 0
     acknowledged: int = 0
-    withdrawn: int = 0  # taken back before they were fetched
-    expired: int = 0  # of these, because the lease was over
+    withdrawn: int = 0  # offers withdrawn before they were fetched
+    expired: int = 0  # part of `withdrawn`: the lease had expired
     pulled: int = 0
     pulled_bytes: int = 0
-    host_bytes: int = 0  # of these, through host memory
+    host_bytes: int = 0  # part of `pulled_bytes`: through host memory
     pull_s: float = 0.0
-    invalid: int = 0  # copies that were too late, and were thrown away
-    ignored: int = 0  # messages about offers that nobody knows
+    invalid: int = 0  # copies discarded because the offer had ended
+    ignored: int = 0  # messages about unknown offers
 
 
 class BudgetReport(msgspec.Struct, frozen=True):
-    """What latency limits allow right now, and how well they are kept. Zeros where no limit is set."""
+    """The present budgets and how well latency limits are kept. Zeros if no limit is set."""
 
     tpot_limit_s: float = 0.0
     token_budget: int = 0  # prefill tokens that the latest language step could have held
     image_budget: int = 0  # patches of a vision step
     vision_s: float = 0.0  # seconds of vision beside the latest language step; -1: no bound
-    correction: float = 1.0  # measured over predicted time that budgets reckon with
+    correction: float = 1.0  # factor of measured to predicted time that budgets assume
     decode_steps: int = 0  # language steps with decodes
-    late_steps: int = 0  # of these, longer than the limit, the pause before them included
-    stretched_steps: int = 0  # steps made longer than the limit on purpose, for a first token that was nearly due
-    full_steps: int = 0  # steps with decodes that were filled up to their budget
+    late_steps: int = 0  # part of `decode_steps`: longer than the limit, including the pause before the step
+    stretched_steps: int = 0  # steps longer than the limit on purpose, for a first token close to its deadline
+    full_steps: int = 0  # steps with decodes that used up their budget
     limit_used: float = 0.0  # mean share of the limit that the latest full steps took
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """A step that runs on a lane, or the latest one. `tokens` of prefill chunks and decodes, or patches."""
+    """The running step of a lane, or its latest one. `tokens`: tokens of prefill chunks and decodes, or patches."""
 
     running: bool = False
     since_s: float = 0.0  # monotonic, when it began
@@ -286,8 +291,8 @@ class StepReport(msgspec.Struct, frozen=True):
 
 
 class StepSpeeds(msgspec.Struct, frozen=True):
-    """Seconds that steps take on an instance, by the bit length of their size: rows of a language step with prompts or
-    with decodes only, patches of a vision step. Sizes that it has not seen often enough are missing."""
+    """Mean seconds of an instance's steps by the bit length of their size: rows of a language step with prompts or with
+    decodes only, patches of a vision step. Sizes with too few steps are missing."""
 
     prefill: dict[int, float] = {}
     decode: dict[int, float] = {}
@@ -295,8 +300,8 @@ class StepSpeeds(msgspec.Struct, frozen=True):
 
 
 class StageReport(msgspec.Struct, frozen=True):
-    """What a part of a request, or an encode job, waits for on an instance: `stage`, `done` and `of` as in
-    `telemetry.trace.LiveRequest`. None of those that decode."""
+    """The present stage of a request, or of an encode job, on an instance: `stage`, `done` and `of` as in
+    `telemetry.trace.LiveRequest`. Requests that decode have none."""
 
     request_id: RequestId
     stage: str
@@ -305,8 +310,8 @@ class StageReport(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """Sent a few times a second while busy and once when idle: gauges for metrics, health and the page. The scheduler
-    makes it; the fields from `time_s` on are the instance's."""
+    """The gauges of an instance for metrics, health and the status page. Sent a few times a second while busy and once
+    when idle. The scheduler fills the fields before `time_s`, the instance the rest."""
 
     num_running: int
     num_waiting: int
@@ -320,13 +325,13 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     generation_tokens: int
     images_encoded: int
     num_handing_over: int = 0  # computed here, not fetched yet
-    num_arriving: int = 0  # wait for KV of other instances
-    num_decoding: int = 0  # of num_running, those that have their whole prompt
+    num_arriving: int = 0  # requests that wait for KV of other instances
+    num_decoding: int = 0  # part of num_running: their whole prompt is computed
     budget: BudgetReport = BudgetReport()
     speeds: StepSpeeds = StepSpeeds()
-    stages: tuple[StageReport, ...] = ()  # of the oldest requests that wait for a token
+    stages: tuple[StageReport, ...] = ()  # stages of the oldest requests that get no tokens now
     time_s: float = 0.0
-    progress: int = 0  # grows with every turn of the instance's loop
+    progress: int = 0  # number of iterations of the instance's loop
     language_steps: int = 0
     vision_steps: int = 0
     language_busy_s: float = 0.0
@@ -346,9 +351,9 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
 
 class LedgerReport(msgspec.Struct, frozen=True, tag=True):
-    """Answer to QueryLedger: what is held right now; at rest every count but the totals is zero and there are no
-    problems. Blocks that nobody holds are free, also while their content can still be reused. The cache makes it; the
-    fields from `query_id` on are the instance's."""
+    """The answer to QueryLedger: what is held right now. At rest all counts but the totals are zero and there are no
+    problems. Blocks without a holder count as free, also while their content can be reused. The cache ledger fills the
+    fields before `query_id`, the instance the rest."""
 
     num_requests: int
     kv_blocks_held: int
@@ -372,9 +377,9 @@ class LedgerReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag=True):
-    """Log probabilities of prompt tokens that a chunk has computed: `logprobs[i]` is that of the token at `start` + i
-    under what comes before it. Chunks may be computed again; equal positions then say the same. Before the first token
-    of a request all has been said."""
+    """Log probabilities of prompt tokens that a chunk has computed. `logprobs[i]` belongs to the token at `start` + i,
+    given the tokens before it. Chunks may be computed again; equal positions then have equal values. All are sent
+    before the request's first token."""
 
     request_id: RequestId
     start: int
@@ -382,14 +387,14 @@ class PromptScores(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The instance cannot start or cannot go on; it exits after this."""
+    """Reports that the instance cannot start or continue; it exits after this."""
 
     error: ErrorInfo
     exit_code: int
 
 
 RequestMessage = Tokens | Delta | PromptScores | Finished
-"""What a scheduler says about requests. Each one that it has accepted ends in one Finished. The messages of one result
-come in this order: scores of prompts, all its tokens, then the requests that have ended."""
+"""Messages of a scheduler about requests. Each accepted request ends in one Finished. The messages of one result come
+in this order: prompt scores, tokens, then the Finished of requests that have ended."""
 
 ToFrontend = RequestMessage | NeedImages | NeedDecoder | Loading | Ready | PeerState | Status | LedgerReport | Failed

@@ -1,8 +1,8 @@
-"""The files of a model folder, which are somebody else's: opened once, as regular files of bounded size.
+"""Reads the files of a model folder, which are untrusted: each is opened once, as a regular file of bounded size.
 
-Small files may be links into the folder itself, the Hugging Face cache or a folder made of GGUF files, so that nothing
-else of this machine becomes a part of a model; weights may be links to any regular file. Every complaint is a
-CheckpointError that names the file. Does not know what is in the files.
+Small files may be links into the folder itself, the Hugging Face cache or a folder converted from GGUF, so that no
+other file of the machine becomes part of a model; weights may be links to any regular file. Every error is a
+CheckpointError that names the file. Does not know what the files contain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 64 << 20
 
 _TOKENIZERS = frozenset({"tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"})
-_SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # ends of the names of files that are read whole
+_SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # suffixes of files that are read whole
 _TEMPLATES = "additional_chat_templates"
 _KINDS = (
     (stat.S_ISDIR, "Is a directory"),
@@ -32,7 +32,7 @@ _KINDS = (
 
 
 def read_file(folder: Path, name: str) -> bytes | None:
-    """All of a small file; None where there is none. `name` may have a folder before it."""
+    """The content of a small file; None if there is none. `name` may begin with a subfolder. Raises CheckpointError."""
     most = _most_bytes(name)
     file = _open_small(folder, name, most)
     if file is None:
@@ -48,7 +48,7 @@ def read_file(folder: Path, name: str) -> bytes | None:
 
 
 def read_text(folder: Path, name: str) -> str | None:
-    """All of a small file as text; None where there is none."""
+    """The content of a small UTF-8 file; None if there is none. Raises CheckpointError."""
     data = read_file(folder, name)
     try:
         return None if data is None else data.decode()
@@ -57,7 +57,8 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def check_small_files(folder: Path) -> None:
-    """Raises where `read_file` would, for all small files of the folder, before somebody else opens them."""
+    """Raises CheckpointError if `read_file` would for any small file of the folder; for use before a library opens them
+    by itself."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_SMALL)]
     for name in (*sorted(names), *template_names(folder)):
         if (file := _open_small(folder, name, _most_bytes(name))) is not None:
@@ -65,7 +66,7 @@ def check_small_files(folder: Path) -> None:
 
 
 def template_names(folder: Path) -> list[str]:
-    """Names of the chat templates beside the first one."""
+    """Names of the additional chat templates, each with its subfolder."""
     try:
         names = sorted(os.listdir(folder / _TEMPLATES))
     except (FileNotFoundError, NotADirectoryError):
@@ -76,7 +77,7 @@ def template_names(folder: Path) -> list[str]:
 
 
 def open_weights(path: Path) -> BinaryIO:
-    """A regular file of any size, wherever a link leads, unbuffered."""
+    """Opens a regular file of any size, following links, unbuffered. Raises CheckpointError."""
     try:
         file = _open_regular(path, path.name)
     except FileNotFoundError:
@@ -95,6 +96,7 @@ def _most_bytes(name: str) -> int:
 
 
 def _open_small(folder: Path, name: str, most: int) -> BinaryIO | None:
+    """Opens a small file after checking kind, place and size; None if there is none."""
     try:
         file = _open_regular(folder / name, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -112,7 +114,7 @@ def _open_small(folder: Path, name: str, most: int) -> BinaryIO | None:
 
 
 def _open_regular(path: Path, name: str) -> BinaryIO:
-    """Looks at what it is before it is opened, as opening a device may do something and a pipe waits."""
+    """Opens a file after checking its kind, since opening a device may have effects and opening a pipe blocks."""
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         mode = os.fstat(handle).st_mode
@@ -125,6 +127,7 @@ def _open_regular(path: Path, name: str) -> BinaryIO:
 
 
 def _check_place(folder: Path, name: str, place: Path) -> None:
+    """Raises CheckpointError unless the real path of a file is in one of the allowed folders."""
     own = Path(os.path.realpath(folder))
     cached = place.parent.name == "blobs" and place.parts[-3].startswith("models--")
     made = place.parts[-4:-2] == ("hydra-engine", "gguf")

@@ -1,10 +1,10 @@
-"""What the user may ask of a model's spec besides what its directory says, and of lanes that compete for cores."""
+"""Options of a model's spec besides its folder, and the priorities of lanes that compete for cores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# By `--lane-priority`: how far a lane's threads step back when both have work and cores are few, as nice values.
+# By `--lane-priority`: nice values of a lane's threads, which matter when both lanes have work and cores are few.
 # Measured in docs/benchmarks-serving.md.
 NICENESS: dict[str, dict[str, int]] = {
     "throughput": {"language": 5},
@@ -15,9 +15,13 @@ NICENESS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpecOptions:
-    """`model_impl` is "auto" or "native" (the engine's own models), or "transformers" (its modules inside our stages).
-    `min_pixels` and `max_pixels` replace the processor's, for families with dynamic resolution. `quantization` is
-    "auto" (as the weights are stored), the method that the checkpoint must have, or what unquantised weights become."""
+    """Options for loading a model.
+
+    `model_impl`: "auto" or "native" (the engine's own models), or "transformers" (transformers' modules inside the
+    engine's stages). `min_pixels`, `max_pixels`: replace the processor's limits, for families with dynamic resolution.
+    `quantization`: "auto" (as the weights are stored), the method that the checkpoint must have, or the method for
+    unquantised weights.
+    """
 
     model_impl: str = "auto"
     trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""What comes out of the engine: token deltas inside, results and pieces of text outside, and the stage timeline."""
+"""The outputs of the engine: results and pieces of text for callers, and the stage timeline."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ class FinishReason(StrEnum):
 
 
 class Departure(StrEnum):
-    """Why an instance is done with its part of a request although the request goes on elsewhere, or may."""
+    """Reasons why an instance has finished its part of a request that continues, or may continue, elsewhere."""
 
     MOVED = "moved"  # what it computed has been pulled and acknowledged
-    RETURNED = "returned"  # it gave way to an older request, and what it needs again is not computed here
-    WITHDRAWN = "withdrawn"  # nobody fetched what was offered: the lease is over, or the other instance is gone
+    RETURNED = "returned"  # preempted, and its prefill cannot run on this instance
+    WITHDRAWN = "withdrawn"  # its offer was not fetched: the lease expired, or the other instance is gone
 
 
 @dataclass(frozen=True, slots=True)
 class DelayCause:
-    """What a part of a late token's wait went to.
+    """A part of the wait for a late token.
 
-    `kind` is prefill or encode (of `request`, a request's number on this engine, with `amount` tokens or patches),
-    transfer (its KV moved to another instance), preemption (its own), lost (its instance was), step (the step took
-    longer than such steps take), decode (the decodes of the step alone took longer than the limit) or cpu (nothing was
-    computed for it).
+    `kind`: prefill or encode (of `request`, the number of a request on this engine, with `amount` tokens or patches),
+    transfer (its KV moved to another instance), preemption (of itself), lost (its instance was lost), step (the step
+    took longer than usual), decode (the decodes of the step alone took longer than the limit) or cpu (no step ran).
     """
 
     kind: str
@@ -47,15 +46,16 @@ BLAMES = ("prefill", "encode", "transfer", "preemption", "lost", "step", "decode
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One stretch of a request's life, in seconds since the request arrived.
+    """A span of a request's timeline, in seconds since its arrival.
 
-    `stage` is one of fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (a moment: KV of `tokens`
-    tokens was found in the cache), prefill, decode, decode_wait (a late token's gap, over whatever else is told of that
-    time), preempted and lost (what an instance that was lost has not told, until another one begins); between instances
+    `stage`: fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (an instant: prefix cache hit of
+    `tokens` tokens), prefill, decode, decode_wait (the gap before a late token, which may overlap other spans),
+    preempted, or lost (the unreported time of a lost instance, until another one begins); between instances
     offered_features, offered_kv (computed, not fetched yet), pull_features and pull_kv.
-    `lane` is front, vision, language or transfer; `batch` how many requests shared the step (0: not a step); `tokens`
-    how many tokens (language) or patches (vision) of this request it covered. `cause` says what a wait was for;
-    `blame` shares the time of a late token out among what ran instead, largest part first.
+
+    `lane`: front, vision, language or transfer. `batch`: number of requests in the step, 0 if it is no step. `tokens`:
+    tokens (language) or patches (vision) of this request. `cause`: what a wait was for. `blame`: the causes of a late
+    token's wait, the largest first.
     """
 
     stage: str
@@ -71,7 +71,8 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`cached_tokens` of the prompt were found in the KV cache; `cached_images` needed no encode of their own."""
+    """Token and image counts. `cached_tokens`: prompt tokens found in the KV cache. `cached_images`: images without an
+    encode of their own."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -87,12 +88,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class SloReport:
-    """Whether a request met its limits, in seconds; None where it had no limit or did not get that far.
+    """The result of a request's latency limits, in seconds; None without a limit, or if the request did not get that
+    far.
 
     TTFT is met if the first token came within the limit, TPOT if at least 90 % of the gaps between tokens did
-    (HydraInfer, section 5.1). `late_gaps` of `num_gaps` did not; without a limit those count that are longer than 50 ms
-    and two typical steps. `late_by` counts them by the kind of `DelayCause` that took most of each. `reason` says
-    what a missed limit was lost to.
+    (HydraInfer, section 5.1). `late_gaps` of `num_gaps` were late; without a limit a gap is late above 50 ms and two
+    typical steps. `late_by`: late gaps by the kind of their largest `DelayCause`. `reason`: why a limit was missed.
     """
 
     ttft_limit_s: float | None = None
@@ -106,14 +107,14 @@ class SloReport:
 
     @property
     def met(self) -> bool | None:
-        """Both, as far as there are limits; None without any."""
+        """True if every limit was met; None without limits."""
         verdicts = [met for met in (self.ttft_met, self.tpot_met) if met is not None]
         return all(verdicts) if verdicts else None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Seconds. `tpot_s` is (last - first token) / (tokens - 1); None where the request had too few tokens."""
+    """Latencies in seconds. `tpot_s` is (last - first token) / (tokens - 1); None for fewer than two tokens."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -128,8 +129,13 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """A finished request. Picklable; `error` is set instead of raised when the caller asked for that. Printing it
-    prints its text, and a notebook shows its timeline."""
+    """A finished request. Picklable. Printing it prints its text; a notebook shows its timeline.
+
+        >>> result = engine.generate("What is two plus three?", max_tokens=20)
+        >>> result.text, result.finish_reason, result.usage.completion_tokens, result.metrics.ttft_s
+
+    `error` is set, instead of raised, if the caller asked for that.
+    """
 
     request_id: str
     text: str
@@ -138,13 +144,13 @@ class Result:
     usage: Usage
     metrics: RequestMetrics
     timeline: tuple[StageSpan, ...] = ()
-    logprobs: Sequence[TextLogprob] | None = None  # None also where they went out with pieces and were not kept
+    logprobs: Sequence[TextLogprob] | None = None  # None also if they were streamed and not kept
     stop_reason: str | int | None = None  # the stop string or stop token id that matched
     error: HydraError | None = None
     prompt_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: Sequence[TextLogprob | None] | None = None  # of every prompt token but the first, which has None
-    max_tokens: int | None = None  # how many it could have had: as asked for, or what the context had room for
-    gaps_s: Sequence[float] = ()  # between each token and the next, as the instances sent them
+    prompt_logprobs: Sequence[TextLogprob | None] | None = None  # one for each prompt token, None for the first
+    max_tokens: int | None = None  # its limit: as requested, or the rest of the context
+    gaps_s: Sequence[float] = ()  # seconds between each token and the next
     choices: tuple[
         Result, ...
     ] = ()  # with n > 1 all answers in order; this one is the first, its usage counts them all
@@ -159,7 +165,7 @@ class Result:
         return f"Result({', '.join([repr(text), *self.facts()])})"
 
     def facts(self) -> list[str]:
-        """What it took, in a few words each."""
+        """Short phrases on its cost: finish reason, tokens, images, answers, times."""
         usage, metrics = self.usage, self.metrics
         found = [str(self.finish_reason), f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
         if usage.num_images:
@@ -178,10 +184,10 @@ class Result:
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and that would cost three times as much
 class Piece:
-    """What a stream yields: new text (may be empty on the last one), the new tokens, and at the end the result.
+    """An item of a stream: new text (may be empty in the last one), the new tokens, and in the last one the result.
 
-    With n > 1 pieces of all answers come mixed; `index` says whose, and each answer ends with a piece that carries its
-    result. What a reader may want to know of the prompt is in the first piece of each answer.
+    With n > 1 pieces of all answers are mixed; `index` is the answer's, and each answer ends with a piece that has its
+    result. The first piece of each answer has the values of the prompt.
     """
 
     text: str
@@ -189,19 +195,19 @@ class Piece:
     logprobs: Sequence[TextLogprob] = ()
     result: Result | None = None
     index: int = 0
-    prompt_token_ids: tuple[int, ...] = ()  # of an answer's first piece
-    prompt_logprobs: Sequence[TextLogprob | None] | None = None  # the same, where they were asked for
+    prompt_token_ids: tuple[int, ...] = ()  # only in an answer's first piece
+    prompt_logprobs: Sequence[TextLogprob | None] | None = None  # only in an answer's first piece, if asked for
 
 
 _REPR_CHARS = 60
 _FULL_CHARS = 1 << 12
 _FULL_TOKENS = 1 << 10
-_FULL_LOGPROBS = 32  # each with its candidates: what is made of a piece is made in one go
+_FULL_LOGPROBS = 32  # entries with candidates; all of a piece's are built at once
 
 
 def join_last(pieces: deque[Piece], piece: Piece) -> bool:
-    """Adds `piece` to the latest one of its answer. False: it is an end, or nothing of its answer waits, or so much of
-    it that copying it for each piece would cost more than another one."""
+    """Merges `piece` into the latest waiting piece of its answer. False if `piece` has a result, if no piece of its
+    answer waits, or if that piece is so large that copying it would cost more than another piece."""
     if piece.result is not None:
         return False
     for place in range(len(pieces) - 1, -1, -1):

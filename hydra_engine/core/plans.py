@@ -1,7 +1,10 @@
-"""What a scheduler asks of its lanes and what comes back. Frozen; block ids are chosen before, bytes touched after.
+"""Plans that a scheduler gives to its lanes, and the results that come back. Frozen. Block ids are chosen when a plan
+is made; lanes read and write the blocks.
 
 Shapes: a `BlockTable` array is int32 [capacity]; the first `num_blocks` entries are valid and do not change while a
-plan that names them is in flight. Slot of token position p in a request: `block_ids[p // S] * S + p % S`.
+plan that names them is in flight. Slot of token position p in a request: `block_ids[p
+
+S] * S + p % S`, with S the block size.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ Int64s = npt.NDArray[np.int64]
 
 
 def _slots(block_ids: BlockIds, start: int, count: int, block_size: int) -> Int64s:
-    """Of positions [start, start + count) of what lies in these blocks."""
+    """Cache slots of positions [start, start + count) stored in these blocks: int64 [count]."""
     positions = np.arange(start, start + count)
     return block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeItem:
-    """Encode image `image_index` of a request into image-cache blocks, features in token order."""
+    """An image to encode: image `image_index` of a request, its features in token order into these cache blocks."""
 
     request_id: RequestId
     image_index: int
@@ -38,12 +41,14 @@ class EncodeItem:
     block_ids: BlockIds  # [ceil(num_tokens / S_image)]
 
     def slots(self, block_size: int) -> Int64s:
-        """Of its features, in the image cache."""
+        """Image-cache slots of its features: int64 [num_tokens]."""
         return _slots(self.block_ids, 0, self.num_tokens, block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class VisionPlan:
+    """One vision step."""
+
     step_id: StepId
     items: tuple[EncodeItem, ...]
 
@@ -54,7 +59,8 @@ class VisionPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageSlice:
-    """Rows [row, row + count) of a chunk take features [offset, offset + count) of an image in the image cache."""
+    """Features for a chunk: rows [row, row + count) of it take features [offset, offset + count) of an image in the
+    image cache."""
 
     row: int
     count: int
@@ -62,7 +68,7 @@ class ImageSlice:
     block_ids: BlockIds
 
     def slots(self, block_size: int) -> Int64s:
-        """Of these features, in the image cache."""
+        """Image-cache slots of these features: int64 [count]."""
         return _slots(self.block_ids, self.offset, self.count, block_size)
 
 
@@ -70,12 +76,13 @@ class ImageSlice:
 class DecodeRows:
     """The requests of a language step that compute one token each; entry i of every array belongs to row i.
 
-    The arrays are not changed, but that blocks which a request gets meanwhile appear in its block table, behind what
-    the row needs; as long as the same requests decode, plans share what does not change. A row computes the KV of its
-    token at position `starts` and samples the next one. Token -1 stands for the token that an earlier step samples for
-    the same slot and that is not read yet; the lane knows it. `num_generated` is how many tokens the request had
-    sampled before this step: the sampler's counter. A sequence slot is the row of a running request in tables of
-    `max_num_seqs` entries, its own from its start until it gives way or is forgotten.
+    A row computes the KV of its token at position `starts` and samples the next one. Token -1 stands for the unread
+    token that an earlier step samples for the same slot; the lane knows it. `num_generated`: tokens that the request
+    had sampled before this step, the counter of the sampler. `seq_slots`: rows in tables of `max_num_seqs` entries; a
+    request keeps its slot from its start until it is preempted or forgotten.
+
+    The arrays are not changed, except that new blocks of a request appear in its block table behind those that the row
+    needs. Plans share unchanged arrays while the same requests decode.
     """
 
     request_ids: Int64s  # [B]
@@ -83,7 +90,7 @@ class DecodeRows:
     token_ids: Int64s  # [B]
     starts: Int64s  # [B]
     num_generated: Int64s  # [B]
-    block_tables: BlockIds  # [B, W]; W blocks hold the longest context, and a few more may be there
+    block_tables: BlockIds  # [B, W]; W is at least the blocks of the longest context
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -91,10 +98,10 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRow:
-    """One prefill chunk: compute KV for `token_ids` at positions [start, start + len(token_ids)).
+    """A prefill chunk: computes KV for `token_ids` at positions [start, start + len(token_ids)).
 
-    `sample` asks for a token after the last position: in the last chunk of a prefill. `scored` asks how likely each
-    prompt token behind one of these positions is, the first one behind the chunk included.
+    `sample`: also sample the token after the last position; set in the last chunk of a prefill. `scored`: also return
+    the log probability of each prompt token that follows one of these positions.
     """
 
     request_id: RequestId
@@ -110,16 +117,19 @@ class ChunkRow:
 
     @property
     def num_pairs(self) -> float:
-        """(query, key) pairs of causal attention."""
+        """Number of (query, key) pairs of causal attention."""
         count = len(self.token_ids)
         return count * self.start + count * (count + 1) / 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguagePlan:
-    """Rows are numbered through: decodes first, then chunks. While the step runs the vision lane may run for `vision_s`
-    seconds and then pauses until the step has ended. A device that is divided runs the step on a part of it while the
-    vision lane has work, by `partition`, and the vision lane all along on the rest."""
+    """One language step. Rows are numbered across both parts: decodes first, then chunks.
+
+    While the step runs, the vision lane may run for `vision_s` seconds and then pauses until the step has ended. On a
+    divided device the step runs on part `partition` of it while the vision lane has work, and vision runs all along on
+    the rest.
+    """
 
     step_id: StepId
     decodes: DecodeRows
@@ -137,7 +147,8 @@ class LanguagePlan:
 
     @property
     def load(self) -> LanguageLoad:
-        """A chunk of one token, behind KV that has moved or was found, costs what a decode does."""
+        """The cost model's view of the step. A chunk of one token, behind KV that was moved or cached, counts as a
+        decode."""
         chunks = [row for row in self.chunks if len(row.token_ids) > 1]
         single_keys = sum(row.start + 1 for row in self.chunks if len(row.token_ids) == 1)
         return LanguageLoad(
@@ -151,7 +162,8 @@ class LanguagePlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms under the model's distribution before temperature and filters (as OpenAI and vLLM)."""
+    """Natural log probabilities of one token under the model's distribution before temperature and filters (as OpenAI
+    and vLLM)."""
 
     token_id: int
     logprob: float
@@ -161,7 +173,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class VisionResult:
-    """`errors[i]` is what went wrong with item i of the plan, None where nothing did."""
+    """The result of a VisionPlan. `errors[i]`: the error of item i of the plan, or None."""
 
     step_id: StepId
     started_s: float
@@ -171,9 +183,12 @@ class VisionResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguageResult:
-    """`token_ids[i]` is what row i sampled, -1 where it asked for no token, failed or was deferred. `vision_s` is how
-    long the vision lane ran beside the step. Of a deferred row nothing was computed, it is to be planned again: a
-    decode, or a chunk of the one token that a request lacks."""
+    """The result of a LanguagePlan.
+
+    `token_ids[i]`: the token that row i sampled; -1 if it samples none, failed or was deferred. `vision_s`: seconds that
+    the vision lane ran beside the step. `deferred`: rows of which nothing was computed, to be planned again; each is a
+    decode, or a chunk of the one missing token of a request.
+    """
 
     step_id: StepId
     started_s: float
@@ -182,16 +197,16 @@ class LanguageResult:
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, ..) of rows that asked for them
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why)
     vision_s: float = 0.0
-    scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (row, ..) of the tokens behind a scored chunk's
+    scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (row, log probabilities) of scored chunks
     deferred: tuple[int, ...] = ()  # rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullPlan:
-    """Copy blocks that another instance has offered into blocks of ours.
+    """A copy of blocks that another instance offers into blocks of this one.
 
-    `offer` is the number by which the scheduler was told of it. Block `first_block + i` of the offer goes to
-    `block_ids[i]`. `last`: with it everything is here, if the offer was valid to the end.
+    `offer`: the offer's number at this scheduler. Block `first_block + i` of the offer goes to `block_ids[i]`. `last`:
+    after this copy everything is here, if the offer is still valid at its end.
     """
 
     step_id: StepId
@@ -205,9 +220,12 @@ class PullPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullJob:
-    """A PullPlan as the transfer lane needs it. `word` is what slot `slot` of the peer's control words holds while
-    offer `sequence` is valid; it is read after the copy has completed, and decides. `ticket`: the job is a piece of a
-    pull through host memory, and `source_blocks` are of the peer's staging pool; 0: it is all of a pull."""
+    """A PullPlan in the form of the transfer lane.
+
+    Slot `slot` of the peer's control words holds `word` while offer `sequence` is valid; it is read after the copy has
+    completed, and decides. `ticket`: number of this piece of a pull through host memory, whose `source_blocks` are in
+    the peer's staging pool; 0: the job is a whole pull.
+    """
 
     step_id: StepId
     peer: str
@@ -223,8 +241,8 @@ class PullJob:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """`valid`: the word was still there after the copy. `problem`: the bytes could not be copied or are not those that
-    were offered."""
+    """The result of a PullJob. `valid`: the word was unchanged after the copy. `problem`: the bytes could not be copied
+    or do not have the offered checksums."""
 
     step_id: StepId
     started_s: float
@@ -237,7 +255,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class StagingJob:
-    """Copy blocks of our own into our staging pool, where peers read them."""
+    """A copy of this instance's own blocks into its staging pool in host memory, where peers read them."""
 
     number: int
     pool: str  # a `core.pools.PoolKind`
@@ -247,7 +265,7 @@ class StagingJob:
 
 @dataclass(frozen=True, slots=True)
 class StagingResult:
-    """`problem`: the blocks could not be copied."""
+    """The result of a StagingJob. `problem`: why the blocks could not be copied."""
 
     number: int
     problem: str | None = None
@@ -255,7 +273,7 @@ class StagingResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadyResult:
-    """Tells that what a request was held for is there, or with `error` that it never will be."""
+    """Reports that the resource a request is held for is ready or, with `error`, will never be."""
 
     request_id: RequestId
     error: ErrorInfo | None = None
@@ -266,11 +284,11 @@ LaneResult = VisionResult | LanguageResult | PullResult | StagingResult | ReadyR
 
 @dataclass(frozen=True, slots=True)
 class KvEnd:
-    """What goes with the last KV of a request that moves on: it continues behind this token, which has no KV yet."""
+    """The end of the KV of a request that moves: the target continues after token `token_id`, which has no KV yet."""
 
     num_tokens: int  # whose KV is offered
     token_id: int
     token_s: float  # when it was sampled
     first_token_s: float  # when the request's first one was
     late_gaps: int = 0
-    earlier_token_ids: tuple[int, ...] | None = None  # all generated before; None: those that both sides were told of
+    earlier_token_ids: tuple[int, ...] | None = None  # generated before `token_id`; None: the target knows them

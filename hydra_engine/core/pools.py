@@ -1,4 +1,4 @@
-"""What instances tell each other about the memory they share: which pools there are, how a block of each is laid out.
+"""Descriptions of the memory that instances share: the pools, and the layout of a block of each.
 
 Two instances can exchange blocks of a pool only if the layouts agree in everything but the number of blocks.
 """
@@ -10,13 +10,13 @@ from enum import StrEnum
 
 
 class PoolKind(StrEnum):
-    FEATURES = "features"  # of the image cache
+    FEATURES = "features"  # the image cache
     KV = "kv"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """`block_shape` is [L, X, S, H, D] of `PagedCache`; a pool is [num_blocks, *block_shape] contiguous."""
+    """The layout of a pool, contiguous [num_blocks, *block_shape]. `block_shape` is [L, X, S, H, D] (`PagedCache`)."""
 
     kind: PoolKind
     num_blocks: int
@@ -25,15 +25,15 @@ class PoolLayout:
     block_bytes: int
 
     def agrees_with(self, other: PoolLayout) -> bool:
-        """Blocks can be copied from one to the other."""
+        """True if blocks can be copied from one to the other."""
         ours = (self.kind, self.block_shape, self.dtype, self.block_bytes)
         return ours == (other.kind, other.block_shape, other.dtype, other.block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolExport:
-    """One pool as its owner offers it. `transport` says how it is mapped: "memfd" with the descriptor that travels
-    beside this (`descriptor` counts those of one message), "cuda-ipc" with `handle`."""
+    """One pool as its owner shares it. `transport`: "memfd", mapped by file descriptor number `descriptor` of those
+    sent with the message, or "cuda-ipc", mapped by `handle`."""
 
     layout: PoolLayout
     transport: str
@@ -44,9 +44,9 @@ class PoolExport:
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """Everything that an instance lets its peers read: its pools and its control words ([num_words] uint64 in a memfd,
-    descriptor `words`). `staging`: pools in host memory, of the same blocks but fewer, into which the owner copies what
-    a peer cannot read where it is."""
+    """Everything that an instance lets its peers read: its pools, and its control words ([num_words] uint64 in a memfd,
+    file descriptor number `words`). `staging`: smaller pools in host memory with the same block layout, into which the
+    owner copies what a peer cannot read directly."""
 
     pools: tuple[PoolExport, ...]
     words: int

@@ -1,5 +1,6 @@
-"""Files of measurements, for the next start to read instead of measuring again: JSON with the digest of its body,
-written atomically, readable by their owner only. Does not know what was measured."""
+"""Files of measurements that a later start reads instead of measuring again: JSON with a digest, written atomically,
+readable by the owner only. Does not know what was measured.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ MAX_BYTES = 4 << 20
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`digest` is BLAKE2b-256 of the bytes of `profile`, in hex."""
+    """The content of a file. `digest`: BLAKE2b-256 of the bytes of `profile`, in hex."""
 
     digest: str
     profile: msgspec.Raw
 
 
 class Refused(Exception):
-    """A file exists and is not used; the message is the reason."""
+    """Raised if a file exists and is not usable; the message is the reason."""
 
 
 def write(path: Path, body: bytes) -> None:
-    """`body` is JSON. Atomic, mode 0600. Raises OSError."""
+    """Writes `body`, which is JSON, atomically and with mode 0600. Raises OSError."""
     content = msgspec.json.encode(_File(_digest(body), msgspec.Raw(body)))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -42,7 +43,7 @@ def write(path: Path, body: bytes) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """What was written; None where there is no file. Raises Refused."""
+    """The body that `write` wrote; None if there is no file. Raises Refused."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

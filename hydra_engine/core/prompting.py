@@ -1,6 +1,6 @@
-"""What a caller may ask of the way from messages to a prompt: template options, and how many pixels pictures get.
+"""Options for the way from messages to a prompt: template options, and pixel limits of pictures.
 
-Only what it is, with bounds that hold before any template is rendered. Does not know templates or models.
+Holds only the options and bounds that are checked before any template is rendered. Does not know templates or models.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from hydra_engine.errors import InvalidRequest
 
 MAX_TOOLS = 128
-MAX_TOOL_CHARS = 32 << 10  # of all names and strings of one tool
-MAX_ARGUMENT_CHARS = 1 << 20  # of one call that was made
+MAX_TOOL_CHARS = 32 << 10  # sum over all names and strings of one tool
+MAX_ARGUMENT_CHARS = 1 << 20  # of one earlier call
 MAX_VARIABLES = 64
-MAX_VARIABLE_CHARS = 32 << 10  # of all together
+MAX_VARIABLE_CHARS = 32 << 10  # sum over all variables
 MAX_JSON_VALUES = 10_000
 MAX_TOOL_VALUES = 32_768  # of all tools of one request
 MAX_JSON_DEPTH = 32
@@ -26,7 +26,7 @@ MAX_PIXELS = 1 << 31
 LOW_DETAIL_PIXELS = 512 * 512
 DETAILS = ("auto", "low", "high")
 
-# Names that a template, or what renders it, has a use for already.
+# Names that templates, or the renderer, already use.
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "functions", "documents", "conversation", "chat_template", "add_generation_prompt"}
     | {"continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
@@ -40,12 +40,14 @@ _LARGEST_INTEGER = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """For the way from messages or text to token ids. `tools` in OpenAI's form ({"type": "function", "function":
-    {...}}); `variables` are more names that the template can read (vLLM's chat_template_kwargs), plain JSON. With
-    `continue_final_message` the prompt ends inside the last message, which the answer goes on with; then
-    `add_generation_prompt` must be off. `add_special_tokens` says whether the tokenizer puts its own around the text
-    (BOS as a rule); None: around raw text and, as the model's processor in transformers does, around a conversation
-    that does not begin with BOS already. Raises `InvalidRequest` naming the field."""
+    """Options of the chat template. Raises `InvalidRequest` naming the field.
+
+    `tools`: in OpenAI's form ({"type": "function", "function": {...}}). `variables`: further names that the template
+    can read, plain JSON (vLLM's chat_template_kwargs). `continue_final_message`: the prompt ends inside the last
+    message, and the answer continues it; `add_generation_prompt` must then be off. `add_special_tokens`: the tokenizer
+    adds its special tokens (usually BOS); None: to raw text and, like the model's processor in transformers, to a
+    conversation that does not begin with BOS.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -84,18 +86,18 @@ class TemplateOptions:
 
 
 class _CheckedTool(dict[str, Any]):
-    """A tool that has been looked through."""
+    """A tool that has passed the checks."""
 
 
 class CheckedTools(list[Mapping[str, Any]]):
-    """Tools that are plain JSON and bounded, each of them and all together."""
+    """A list of tools that are plain JSON and bounded in size, each of them and all together."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_values = 0
 
     def add(self, tool: object, path: str) -> None:
-        """Raises InvalidRequest naming `path`, or `tools` where they are too large together."""
+        """Checks and appends a tool. Raises InvalidRequest naming `path`, or `tools` if all together are too large."""
         self._num_values += _check_tool(tool, path)
         if self._num_values > MAX_TOOL_VALUES:
             raise InvalidRequest(
@@ -105,7 +107,7 @@ class CheckedTools(list[Mapping[str, Any]]):
 
 
 def _check_tool(tool: object, path: str) -> int:
-    """How many values it holds."""
+    """Checks a tool; returns its number of JSON values."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping):
         raise InvalidRequest(f'{path} must be {{"type": "function", "function": {{...}}}}', param=path)
@@ -123,8 +125,8 @@ def _check_tool(tool: object, path: str) -> int:
 
 
 def check_json(value: object, param: str, max_chars: int) -> int:
-    """How many values there are. Raises InvalidRequest naming `param` unless `value` is plain JSON: bounded in depth,
-    in values and in the characters of its strings and names."""
+    """Returns the number of values. Raises InvalidRequest naming `param` unless `value` is plain JSON that is bounded
+    in depth, in values and in the characters of its strings and names."""
     num_values, problem = looked_through(value, max_chars)
     if problem is not None:
         raise InvalidRequest(f"{param} {problem}", param=param)
@@ -132,7 +134,7 @@ def check_json(value: object, param: str, max_chars: int) -> int:
 
 
 def looked_through(value: object, max_chars: int) -> tuple[int, str | None]:
-    """How many values were looked at, and why `value` is not plain JSON within these bounds."""
+    """(number of values counted, the reason why `value` is not plain JSON within the bounds, or None)."""
     num_chars = num_values = 0
     for num_values, (one, depth) in enumerate(_values_of(value), 1):
         if depth > MAX_JSON_DEPTH:
@@ -147,12 +149,12 @@ def looked_through(value: object, max_chars: int) -> tuple[int, str | None]:
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """All strings in plain JSON, names of objects included."""
+    """All strings in plain JSON, including the names in objects."""
     return (one for one, _ in _values_of(value) if isinstance(one, str))
 
 
 def _values_of(value: object) -> Iterator[tuple[object, int]]:
-    """Every value and name inside `value`, with its depth; the reader stops where it is too deep."""
+    """(value or name, depth) of everything in `value`. Unbounded: the caller stops where it is too deep."""
     stack: list[tuple[object, int]] = [(value, 0)]
     while stack:
         one, depth = stack.pop()
@@ -175,9 +177,12 @@ def _is_plain(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PixelBudget:
-    """Pixels that each picture of a request is resized to lie between, within what the engine allows; None: as
-    configured. A picture that is cut into tiles gets as few or as many as come nearest. Families with one fixed size
-    have nothing to change, and videos stay as configured. Raises `InvalidRequest`."""
+    """Minimum and maximum pixels to which each picture of a request is resized, within the engine's limits. None: as
+    configured. Raises `InvalidRequest`.
+
+    A picture that is split into tiles gets the number of tiles closest to that. Families with one fixed size ignore it,
+    and videos stay as configured.
+    """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -191,8 +196,8 @@ class PixelBudget:
             raise InvalidRequest("min_pixels must not exceed max_pixels", param="min_pixels")
 
     def at(self, detail: str) -> PixelBudget:
-        """Of one picture, by OpenAI's image_url.detail: low has at most 512 x 512 pixels; auto and high have what this
-        budget says."""
+        """The limits of one picture by OpenAI's image_url.detail: low has at most 512 x 512 pixels; auto and high have
+        this budget."""
         if detail != "low":
             return self
         most = LOW_DETAIL_PIXELS if self.max_pixels is None else min(self.max_pixels, LOW_DETAIL_PIXELS)

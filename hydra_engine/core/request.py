@@ -21,20 +21,26 @@ MAX_TOKENS_LIMIT = 1 << 20
 MAX_CHOICES = 64
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 16
-MAX_LISTED_TOKENS = 1 << 20  # of logit_bias and allowed_token_ids, in all answers of one request
+MAX_LISTED_TOKENS = 1 << 20  # entries of logit_bias and allowed_token_ids, over all answers of one request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Field names and meanings are those of the OpenAI API and of vLLM's extras.
+    """The sampling parameters of a request, with the names and meanings of the OpenAI API and vLLM.
 
-    temperature 0 is greedy. `seed` None lets the engine draw one; with a seed the text depends on nothing but the
-    request. `max_tokens` None means the model's default, and where it has none the rest of the context. `logprobs`
-    None: none; k >= 0: the chosen token's and the k best ones'; `prompt_logprobs` the same for the tokens of the
-    prompt. `stop` strings are matched on text in the frontend process and never appear in the output. `n` answers to
-    one prompt, which is prefilled once; answer i draws with seed + i. `logit_bias` (token id -> what is added to its
-    logit; a mapping or pairs), `allowed_token_ids` (empty: all) and `grammar` say which tokens may come. Raises
-    `InvalidRequest` naming the field.
+        >>> SamplingParams(temperature=0.0, max_tokens=20)
+        >>> SamplingParams(temperature=0.7, top_p=0.9, seed=1, n=4, stop=("END",))
+
+    `temperature` 0 is greedy. `seed` None: the engine draws one; with a seed the text depends on the request alone.
+    `max_tokens` None: the model's default or, without one, the rest of the context. `logprobs` k >= 0: log
+    probabilities of the chosen token and the k best ones; None: none. `prompt_logprobs`: the same for the prompt's
+    tokens. `stop`: strings that end the text, matched in the frontend process and removed unless
+    `include_stop_str_in_output`. `n`: number of answers to the prompt, which is prefilled once; answer i samples with
+    seed + i. `logit_bias`: token id -> value added to its logit, -100 to 100, as a mapping or pairs.
+    `allowed_token_ids`: the only tokens that may be sampled (empty: all). `grammar`: the language that the output must
+    be in.
+
+    Raises `InvalidRequest`, naming the field, for a value out of range.
     """
 
     temperature: float = 1.0
@@ -98,8 +104,8 @@ class SamplingParams:
         self.check_answers(self.n, "n")
 
     def check_answers(self, num_answers: int, fields: str) -> None:
-        """Raises InvalidRequest where the lists of tokens are too long for so many answers, each of which has them
-        while it runs. `fields`: what says how many answers there are."""
+        """Raises InvalidRequest if the token lists, which every answer holds while it runs, are too long for
+        `num_answers`. `fields`: names of the fields that set the number of answers."""
         num_each = len(self.allowed_token_ids) + len(self.logit_bias)
         if num_answers * num_each > MAX_LISTED_TOKENS:
             raise InvalidRequest(
@@ -109,24 +115,26 @@ class SamplingParams:
             )
 
     def of_one(self, *, scores_prompt: bool) -> SamplingParams:
-        """The parameters of one of several answers."""
-        one = copy(self)  # whose fields are checked
+        """The parameters of one of `n` answers; only the answer with `scores_prompt` keeps `prompt_logprobs`."""
+        one = copy(self)  # fields are checked already
         object.__setattr__(one, "n", 1)
         if not scores_prompt:
             object.__setattr__(one, "prompt_logprobs", None)
         return one
 
     def asked(self, **given: Any) -> SamplingParams:
-        """What a request that gives these fields is sampled with where this object holds the defaults. Of `max_tokens`
-        the default stays out: it yields to what the context has room for, which the preprocessor knows; and that of
-        `min_tokens` yields to a `max_tokens` that is given."""
+        """The parameters of a request that gives these fields, with this object as the defaults.
+
+        The default of `max_tokens` is not used: the preprocessor applies it, limited by the context. The default of
+        `min_tokens` is lowered to a given `max_tokens`.
+        """
         if (most := given.get("max_tokens")) is not None and "min_tokens" not in given and most < self.min_tokens:
             given["min_tokens"] = most
         return replace(self, **({"max_tokens": None} | given))
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The fields that differ from the API's own defaults."""
+        """The fields that differ from the API's defaults, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     @property
@@ -139,7 +147,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Penalties and grammars look at the tokens so far."""
+        """True if sampling depends on earlier tokens: with penalties or a grammar."""
         return self.penalises or self.grammar is not None
 
 
@@ -168,7 +176,7 @@ _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 
 
 def _check_ids(name: str, tokens: Sequence[int]) -> None:
-    """Each is looked at alone only where all together do not say that they are right."""
+    """Raises InvalidRequest for an invalid token id. Checks all at once, and each alone only to find an invalid one."""
     if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID):
         for token in tokens:
             _check_range(name, token, 0, _MAX_TOKEN_ID)
@@ -185,9 +193,9 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a model's authors say of single tokens, whoever asks: those that never come, those that do not come first,
-    and those of which one comes last, where an answer reaches its `max_new_tokens`. A request that says by
-    `allowed_token_ids` which tokens may come is asked alone."""
+    """Rules for single tokens from the model's authors: tokens that are never sampled, tokens that are not sampled
+    first, and tokens of which one is last if an answer reaches its `max_new_tokens`. They do not apply to a request
+    with `allowed_token_ids`."""
 
     never: tuple[int, ...] = ()
     not_first: tuple[int, ...] = ()
@@ -198,7 +206,7 @@ NO_RULES = TokenRules()
 
 
 class GenerationDefaults(NamedTuple):
-    """What holds for requests besides their `SamplingParams`. `max_tokens` yields to the room of a context."""
+    """Defaults of a model besides its `SamplingParams`. `max_tokens` is limited by the rest of the context."""
 
     max_tokens: int | None = None
     rules: TokenRules = NO_RULES
@@ -209,13 +217,13 @@ NO_DEFAULTS = GenerationDefaults()
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency limits in seconds; None: no limit, or in what a caller asks for the engine's."""
+    """Latency limits in seconds. None: no limit; in a caller's request: the engine's limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def with_defaults(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
-        """Its own limits, and these where it has none."""
+        """These limits, with the given ones for None."""
         return Slo(
             self.ttft_s if self.ttft_s is not None else ttft_s,
             self.tpot_s if self.tpot_s is not None else tpot_s,
@@ -224,8 +232,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The tokens of earlier attempts: when the first and the latest came, how many gaps between them were late, and the
-    kind of `DelayCause` for the time until the attempt that goes on behind them."""
+    """The tokens of earlier attempts: times of the first and the latest, the number of late gaps between them, and the
+    kind of `DelayCause` for the time until the next attempt's first token."""
 
     first_token_s: float
     last_token_s: float
@@ -235,17 +243,16 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything an instance needs to know. `prompt_token_ids` holds placeholders where images are.
+    """A request as an instance receives it. `prompt_token_ids` has placeholders where images are.
 
-    `arrival_s` is the frontend's monotonic stamp. `slo` has the limits that hold for it, its own or the engine's: an
-    instance asks nowhere else. `max_new_tokens` is resolved: never None, prompt plus it fits the
-    context. `seed` is resolved too. `rope_delta` is what multimodal rotary positions add to the place of a token behind
-    the prompt; 0 elsewhere.
+    `arrival_s`: the frontend's monotonic time. `slo`: the limits that apply, the request's own or the engine's.
+    `max_new_tokens` and `seed` are resolved: never None, and prompt plus `max_new_tokens` fit the context.
+    `rope_delta`: offset of multimodal rotary positions behind the prompt; 0 for other models.
 
-    `id` names one attempt to serve what a user asked for; an attempt that replaces a lost one has an id of its own, so
-    nothing that an old one still sends is taken for the new one's. `age` stays: of two requests on one node the one
-    with the smaller age is older everywhere. `generated_token_ids` are what earlier attempts have sampled; they count
-    among the `max_new_tokens` and are prefilled behind the prompt.
+    `id` names one attempt to serve a user's request; an attempt after a lost instance has a new id, so that late
+    messages of the old one are not taken for the new one's. `age` is the same for all attempts: the request with the
+    smaller age is older on every instance of the node. `generated_token_ids`: tokens sampled by earlier attempts; they
+    count towards `max_new_tokens` and are prefilled behind the prompt.
     """
 
     id: RequestId
@@ -259,12 +266,12 @@ class Request:
     rules: TokenRules = NO_RULES
     slo: Slo = field(default_factory=Slo)
     cache_salt: str = ""
-    client: str = ""  # whose it is, for fair turns
+    client: str = ""  # the client's key, for fair turns
     rope_delta: int = 0
     priority: int = 0  # the smaller one goes first
     age: int = 0
     generated_token_ids: tuple[int, ...] = ()
-    resumed: Resumed | None = None  # where there are such tokens
+    resumed: Resumed | None = None  # set if there are such tokens
     preempted: bool = False  # an earlier attempt ran out of blocks: this one starts only with room for all it can need
 
     @property
@@ -273,25 +280,25 @@ class Request:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end it. Under a grammar end-of-sequence comes only where the text is complete, and always ends:
-        with `ignore_eos` when nothing else may come."""
+        """Tokens that end the request. Under a grammar end-of-sequence is allowed only where the text is complete, and
+        always ends the request; with `ignore_eos` it is allowed only if nothing else is."""
         ignores = self.sampling.ignore_eos and self.sampling.grammar is None
         return frozenset((*(() if ignores else self.eos_token_ids), *self.sampling.stop_token_ids))
 
     @property
     def max_total_tokens(self) -> int:
-        """The prompt and every token that it may generate."""
+        """Maximum number of tokens: the prompt and `max_new_tokens`."""
         return len(self.prompt_token_ids) + self.max_new_tokens
 
     def finish_reason(self, num_generated: int, token_id: int) -> FinishReason | None:
-        """What its latest token, `token_id`, means for it when that is the `num_generated`th: None, that more come."""
+        """The reason why token `token_id`, the `num_generated`th, ends the request; None if it continues."""
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_generated >= self.max_new_tokens else None
 
     @property
     def num_media(self) -> int:
-        """Pictures and videos, as the user counts them."""
+        """Number of pictures and videos, as the user counts them."""
         return len({image.source for image in self.images})
 
     @property

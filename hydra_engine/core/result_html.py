@@ -1,7 +1,7 @@
-"""A result in a notebook: its text, what it took, and its stages as bars over time.
+"""A result as HTML for a notebook: its text, its numbers, and its stages as bars over time.
 
-HTML with inline SVG, no scripts and no styles but its own; everything that a model or a user wrote is escaped. Text has
-the page's colour, and bars have colours that show on light and on dark pages. Does not know how spans come about.
+HTML with inline SVG, without scripts and external styles; all text from a model or a user is escaped. Text has the
+page's colour; bars have colours that are visible on light and dark pages. Does not know how spans are recorded.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from html import escape
 
 from hydra_engine.core.outputs import Result, StageSpan
 
-MAX_SPANS = 500  # the longest are drawn
+MAX_SPANS = 500  # only the longest are drawn
 MAX_TEXT = 20_000  # characters of one answer
 
-# After Okabe and Ito; each differs from white and from black by a contrast of 3 at least.
+# After Okabe and Ito; each has a contrast of at least 3 with white and with black.
 COLOURS = {
     **dict.fromkeys(("fetch", "tokenize", "preprocess"), "#3f8fc4"),
     "encode": "#c67600",
@@ -29,6 +29,7 @@ _WIDTH, _LEFT, _RIGHT, _ROW = 760, 150, 90, 18
 
 
 def result_html(result: Result) -> str:
+    """The HTML fragment of a result."""
     answers = result.choices or (result,)
     texts = "".join(f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{_text(one)}</div>' for one in answers)
     facts = escape(" · ".join(result.facts()))
@@ -80,7 +81,7 @@ def _row(name: str, spans: Sequence[StageSpan], top: int, end_s: float) -> str:
 
 
 def _bar(span: StageSpan, top: int, scale: float) -> str:
-    """Thin where the request waited."""
+    """A bar of the timeline, thin if the request waited."""
     colour = COLOURS.get(span.stage)
     y, height = (top + 3, 12) if colour else (top + 7, 4)
     x, width = _LEFT + span.start_s * scale, max((span.end_s - span.start_s) * scale, 1.0)

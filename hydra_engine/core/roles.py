@@ -1,7 +1,8 @@
-"""Roles and topologies: which stages an instance serves, which instances make up a deployment, and whether that works.
+"""Roles and topologies: the stages of an instance, the instances of a deployment, and checks that they can serve a
+model.
 
-A topology that is refused comes back with one close to it that would be taken. Does not know models or machines: what
-a model needs and which devices there are is told to the checks.
+An error for a topology suggests a similar one that works. Does not know models or machines: the checks receive what a
+model needs and which devices exist.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from hydra_engine.errors import ConfigError
 
 
 class Role(Flag):
+    """The stages that an instance serves: any of E (encode), P (prefill) and D (decode)."""
+
     E = 1
     P = 2
     D = 4
 
     @classmethod
     def parse(cls, letters: str) -> Role:
+        """Parses letters such as "PD". Raises ConfigError."""
         if not letters or any(c not in "EPD" for c in letters) or len(set(letters)) != len(letters):
             raise ConfigError(f"role {letters[:20]!r} is not a combination of the letters E, P and D", param="topology")
         role = cls(0)
@@ -35,12 +39,12 @@ class Role(Flag):
 
     @property
     def needs_vision(self) -> bool:
-        """Holds the vision tower, the projector and an image cache to write."""
+        """True if it has the vision tower, the projector and an image cache to write."""
         return Role.E in self
 
     @property
     def needs_language(self) -> bool:
-        """Holds the decoder and a KV cache."""
+        """True if it has the decoder and a KV cache."""
         return Role.P in self or Role.D in self
 
 
@@ -48,13 +52,13 @@ EPD = Role.E | Role.P | Role.D
 
 
 def role_of(name: str) -> Role:
-    """The role that an instance of this name (`Topology.names`) starts with."""
+    """The role at start of an instance with this name (`Topology.names`)."""
     return Role.parse(name.rstrip("0123456789").upper())
 
 
 def lends_decodes(source: Role, target: Role) -> bool:
-    """Whether an instance that decodes may lend some to another while that has nothing to encode. Never in a circle:
-    who may borrow encodes, who lends does not."""
+    """True if an instance of role `source` may lend decodes to one of role `target` while that has nothing to encode.
+    Never a cycle: borrowers encode, lenders do not."""
     return Role.D in source and Role.E not in source and Role.E in target and Role.D in target
 
 
@@ -79,7 +83,7 @@ class Topology:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One for each instance, for example e0, e1, pd0."""
+        """Names of the instances by role and number, for example e0, e1, pd0."""
         counts: dict[str, int] = {}
         names = []
         for spec in self.instances:
@@ -89,19 +93,19 @@ class Topology:
         return tuple(names)
 
     def devices(self, default: str) -> tuple[str, ...]:
-        """Of each instance. Those on "auto" are on `default` or, where that is "auto" too, go along with the others."""
+        """Devices of the instances. "auto" becomes `default`, or if that is "auto" too the first named device."""
         named = (default, *(spec.device for spec in self.instances))
         others = next((device for device in named if device != "auto"), "auto")
         return tuple(others if spec.device == "auto" else spec.device for spec in self.instances)
 
     def on(self, devices: Sequence[str]) -> Topology:
-        """The same instances on these devices."""
+        """The topology with these devices, one for each instance."""
         placed = zip(self.instances, devices, strict=True)
         return Topology(tuple(replace(spec, device=device) for spec, device in placed))
 
     @property
     def served(self) -> Role:
-        """All stages that have an instance."""
+        """The stages that some instance serves."""
         role = Role(0)
         for spec in self.instances:
             role |= spec.role
@@ -109,8 +113,8 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Raises ConfigError for what cannot be read or serves no model; `check_serves` asks for E where there is
-        vision."""
+        """Parses a topology. Raises ConfigError if it cannot be read or misses P or D; `check_serves` also requires E
+        for a vision model."""
         # "1E3P4D" is short for "1E+3P+4D": every digit opens a new part.
         spread = re.sub(r"(?<=[EPD])(?=[0-9]+[EPD])", "+", text.strip())
         instances: list[InstanceSpec] = []
@@ -148,11 +152,11 @@ def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
     return count, InstanceSpec(Role.parse(match["role"]), device)
 
 
-# ---- checks, each with what would work
+# ---- checks, each with a topology that would work
 
 
 def check_serves(topology: Topology, has_vision: bool) -> None:
-    """Whether every stage that the model has is served, and every instance has something to do. Raises ConfigError."""
+    """Raises ConfigError unless every stage of the model is served and every instance has a stage to run."""
     _check_stages(topology, EPD if has_vision else Role.P | Role.D)
     names = [name for name, spec in zip(topology.names, topology.instances, strict=True) if spec.role == Role.E]
     if names and not has_vision:
@@ -164,8 +168,8 @@ def check_serves(topology: Topology, has_vision: bool) -> None:
 
 
 def check_states(topology: Topology) -> None:
-    """For a model whose decoder keeps recurrent states, which are not handed on: who prefills a request decodes it.
-    Raises ConfigError."""
+    """Raises ConfigError if an instance separates prefill and decode. For a model with recurrent states, which are not
+    handed over: the instance that prefills a request must decode it."""
     both = Role.P | Role.D
     split = [spec.role.needs_language and both not in spec.role for spec in topology.instances]
     if not any(split):
@@ -183,7 +187,7 @@ def check_states(topology: Topology) -> None:
 
 
 def check_devices(topology: Topology, devices: Sequence[str]) -> None:
-    """`devices` are those that there are, for example ("cpu", "cuda:0"). Raises ConfigError."""
+    """Raises ConfigError if a device of the topology is not in `devices`, for example ("cpu", "cuda:0")."""
     wanted = list(dict.fromkeys(spec.device for spec in topology.instances if spec.device != "auto"))
     missing = [device for device in wanted if device not in devices]
     if missing:
@@ -197,6 +201,7 @@ def check_devices(topology: Topology, devices: Sequence[str]) -> None:
 
 
 def _check_stages(topology: Topology, needed: Role) -> None:
+    """Raises ConfigError unless every stage in `needed` has an instance."""
     missing = needed & ~topology.served
     if not missing:
         return
@@ -210,7 +215,8 @@ def _check_stages(topology: Topology, needed: Role) -> None:
 
 
 def _nearest(topology: Topology) -> int:
-    """The instance that could do more at the least cost: what decodes has the weights to prefill, and the reverse."""
+    """Index of the instance that can take another stage most cheaply: one with P or D has the decoder's weights
+    already."""
     for stage in (Role.P, Role.D, Role.E):
         for index, spec in enumerate(topology.instances):
             if stage in spec.role:
@@ -226,7 +232,7 @@ def _with_stages(topology: Topology, stages: Role) -> Topology:
 
 
 def _with_instance(topology: Topology, role: Role) -> Topology:
-    """Those that encode come first, those that only decode last."""
+    """The topology with another instance, sorted in: encoders first, pure decoders last."""
     instances = list(topology.instances)
     own = "EPD".index(role.letters[0])
     later = (i for i, spec in enumerate(instances) if "EPD".index(spec.role.letters[0]) > own)
@@ -248,7 +254,7 @@ def _examples(*topologies: Topology) -> str:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """At most four of them."""
+    """The words in a list for a message; above four, the first three and the number of the rest."""
     if len(words) > 4:
         return f"{', '.join(words[:3])} and {len(words) - 3} others"
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -1,8 +1,8 @@
-"""The progress of one request inside the engine: its phase, a few integers, and what follows from them.
+"""The progress of one request inside the engine: its phase, a few integers, and properties derived from them.
 
-The one mutable record of the deciding folders; owned by the scheduler of the instance that holds the request. Keeps the
-hashes of what it computes, but does not know blocks, plans or the clock. What changes with every token of a decode is
-not here but in the arrays of `scheduler/decodes.py`; only the tokens themselves are appended.
+Mutable; owned by the scheduler of the instance that holds the request. Keeps the hashes of its computed blocks, but
+does not know block ids, plans or the clock. Numbers that change with every token of a decode are in the arrays of
+`scheduler/decodes.py`; only the tokens themselves are appended here.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ Urgency = tuple[int, float, Order]
 
 
 class RequestPhase(Enum):
-    """Where a request is. `RequestTable.phase_of` derives it, `RequestTable.requeue` moves the request into its queue.
+    """Phases of a request. `RequestTable.phase_of` derives the phase, `RequestTable.requeue` moves the request into its
+    queue.
 
-    A request of an instance that has no others goes ENCODING (if it has images) -> WAITING -> PREFILLING -> DECODING ->
-    ENDED. It may prefill up to the first image without features before all are encoded, so ENCODING -> PREFILLING is
-    legal too. Preemption takes its KV: PREFILLING or DECODING -> WAITING, or ENCODING if images are needed once more.
+    On an instance without peers: ENCODING (if it has images) -> WAITING -> PREFILLING -> DECODING -> ENDED. A request
+    may prefill up to its first image without features before all are encoded, so ENCODING -> PREFILLING is legal too.
+    Preemption frees its KV: PREFILLING or DECODING -> WAITING, or ENCODING if images are needed once more.
 
-    With other instances: what decodes elsewhere goes PREFILLING -> HANDING_OVER -> ENDED; what is prefilled elsewhere
-    goes REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING. An ENCODE_JOB stays one until
-    its features have been fetched. Every phase may end, by an abort or an error.
+    With peers: a request that decodes elsewhere goes PREFILLING -> HANDING_OVER -> ENDED; one that is prefilled
+    elsewhere goes REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING. An ENCODE_JOB stays
+    one until its features have been fetched. Any phase may change to ENDED by an abort or an error.
 
-    A request may be held until the worker has what its tokens are sampled with. It is HELD before everything else, or,
-    if it is prefilled elsewhere, stays REMOTE_PREFILL: it holds nothing that others could use.
+    A request may be held until the worker has what its sampling needs (a compiled grammar). It is HELD before every
+    other phase or, if it is prefilled elsewhere, stays REMOTE_PREFILL: it holds nothing that others could use.
     """
 
     HELD = auto()  # no KV blocks, and no features; nothing is computed for it before it is released
@@ -46,26 +47,26 @@ class RequestPhase(Enum):
     WAITING = auto()  # no KV blocks; has all it needs to start
     PREFILLING = auto()  # KV blocks; more than one step from its next token, or that step is in flight
     DECODING = auto()  # KV blocks; one step from its next token
-    HANDING_OVER = auto()  # KV blocks; computed here, to be fetched by the instance that decodes
+    HANDING_OVER = auto()  # KV blocks; computed, and offered to the instance that decodes
     REMOTE_PREFILL = auto()  # no KV blocks; another instance prefills and has offered nothing yet
-    KV_OFFERED = auto()  # no KV blocks; another instance offers KV, which can be copied as soon as there are some
+    KV_OFFERED = auto()  # no KV blocks yet; another instance offers KV to copy into them
     ENCODE_JOB = auto()  # images for another instance, and nothing else
-    ENDED = auto()  # to be forgotten as soon as no plan in flight names it
+    ENDED = auto()  # forgotten as soon as no plan in flight names it
 
 
 class ImageProgress(IntEnum):
-    """Where one image of a request is. Image-cache blocks are held in ENCODING and ENCODED only."""
+    """Progress of one image of a request. Image-cache blocks are held in ENCODING and ENCODED only."""
 
     WAITING = 0  # has no features, needs them
     ENCODING = 1  # features are being encoded or pulled, for this image or for the same picture elsewhere
     ENCODED = 2  # features are in the image cache
     CACHED = 3  # needs no features if the KV of its whole span is still found when the request starts
-    CONSUMED = 4  # the KV of its whole span is in the request's blocks; of an encode job: its target has let go of it
+    CONSUMED = 4  # the KV of its whole span is in the request's blocks; encode job: its target needs the offer no more
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Decided, but perhaps not carried out yet: a plan in flight may still name the request."""
+    """The end of a request: decided, but not carried out while a plan in flight names it."""
 
     reason: FinishReason | Departure
     stop_token_id: int | None = None
@@ -74,10 +75,10 @@ class Ending:
 
 @dataclass(slots=True)
 class RemoteKv:
-    """KV of a request that another instance computes, as far as it is known and copied. Blocks are counted in the order
-    of the request's table; those before `num_copied` are here."""
+    """Progress of the KV that another instance computes and this one copies. Blocks are counted in the order of the
+    request's table; those before `num_copied` are here."""
 
-    offer: int | None = None  # its number here; None: nothing is offered now
+    offer: int | None = None  # number of the offer at this instance; None: no offer now
     num_offered: int = 0  # blocks
     end: KvEnd | None = None  # with it, nothing more will be offered
     num_copied: int = 0
@@ -87,11 +88,12 @@ class RemoteKv:
 
 @dataclass(slots=True, eq=False)
 class HandoverState:
-    """What is known of a request only because other instances take part in it. `scheduler/handover/` writes it.
+    """The part of a request's state that exists only because other instances take part in it. Written by
+    `scheduler/handover/`.
 
-    Taken from others: its KV while that is not here (`remote_kv`), and features of `RequestState.remote_images`.
-    Offered to others: its first `num_offered` KV blocks, which are all of them with `offers_all`; of an encode job
-    every image that is ENCODED.
+    From others: its KV until that is here (`remote_kv`), and features of `RequestState.remote_images`. To others: its
+    first `num_offered` KV blocks, which are all of them with `offers_all`; for an encode job every image that is
+    ENCODED.
     """
 
     remote_kv: RemoteKv | None = None
@@ -100,29 +102,29 @@ class HandoverState:
         default_factory=dict
     )  # image -> offers of its features, not being copied
     images_copied: set[int] = field(default_factory=set)  # images whose features are being copied for it
-    borrowed: bool = False  # decoded elsewhere before, and that instance goes on with other requests meanwhile
+    borrowed: bool = False  # True: a decode that another instance has lent to this one
     num_offered: int = 0
     offers_all: bool = False
-    offered_s: dict[int, float] = field(default_factory=dict)  # since when: images of a job, or -1 for its KV
+    offered_s: dict[int, float] = field(default_factory=dict)  # start of each offer by image of a job, -1: KV
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Token positions, half open:
+    """The state of one request on one instance. Token positions, half open:
 
         [0, num_computed)             KV is in the cache
-        [num_computed, num_planned)   being computed by chunks in flight, `num_scheduled` tokens
+        [num_computed, num_planned)   in chunks in flight, `num_scheduled` tokens
         [num_planned, num_tokens)     still to compute
 
-    `num_tokens` counts the prompt and what was generated. The last generated token has no KV until the next step, so
-    a request that is DECODING has `num_computed == num_tokens - 1`: there it follows from the tokens, and before it is
-    `num_prefilled`, which a decoding request no longer keeps up to date. Preemption sets it to zero and forgets nothing
-    else. A request that starts on blocks found in the cache starts with `num_prefilled` behind them.
+    `num_tokens` counts the prompt and the generated tokens. The last generated token has no KV until the next step, so
+    a request that is DECODING has `num_computed == num_tokens - 1`, derived from its tokens. In other phases
+    `num_computed` is `num_prefilled`, which a decoding request does not keep up to date. Preemption sets that to 0 and
+    keeps everything else. A request that starts on cached blocks starts with `num_prefilled` behind them.
 
-    `plans_in_flight` counts vision plans, chunks and pulls; rows of decodes that are in flight are counted by slot.
+    `plans_in_flight` counts vision plans, chunks and pulls; decode rows in flight are counted by slot.
 
-    `stages` are those that are done here. With E alone it is an encode job: no prompt and no KV. `handover` is None
-    where no other instance takes part.
+    `stages`: the stages that run here. E alone is an encode job: no prompt and no KV. `handover` is None if no other
+    instance takes part.
     """
 
     request: Request
@@ -135,18 +137,18 @@ class RequestState:
     phase: RequestPhase = RequestPhase.WAITING
     num_prefilled: int = 0
     num_scheduled: int = 0
-    held: bool = False  # it is not released yet, and has no KV blocks
+    held: bool = False  # not released yet: it has no KV blocks
     slot_known: bool = False  # a chunk has been planned since it started last, so the language lane knows its slot
     num_preemptions: int = 0
-    starts_seen: int | None = None  # of younger requests, when it began to wait for its start
+    starts_seen: int | None = None  # `StartedOrders.younger_than` when it began to wait for its start
     plans_in_flight: int = 0
     image_wait_since_s: float = 0.0
     ending: Ending | None = None
-    block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; grows when asked for
-    num_published: int = 0  # blocks that it holds whose content can be found under these hashes
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; extended on demand
+    num_published: int = 0  # number of its blocks that the prefix cache can find by these hashes
     image_keys: tuple[FeatureKey, ...] = ()
-    images_planned: set[int] = field(default_factory=set)  # that were in a vision plan for this request
-    cached_tokens: int = 0  # found in the cache when it started first
+    images_planned: set[int] = field(default_factory=set)  # images encoded or pulled for this request itself
+    cached_tokens: int = 0  # prefix cache hit at its first start
     stages: Role = EPD
     remote_images: frozenset[int] = frozenset()  # encoded by other instances
     handover: HandoverState | None = None
@@ -162,7 +164,7 @@ class RequestState:
         remote_images: frozenset[int] = frozenset(),
         pulls_kv: bool = False,
     ) -> RequestState:
-        """`arrived` counts arrivals."""
+        """A request that has just arrived; `arrived` is its serial number on this instance."""
         due_s = math.inf if request.slo.ttft_s is None else request.arrival_s + request.slo.ttft_s
         order = request.age, arrived
         elsewhere = stages != EPD or bool(remote_images) or pulls_kv
@@ -182,16 +184,17 @@ class RequestState:
 
     @property
     def is_encode_job(self) -> bool:
-        """It encodes images for another instance, and nothing else."""
+        """True if it encodes images for another instance, and nothing else."""
         return self.stages == Role.E
 
     @property
     def preempted(self) -> bool:
-        """It, or an earlier attempt, has run out of blocks: it starts only with room for all that it can need."""
+        """True if it, or an earlier attempt, was preempted: then it starts only with free blocks for everything it can
+        need."""
         return self.num_preemptions > 0 or self.request.preempted
 
     def ending_with(self, token_id: int) -> Ending | None:
-        """What its latest token ends, if it does."""
+        """The Ending that its latest token, `token_id`, leads to; None if it continues."""
         reason = self.request.finish_reason(self.num_generated, token_id)
         if reason is None:
             return None
@@ -203,7 +206,7 @@ class RequestState:
 
     @property
     def num_planned(self) -> int:
-        """Positions before this one are computed or in a chunk in flight."""
+        """Number of positions that are computed or in a chunk in flight."""
         return self.num_computed + self.num_scheduled
 
     @property
@@ -216,34 +219,34 @@ class RequestState:
 
     @property
     def is_decode(self) -> bool:
-        """One step away from a new token, with at least one token before."""
+        """True if it is one step from its next token and has at least one token."""
         return bool(self.generated) and self.num_computed == self.num_tokens - 1
 
     @property
     def scores_prompt(self) -> bool:
-        """The caller asked how likely each prompt token was, and has not been told of all: that is before the first
-        token. Every row of the prompt is computed for that, also where the cache has its KV."""
+        """True while log probabilities of the prompt are wanted and not complete, which is until the first token. Every
+        row of the prompt is computed for that, even if the cache has its KV."""
         return self.request.sampling.prompt_logprobs is not None and not self.generated
 
     @property
     def lacks_one_token(self) -> bool:
-        """It is one step away from a new token and that step is not planned yet: a decode, or a prefill that lacks
-        nothing but its last token."""
+        """True if it is one step from its next token and that step is not planned yet: a decode, or a prefill with one
+        missing token."""
         return self.is_decode and self.remote_kv is None and not self.num_scheduled
 
     @property
     def remote_kv(self) -> RemoteKv | None:
-        """Its KV as another instance computes it; None once all of it is here, and where it is computed here."""
+        """Its KV on another instance; None once all of it is here, or if it is computed here."""
         return None if self.handover is None else self.handover.remote_kv
 
     @property
     def waits_for_images(self) -> bool:
-        """Some image that prefill has not passed has no features yet."""
+        """True if some image has no features yet and its KV is not computed or cached."""
         return any(progress <= ImageProgress.ENCODING for progress in self.images)
 
     @property
     def needs_encode(self) -> bool:
-        """Some image waits for an encode here."""
+        """True if some image waits for an encode on this instance."""
         if not self.remote_images:
             return ImageProgress.WAITING in self.images
         waiting = ImageProgress.WAITING
@@ -251,24 +254,24 @@ class RequestState:
 
     @property
     def patches_to_encode(self) -> int:
-        """Of its images that wait for an encode here."""
+        """Patches of its images that wait for an encode on this instance."""
         images = enumerate(zip(self.request.images, self.images, strict=True))
         waiting = ImageProgress.WAITING
         return sum(image.num_patches for i, (image, p) in images if p == waiting and i not in self.remote_images)
 
     @property
     def needs_pull(self) -> bool:
-        """Some image waits for features that another instance encodes."""
+        """True if some image waits for features that another instance encodes."""
         return any(self.images[index] == ImageProgress.WAITING for index in self.remote_images)
 
     @property
     def trusts_cache(self) -> bool:
-        """Some image has been found in cached KV and is not encoded for that reason."""
+        """True if some image is not encoded because a prefix lookup found its KV."""
         return ImageProgress.CACHED in self.images and self.remote_kv is None
 
     @property
     def cached_images(self) -> int:
-        """Pictures and videos that are done or have features and of which nothing was encoded for this request."""
+        """Number of pictures and videos that are ready without any encode or pull for this request."""
         spans = list(zip(self.request.images, self.images, strict=True))
         late = {image.source for image, progress in spans if progress <= ImageProgress.ENCODING}
         encoded = {self.request.images[index].source for index in self.images_planned}
@@ -276,8 +279,8 @@ class RequestState:
 
     @property
     def num_computable(self) -> int:
-        """Positions [num_planned, num_computable) have all they need: up to the first image without features. There are
-        none while KV comes from elsewhere."""
+        """End of the positions that can be computed now: the first image without features, or `num_tokens`. Equals
+        `num_planned` while KV comes from elsewhere."""
         if self.remote_kv is not None:
             return self.num_planned
         for image, progress in zip(self.request.images, self.images, strict=True):
@@ -286,7 +289,7 @@ class RequestState:
         return self.num_tokens
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Token ids at positions [start, end), from the prompt and from what was generated."""
+        """Token ids at positions [start, end) of the prompt followed by the generated tokens."""
         prompt = self.request.prompt_token_ids
         if end <= len(prompt):
             return prompt[start:end]

@@ -1,4 +1,4 @@
-"""Numbers of the system as people read them: sizes in bytes, the ends of processes."""
+"""Human-readable system numbers: sizes in bytes, exits of processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def size(num_bytes: int) -> str:
-    """`20 MiB`, `1.5 GiB`, `100 B`: one unit, in powers of 1024."""
+    """A size with one unit, in powers of 1024: `20 MiB`, `1.5 GiB`, `100 B`."""
     for unit, one in _UNITS:
         if num_bytes >= one:
             return f"{num_bytes / one:.1f}".removesuffix(".0") + f" {unit}"
@@ -17,7 +17,7 @@ def size(num_bytes: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """What follows a name in a sentence, from a return code of subprocess."""
+    """A phrase to follow a process's name in a sentence, from a return code of subprocess."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

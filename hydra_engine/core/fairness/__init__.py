@@ -1,2 +1,3 @@
-"""What clients share, and the rules by which they do: bytes (byte_budget), places and time (turns),
-threads (worker_pool)."""
+"""Resources that clients share, and fair rules for them: bytes (byte_budget), slots and time (turns), threads
+(worker_pool).
+"""

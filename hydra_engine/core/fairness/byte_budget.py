@@ -1,21 +1,21 @@
-"""Counts bytes that strangers make us hold, and says when there are too many. Does not know what they are or who waits:
-what does not fit is refused at once, so that nobody who holds some ever waits for more.
+"""A budget for bytes that clients make the process hold. A request that does not fit is refused at once instead of
+waiting, so no holder ever waits for more. Does not know what the bytes are.
 """
 
 from __future__ import annotations
 
 
 class ByteBudget:
-    """Not thread-safe; each user owns a `Lease`. One client's leases together never hold more than they leave free: a
-    client alone has half of it all, each of two a third, and there is always room for one more."""
+    """A budget of `most` bytes in which the leases of one client never hold more than they leave free: one client alone
+    gets at most half, each of two a third, and a new client always finds space. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
-        self._held_by: dict[str, int] = {}  # clients that hold something
+        self._held_by: dict[str, int] = {}  # bytes by client, without zeros
 
     def fits(self, num_bytes: int, client: str | None = None) -> bool:
-        """`client` None: whoever that is keeps the shares of others."""
+        """True if `num_bytes` more fit. `client` None: only the total is checked, not a client's share."""
         left = self.most - self.held - num_bytes
         return left >= (0 if client is None else self._held_by.get(client, 0) + num_bytes)
 
@@ -23,7 +23,7 @@ class ByteBudget:
         return Lease(self, client)
 
     def change(self, num_bytes: int, client: str | None) -> None:
-        """For leases."""
+        """Adds `num_bytes` (or subtracts, if negative). Called by leases only."""
         self.held += num_bytes
         if client is not None:
             now = self._held_by.get(client, 0) + num_bytes
@@ -34,7 +34,7 @@ class ByteBudget:
 
 
 class Lease:
-    """What one user holds; `release` gives all of it back and may be called again."""
+    """The bytes that one user holds. `release` returns all of them and may be called again."""
 
     __slots__ = ("_budget", "client", "held")
 
@@ -44,11 +44,11 @@ class Lease:
         self.held = 0
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether `take` would."""
+        """True if `take` would succeed."""
         return self._budget.fits(num_bytes, self.client)
 
     def take(self, num_bytes: int) -> bool:
-        """False, with nothing taken, when that would be too much."""
+        """Takes bytes; False, and nothing taken, if they do not fit."""
         if not self.fits(num_bytes):
             return False
         self._budget.change(num_bytes, self.client)

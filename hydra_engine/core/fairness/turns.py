@@ -1,8 +1,8 @@
-"""Fair turns: the one rule by which clients share what they all wait for.
+"""Fair turns: the rule by which clients share a resource that they wait for.
 
-While a job is the next one of its client, at most one job of each other client begins before it; of the clients that
-may begin, the one that has used the least time goes first. So nobody waits for as much as somebody else sends, and a
-client whose jobs take long waits for itself. Does not know what the jobs are.
+While a job is the next one of its client, at most one job of each other client starts before it; of the clients that
+may start, the one with the least used time is first. So no client waits longer because another sends many jobs, and a
+client with long jobs delays mainly itself. Does not know what the jobs are.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from typing import Generic, TypeVar
 
 from hydra_engine.errors import Unavailable
 
-HALF_LIFE_S = 60.0  # of the time that a client has used
-MAX_CLIENTS = 10_000  # remembered at once
+HALF_LIFE_S = 60.0  # after which a client's used time counts half
+MAX_CLIENTS = 10_000  # clients remembered at once
 
 J = TypeVar("J")
 
 
 @dataclass(slots=True)
 class _Client(Generic[J]):
+    """The jobs, use and ticks of one client."""
+
     jobs: deque[J] = field(default_factory=deque)
-    next_since: int = 0  # when its next job became that; counts what happens in the queue
-    begun_at: int = -1  # its latest one
+    next_since: int = 0  # tick of the queue at which its next job became the next
+    begun_at: int = -1  # tick at which its latest job began
     used_s: float = 0.0
     used_at: float = 0.0
-    num_running: int = 0  # begun and not ended
+    num_running: int = 0  # jobs begun and not ended
 
 
 class FairQueue(Generic[J]):
-    """Jobs of clients, for one thread at a time. Each client may have as many waiting as it leaves places free: one
-    alone half of `max_waiting`, each of two a third, so that there is room for the first job of another one."""
+    """A queue of the jobs of many clients, for one thread at a time. A client's waiting jobs may be at most as many as
+    the free places: one alone gets half of `max_waiting`, each of two a third, so a new client's first job always fits.
+    """
 
     def __init__(self, of: str, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`of` names, in the plural, what waits."""
+        """`of`: what waits, in the plural, for error messages. `max_waiting`: jobs of all clients."""
         self._of = of
         self._max_waiting = max_waiting
         self._clock = clock
         self._clients: OrderedDict[str, _Client[J]] = OrderedDict()
-        self._waiting: OrderedDict[str, _Client[J]] = OrderedDict()  # the longest waiting next job first
+        self._waiting: OrderedDict[str, _Client[J]] = OrderedDict()  # by the wait of its next job, the longest first
         self._num_waiting = 0
         self._now = 0
 
@@ -52,15 +55,15 @@ class FairQueue(Generic[J]):
         return self._num_waiting
 
     def running(self, client: str) -> int:
-        """How many jobs of it have begun and not ended."""
+        """Number of the client's jobs that have begun and not ended."""
         return self._clients[client].num_running if client in self._clients else 0
 
     def has(self, client: str) -> bool:
-        """Whether a job of it waits."""
+        """True if a job of the client waits."""
         return client in self._waiting
 
     def push(self, client: str, job: J) -> None:
-        """Raises Unavailable where the queue is full, or full of this client's jobs."""
+        """Queues a job. Raises Unavailable if the queue, or the client's share of it, is full."""
         state = self._find(client)
         if self._max_waiting - self._num_waiting <= len(state.jobs):
             raise Unavailable(f"too many {self._of} are waiting; try again later")
@@ -70,7 +73,8 @@ class FairQueue(Generic[J]):
             self._wait(client, state)
 
     def pop(self, may_begin: Callable[[str], bool] = lambda _client: True) -> tuple[str, J] | None:
-        """The next client that may and its job, which begins; None where nobody may. `end` it."""
+        """Begins the next job and returns (client, job); None if no client may begin. The caller must call `end` for
+        it."""
         chosen = self._next(may_begin)
         if chosen is None:
             return None
@@ -83,19 +87,19 @@ class FairQueue(Generic[J]):
         return chosen, job
 
     def begin(self, client: str) -> None:
-        """Begins a job of it that did not have to wait."""
+        """Begins a job that did not have to wait."""
         state = self._find(client)
         state.num_running += 1
         state.begun_at = self._tick()
 
     def end(self, client: str, used_s: float) -> None:
-        """Ends one that had begun, after so much time."""
+        """Ends a job that had begun, after `used_s` seconds."""
         state, now = self._clients[client], self._clock()
         state.num_running -= 1
         state.used_s, state.used_at = self._used(state, now) + used_s, now
 
     def remove(self, client: str, job: J) -> None:
-        """Takes out one that waits."""
+        """Removes a waiting job."""
         state = self._waiting[client]
         was_next = state.jobs[0] is job
         state.jobs.remove(job)
@@ -106,7 +110,7 @@ class FairQueue(Generic[J]):
                 self._wait(client, state)
 
     def _next(self, may_begin: Callable[[str], bool]) -> str | None:
-        """The client to begin: nobody begins twice while one waits that may begin."""
+        """The client whose job begins next: no client begins twice while another that may begin waits."""
         now, since, best, least_s = self._clock(), None, None, 0.0
         for client, state in self._waiting.items():
             if not may_begin(client):
@@ -140,7 +144,8 @@ class FairQueue(Generic[J]):
         return state
 
     def _forget(self) -> None:
-        """The client without jobs that has not been seen for longest; those with jobs are bounded by their number."""
+        """Drops the client without jobs that was seen least recently. Clients with jobs are bounded by the number of
+        jobs."""
         for client, state in self._clients.items():
             if not state.jobs and not state.num_running:
                 del self._clients[client]
@@ -148,8 +153,9 @@ class FairQueue(Generic[J]):
 
 
 class Turns:
-    """Places for so many jobs at once, taken in turn, on one event loop. With `keeps_free` a client takes as many as it
-    leaves free (the first one in any case): for jobs that wait for somebody else, who may take their time."""
+    """Slots for a number of jobs at once, given to clients in turn, on one event loop. With `keeps_free` a client gets
+    at most as many slots as it leaves free, but at least one: for jobs that wait for a third party, which may be slow.
+    """
 
     def __init__(
         self,
@@ -160,7 +166,8 @@ class Turns:
         keeps_free: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`of` names, in the plural, what waits."""
+        """`of`: what waits, in the plural, for error messages. `num_places`: jobs at once. `max_waiting`: waiting jobs
+        of all clients."""
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(of, max_waiting, clock)
         self._num_free = num_places
         self._keeps_free = keeps_free
@@ -176,7 +183,7 @@ class Turns:
 
     @asynccontextmanager
     async def place(self, client: str) -> AsyncIterator[None]:
-        """Raises Unavailable where too many wait."""
+        """Holds a slot within the context. Raises Unavailable if too many jobs wait."""
         await self.take(client)
         begun_s = self._clock()
         try:
@@ -185,8 +192,10 @@ class Turns:
             self.give_back(client, self._clock() - begun_s)
 
     async def take(self, client: str) -> None:
-        """Waits for a place, to be given back. Raises Unavailable where too many wait."""
-        if self._num_free and not self._queue.has(client) and self._may_begin(client):  # whoever waits may not begin
+        """Waits for a slot, which the caller returns by `give_back`. Raises Unavailable if too many jobs wait."""
+        if (
+            self._num_free and not self._queue.has(client) and self._may_begin(client)
+        ):  # clients that wait may not begin
             self._num_free -= 1
             self._queue.begin(client)
             return
@@ -202,7 +211,7 @@ class Turns:
             raise
 
     def give_back(self, client: str, used_s: float) -> None:
-        """Gives a place back, after so many seconds of use."""
+        """Returns a slot after `used_s` seconds of use."""
         self._queue.end(client, used_s)
         self._num_free += 1
         self._give_out()

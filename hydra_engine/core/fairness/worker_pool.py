@@ -1,5 +1,5 @@
-"""A pool of threads for work that must not run on the event loop, which clients take in turn, with a bound on how much
-may wait.
+"""A pool of threads for work that must not run on the event loop, shared by clients in fair turns, with a bounded
+queue.
 
 Decoding and tokenising release the interpreter lock for most of their time; parsing does not. Does not know what the
 work is.
@@ -19,23 +19,24 @@ from hydra_engine.core.fairness.turns import Turns
 from hydra_engine.errors import EngineClosed
 
 T = TypeVar("T")
-_Place = tuple[Turns, str]  # and the client that it is taken for
+_Place = tuple[Turns, str]  # (turns, client)
 
 
 class WorkerPool:
-    """Owned by one event loop. `close` drops what waits and does not wait for what runs."""
+    """A thread pool owned by one event loop. `close` drops waiting work and does not wait for running work."""
 
     def __init__(self, name: str, *, num_workers: int, max_waiting: int, of: str) -> None:
-        """`of` names, in the plural, what is worked on. `max_waiting` of all clients, half of it of one alone."""
+        """`of`: what is worked on, in the plural, for error messages. `max_waiting`: jobs of all clients; one client
+        alone gets half of them."""
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
         self._threads = Turns(of, num_places=num_workers, max_waiting=max_waiting)
         self._waits: set[asyncio.Timeout] = set()
         self._closed = False
 
     async def run(self, client: str, work: Callable[..., T], *args: object, turns: Turns | None = None) -> T:
-        """The result of `work(*args)` in a thread. A place in `turns` is taken before a thread is, and given back with
-        it. Cancelling takes waiting work out of the queue; running work goes on unheard and keeps its thread. Raises
-        Unavailable when a queue is full."""
+        """Runs `work(*args)` in a thread and returns its result. With `turns`, first takes a slot there, and returns
+        both together. Cancelling removes waiting work from the queue; running work continues, its result is dropped,
+        and it keeps its thread. Raises Unavailable if a queue is full, EngineClosed after `close`."""
         places = [(self._threads, client)]
         if turns is not None:  # waits beside the client's other work, so that it does not keep the place from others
             places = [(turns, client), (self._threads, f"{client}\0")]
@@ -53,6 +54,7 @@ class WorkerPool:
         self._waits.clear()
 
     async def _take(self, places: Sequence[_Place]) -> None:
+        """Takes all slots in order, or none if that fails. Raises EngineClosed also while it waits."""
         if self._closed:
             raise _closed()
         num_taken = 0
@@ -62,7 +64,7 @@ class WorkerPool:
                 for turns, client in places:
                     await turns.take(client)
                     num_taken += 1
-            if self._closed:  # at the moment when it was given one
+            if self._closed:  # closed just as it was given a slot
                 raise _closed()
         except BaseException as error:
             _give_back(places[:num_taken], 0.0)
@@ -74,13 +76,14 @@ class WorkerPool:
 
 
 def _in_thread(end: Callable[[Future[T]], None], loop: asyncio.AbstractEventLoop, job: Future[T]) -> None:
-    with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+    """Calls `end` on the event loop when a job's thread is done."""
+    with suppress(RuntimeError):  # the loop has ended, and with it the waiting caller
         loop.call_soon_threadsafe(end, job)
 
 
 def _end(result: asyncio.Future[T], places: Sequence[_Place], begun_s: float, job: Future[T]) -> None:
     _give_back(places, time.monotonic() - begun_s)
-    if result.done():  # nobody waits
+    if result.done():  # the caller was cancelled
         return
     error = job.exception()
     if error is not None:

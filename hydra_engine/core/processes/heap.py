@@ -1,4 +1,4 @@
-"""Memory of the C library's that is free again and that it keeps for itself."""
+"""Returns free memory of the C library to the system."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
 
 
 def trim_heap() -> None:
-    """Gives it back to the system, with glibc. Takes tens of milliseconds where there is much."""
+    """Returns free heap pages to the system, with glibc. Takes tens of milliseconds if there are many."""
     if _LIBC is not None:
         _LIBC.malloc_trim(0)

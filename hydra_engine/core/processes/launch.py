@@ -1,8 +1,8 @@
 """`python -m hydra_engine.core.processes.launch MODULE ARGUMENTS...` runs a module in a process that ends with its
 parent.
 
-Imports nothing of ours, so that the kernel knows of the bond before anything heavy is read: a parent that is killed in
-the first moments leaves nothing behind. Does not know what the modules do.
+Imports nothing of the package, so that the kernel binds the process to its parent before slow imports: a parent that is
+killed in the first moments leaves no child behind. Does not know what the modules do.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import runpy
 import signal
 import sys
 
-PARENT = "_HYDRA_PARENT_PID"  # the variable that says whose child a process is
+PARENT = "_HYDRA_PARENT_PID"  # environment variable with the pid of the parent
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PR_SET_NO_NEW_PRIVS = 38
 
 
 def command(module: str) -> tuple[str, ...]:
-    """Starts that module; `parent_variable` goes into its environment."""
+    """The command line that runs a module bound to its parent; add `parent_variable` to the environment."""
     return (sys.executable, "-m", "hydra_engine.core.processes.launch", module)
 
 
 def parent_variable() -> dict[str, str]:
-    """The variable that a child of this process has in its environment."""
+    """The environment variable for children of this process."""
     return {PARENT: str(os.getpid())}
 
 
 def bind_to_parent() -> None:
-    """Linux kills this process when the thread that started it ends, even while it is stopped or in a long call, and it
-    gains no privileges by starting programs. A parent that died before this call is missed, so its pid is compared.
-    Elsewhere the end of a channel has to do."""
+    """Makes Linux kill this process when the thread that started it ends, also while it is stopped or in a long call,
+    and forbids new privileges by execve. A parent that died before this call is found by comparing its pid. Does
+    nothing on other systems, where the end of a channel has to suffice."""
     if sys.platform != "linux":
         return
     prctl = ctypes.CDLL(None).prctl

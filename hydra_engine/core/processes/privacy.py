@@ -1,4 +1,4 @@
-"""Keeps other processes of the same user out of this one."""
+"""Protects this process from other processes of the same user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PR_SET_DUMPABLE = 4  # <linux/prctl.h>
 
 
 def keep_others_out() -> None:
-    """None but root's may read this process's memory, environment and descriptors from now on, or trace it; the kernel
-    writes no core files of it either. Programs that it starts are not concerned."""
+    """Forbids every process but root's to read this process's memory, environment and descriptors or to trace it; the
+    kernel writes no core dumps of it either. Child programs are not affected."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What Linux tells of another process: whether it is stopped, and how much it has worked and waited."""
+"""The state of another process on Linux: if it is stopped, and how long it has worked and waited."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessStatus(NamedTuple):
-    is_stopped: bool  # by SIGSTOP or the like, so it does nothing until somebody continues it
-    is_ready: bool  # a thread of it, or of what it has started, works or would if it had a processor or its disk
-    cpu_s: float  # that all of these have used
+    is_stopped: bool  # stopped by a signal such as SIGSTOP, until it is continued
+    is_ready: bool  # a thread of it or of its descendants runs, or waits for a processor or a disk
+    cpu_s: float  # CPU seconds of all these threads
 
 
 def is_stopped(pid: int) -> bool:
@@ -23,7 +23,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def process_status(pid: int) -> ProcessStatus | None:
-    """None: it has gone, or this system does not tell."""
+    """The status of a process and its descendants; None if it is gone or the system has no /proc."""
     if (fields := _fields(Path(f"/proc/{pid}/stat"))) is None:
         return None
     is_ready, cpu_s, todo = False, 0.0, [pid]
@@ -38,7 +38,8 @@ def process_status(pid: int) -> ProcessStatus | None:
 
 
 def _fields(stat: Path) -> list[str] | None:
-    """The fields from the state on; the name before it may be anything."""
+    """The fields of a stat file from the state on, since the name before may contain anything; None if it cannot be
+    read."""
     try:
         return stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -46,7 +47,7 @@ def _fields(stat: Path) -> list[str] | None:
 
 
 def waited_s(pid: int) -> dict[str, float]:
-    """Seconds that each thread was ready and had no processor, by thread id, as far as the system counts them."""
+    """Seconds that each thread was runnable without a processor, by thread id; empty if Linux does not count them."""
     waited = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -57,6 +58,7 @@ def waited_s(pid: int) -> dict[str, float]:
 
 
 def longest_wait_s(pid: int, before: Mapping[str, float]) -> float:
-    """Seconds that its most starved thread has waited for a processor since `before`."""
+    """Largest time in seconds that one of its threads has waited for a processor since `before`, an answer of
+    `waited_s`."""
     waits = (waited - before.get(thread, 0.0) for thread, waited in waited_s(pid).items())
     return max(waits, default=0.0)

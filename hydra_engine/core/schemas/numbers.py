@@ -1,4 +1,4 @@
-"""Numbers of JSON Schemas with all the digits that were written, also those that a float does not keep."""
+"""Numbers in JSON Schemas with all written digits, including those that a float does not keep."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 
 
 class LongFloat(float):
-    """A number with more digits than a float keeps, and its text."""
+    """A float whose written digits exceed its precision; `text` has all of them."""
 
     text: str
 
 
 def read_float(text: str) -> float:
-    """Raises ValueError for numbers beyond all floats."""
+    """Parses a number, as a LongFloat if needed. Raises ValueError for numbers beyond the range of floats."""
     number = float(text)
     if math.isinf(number):
         raise ValueError("Number out of range")
@@ -28,14 +28,14 @@ def read_float(text: str) -> float:
 
 
 def encode_long(value: object) -> msgspec.Raw:
-    """The hook of msgspec's encoders."""
+    """Encodes a LongFloat; the `enc_hook` of msgspec's encoders."""
     if not isinstance(value, LongFloat):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return msgspec.Raw(value.text.encode())
 
 
 def text_of(schema: dict[str, Any]) -> str:
-    """Its JSON, with all digits of its numbers."""
+    """JSON text of the schema with all digits of its numbers."""
     return msgspec.json.encode(_with_digits(schema), enc_hook=encode_long).decode()
 
 

@@ -1,4 +1,4 @@
-"""JSON Schemas as values: where in one schemas lie, and what its references mean.
+"""Subschemas and references of JSON Schemas.
 
 Does not know which schemas can be enforced, nor how.
 """
@@ -20,13 +20,13 @@ _ONE = frozenset(
 _LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 _MAX_STEPS = 64
-MAX_ID_CHARS = 1024  # of what an identifier and those around it come to; each reference is joined with it
+MAX_ID_CHARS = 1024  # of an identifier joined with those around it, and of a reference joined with that
 _SAFE_IN_POINTER = "$~!'()*,;=:@"
 
 
 class Subschema(NamedTuple):
-    """A schema within another one: the JSON pointer to it, and the identifier of, and pointer to, the schema that its
-    references are relative to."""
+    """A schema within another one: `pointer` is the JSON pointer to it, `base` and `base_pointer` are the identifier
+    of, and the pointer to, the schema that its references are relative to."""
 
     schema: dict[str, Any]
     pointer: str
@@ -35,9 +35,8 @@ class Subschema(NamedTuple):
 
 
 def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
-    """The schema itself and all within it, wherever keywords or its references lead; never what lies in values, such as
-    those of `enum`, and never what is only the name of a property. Raises ValueError for an identifier that is too
-    long."""
+    """The schema itself and all schemas within it, found by keywords and references. Excludes values, such as those of
+    `enum`, and property names. Raises ValueError for an identifier that is too long."""
     stack = [Subschema(root, "", "", "")]
     seen: set[int] = set()
     while stack:
@@ -55,6 +54,7 @@ def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(relative JSON pointer, value) of everything that may be a schema directly within one."""
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, dict):
             yield from ((f"{name}/{_step(key)}", inner) for key, inner in value.items())
@@ -65,12 +65,12 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _step(key: str) -> str:
-    """A key as a part of a pointer in a reference."""
+    """A key as one step of a JSON pointer in a reference, escaped."""
     return quote(key.replace("~", "~0").replace("/", "~1"), safe=_SAFE_IN_POINTER)
 
 
 def at(root: Any, pointer: str) -> Any:
-    """What a pointer of a reference leads to; None for nothing."""
+    """The value at a JSON pointer of a reference; None if there is none."""
     value = root
     for step in pointer.split("/")[1:]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -84,8 +84,8 @@ def at(root: Any, pointer: str) -> Any:
 
 
 def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
-    """A copy in which every reference is a pointer, and whose root is at the pointer `place` of a larger schema. Raises
-    ValueError for a reference that leads out of it, or nowhere."""
+    """A copy in which every reference is a JSON pointer, with its root at the pointer `place` of a larger schema.
+    Raises ValueError for a reference that leads outside, or to nothing."""
     root = copy.deepcopy(root)
     subschemas = list(schemas_of(root))
     named = {found.base: found.base_pointer for found in reversed(subschemas)}
@@ -105,13 +105,15 @@ def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
 
 @lru_cache(256)
 def _joined(base: str, reference: str) -> str:
-    """Raises ValueError where that is too long."""
+    """`urljoin` of both. Raises ValueError if they are too long together."""
     if len(base) + len(reference) > MAX_ID_CHARS:
         raise ValueError(f"an $id or a reference to one has more than {MAX_ID_CHARS} characters")
     return urljoin(base, reference)
 
 
 def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[tuple[str, str], str]) -> str:
+    """The JSON pointer that a reference relative to `base` stands for. Raises ValueError if it leads outside, or to
+    nothing."""
     target, fragment = urldefrag(reference)
     target = _joined(base, target) if target else base
     if target not in named:
@@ -127,16 +129,16 @@ def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[
 
 
 def is_of_objects(schema: Any, root: dict[str, Any]) -> bool:
-    """Whether all its values are objects, as far as it says so: without a type they may be."""
+    """True if no value of the schema can be anything but an object, as far as it is stated: without a type True."""
     return _is_of_objects(schema, root, 0, set())
 
 
 def _is_of_objects(schema: Any, root: dict[str, Any], depth: int, seen: set[int]) -> bool:
-    """Each schema is looked at once, however many references lead to it."""
+    """`is_of_objects`, with each schema checked once, however many references lead to it."""
     if not isinstance(schema, dict) or depth > _MAX_STEPS:
         return schema is not False
     if id(schema) in seen:
-        return True  # or all is decided
+        return True  # checked already: False would have ended the search
     seen.add(id(schema))
     if "type" in schema:
         return schema["type"] in ("object", ["object"])
