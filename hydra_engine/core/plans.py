@@ -185,9 +185,9 @@ class VisionResult:
 class LanguageResult:
     """The result of a LanguagePlan.
 
-    `token_ids[i]`: the token that row i sampled; -1 if it samples none, failed or was deferred. `vision_s`: seconds that
-    the vision lane ran beside the step. `deferred`: rows of which nothing was computed, to be planned again; each is a
-    decode, or a chunk of the one missing token of a request.
+    `token_ids[i]`: the token that row i sampled; -1 if it samples none, failed or was deferred. `vision_s`: seconds
+    that the vision lane ran beside the step. `deferred`: rows of which nothing was computed, to be planned again; each
+    is a decode, or a chunk of the one missing token of a request.
     """
 
     step_id: StepId

@@ -1,4 +1,4 @@
-"""Rows of running decodes, as the table of decodes names them to planners and tells what became of them."""
+"""The rows of running decodes as the table of decodes exchanges them with planners and results."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class DecodeTable:
         self._lasts = _zeros(num_seq_slots)  # position of the last row that its max_new_tokens allow
         self._offsets = _zeros(num_seq_slots)  # start - offset: tokens generated before the row
         self._chunk_in_flight = _zeros(num_seq_slots)  # 1 while its last chunk is in flight
-        self._deferred: Bools = np.zeros(num_seq_slots, dtype=np.bool_)  # a row was deferred, rows behind are in flight
+        self._deferred: Bools = np.zeros(num_seq_slots, dtype=np.bool_)  # a row was deferred, later ones are in flight
         self._shown = _zeros(num_seq_slots)  # positions whose blocks are in `tables`, a multiple of the block size
         self._tables: BlockIds = np.zeros((num_seq_slots, SPARE_COLUMNS), dtype=np.int32)
         self._tables_shared = False  # True: plans in flight may hold the array
@@ -184,7 +184,7 @@ class DecodeTable:
     # ---- planning
 
     def ready(self) -> Ready:
-        """The members that may compute a row: all but those planned up to their last token."""
+        """The members that may compute a row: all but deferred ones and those planned up to their last token."""
         everyone = slice(0, len(self.states))
         starts = self._starts[everyone].copy()
         may = (starts <= self._lasts[everyone]) & ~self._deferred[everyone]
@@ -257,20 +257,23 @@ class DecodeTable:
         return self.times.read_chunk(index, ended_s, gap_s)
 
     def defer_chunk(self, seq_slot: int) -> None:
-        """Takes a member's last chunk, of one token, out of flight: the token is for a row of a later step."""
+        """Takes a member's last chunk, of one token, out of flight without a result: a later step computes that token's
+        row."""
         index = self.index_of(seq_slot)
         self._chunk_in_flight[index] = 0
         self._last_tokens[index] = self._generated[index][-1]
         self._defer(np.array([index]))
 
     def _defer(self, indices: Int64s) -> None:
-        """Sets these members one row back. Rows behind that are in flight are not computed either, and come first."""
+        """Sets these members back by one row. Their later rows in flight are not computed either, and must return
+        before a new row is planned."""
         self._starts[indices] -= 1
         self._sum_starts -= len(indices)
         self._deferred[indices] = True
         self._end_deferrals()
 
     def _end_deferrals(self) -> None:
+        """Clears the deferral of members without rows in flight."""
         if np.count_nonzero(deferred := self._deferred[: len(self.states)]):
             deferred &= self._unread() > 0
 
@@ -287,7 +290,7 @@ class DecodeTable:
         """Takes the rows of a step out of flight and appends their tokens to the members; rows of requests that have
         left are discarded.
 
-        `batch`: rows of the step. `gap_s`: `StepTimes.gap_s`. `deferred`: rows that were, ascending.
+        `batch`: rows of the step. `gap_s`: `StepTimes.gap_s`. `deferred`: deferred rows, ascending.
         """
         step = self._in_flight.popleft()
         assert step.rows is rows, "steps come back in another order"

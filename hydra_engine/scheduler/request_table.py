@@ -292,7 +292,8 @@ class RequestTable:
         self.requeue(state)
 
     def defer(self, state: RequestState) -> None:
-        """Its chunk of the one token that it lacked was not computed: that token is for a row of a later step."""
+        """Records that the chunk of a request's one missing token was not computed: a later step computes that token's
+        row."""
         seq_slot = self.seq_slots.of(state.request.id)
         if self.decodes.is_member(seq_slot):
             self.decodes.defer_chunk(seq_slot)
