@@ -1,4 +1,4 @@
-"""Building blocks of the metrics page: a histogram with labels, and families that all carry the same first labels.
+"""Building blocks of the metrics page: a histogram with labels, and families that share their first labels.
 
 Does not know what is counted.
 """
@@ -16,12 +16,12 @@ LABELS = ("model_name", "engine")
 
 
 class Histogram:
-    """Counts in buckets, for each value of its labels."""
+    """A histogram: counts in buckets per value of its labels."""
 
     def __init__(
         self, name: str, help: str, bounds: Sequence[float], labels: Sequence[str] = (), known: Iterable[str] = ()
     ) -> None:
-        """`known`: values of the one label that are shown before anything is counted."""
+        """`known`: values of its only label that are shown before anything is counted."""
         self.name = name
         self.help = help
         self._bounds = bounds
@@ -37,14 +37,14 @@ class Histogram:
         self._sums[values] = 0.0
 
     def observe(self, value: float, *values: str) -> None:
-        """`values`: of its labels."""
+        """Counts `value` in the series with these label values."""
         if values not in self._counts:
             self._begin(values)
         self._counts[values][bisect_left(self._bounds, value)] += 1
         self._sums[values] += value
 
     def observe_all(self, seconds: Sequence[float]) -> None:
-        """Of a histogram without labels."""
+        """Counts many values at once. Only for a histogram without labels."""
         values = np.asarray(seconds, dtype=np.float64)
         found = np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._shown))
         self._counts[()] = [before + count for before, count in zip(self._counts[()], found.tolist(), strict=True)]
@@ -62,7 +62,7 @@ class Histogram:
 
 
 class Families:
-    """Makes families whose series all begin with `labels`, the values of `LABELS`."""
+    """A factory of families whose series all begin with `labels`, the values of `LABELS`."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self.labels = tuple(labels)
@@ -75,7 +75,7 @@ class Families:
         return self._filled(family, {(key,): value for key, value in values.items()})
 
     def info(self, name: str, help: str, facts: dict[str, str]) -> Metric:
-        """A gauge that is always 1 and says everything with its labels."""
+        """A gauge that is always 1; its labels carry the facts."""
         return self._filled(GaugeMetricFamily(name, help, labels=(*LABELS, *facts)), {tuple(facts.values()): 1})
 
     def counter(self, name: str, help: str, value: float) -> Metric:
@@ -91,7 +91,7 @@ class Families:
         return self._filled(CounterMetricFamily(name, help, labels=(*LABELS, *labels)), dict(sorted(counts.items())))
 
     def mean(self, name: str, help: str, count: int, total: float) -> Metric:
-        """A histogram with one bucket: sums are known, the distribution is not."""
+        """A histogram with one bucket, for a sum and a count without their distribution."""
         family = HistogramMetricFamily(name, help, labels=LABELS)
         family.add_metric(self.labels, buckets=[("+Inf", count)], sum_value=total)
         return family

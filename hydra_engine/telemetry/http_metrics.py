@@ -1,7 +1,7 @@
-"""What is counted at the HTTP surface: answers, refusals by reason, and how late the event loop runs.
+"""Counters of the HTTP surface: answers, refusals by reason, and the event loop's lag.
 
-Labels are routes, statuses, known methods, reasons from a fixed list and what the operator calls API keys, at most
-`MAX_CLIENTS` of them: nothing that a client chose. Does not know HTTP itself.
+Labels are routes, statuses, known methods, reasons from a fixed list and the operator's names of API keys, at most
+`MAX_CLIENTS` of them; no label is chosen by a client. Does not know HTTP itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from hydra_engine.telemetry.families import Families, Histogram
 
-MAX_CLIENTS = 64  # names of keys with series of their own; the others share one
+MAX_CLIENTS = 64  # keys with their own series; further ones share `OTHER`
 OTHER = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _REASONS = (
@@ -26,7 +26,7 @@ _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class HttpTraffic:
-    """One per server."""
+    """The counters of one server."""
 
     def __init__(self) -> None:
         self._refused: Counter[str] = Counter()
@@ -42,13 +42,14 @@ class HttpTraffic:
         )
 
     def refused(self, reason: str | None) -> None:
-        """A request was refused because of the server's state or one of its limits."""
+        """Counts a request refused because of the server's state or one of its limits."""
         self._refused[reason if reason in _REASONS else OTHER] += 1
 
     def answered(
         self, route: str, status: int, client: str | None = None, *, method: str = "GET", seconds: float = 0.0
     ) -> None:
-        """`route` is a route's pattern, never a path; `client` what the operator calls an API key."""
+        """Counts an answer. `route` is a route's pattern, never a path; `client` is the operator's name of an API
+        key."""
         method = method if method in _METHODS else OTHER
         self._by_route[route, str(status)] += 1
         self._by_class[method, route, f"{status // 100}xx"] += 1
@@ -57,7 +58,7 @@ class HttpTraffic:
             self._by_client[self._known(client), str(status)] += 1
 
     def lagged(self, seconds: float) -> None:
-        """The event loop ran a timer that much later than planned."""
+        """Counts a timer that the event loop ran `seconds` late."""
         self._lag.observe(seconds)
 
     def _known(self, client: str) -> str:
@@ -68,7 +69,7 @@ class HttpTraffic:
         return client
 
     def families(self, make: Families, client: str | None = None) -> Iterator[Metric]:
-        """Series by client are of `client`, None: of all."""
+        """Yields the families. Series by client are restricted to `client`, unless it is None."""
         refused = "Requests refused because of the server's state or a limit, by reason."
         yield make.counter_by("hydra:admission_rejections", refused, "reason", _REASONS, self._refused)
         answers = "HTTP answers by route and status."

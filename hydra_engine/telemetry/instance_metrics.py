@@ -1,9 +1,9 @@
-"""What the instances report about themselves, as Prometheus families: summed (requests, caches, steps, lanes, budgets),
-and of every instance of a topology what it does and exchanges.
+"""Instances' reports as Prometheus families: sums (requests, caches, steps, lanes, budgets), and per instance its load
+and transfers.
 
-Families of single instances have the labels `engine_instance` and `role`; Prometheus itself calls the server that a
-page comes from `instance`. There are as many series as the topology has instances: names and roles come from it, never
-from a client. Of an instance that is not up, only counters are shown. Does not know requests.
+Families of single instances have the labels `engine_instance` and `role`; Prometheus itself calls the scraped server
+`instance`. The topology bounds the number of series: names and roles come from it, never from a client. An instance
+that is not up has counters only. Does not know requests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import BudgetReport, Status
 from hydra_engine.telemetry.families import Families
 
-_SHORTEST_S = 1.0  # over which a busy share is taken
+_SHORTEST_S = 1.0  # shortest time over which a busy share is measured
 
 
 class BusyShares:
-    """The share of time that each lane computes, since the last page that was at least a second ago."""
+    """The share of time that each lane computes, over the time since the last page that is at least `_SHORTEST_S`
+    old."""
 
     def __init__(self) -> None:
         self._before: Status | None = None
@@ -38,7 +39,8 @@ class BusyShares:
 
 
 def status_families(make: Families, status: Status, busy: BusyShares, cached_tokens: int) -> Iterator[Metric]:
-    """`cached_tokens`: prompt tokens of requests that have ended, however, that needed no step."""
+    """Yields the families of summed statuses. `cached_tokens`: prompt tokens found in the prefix cache, of all requests
+    that have ended."""
     yield from _gauges(make, status, busy)
     yield from _tokens(make, status, cached_tokens)
     yield from _steps(make, status)
@@ -62,8 +64,8 @@ def _gauges(make: Families, status: Status, busy: BusyShares) -> Iterator[Metric
 
 
 def _tokens(make: Families, status: Status, cached_tokens: int) -> Iterator[Metric]:
-    """Token counters as vLLM has them: prompts whole, whether steps or a cache gave their KV. What steps computed again
-    after a preemption is in it."""
+    """Token counters with vLLM's meaning: whole prompts, computed or cached, plus tokens computed again after a
+    preemption."""
     help = "Prompt tokens: those computed when they are, those found in the cache when their request ends."
     yield make.counter("vllm:prompt_tokens", help, status.prompt_tokens + cached_tokens)
     yield make.table(
@@ -163,7 +165,8 @@ _COUNTERS: tuple[_Reading, ...] = (
 def instance_families(
     names: Sequence[str], labels: Sequence[str], instances: Sequence[InstanceState], statuses: Mapping[str, Status]
 ) -> Iterator[Metric]:
-    """`names` and `labels`: of what every series carries. `statuses` by instance, where there is one."""
+    """Yields the families of single instances. `names` and `labels` are the names and values of the labels of every
+    series; `statuses` are by instance, as far as there are any."""
     names = (*names, "engine_instance", "role")
     up = GaugeMetricFamily("hydra:instance_up", "1: it is ready, or finishes what it has; 0: not.", labels=names)
     restarts = CounterMetricFamily("hydra:instance_restarts", "How often it was started again.", labels=names)

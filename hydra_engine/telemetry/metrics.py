@@ -1,8 +1,8 @@
-"""The metrics page: under vLLM's names for dashboards where the meaning is the same, and under `hydra:` for our own.
+"""The metrics page: vLLM's names, for its dashboards, where the meaning is the same, and `hydra:` for our own.
 
-Fed once per finished request and once per HTTP answer; what instances report is read when the page is asked for. Labels
+Fed once per finished request and once per HTTP answer; instances' reports are read when the page is requested. Labels
 are the served model's name, names and roles of instances, names of API keys and words from fixed lists, never anything
-a client sent. Does not know HTTP or the engine.
+that a client sent. Does not know HTTP or the engine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hydra_engine.telemetry.request_metrics import FinishedRequests
 
 _ENGINE = "0"
 _OPENMETRICS = "application/openmetrics-text"
-_WITH_COLONS = f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8"  # other escapings lose those of our names
+_WITH_COLONS = f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8"  # other escapings lose the colons of our names
 
 
 class Metrics(Collector):
-    """One per server. `requests` is fed with what has ended, `traffic` with what happens at the HTTP surface."""
+    """The metrics of one server. Add ended requests to `requests` and HTTP events to `traffic`."""
 
     def __init__(self, model_name: str) -> None:
         self._make = Families((model_name, _ENGINE))
@@ -51,14 +51,14 @@ class Metrics(Collector):
         statuses: Mapping[str, Status] | None = None,
         client: str | None = None,
     ) -> tuple[bytes, str]:
-        """The page and its content type: OpenMetrics where `accept`, as HTTP has it, asks for that. Gauges are as of
-        `status`, the sum over all instances, and of `statuses`, by their names. Series by client are of `client`, None:
-        of all."""
+        """Returns the page and its content type: OpenMetrics if `accept`, the HTTP header, asks for it. Gauges come
+        from `status`, the sum over all instances, and from `statuses`, by instance name. Series by client are
+        restricted to `client`, unless it is None."""
         if status is not None:
             self._busy.put(status)
         self._status = status
         self._instances, self._statuses, self._client = instances, statuses or {}, client
-        # Only what this line finds goes on: the library trips over other words in a header.
+        # The header itself is not passed on: the library fails on some of its words.
         escaping = _WITH_COLONS if _OPENMETRICS in accept.lower() else ""
         encode, content_type = choose_encoder(escaping)
         return encode(self._registry), content_type

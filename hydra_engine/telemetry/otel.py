@@ -1,9 +1,9 @@
-"""Traces for OpenTelemetry: one span for a request, below it one for each stage that it went through.
+"""Traces for OpenTelemetry: a span per request, and below it a span per stage that it went through.
 
-Names and attributes are OpenTelemetry's, those of generative AI included, as far as they exist; `gen_ai.latency.*` are
-vLLM's; `hydra.*` are ours. Spans are made when a request has ended and leave on a thread of the library's, through a
-queue that drops what does not fit: a collector that is slow or away delays no request. Neither prompts nor answers. The
-library is loaded only where traces are asked for, and reads the OTEL_* variables itself. Does not know HTTP.
+Names and attributes are OpenTelemetry's where they exist, those for generative AI included; `gen_ai.latency.*` are
+vLLM's; `hydra.*` are our own. Spans are made when a request has ended and exported on a thread of the library, through
+a queue that drops what does not fit: a slow or absent collector delays no request. Prompts and answers never appear in
+them. The library is imported only if traces are enabled, and reads the OTEL_* variables itself. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hydra_engine.errors import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-MAX_STAGE_SPANS = 200  # of one answer; the rest is only counted
-_QUEUE = 2048  # spans that wait to leave
+MAX_STAGE_SPANS = 200  # per answer; the rest is only counted
+_QUEUE = 2048  # spans that wait for export
 _BATCH = 256
-_EXPORT_S = 5.0  # for one batch, tries included
-_CLOSE_S = 3.0  # what the last spans get for leaving
+_EXPORT_S = 5.0  # for one batch, retries included
+_CLOSE_S = 3.0  # for the last spans
 _PARENTS = ("traceparent", "tracestate")
 
 Value = str | int | float | bool | Sequence[str]
@@ -34,8 +34,8 @@ Value = str | int | float | bool | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A request that has ended. Times on the monotonic clock. `answers`: each with when its result was known; `failed`:
-    what went wrong if the server is to blame, in a word; `parent`: headers of W3C Trace Context."""
+    """A request that has ended; times are on the monotonic clock. `answers`: (result, time at which it was known);
+    `failed`: the error in a word if the server is at fault; `parent`: headers of W3C Trace Context."""
 
     name: str
     began_s: float
@@ -47,7 +47,7 @@ class Traced:
 
 
 class Tracer:
-    """Exports spans; used from one thread. Needs `hydra-engine[otel]`: raises ConfigError without."""
+    """Exports spans. Use it from one thread. Needs `hydra-engine[otel]`: raises ConfigError without it."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -75,9 +75,9 @@ class Tracer:
         self._tracer = self._provider.get_tracer("hydra_engine", __version__)
 
     def add(self, request: Traced) -> None:
-        """Never waits for the collector. A parent that is not sampled makes no spans."""
+        """Queues the request's spans; never waits for the collector. Exports none if the parent is not sampled."""
         trace = self._trace
-        offset_ns = time.time_ns() - time.monotonic_ns()  # of the wall clock, which stamps are on outside
+        offset_ns = time.time_ns() - time.monotonic_ns()  # from the monotonic to the wall clock, which spans are on
         parent = self._parent(request.parent or {})
         span = self._tracer.start_span(
             request.name,
@@ -113,16 +113,17 @@ class Tracer:
         return max(len(timeline) - MAX_STAGE_SPANS, 0)
 
     def close(self) -> None:
-        """Sends what waits, for a moment at most; what the collector does not take by then is lost."""
+        """Exports the queued spans for up to `_CLOSE_S`; what the collector has not accepted by then is lost."""
         sending = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
         sending.start()
         sending.join(_CLOSE_S)
         if sending.is_alive():
-            self._exporter.shutdown()  # ends its tries
+            self._exporter.shutdown()  # ends its retries
 
 
 def answer_attributes(answers: Iterable[tuple[Result, float]]) -> dict[str, Value]:
-    """Span attributes of a request with these answers: tokens, reasons, and where the time of the first went."""
+    """Returns the span attributes of a request with these answers: tokens of all, finish reasons, and the latencies of
+    the first."""
     results = [result for result, _ in answers]
     if not results:
         return {}
@@ -156,7 +157,7 @@ def _facts(stage: StageSpan) -> dict[str, Any]:
 
 
 def _traces_url(endpoint: str) -> str:
-    """The URL with the protocol's path, unless it has another one."""
+    """Returns the URL, with the protocol's path if it has none."""
     return endpoint.rstrip("/") + "/v1/traces" if urlsplit(endpoint).path in ("", "/") else endpoint
 
 

@@ -1,6 +1,6 @@
-"""What is counted from finished requests: latencies, stages, tokens, cache hits, and limits met or missed.
+"""Counters of finished requests: latencies, stages, tokens, cache hits, and limits met or missed.
 
-Fed once per answer: a request for n of them counts n times, with its prompt. Does not know HTTP, instances or where the
+Fed once per answer: a request for n answers counts n times, with its prompt. Does not know HTTP, instances or where the
 numbers are shown.
 """
 
@@ -16,7 +16,7 @@ from hydra_engine.core.outputs import BLAMES, FinishReason, Result, SloReport, S
 from hydra_engine.telemetry.families import Families, Histogram
 from hydra_engine.telemetry.timeline import MOVES, PHASE_OF, phases
 
-# vLLM's bounds where the name is vLLM's, so that its dashboards read well.
+# vLLM's bounds where the name is vLLM's, for its dashboards.
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
@@ -57,7 +57,7 @@ _BY_STAGE = (
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Requests that have ended since the server started. `limited` ended well and had a latency limit; of these `good`
+    """Requests that have ended since the server started. `limited` ended well and had a latency limit; `good` of them
     met all their limits. `verdicts` by limit (ttft, tpot): (met, all)."""
 
     finished: int
@@ -75,14 +75,14 @@ class _Totals:
     cached_tokens: int = 0
     images: int = 0
     cached_images: int = 0
-    verdicts: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by limit, met or not
+    verdicts: Counter[tuple[str, bool]] = field(default_factory=Counter)  # (limit, met)
     limited: int = 0  # requests with a verdict
     good: int = 0  # of these, all limits met
-    late: Counter[str] = field(default_factory=Counter)  # late tokens by what they went to
+    late: Counter[str] = field(default_factory=Counter)  # late tokens by kind of blame
 
 
 class FinishedRequests:
-    """One per server."""
+    """The counters of one server."""
 
     def __init__(self) -> None:
         self._totals = _Totals()
@@ -92,11 +92,11 @@ class FinishedRequests:
             for name, help, label in _BY_STAGE
         )
 
-    # ---- feeding
+    # ---- counting
 
     def add(self, result: Result) -> None:
-        """What a prompt has needed and found in caches counts however its request ended, if it came to its first
-        token; times, lengths and limits only of requests that ended well."""
+        """Counts an answer. Prompt tokens, images and cache hits count if it reached its first token, however it ended;
+        times, lengths and limits only if it ended well."""
         totals, usage = self._totals, result.usage
         totals.finished[result.finish_reason.value] += 1
         ended_well = result.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR)
@@ -112,7 +112,7 @@ class FinishedRequests:
         self._add_slo(result.metrics.slo)
 
     def add_choices(self, num_choices: int, most_tokens: int) -> None:
-        """A whole request has ended well: of its answers the longest has `most_tokens`."""
+        """Counts a whole request that ended well; its longest answer has `most_tokens`."""
         self._plain["vllm:request_params_n"].observe(num_choices)
         self._plain["vllm:request_max_num_generation_tokens"].observe(most_tokens)
 
@@ -138,7 +138,7 @@ class FinishedRequests:
             self._observe("hydra:request_encode_time_seconds", metrics.encode_s)
 
     def _add_stages(self, result: Result) -> None:
-        """The breakdown that answers show as `Server-Timing`, so both agree."""
+        """Counts the breakdown that `Server-Timing` shows, so both agree."""
         timeline: Sequence[StageSpan] = result.timeline
         ran: set[str] = set()
         moved: set[str] = set()

@@ -1,8 +1,8 @@
-"""The stage timeline of one request: spans relative to its arrival, what follows from them, and a drawing.
+"""The stage timeline of one request: spans relative to its arrival, figures derived from them, and a drawing.
 
 Spans come from the preprocessor (fetch, preprocess, tokenize) and from the instance (waits and runs of the stages), all
-stamped on one monotonic clock. What follows: where the latency went, by the phases of HydraInfer (Fig. 13); sums; the
-verdict on latency limits and what a missed one was lost to. Does not know where they are shown.
+stamped on one monotonic clock. Derived are the phases of HydraInfer (Fig. 13) that the latency went to, sums, and the
+verdict on latency limits with the cause of a missed one. Does not know where they are shown.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import replace
 from hydra_engine.core.outputs import RequestMetrics, Result, SloReport, StageSpan
 from hydra_engine.core.request import Slo
 
-# In the order in which a request meets them. Within one instance nothing migrates.
+# In the order in which a request goes through them. Migrations are between instances only.
 PHASES = (
     *("preprocess", "encode_queue", "encode", "ep_migration", "prefill_queue", "prefill"),
     *("pd_migration", "decode_queue", "decode", "lost", "other"),
 )
-# Behind the last step, until the answer is complete in another thread: as long as Python may take to switch to it.
+# After the last step, until another thread has completed the answer: as long as Python may take to switch to it.
 HAND_OVER_S = 0.005
 
-# What counts where spans overlap, strongest first: what runs before what waits, and what is nearer to the next token. A
-# late token's gap comes last: it lies over all other spans of that time.
+# The phase that counts where spans overlap, strongest first: running before waiting, then what is nearer to the next
+# token. A late token's gap (decode_wait) is last: it covers all other spans of that time.
 _STRENGTH = (
     *("prefill", "decode", "encode", "preprocess", "prefill_queue", "encode_queue"),
     *("ep_migration", "pd_migration", "lost", "decode_queue"),
@@ -42,12 +42,12 @@ PHASE_OF = {
     **dict.fromkeys(("offered_kv", "pull_kv"), "pd_migration"),
     "lost": "lost",
 }
-MOVES = {"ep_migration": "features", "pd_migration": "kv"}  # phases in which a request moves, and what moves
+MOVES = {"ep_migration": "features", "pd_migration": "kv"}  # phases of a transfer, and what it transfers
 _PHASE_OF_WAIT: dict[str | None, str] = {"images": "encode_queue", "transfer": "pd_migration"}
 _BEFORE = {"encode": "encode_queue", "prefill": "prefill_queue", "decode": "decode_queue"}
 _QUEUE_PHASES = frozenset(_BEFORE.values())
 
-# The order in which a request meets them; a wait is drawn even when it took no time.
+# Stages in the order in which a request goes through them. The waits in `_ALWAYS` are drawn even if they took no time.
 _ORDER = (
     *("fetch", "tokenize", "preprocess", "encode_wait", "encode", "pull_features", "prefill_wait", "cached", "prefill"),
     *("offered_features", "offered_kv", "pull_kv", "preempted", "lost", "decode_wait", "decode"),
@@ -55,11 +55,11 @@ _ORDER = (
 _ALWAYS = {"encode": "encode_wait", "prefill": "prefill_wait"}
 _QUEUES = frozenset({"encode_wait", "prefill_wait", "preempted", "decode_wait"})
 _WAITS = _QUEUES | {"offered_features", "offered_kv", "lost"}
-_ELSEWHERE = ("images", "transfer")  # causes of a wait during which others work on the request
+_ELSEWHERE = ("images", "transfer")  # causes of a wait during which another lane or instance works on the request
 _MAX_LATE_SHARE = 0.1  # of the gaps between tokens (HydraInfer, section 5.1)
 _MAX_LATE_LINES = 3
 _MAX_DESCRIPTION = 600  # characters in a header
-_HAS_SPANS = frozenset({"transfer", "preemption", "lost"})  # kinds of blame whose times other spans show too
+_HAS_SPANS = frozenset({"transfer", "preemption", "lost"})  # kinds of blame whose time other spans show too
 _BLAME = {"step": "slow steps", "cpu": "time between steps", "decode": "decode steps alone", "lost": "a lost instance"}
 _UNITS = {"prefill": "tokens", "encode": "patches"}
 
@@ -68,14 +68,14 @@ _UNITS = {"prefill": "tokens", "encode": "patches"}
 
 
 def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None = None) -> dict[str, float]:
-    """Seconds per phase, with every name of `PHASES`, summing to `e2e_s`.
+    """Returns seconds per phase for every name of `PHASES`; they sum to `e2e_s`.
 
-    `timeline` is relative to the arrival. Waiting after the first token is decode_queue, whatever for; a wait for
-    images is encode_queue. Time before the scheduler had the request is preprocess; later, time between two spans
-    belongs to the wait for the second one. Moving between instances counts as far as nothing else of the request runs
-    or waits meanwhile: what is moved early costs nothing. `other` is time behind the last span beyond `HAND_OVER_S`, or
-    all of it without spans. Without `ttft_s` the first token is taken to come with the last prefill before the first
-    decode, which is too late for a request that was preempted in between.
+    `timeline` is relative to the arrival. Any wait after the first token is decode_queue; a wait for images is
+    encode_queue. Time before the scheduler had the request is preprocess; a later gap between two spans counts as a
+    wait for the second one. A move between instances counts only while nothing else of the request runs or waits: an
+    early move costs nothing. `other` is time after the last span beyond `HAND_OVER_S`, or all of it if there are no
+    spans. If `ttft_s` is None, the first token is assumed to come with the last prefill before the first decode, which
+    is too late for a request that was preempted in between.
     """
     durations = dict.fromkeys(PHASES, 0.0)
     spans = sorted((span for span in timeline if span.start_s <= e2e_s), key=lambda span: span.start_s)
@@ -102,7 +102,7 @@ def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None 
 
 
 def _edges(spans: Sequence[StageSpan], *marks: float) -> list[tuple[float, int, str | None]]:
-    """(time, +1 where a span begins and -1 where it ends, its phase) in order of time, all within the last mark."""
+    """(time, +1 at a span's start and -1 at its end, its phase) in order of time, cut off at the last mark."""
     end_s = marks[-1]
     edges: list[tuple[float, int, str | None]] = [(mark, 0, None) for mark in marks]
     for span in spans:
@@ -113,7 +113,7 @@ def _edges(spans: Sequence[StageSpan], *marks: float) -> list[tuple[float, int, 
 
 
 def _phase_of(span: StageSpan) -> str:
-    if span.stage == "prefill_wait":  # perhaps for work that others do
+    if span.stage == "prefill_wait":  # may wait for another lane or instance
         return _PHASE_OF_WAIT.get(span.cause, "prefill_queue")
     return PHASE_OF[span.stage]
 
@@ -125,14 +125,14 @@ def _first_token_s(spans: Sequence[StageSpan]) -> float:
 
 
 def intake_s(spans: Sequence[StageSpan]) -> float:
-    """The time at which the scheduler got the request; the end of preprocessing if it never did."""
+    """The time at which the scheduler received the request; the end of preprocessing if it never did."""
     intake = [span.end_s for span in spans if _phase_of(span) == "preprocess"]
     scheduled = [span.start_s for span in spans if _phase_of(span) != "preprocess"]
     return min(scheduled) if scheduled else max(intake, default=0.0)
 
 
 def _gap(spans: Sequence[StageSpan], starts: Sequence[float], until_s: float, started_s: float) -> str:
-    """The phase of a time in which the request has no span."""
+    """The phase of a gap between spans that ends at `until_s`."""
     if until_s <= started_s:
         return "preprocess"
     following = bisect_left(starts, until_s)
@@ -146,7 +146,7 @@ def _gap(spans: Sequence[StageSpan], starts: Sequence[float], until_s: float, st
 
 
 def relative(spans: Iterable[StageSpan], arrival_s: float) -> tuple[StageSpan, ...]:
-    """Absolute spans -> seconds since arrival, in order of start."""
+    """Returns the absolute spans in seconds since arrival, in order of start."""
     moved = [replace(s, start_s=s.start_s - arrival_s, end_s=s.end_s - arrival_s) for s in spans]
     return tuple(sorted(moved, key=lambda s: (s.start_s, s.end_s)))
 
@@ -161,8 +161,8 @@ def metrics_of(
     num_tokens: int,
     num_preemptions: int,
 ) -> RequestMetrics:
-    """Sums per stage; `timeline` is relative, the stamps absolute. A prefill that waits for images runs beside its
-    encode, so that wait is not queueing."""
+    """Sums per stage; `timeline` is relative, the stamps are absolute. A prefill's wait for images is not queueing,
+    since the images are encoded meanwhile."""
 
     def total(stages: frozenset[str]) -> float:
         return sum(s.end_s - s.start_s for s in timeline if s.stage in stages)
@@ -190,9 +190,9 @@ def _is_queueing(span: StageSpan) -> bool:
 def slo_report(
     limits: Slo, *, ttft_s: float | None, late_by: Mapping[str, int], num_gaps: int, timeline: Sequence[StageSpan]
 ) -> SloReport:
-    """Which limits a request met, as `SloReport` defines it, and what a missed one was lost to.
+    """Returns which limits a request met, as `SloReport` defines it, and what a missed one was lost to.
 
-    `limits` are those that held for it, its own or the engine's; `late_by` counts the late ones of `num_gaps` gaps
+    `limits` are the ones in force, the request's own or the engine's; `late_by` counts the late ones of `num_gaps` gaps
     between its tokens by the kind of their blame; `timeline` is relative to the arrival.
     """
     late_gaps = sum(late_by.values())
@@ -220,7 +220,8 @@ def slo_report(
 
 
 def _lost_before_first_token(timeline: Sequence[StageSpan], ttft_s: float) -> str:
-    """The wait or stage that took longest, with its cause. For a wait for images that is what the images waited for."""
+    """Describes the longest wait or stage, with its cause. A wait for images counts as the waits and encodes of the
+    images."""
     if not timeline:
         return ""
     seconds: dict[tuple[str, str | None], float] = defaultdict(float)
@@ -234,7 +235,7 @@ def _lost_before_first_token(timeline: Sequence[StageSpan], ttft_s: float) -> st
 
 
 def _lost_between_tokens(timeline: Sequence[StageSpan]) -> str:
-    """The kind of blame that summed to most, and the request that had the largest part in it."""
+    """Describes the kind of blame with the largest sum, and the request with the largest share of it."""
     kinds: dict[str, float] = defaultdict(float)
     culprits: dict[tuple[str, int], tuple[float, int]] = {}
     for blame in (blame for span in timeline for blame in span.blame):
@@ -254,8 +255,8 @@ def _lost_between_tokens(timeline: Sequence[StageSpan]) -> str:
 
 
 def server_timing(result: Result) -> str:
-    """The value of a `Server-Timing` header: phases that took time, the total, and `late` with the reason where a limit
-    was missed. Durations in milliseconds; ASCII, at most about 1 KB."""
+    """Returns the value of a `Server-Timing` header: phases that took time, the total, and `late` with the reason if a
+    limit was missed. Durations in milliseconds; ASCII, at most about 1 KB."""
     metrics = result.metrics
     durations = phases(result.timeline, metrics.e2e_s, ttft_s=metrics.ttft_s)
     entries = [f"{name};dur={seconds * 1e3:.1f}" for name, seconds in durations.items() if seconds > 0]
@@ -272,8 +273,8 @@ def server_timing(result: Result) -> str:
 
 
 def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
-    """The timeline as lines of text, one per stage, bars to scale, then the gaps between tokens that lost most time and
-    to what: what `demo` and `generate --timeline` print."""
+    """Returns the timeline as lines of text, one per stage with bars to scale, then the costliest gaps between tokens
+    and their causes: what `demo` and `generate --timeline` print."""
     if not timeline:
         return []
     end = max(max(s.end_s for s in timeline), 1e-9)

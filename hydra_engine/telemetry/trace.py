@@ -1,9 +1,9 @@
-"""What viewers are shown of requests: what runs now, and a ring of finished requests' spans, which can be written as
-Chrome trace JSON for a standard viewer (ui.perfetto.dev).
+"""The view of requests for people: those that run, and a ring of finished ones' spans, which can be written as Chrome
+trace JSON for a standard viewer (ui.perfetto.dev).
 
-A trace has one process per instance, with rows per lane for the steps and the requests in each, and one process for the
-requests, with a row for each and one below it for its images. Late tokens carry their blame. Prompts and answers never
-appear in it.
+A trace has one process per instance, with rows per lane for the steps and their requests, and one process for the
+requests, with a row for each and further rows for its images and transfers. Late tokens carry their blame. Prompts and
+answers never appear in it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _REQUESTS = "requests"
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """A request that runs, and what it waits for now. `stage` is one of
+    """A running request and its current stage. `stage` is one of
 
         preprocess  its pictures are fetched and decoded, its prompt is made
-        queue       nothing of it is computed: it waits for room, or for its turn
+        queue       nothing of it runs: it waits for room, or for its turn
         encode      its pictures are encoded
         prefill     its prompt is computed
-        transfer    features or KV move to the instance that goes on with it
-        decode      tokens come
-        lost        its instance was lost; it begins again where one can serve it
+        transfer    features or KV move to the instance that continues it
+        decode      tokens are generated
+        lost        its instance was lost; it restarts once another can serve it
 
-    `instance` is where that happens, "" where no instance has it. `done` of `of` are behind it: while pictures (or
-    videos) lack features, those that have them; in prefill, tokens of the prompt (and of the answer so far, if that has
-    to be computed again) that are computed; None where that is not known; reported four times a second. Times
-    on the monotonic clock.
+    `instance` is where that happens, "" before an instance has it. `done` of `of` are complete: pictures (or videos)
+    with features, while some have none; in prefill, computed tokens of the prompt (and of the answer so far, if that is
+    computed again); None if unknown. Instances report them four times a second. Times are in seconds on the monotonic
+    clock.
     """
 
     id: str
@@ -53,8 +53,8 @@ class LiveRequest:
 
 
 class EndedRequest(NamedTuple):
-    """`spans` are relative to `arrival_s`, which is on the monotonic clock. No usage: it failed before it had any.
-    `client`: whose it was."""
+    """A request that has ended. `spans` are in seconds relative to `arrival_s`, which is on the monotonic clock.
+    `usage` is None if it failed before it had any. `client`: its owner."""
 
     id: str
     arrival_s: float
@@ -65,8 +65,8 @@ class EndedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """`number` counts the requests that have ended so far; ask with it for those that end later. `finished` are the
-    latest of them, oldest first."""
+    """A page of the activity view. `number` counts the requests that have ended so far; pass it on to get later ones.
+    `finished` are the latest of them, the oldest first."""
 
     number: int
     finished: Sequence[EndedRequest]
@@ -74,7 +74,7 @@ class Activity:
 
 
 class TraceRing:
-    """Keeps the last requests' timelines; `spans` are relative to `arrival_s` on the monotonic clock."""
+    """The timelines of the last `capacity` requests; spans are relative to `arrival_s` on the monotonic clock."""
 
     def __init__(self, capacity: int = _RING) -> None:
         self._requests: deque[EndedRequest] = deque(maxlen=capacity)
@@ -92,18 +92,18 @@ class TraceRing:
         self._num_added += 1
 
     def since(self, number: int, limit: int, client: str | None = None) -> tuple[int, list[EndedRequest]]:
-        """How many requests have been added in all, and those behind the first `number` of them, oldest first, at most
-        the `limit` latest that are still here, of all clients or of one. A number from before a restart asks for
-        all."""
+        """Returns the number of requests added in all, and up to `limit` of those added after the first `number`: the
+        latest that are still kept, the oldest first; of one client, or of all if `client` is None. A `number` above the
+        count is from before a restart and counts as 0."""
         new = self._num_added - number if number <= self._num_added else self._num_added
         behind = itertools.islice(reversed(self._requests), min(new, len(self._requests)))
         wanted = (request for request in behind if client in (None, request.client))
         return self._num_added, list(itertools.islice(wanted, limit))[::-1]
 
     def events(self, since_s: float = -math.inf) -> list[dict[str, Any]]:
-        """Complete events ("ph": "X", microseconds since the oldest of these requests came) and the names of their rows
-        ("ph": "M"), without those that ended before `since_s`. Events of one row never overlap, as viewers demand.
-        From any thread."""
+        """Returns the requests as complete events ("ph": "X"; times in microseconds since the arrival of the oldest)
+        and the names of their rows ("ph": "M"), without spans that ended before `since_s`. Events of one row never
+        overlap, as viewers demand. Thread-safe."""
         requests = [
             (request_id, arrival, kept)
             for request_id, arrival, spans, *_ in tuple(self._requests)
@@ -139,7 +139,7 @@ def _event(span: StageSpan, moved_s: float, arguments: dict[str, Any]) -> dict[s
 
 
 def _microseconds(span: StageSpan, moved_s: float) -> tuple[int, int]:
-    """Both ends as whole numbers, so that neighbours that touch still do."""
+    """Start and end, rounded separately, so that adjacent spans stay adjacent."""
     return round((moved_s + span.start_s) * 1e6), round((moved_s + span.end_s) * 1e6)
 
 
@@ -155,7 +155,7 @@ def _arguments(span: StageSpan) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Step:
-    """Spans of several requests over the same time on the same lane: one step, or for decodes a run of steps."""
+    """Spans of several requests over the same time on the same lane: one step, or a run of decode steps."""
 
     span: StageSpan
     arrival_s: float
@@ -164,12 +164,13 @@ class _Step:
 
     @property
     def row(self) -> str:
-        """A run of decodes lies across the chunks of other requests that were in its steps."""
+        """The row of the lane; decodes have one of their own, since a run of them overlaps other requests' chunks in
+        its steps."""
         return f"{self.span.lane} decode" if self.span.stage == "decode" else self.span.lane
 
 
 def _steps(requests: Sequence[tuple[str, float, Sequence[StageSpan]]]) -> Iterator[_Step]:
-    """Steps in order of start."""
+    """Yields the steps in order of start."""
     steps: dict[tuple[object, ...], _Step] = {}
     for request_id, arrival_s, spans in requests:
         for span in spans:
@@ -182,7 +183,7 @@ def _steps(requests: Sequence[tuple[str, float, Sequence[StageSpan]]]) -> Iterat
 
 
 class _Rows:
-    """Numbers for processes and their rows, which viewers want, and the names that go with them."""
+    """Numbers of processes and rows, as viewers want them, and their names."""
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
@@ -190,7 +191,8 @@ class _Rows:
         self._busy_until: dict[tuple[str, str], float] = {}
 
     def place(self, process: str, row: str, start: float, end: float) -> dict[str, int]:
-        """In the first of `row`, `row 2`, .. where nothing lies at that time; to be called in order."""
+        """Returns the pid and tid of the first of `row`, `row 2`, .. that is free at that time. Call it in order of
+        start."""
         name, number = row, 1
         while self._busy_until.get((process, name), -math.inf) > start:
             number += 1

@@ -1,4 +1,4 @@
-"""A workload as a file: what each request of a load asks for and when, in sizes and times, never in contents.
+"""A workload as a file: sizes and times of each request of a load, never contents.
 
 JSON lines. The first one names the format; each other one is a request, in the order of arrival:
 
@@ -6,8 +6,8 @@ JSON lines. The first one names the format; each other one is a request, in the 
     {"at_s": 0.0, "prompt_tokens": 32, "output_tokens": 64, "pictures": [[1024, 768, 0]]}
     {"at_s": 0.4, "prompt_tokens": 90, "output_tokens": 64, "session": 3, "shared_tokens": 32}
 
-The server records one (`--record-workload FILE`), generators make others, the planner reads them. A file that is still
-written, or whose writer has died, can be read too: a last line that is not whole is passed over.
+The server records one (`--record-workload FILE`), generators make others, the planner reads them. A file can be read
+while it is written, or after its writer has died: an incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import msgspec
 from hydra_engine.errors import ConfigError
 
 FORMAT, VERSION = "hydra-engine workload", 1
-MOST_REQUESTS = 1_000_000  # of a file
+MOST_REQUESTS = 1_000_000  # per file
 _MOST_TOKENS = 1 << 24
 _MOST_SIDE = 1 << 20  # pixels
 _MOST_FRAMES = 1 << 20
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Pixels as they come, before any resizing. Requests that give the same picture give the same `number`."""
+    """A picture's size in pixels before any resizing. Requests with the same picture have the same `number`."""
 
     width: int
     height: int
@@ -45,11 +45,11 @@ class Video(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One request. `prompt_tokens` are those of text, without what pictures and videos become. Of them the first
-    `shared_tokens` are also the first ones of an earlier request of the same `session` (a conversation, or one system
-    prompt): a prefix cache may have them. `kind` is a word for tables."""
+    """A request. `prompt_tokens` are those of its text, without image tokens. The first `shared_tokens` of them are
+    also the first ones of an earlier request of the same `session` (a conversation, or one system prompt), so a prefix
+    cache may have them. `kind` is a label for tables."""
 
-    at_s: float  # seconds since the first one could have come
+    at_s: float  # seconds since the recording began
     prompt_tokens: int
     output_tokens: int
     pictures: tuple[Picture, ...] = ()
@@ -66,7 +66,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def header_line(source: str = "") -> bytes:
-    """The first line of a file, without its end. `source`: where the requests come from, in a few words."""
+    """Returns the first line of a file, without its newline. `source`: where the requests come from, in a few words."""
     return msgspec.json.encode(_Header(format=FORMAT, version=VERSION, source=source))
 
 
@@ -75,7 +75,7 @@ def request_line(request: WorkloadRequest) -> bytes:
 
 
 def read_workload(path: Path) -> tuple[WorkloadRequest, ...]:
-    """In the order of arrival. Raises ConfigError, which names the line and what is wrong there."""
+    """Returns the requests in order of arrival. Raises ConfigError, which names the line and its problem."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -104,7 +104,7 @@ def read_workload(path: Path) -> tuple[WorkloadRequest, ...]:
 
 
 def problem_of(request: WorkloadRequest) -> str | None:
-    """Why no such request can be, or None."""
+    """Returns why the request is impossible, or None."""
     if not math.isfinite(request.at_s) or request.at_s < 0:
         return "at_s must be a number of seconds, 0 or more"
     for name, value, least in (
@@ -133,7 +133,7 @@ def problem_of(request: WorkloadRequest) -> str | None:
 
 
 def _is_whole(last: bytes) -> bool:
-    """What is behind the last end of a line is a line, and not a part of one or nothing."""
+    """True if the bytes after the last newline are a complete line."""
     try:
         msgspec.json.decode(last)
     except (msgspec.DecodeError, UnicodeDecodeError):
