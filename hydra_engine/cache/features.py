@@ -1,9 +1,8 @@
-"""Image features by content: which pictures have features, who needs them, and which image-cache blocks hold them.
+"""Image features by content: the users of each picture's features, and the image-cache blocks that hold them.
 
-Two images with the same key (the same picture under the same salt) share one entry, be they of two requests or two
-places of one prompt, so a picture is encoded once while any of them needs it. After its last user the features stay
-where they are until their blocks are needed for something else. Does not know requests' states, plans or pixels, nor
-which request goes first.
+Two images with the same key (the same picture under the same salt) share one entry, in one prompt or in two requests,
+so a picture is encoded once while any image needs it. After its last user, features stay cached until their blocks are
+needed. Does not know states of requests, plans or pixels, nor which request goes first.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ ImageUser = tuple[RequestId, int]  # (request, index of the image in its prompt)
 class _Entry:
     num_tokens: int
     progress: ImageProgress = ImageProgress.WAITING
-    users: dict[ImageUser, None] = field(default_factory=dict)  # in the order in which they came
+    users: dict[ImageUser, None] = field(default_factory=dict)  # in order of arrival
 
 
 class FeatureCache:
-    """An entry WAITS (no blocks), is ENCODING (a vision plan in flight writes its blocks) or is ENCODED (its blocks may
-    be read), and so is every image that uses it. Without users an entry exists only while it is ENCODING.
+    """The features of all images that requests need, by key.
 
-    While an entry WAITS nothing of it can be found in the cache, so an image that waits really has to be encoded.
-    `keeps` False: keys are taken for unique, nothing is found later.
+    An entry is WAITING (no blocks), ENCODING (a plan in flight writes its blocks) or ENCODED (its blocks may be read),
+    like every image that uses it. Without users an entry exists only while it is ENCODING.
+
+    While an entry is WAITING, none of its features can be found in the cache, so it really has to be encoded. `keeps`
+    False: keys are assumed to be unique, and no features are kept for reuse.
     """
 
     def __init__(self, blocks: CacheManager[FeatureKey], *, keeps: bool = True) -> None:
@@ -46,7 +47,7 @@ class FeatureCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that could be had, those with features that no image needs now included."""
+        """Number of blocks that could be allocated, including those of features without users."""
         return self._blocks.num_free
 
     @property
@@ -63,8 +64,8 @@ class FeatureCache:
     # ---- users
 
     def need(self, user: ImageUser, key: FeatureKey, num_tokens: int) -> ImageProgress:
-        """One more user of these features; says how far they are. The first user finds them ENCODED if they are still
-        in the cache, which takes blocks out of the free ones, never from other images."""
+        """Adds a user of these features and returns their progress. For the first user they are ENCODED if they are
+        still cached; that takes blocks from the free ones, never from other images."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(num_tokens)
@@ -76,13 +77,13 @@ class FeatureCache:
         return entry.progress
 
     def drop(self, user: ImageUser, key: FeatureKey) -> None:
-        """The user needs the features no longer. Those of the last one become reusable room."""
+        """Removes a user. After the last one the features are reusable and their blocks free."""
         entry = self._entries[key]
         del entry.users[user]
         self._release_unused(key, entry)
 
     def users(self, key: FeatureKey) -> tuple[ImageUser, ...]:
-        """The oldest first."""
+        """The users of the features, the oldest first."""
         return tuple(self._entries[key].users)
 
     def progress(self, key: FeatureKey) -> ImageProgress:
@@ -93,14 +94,14 @@ class FeatureCache:
         return self._blocks.tables[key].block_ids
 
     def held(self) -> Iterator[tuple[FeatureKey, ImageProgress, int]]:
-        """(key, ENCODING or ENCODED, blocks) of everything that holds blocks."""
+        """(key, ENCODING or ENCODED, number of blocks) of each entry with blocks."""
         for key, table in self._blocks.tables.items():
             yield key, self._entries[key].progress, table.num_blocks
 
-    # ---- features come and go
+    # ---- life of features
 
     def reserve(self, key: FeatureKey) -> bool:
-        """WAITING to ENCODING, with blocks to write to; False and no change if there are not enough."""
+        """Changes WAITING to ENCODING and allocates blocks; False, and no change, if too few are free."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.WAITING, "only what waits is encoded"
         if not self._blocks.grow(key, entry.num_tokens, capacity=entry.num_tokens):
@@ -109,8 +110,8 @@ class FeatureCache:
         return True
 
     def finish(self, key: FeatureKey, *, failed: bool) -> None:
-        """ENCODING to ENCODED, or back to WAITING with nothing kept: images that shared a failed encode lose time only.
-        Features whose users have all gone meanwhile become reusable room at once."""
+        """Changes ENCODING to ENCODED or, if it failed, back to WAITING and keeps nothing: images that shared the
+        encode wait again. Features without users become reusable at once."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.ENCODING, "an encode ends that never began"
         if failed:
@@ -123,7 +124,7 @@ class FeatureCache:
         self._release_unused(key, entry)
 
     def evict(self, key: FeatureKey) -> None:
-        """ENCODED to WAITING: the blocks are needed elsewhere, and the features are lost."""
+        """Changes ENCODED to WAITING: frees the blocks and forgets the features."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.ENCODED, "only encoded features can be evicted"
         self._blocks.free(key)
@@ -132,7 +133,7 @@ class FeatureCache:
         entry.progress = ImageProgress.WAITING
 
     def forget_unused(self) -> None:
-        """Features that no image needs now are not found again."""
+        """Forgets all features without users."""
         self._blocks.forget_unheld()
 
     # ---- inside
@@ -141,7 +142,7 @@ class FeatureCache:
         return feature_hashes(key, self._blocks.blocks_for(num_tokens))
 
     def _restore(self, key: FeatureKey, num_tokens: int) -> bool:
-        """Takes hold of features that the cache still has. A remainder of them is of no use and is forgotten."""
+        """Takes features that are still cached. If only a part is left, it is useless and is forgotten."""
         hashes = list(self._hashes(key, num_tokens))
         if len(self._blocks.find(hashes)) < len(hashes):
             self._blocks.forget(hashes)

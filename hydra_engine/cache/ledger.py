@@ -1,6 +1,6 @@
-"""Which requests hold how many blocks of the caches of an instance, and whether that is as it should be.
+"""The blocks that requests hold in the caches of an instance, and checks of the bookkeeping.
 
-Reads the cache managers, changes nothing. Does not know what a request does; it is told which ones are alive.
+Reads the cache managers, changes nothing. Does not know what a request does; the caller passes the live ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ MAX_LINES = 200
 
 
 class Ledger:
-    """`has_states`: a sequence slot holds a recurrent state too, and is counted as such."""
+    """The ledger of one instance's caches. `has_states`: a sequence slot also holds a recurrent state, and is reported
+    as one."""
 
     def __init__(
         self, kv: CacheManager[RequestId], features: FeatureCache, seq_slots: SlotPool, *, has_states: bool = False
@@ -28,7 +29,7 @@ class Ledger:
         self._has_states = has_states
 
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
-        """Blocks without a living owner, and broken bookkeeping; empty when all is well."""
+        """Descriptions of blocks without a live owner and of broken bookkeeping; empty if there are none."""
         problems = [f"request {r} is gone and holds KV blocks" for r in self._kv.tables if r not in live]
         for key, _, _ in self._features.held():
             users = self._features.users(key)
@@ -46,12 +47,12 @@ class Ledger:
         return tuple(problems)
 
     def check(self, live: Collection[RequestId]) -> None:
-        """Raises AssertionError listing the problems, if there are any."""
+        """Raises AssertionError with the problems, if there are any."""
         problems = self.problems(live)
         assert not problems, "; ".join(problems)
 
     def report(self, live: Collection[RequestId]) -> LedgerReport:
-        """Names at most MAX_LINES holders."""
+        """The ledger report; names at most MAX_LINES holders."""
         lines = [f"request {r}: {table.num_blocks} KV blocks" for r, table in self._kv.tables.items()]
         for key, _, num_blocks in self._features.held():
             users = self._features.users(key)

@@ -1,9 +1,9 @@
-"""One token cache's bookkeeping: a block pool and the block tables of those who hold blocks in it.
+"""The bookkeeping of one cache: a block pool and the block tables of its holders.
 
-The KV cache has one holder per request (its id), the image cache one per picture (its feature key). Growth is all or
-nothing. Full blocks get the hash of their content, and a new holder may begin with blocks that have the hashes it looks
-for; those are not written to. Ids only; the tensors belong to the worker, and what to do when nothing is free to the
-scheduler.
+A holder of the KV cache is a request (its id), one of the image cache a picture (its feature key). Growth is all or
+nothing. Full blocks get the hash of their content; a new holder may begin with blocks that have the hashes it looks
+for, and does not write to these. Knows ids only; the worker owns the tensors, and the scheduler decides what to do if
+no block is free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 class CacheManager(Generic[Holder]):
-    """Invariant: a block is held as often as there are tables that list it, and no table lists it twice."""
+    """The block tables of all holders of one cache. Invariant: the reference count of a block is the number of tables
+    that list it, and no table lists it twice."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert block_size > 0, "a block has at least one token"
@@ -35,7 +36,7 @@ class CacheManager(Generic[Holder]):
 
     @property
     def num_free(self) -> int:
-        """Blocks that growth could take, those with reusable content included."""
+        """Number of blocks that can be allocated, including those with reusable content."""
         return self._pool.num_free
 
     @property
@@ -44,7 +45,7 @@ class CacheManager(Generic[Holder]):
 
     @property
     def tables(self) -> Mapping[Holder, BlockTable]:
-        """Read-only view: who holds what."""
+        """Read-only view of the block table of each holder."""
         return MappingProxyType(self._tables)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -53,9 +54,9 @@ class CacheManager(Generic[Holder]):
     # ---- holding
 
     def grow(self, holder: Holder, num_tokens: int, *, capacity: int) -> bool:
-        """Gives the holder room for token positions [0, num_tokens), or changes nothing and returns False.
+        """Gives the holder blocks for token positions [0, num_tokens); False, and no change, if too few are free.
 
-        The first call makes the table, with room for `capacity` tokens; later calls ignore that. Never shrinks.
+        The first call makes the table, with space for `capacity` tokens; later calls ignore `capacity`. Never shrinks.
         """
         table = self._tables.get(holder)
         missing = self.blocks_for(num_tokens) if table is None else table.missing(num_tokens)
@@ -69,8 +70,8 @@ class CacheManager(Generic[Holder]):
         return True
 
     def extend(self, holders: Sequence[Holder]) -> list[int]:
-        """One more block for each of these holders, which have tables; their ids. Empty, and no change, if there are
-        not enough."""
+        """Allocates one more block for each of these holders, which have tables, and returns the block ids. Empty, and
+        no change, if too few are free."""
         try:
             blocks = self._pool.allocate(len(holders))
         except OutOfBlocks:
@@ -80,9 +81,9 @@ class CacheManager(Generic[Holder]):
         return blocks
 
     def free(self, holder: Holder) -> int:
-        """Takes everything back from a holder and says how many blocks; zero if it holds nothing.
+        """Frees all blocks of a holder and returns their number; 0 if it holds none.
 
-        Its table's array stays as it was, so a late reader of a plan sees old ids, never wrong ones.
+        The array of its table is not changed, so a late reader of a plan sees old ids, never wrong ones.
         """
         table = self._tables.pop(holder, None)
         if table is None:
@@ -90,10 +91,10 @@ class CacheManager(Generic[Holder]):
         self._pool.release(reversed(table.blocks()))
         return table.num_blocks
 
-    # ---- reusing
+    # ---- reuse
 
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks that have the first, second, ... of these hashes, up to the first hash that no block has. Changes
+        """The blocks that have the first, second, ... of these hashes, up to the first hash without a block. Changes
         nothing."""
         blocks = []
         for block_hash in hashes:
@@ -104,12 +105,12 @@ class CacheManager(Generic[Holder]):
         return blocks
 
     def num_to_take(self, num_tokens: int, found: Sequence[int]) -> int:
-        """How many of the free blocks a new holder of `num_tokens` takes that begins with the blocks `found`: what
-        others hold costs nothing, what has no holder counts as free and is taken."""
+        """Number of free blocks that a new holder of `num_tokens` takes if it begins with the blocks `found`: found
+        blocks with holders cost nothing, found blocks without holders count as free and are taken."""
         return self.blocks_for(num_tokens) - sum(self._pool.refcount(block) > 0 for block in found)
 
     def adopt(self, holder: Holder, hashes: Sequence[BlockHash], *, capacity: int) -> None:
-        """Makes the table of a new holder out of the blocks with these hashes, all of which `find` has just found."""
+        """Makes the table of a new holder from the blocks with these hashes, which `find` must have just found."""
         assert holder not in self._tables, "a holder adopts blocks before it grows"
         blocks = []
         for block_hash in hashes:
@@ -120,24 +121,25 @@ class CacheManager(Generic[Holder]):
         table.append(blocks)
 
     def set_hashes(self, holder: Holder, first: int, hashes: Sequence[BlockHash]) -> None:
-        """Says what the holder's blocks from `first` on hold from now on. If another block has that content already, it
-        keeps the hash."""
+        """Sets the content hashes of the holder's blocks from `first` on. If another block has a hash already, that one
+        keeps it."""
         blocks = self._tables[holder].block_ids[first : first + len(hashes)].tolist()
         for block, block_hash in zip(blocks, hashes, strict=True):
             self._pool.set_hash(block, block_hash)
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Makes content without a holder impossible to find; hashes without a block are ignored."""
+        """Makes content without a holder impossible to find; ignores hashes without a block. Asserts that no block is
+        held."""
         for block_hash in hashes:
             self._pool.forget(block_hash)
 
     def forget_unheld(self) -> int:
-        """Makes all content without a holder impossible to find; how many blocks that were. What is held keeps its
-        hashes, and can be found by others as before."""
+        """Makes all content without a holder impossible to find; returns the number of its blocks. Held blocks keep
+        their hashes and can still be found."""
         return self._pool.forget_evictable()
 
     def hashes(self, holder: Holder) -> list[BlockHash | None]:
-        """What the blocks of a holder can be found by, in order; empty if it holds nothing."""
+        """Content hashes of a holder's blocks, in order, None for a block without one; empty if it holds nothing."""
         table = self._tables.get(holder)
         return [] if table is None else [self._pool.hash_of(block) for block in table.blocks()]
 

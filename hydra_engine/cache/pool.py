@@ -1,8 +1,8 @@
-"""One fixed pool of cache blocks: who may use which block, and which free blocks still hold reusable content.
+"""A fixed pool of cache blocks: reference counts, and the free blocks that still have reusable content.
 
-Every block is in exactly one state: free, held by `refcount >= 1` owners, or evictable (without an
-owner, but with the hash of its content, and kept until its room is needed). One class serves the KV cache and the image
-cache. Knows block ids only: not what is in a block, not who holds it, not where it lies in memory.
+Every block is in exactly one state: free, held by `refcount >= 1` owners, or evictable (without an owner, but with the
+hash of its content, and kept until its space is needed). One class serves the KV cache and the image cache. Knows block
+ids only: not the content of a block, its owners or its place in memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from hydra_engine.core.ids import BlockHash
 
 
 class OutOfBlocks(Exception):
-    """The pool cannot give that many blocks now; nothing was taken."""
+    """Raised if the pool cannot allocate that many blocks now; nothing was allocated."""
 
 
 class BlockPool:
-    """Invariant: `num_free + num_held == num_blocks`, where evictable blocks count as free.
+    """The pool. Invariant: `num_free + num_held == num_blocks`, where evictable blocks count as free.
 
-    Deterministic: the same calls give the same block ids. Free blocks without content are given out first, then
-    evictable ones, least recently released first.
+    Deterministic: the same calls give the same block ids. Free blocks without content are allocated first, then
+    evictable ones, the least recently released first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,13 +28,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._refcounts = [0] * num_blocks
         self._keys: list[BlockHash | None] = [None] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is allocated first
         self._evictable: dict[int, None] = {}  # oldest first
         self._block_of: dict[BlockHash, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could give, those with reusable content included."""
+        """Number of blocks that `allocate` can return, including those with reusable content."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -45,7 +45,8 @@ class BlockPool:
         return self._refcounts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one owner each, or `OutOfBlocks` and no change. Zero is allowed."""
+        """Allocates `count` blocks (0 is allowed) with one owner each. Raises `OutOfBlocks`, and changes nothing, if
+        too few are free."""
         assert count >= 0, "cannot allocate a negative number of blocks"
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
@@ -59,9 +60,9 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner less. The last one frees the block; with content it stays reusable until evicted.
+        """Removes one owner of each block. After the last one the block is free or, with content, evictable.
 
-        Blocks given earlier are evicted earlier, so release the end of a chain before its beginning.
+        Blocks are evicted in the order of release, so release the end of a chain before its beginning.
         """
         for block in blocks:
             assert self._refcounts[block] > 0, f"block {block} is released more often than held"
@@ -73,7 +74,7 @@ class BlockPool:
                     self._evictable[block] = None
 
     def set_hash(self, block: int, key: BlockHash) -> bool:
-        """Says that a held block now has this content. False, and no change, if another block has it already."""
+        """Sets the content hash of a held block. False, and no change, if another block has this content already."""
         assert self._refcounts[block] > 0, f"block {block} is not held"
         if self._block_of.setdefault(key, block) != block:
             return False
@@ -89,7 +90,7 @@ class BlockPool:
         return self._block_of.get(key)
 
     def acquire(self, key: BlockHash) -> int | None:
-        """Like `find`, and the caller becomes an owner of the block."""
+        """Adds an owner to the block with this content and returns it; None if there is none."""
         block = self._block_of.get(key)
         if block is not None:
             self._evictable.pop(block, None)
@@ -97,7 +98,8 @@ class BlockPool:
         return block
 
     def forget(self, key: BlockHash) -> bool:
-        """Takes content without an owner out of reach, so that its block is plainly free. False if there is none."""
+        """Makes content without an owner impossible to find and frees its block. False if there is none. Asserts that
+        the block is not held."""
         block = self._block_of.get(key)
         if block is None:
             return False
@@ -108,7 +110,7 @@ class BlockPool:
         return True
 
     def forget_evictable(self) -> int:
-        """`forget` for everything without an owner; how many blocks that were."""
+        """Forgets all content without an owner; returns the number of its blocks."""
         count = len(self._evictable)
         self._free.extend([self._evict() for _ in range(count)])
         return count

@@ -1,10 +1,10 @@
-"""Prefix caching: the hashes of cache content, and which blocks of a request the cache has already.
+"""Prefix caching: the hashes of cache content, and the cached blocks of a request.
 
-One hash per full block of a prompt, chained, so that equal hashes mean equal KV.
-A block's hash covers everything before it (through its parent's hash) and, position by position, the token id or,
-inside an image span, the image's digest, its rotary positions and the offset in it: placeholders of different pictures
-never collide. The cache salt sits at the start of the chain. The features of one image have one hash per image-cache
-block, under the same salt. Does not know queues, budgets or which request starts.
+Each full block of a prompt has one hash, chained, so that equal hashes mean equal KV. It covers everything before the
+block (through its parent's hash) and, position by position, the token id or, inside an image span, the image's digest,
+its rotary positions and the offset in it: placeholders of different pictures never collide. The cache salt is at the
+start of the chain. The features of one image have one hash per image-cache block, under the same salt. Does not know
+queues, budgets or which request starts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.state import RequestState
 
 _HASH_BYTES = 32
-# A run is a tag, a count and its content; the tag says how wide the content is, so two different blocks never encode to
-# the same bytes.
+# A run is a tag, a count and its content. The tag determines the width of the content, so two different blocks never
+# encode to the same bytes.
 _TEXT_RUN = struct.Struct("<BI")
 _IMAGE_RUN = struct.Struct("<BII")  # then the digest, then the rotary positions if it has some
 _ROPE = struct.Struct("<5q")
@@ -30,7 +30,7 @@ _TOKEN_BYTES = 8
 
 
 def chain_seed(block_size: int, cache_salt: str = "") -> BlockHash:
-    """The parent of the first block. Requests with different salts, or caches with different block sizes, share
+    """The parent hash of the first block. Requests with different salts, and caches with different block sizes, share
     nothing."""
     data = struct.pack("<I", block_size) + _salt_bytes(cache_salt)
     return BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-seed").digest())
@@ -44,10 +44,10 @@ def extend_chain(
     block_size: int,
     cache_salt: str = "",
 ) -> None:
-    """Appends the hashes of the next full blocks to those that a sequence has; a partly filled last block has none.
+    """Appends the hashes of the next full blocks of a sequence to `chain`; a partly filled last block has none.
 
-    `token_ids` are its tokens from position `len(chain) * block_size` on. `images` are its spans in order; a span may
-    cross blocks and may reach beyond the tokens given.
+    `token_ids`: its tokens from position `len(chain) * block_size` on. `images`: its spans in order; a span may cross
+    blocks and may reach beyond the given tokens.
     """
     assert block_size > 0, "a block has at least one token"
     first = len(chain) * block_size
@@ -94,8 +94,8 @@ def _runs(tokens: bytes, images: Sequence[ImageItem], start: int, end: int, firs
 
 
 def _image_run(image: ImageItem, count: int, offset: int) -> bytes:
-    """KV of a span follows from its features and, where the model has them, from its rotary positions, which also carry
-    the positions of the text behind it."""
+    """The bytes of an image run. KV of a span depends on its features and, if the model has them, on its rotary
+    positions, which also determine the positions of the text behind it."""
     rope = image.rope
     if rope is None:
         return _IMAGE_RUN.pack(_IMAGE, count, offset) + image.digest
@@ -107,13 +107,13 @@ def _image_run(image: ImageItem, count: int, offset: int) -> bytes:
 
 
 def feature_key(digest: ImageDigest, cache_salt: str = "") -> FeatureKey:
-    """What the features of a picture are known by. Requests with different salts share none."""
+    """Key of a picture's features. Requests with different salts share none."""
     data = digest + _salt_bytes(cache_salt)
     return FeatureKey(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-image").digest())
 
 
 def feature_hashes(key: FeatureKey, num_blocks: int) -> Iterator[BlockHash]:
-    """The hashes of the image-cache blocks that hold the features of one picture, in order."""
+    """Hashes of the image-cache blocks with one picture's features, in order."""
     for index in range(num_blocks):
         data = key + index.to_bytes(4, "little")
         yield BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-feature").digest())
@@ -127,12 +127,12 @@ def _salt_bytes(cache_salt: str) -> bytes:
 
 
 class PrefixCache:
-    """Finds blocks for a request by the hashes of what they hold, and publishes those that a request has computed. Its
-    hashes are computed once, when they are first needed, and extended as its answer fills blocks. Publishing is put off
-    until it makes a difference, so that it costs nothing between two steps.
+    """Prefix lookup for requests, and publication of the blocks that they compute.
 
-    `enabled` False: nothing is found and nothing is published. `shares_features`: images with the same picture have the
-    same key.
+    The hashes of a request are computed at the first lookup, and extended as its answer fills blocks. Publication is
+    postponed until it makes a difference, so that it takes no time between two steps.
+
+    `enabled` False: nothing is found or published. `shares_features`: images with the same picture have the same key.
     """
 
     def __init__(self, kv: CacheManager[RequestId], *, enabled: bool, shares_features: bool) -> None:
@@ -140,13 +140,16 @@ class PrefixCache:
         self._block_size = kv.block_size
         self._enabled = enabled
         self._shares_features = shares_features
-        # (request, its full blocks) in the order in which their KV was known to be sound
+        # (request, its full blocks) in the order in which their KV was known to be finite
         self._unpublished: list[tuple[RequestState, int]] = []
 
     def find(self, state: RequestState) -> list[int]:
-        """The blocks that hold the longest usable beginning of what the request has to prefill. At least one token is
-        left over, for the step that computes it gives the next one; none of it ends inside a `whole` image. None for
-        one whose prompt is scored, but where its KV is pulled: the instance that computes it scores it."""
+        """The cached blocks of the longest usable prefix of the request.
+
+        At least one token is left over, since computing it gives the next token; the prefix does not end inside a
+        `whole` image. Empty for a request whose prompt is scored, unless its KV is pulled: then the instance that
+        computes it scores it.
+        """
         if not self._enabled or (state.scores_prompt and state.remote_kv is None):
             return []
         self.publish()
@@ -156,27 +159,28 @@ class PrefixCache:
         return found
 
     def adopt(self, state: RequestState, num_blocks: int) -> None:
-        """Begins the request's table with blocks that `find` has found."""
+        """Begins the request's table with the first `num_blocks` blocks that `find` returned."""
         if num_blocks:
             self._kv.adopt(state.request.id, state.block_hashes[:num_blocks], capacity=state.request.max_total_tokens)
         state.num_published = num_blocks
         state.num_prefilled = num_blocks * self._block_size
 
     def publish_later(self, state: RequestState) -> None:
-        """Others may find the full blocks that the request has computed, from the next `publish` on.
+        """Queues the full blocks that the request has computed for the next `publish`.
 
-        Only when a token has been sampled behind them: what is not a number spoils everything behind it, so finite
-        logits are the proof that all KV before them is sound. Blocks of a row that fails are never found.
+        Called only after a token was sampled behind them: a NaN spoils everything behind it, so finite logits prove
+        that all KV before them is sound. Blocks of a row that fails are never found.
         """
         self.publish_all_later([(state, state.num_computed // self._block_size)])
 
     def publish_all_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
-        """The same of several requests: (request, its full blocks)."""
+        """Queues blocks of several requests: (request, number of its full blocks)."""
         if self._enabled:
             self._unpublished += filled
 
     def publish(self) -> None:
-        """To be called before blocks are looked for or freed; while a step runs it costs least."""
+        """Makes queued blocks findable. Called before every lookup and before blocks are freed; cheapest while a step
+        runs."""
         for state, full in self._unpublished:
             if full > state.num_published:
                 hashes = self._hashes(state, full)
@@ -185,13 +189,13 @@ class PrefixCache:
         self._unpublished.clear()
 
     def feature_keys(self, request: Request) -> tuple[FeatureKey, ...]:
-        """What the features of its images are shared by; if they are not, keys that no other image has."""
+        """Keys of the features of the request's images; unique ones if features are not shared."""
         if not self._shares_features:
             return tuple(FeatureKey(b"%d.%d" % (request.id, index)) for index in range(len(request.images)))
         return tuple(feature_key(image.digest, request.cache_salt) for image in request.images)
 
     def _hashes(self, state: RequestState, num_blocks: int) -> list[BlockHash]:
-        """Of at least that many blocks."""
+        """Hashes of the request's first `num_blocks` full blocks or more."""
         chain = state.block_hashes
         if len(chain) < num_blocks:
             request, size = state.request, self._block_size
@@ -201,7 +205,7 @@ class PrefixCache:
 
 
 def _outside_whole_images(num_blocks: int, block_size: int, images: tuple[ImageItem, ...]) -> int:
-    """The largest number of blocks up to `num_blocks` that does not end inside an image whose rows see each other."""
+    """The largest number of blocks up to `num_blocks` that does not end inside a `whole` image."""
     for image in reversed(images):  # cutting one off may land in one before it
         if image.whole and image.start < num_blocks * block_size < image.end:
             num_blocks = image.start // block_size

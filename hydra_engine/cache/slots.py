@@ -1,8 +1,8 @@
-"""Sequence slots of running requests: rows in tables of `num_seq_slots` entries. Ids only; no table's contents are
-known here.
+"""Sequence slots of running requests: row numbers of tables with `num_seq_slots` entries. Knows ids only, not the
+tables.
 
 A request has one slot from its start until it is preempted or forgotten. The slot is the index of its last token and
-sampling state in the worker's tables, and of its recurrent state where the model keeps one.
+sampling state in the worker's tables, and of its recurrent state if the model keeps one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from hydra_engine.core.ids import RequestId
 
 
 class SlotPool:
-    """The lowest free slot goes first, so that few requests use the first rows of every table."""
+    """A pool of sequence slots. The lowest free slot is allocated first, so that few requests use the first rows of
+    every table."""
 
     def __init__(self, num_seq_slots: int) -> None:
         assert num_seq_slots > 0, "no request could run"
@@ -26,13 +27,13 @@ class SlotPool:
         return len(self._free)
 
     def allocate(self, request_id: RequestId) -> int:
-        """The caller has seen to it that one is free."""
+        """Allocates the lowest free slot; the caller must make sure that there is one."""
         assert request_id not in self.held, f"request {request_id} takes a second slot"
         seq_slot = self.held[request_id] = heapq.heappop(self._free)
         return seq_slot
 
     def free(self, request_id: RequestId) -> None:
-        """Of a request that has one or none."""
+        """Frees the request's slot, if it has one."""
         seq_slot = self.held.pop(request_id, None)
         if seq_slot is not None:
             heapq.heappush(self._free, seq_slot)

@@ -1,7 +1,7 @@
-"""The block table of one holder: which block has which of its token positions.
+"""The block table of one holder: the block of each of its token positions.
 
-The array is allocated once with room for the holder's maximum and only ever appended to, so a plan may keep a reference
-to it. Does not allocate blocks itself; `manager.py` does.
+The array is allocated once with the holder's maximum size and only appended to, so a plan may keep a reference to it.
+Does not allocate blocks; `manager.py` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from hydra_engine.core.plans import BlockIds
 
 
 class BlockTable:
-    """`block_ids[: num_blocks]` is valid; entries once written never change. Slots are as `core/plans.py` says."""
+    """A block table. `block_ids[: num_blocks]` is valid; written entries never change. Slots are defined in
+    `core/plans.py`."""
 
     __slots__ = ("block_ids", "block_size", "num_blocks", "num_slots")
 
@@ -22,10 +23,10 @@ class BlockTable:
         self.block_ids: BlockIds = np.zeros(capacity, dtype=np.int32)
         self.block_size = block_size
         self.num_blocks = 0
-        self.num_slots = 0  # token positions [0, num_slots) have a place
+        self.num_slots = 0  # token positions [0, num_slots) have a block
 
     def missing(self, num_tokens: int) -> int:
-        """How many more blocks positions [0, num_tokens) need; zero if they all have a place."""
+        """Number of further blocks that positions [0, num_tokens) need."""
         return max(0, -(-num_tokens // self.block_size) - self.num_blocks)
 
     def append(self, blocks: Sequence[int]) -> None:
