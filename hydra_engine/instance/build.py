@@ -1,4 +1,4 @@
-"""Assembles one instance and runs it: what computes (`compute_stack.py`), what decides (`hooks.py`), and the loop."""
+"""Builds one instance and runs it: compute stack (`compute_stack.py`), hooks (`hooks.py`), scheduler and loop."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def run_instance(
     scheduler_class: type[StageScheduler] = StageScheduler,
     worker_class: type[Worker] = Worker,
 ) -> int:
-    """Builds, announces readiness, serves until Shutdown. Returns the exit code; start-up errors are reported to the
-    frontend as data, anything else is a bug and propagates. `config` has the limits of all instances. The classes are
-    for baselines to compare with."""
+    """Builds an instance, sends Ready and serves until Shutdown; returns the exit code.
+
+    Start-up errors are sent to the frontend as `Failed`; any other exception is a bug and propagates. `config` has the
+    limits of all instances. `scheduler_class` and `worker_class` are replaced by baselines for comparison.
+    """
     config = config.for_instance(name, context.role)
     began, progress = time.monotonic(), _Progress(outbox).report
     with torch.inference_mode():
@@ -139,7 +141,7 @@ def _summary(
 def profile_instance(
     config: EngineConfig, progress: Progress, *, fresh: bool, deadline_s: float | None = None
 ) -> StepCosts:
-    """Assembles an instance that never serves and measures it."""
+    """Builds an instance that never serves and returns its step costs. `fresh`: measures even if costs are saved."""
     wake = threading.Event()
     with torch.inference_mode():
         stack = build_worker(config, wake, progress, make_gate=make_gate)
@@ -150,7 +152,7 @@ def profile_instance(
 
 
 class _Progress:
-    """Sends progress at most ten times a second, and always the first and the last step of a phase."""
+    """A sender of progress: at most ten messages a second, and always the first and the last of a phase."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox

@@ -1,9 +1,9 @@
-"""The computing half of one instance, assembled: model, caches and worker; and its step times, measured or saved.
+"""The compute stack of one instance: model, caches and worker; and its step times, measured or saved.
 
-Turns "auto" into values, each decision with its reason in the notes. Loads in this order, so that a wrong setting is
-found before gigabytes are read: spec, dtype and backend, cache sizes, weights, on a device that can tell what its steps
-take the largest of them and cache sizes again, caches, warm-up. Does not know the scheduler or other
-instances.
+Replaces "auto" by values, with the reason of each decision in the notes. Loads in this order, so that a wrong setting
+is found before gigabytes are read: spec, dtype and backend, cache sizes, weights, caches, warm-up. On a device that
+reports peak memory, the largest steps are measured after the weights, and cache sizes are computed again. Does not know
+the scheduler or other instances.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def build_worker(
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
-    """Loads and warms up. To be called in inference mode; the caller closes the worker."""
+    """Loads the model, allocates the caches and warms up. Must be called in inference mode; the caller closes the
+    worker."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)
@@ -142,7 +143,7 @@ def build_worker(
 
 
 def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
-    """What to say of instances that share a GPU without computing on it at the same moment."""
+    """The note on instances that share a GPU without computing at the same time; None if there is nothing to say."""
     if context.shares == 1 or chosen.index is None or not takes_turns(chosen.name):
         return None
     return (
@@ -152,8 +153,7 @@ def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
 
 
 def _check_kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
-    """Raises ConfigError unless the device, the model, the type of activations and the attention backend go with
-    --kv-cache-dtype."""
+    """Raises ConfigError unless device, model, activation dtype and attention backend support --kv-cache-dtype."""
     name, own = config.cache.kv_cache_dtype, str(dtype).removeprefix("torch.")
     problem = ""
     if name == "fp8":
@@ -175,7 +175,7 @@ def _load_and_size(
     context: InstanceContext,
     progress: Callable[[int, int], None],
 ) -> tuple[EngineConfig, CachePlan, VisionLanguageModel | GenericModel]:
-    """The weights, and how large caches are beside them; the configuration without "auto"."""
+    """The configuration without "auto", the cache sizes, and the loaded model."""
     device, role = backend.device, context.role
     free_bytes, total_bytes = device.memory()
     fills = device.peak_bytes(_nothing) is not None
@@ -233,7 +233,8 @@ def _load_and_size(
 def _first_plan(
     make: Callable[[], CachePlan], config: EngineConfig, spec: ModelSpec, backend: Backend, role: Role
 ) -> CachePlan:
-    """Before the weights are open: where memory does not suffice for layers that are not there, they are the reason."""
+    """The plan of memory before the weights are open. If memory does not suffice for a model whose weights have fewer
+    layers than its config, that is the error raised."""
     try:
         return make()
     except ResourceError:
@@ -243,11 +244,12 @@ def _first_plan(
 
 
 def _nothing() -> None:
-    """Asks a device whether it can tell what a job takes."""
+    """Does nothing: a job to find out if the device reports peak memory."""
 
 
 @contextmanager
 def _memory_for(what: str) -> Iterator[None]:
+    """Turns an out-of-memory error into a ResourceError that names `what` needed the memory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -261,7 +263,7 @@ def _memory_for(what: str) -> Iterator[None]:
 def _backend(
     config: EngineConfig, spec: ModelSpec, role: Role, chosen: ChosenDevice, dtype: torch.dtype
 ) -> tuple[Backend, tuple[str | None, ...]]:
-    """The backend, and notes where both models do not share the device as was asked for."""
+    """The backend, and notes if the vision and language models do not share the device as configured."""
     language = spec.language
     heads = Heads(language.num_heads, language.num_kv_heads, language.head_dim, config.cache.block_size)
     attention = resolve_attention(
@@ -305,8 +307,8 @@ def step_times(
     fresh: bool = False,
     deadline_s: float | None = None,
 ) -> StepCosts:
-    """Saved or measured; before the instance serves, in inference mode. See `profiler/start.py`. `deadline_s` None: the
-    profiler's own."""
+    """Step costs of the instance, saved or measured, see `profiler/start.py`. Must be called in inference mode before
+    it serves. `fresh`: measures even if a profile is saved. `deadline_s` None: the profiler's default."""
     backend = stack.backend
     gpu = gpu_name(backend.device.name)
     kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}
@@ -337,7 +339,7 @@ def step_times(
 
 
 def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
-    """Fills the first blocks with the same noise."""
+    """Fills the first `num_blocks` blocks, all with the same noise."""
     if num_blocks:
         data = cache.data[:num_blocks]
         if cache.scales is None:

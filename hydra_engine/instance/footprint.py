@@ -1,8 +1,8 @@
-"""What the instances of a topology would hold, from the model's JSON files and the configuration alone.
+"""The memory that the instances of a topology would need, from the model's JSON files and the configuration alone.
 
-The formulas are those that decide at start (`worker/memory/plan.py`), so the figures are what an instance will take
-but for what lies around its tensors; the working memory of steps on a GPU, which is measured at start, is an estimate.
-Loads no weights and allocates nothing.
+Uses the formulas that decide at start (`worker/memory/plan.py`), so the sizes of tensors are those of a started
+instance; the working memory of steps on a GPU, which is measured at start, is an estimate. Loads no weights and
+allocates nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hydra_engine.worker.memory.working import estimate
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one instance would hold. `plan`: as at start, but for `working`, an estimate; all 0 in host memory, where it
-    is not counted."""
+    """The memory of one instance. `plan`: as at start, but with an estimate of `working`, which is 0 in host memory,
+    where it is not counted."""
 
     name: str
     role: str
@@ -40,19 +40,21 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Footprints:
-    """`wholes`: for each instance, what one that does everything would hold in its place; None: it would not fit."""
+    """The memory of all instances of a topology. `wholes`: for each instance, the footprint of an EPD instance in its
+    place; None if that would not fit."""
 
     family: str
     dtype: str
     topology: Topology
     instances: tuple[Footprint, ...]
     wholes: tuple[Footprint | None, ...]
-    memory: dict[str, int]  # free bytes of each device
+    memory: dict[str, int]  # device -> free bytes
 
 
 def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footprints:
-    """`memory_bytes` of each device; None: what is free there now. Raises ConfigError for a topology that cannot serve
-    the model, ResourceError naming an instance that would not fit."""
+    """The memory that each instance of the configured topology would need. `memory_bytes`: size of each device; None:
+    its free memory now. Raises ConfigError for a topology that cannot serve the model, ResourceError naming an instance
+    that would not fit."""
     spec = load_spec(config.model_path, config.spec_options)
     topology = Topology.parse(config.topology)
     check_serves(topology, spec.vision is not None)
@@ -83,6 +85,7 @@ def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footpri
 
 
 def _if_it_fits(make: partial[Footprint]) -> Footprint | None:
+    """The footprint, or None if it does not fit."""
     try:
         return make()
     except ResourceError:
@@ -105,7 +108,7 @@ def _footprint(
     others: Sequence[tuple[Role, EngineConfig]],
     role: Role,
 ) -> Footprint:
-    """`free_bytes` of the device, for this instance and `others` together."""
+    """The footprint of one instance. `free_bytes`: memory of the device for this instance and `others` together."""
     filling = None
     weight_bytes = weights_dtype(dtype, spec.dtype, config.backend, device).itemsize
     if device != "cpu":

@@ -1,8 +1,8 @@
-"""What an instance is given beside its caches: a gate between its lanes, budgets where there are latency limits, an
-observer that explains late tokens, and where there are peers a connector, a transfer lane and the migration over both.
+"""Creates the optional parts of an instance: a gate between its lanes, budgets for latency limits, an observer that
+explains late tokens, and for an instance with peers a connector, a transfer lane and the migration over both.
 
-The one file that imports the wings of scheduler, worker and instance: an instance that is given none of them serves
-too.
+The only module that imports the optional packages of scheduler, worker and instance; an instance without any of them
+serves too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.vision.gate import DeviceGate, LaneGate
 
-_DECODES = (1, 8)  # and as many as may run
+_DECODES = (1, 8)  # numbers of decodes in the summary, besides the maximum
 
-Connect = Callable[[Exports, tuple[int, ...]], PeerPort]  # lets other instances in, which may map what is exported
+Connect = Callable[[Exports, tuple[int, ...]], PeerPort]  # (exported memory, descriptors) -> connections to peers
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """`limits` and `notes` are what the start-up summary says about them."""
+    """The optional parts of an instance. `limits`, `notes`: their lines in the start-up summary."""
 
     budgets: Budgets | None
     observer: StepObserver | None
@@ -51,12 +51,14 @@ class Hooks:
 
 
 def make_gate(device: Device, config: SchedulerConfig) -> Gate:
+    """The gate that pauses the vision lane: on the device if that is asynchronous, else on the host."""
     if device.asynchronous:
         return DeviceGate(MonotonicClock(), device.mark, paced=config.tpot_slo is not None)
     return LaneGate(MonotonicClock())
 
 
 def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, connect: Connect | None) -> Hooks:
+    """Creates the optional parts. Measures step times first, or reads them, if a latency limit is set."""
     config = stack.config.scheduler
     budgets, surface, limits = None, None, LimitSummary()
     notes: tuple[str, ...] = ()
@@ -101,8 +103,8 @@ def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) 
 
 
 def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: VisionSpec | None) -> LimitSummary:
-    """The budgets that limits lead to, and those limits that cannot be kept here. `config` has no "auto" left;
-    `step_times` holds for this machine."""
+    """The budgets that follow from the limits, and the limits that cannot be kept. `config` has no "auto" left;
+    `step_times` were measured on this machine."""
     picture, picture_tokens = None, 0
     if vision is not None:
         patches, picture_tokens = vision.max_patches_per_image, vision.max_tokens_per_image
@@ -129,6 +131,7 @@ def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: Vision
 
 
 def _budget(config: SchedulerConfig, step_times: StepCosts, num_decodes: int, *, has_vision: bool) -> LimitBudget:
+    """The summary's budget beside `num_decodes` decodes."""
     assert config.tpot_slo is not None
     most = max(config.most_tokens - num_decodes, 0)
     left = allowance(step_times.surface, num_decodes, TYPICAL_CONTEXT, config.tpot_slo, most)

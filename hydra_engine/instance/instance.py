@@ -1,10 +1,10 @@
-"""One engine instance: the loop that joins a scheduler, a worker, a channel and connections to other instances.
+"""One engine instance: the loop between a scheduler, a worker, a channel and connections to other instances.
 
-The loop waits for one event (a message or a lane's result), then takes a turn: drain what has come, collect results,
-plan what idle lanes can do, send what happened. The lanes are fed separately; nothing waits for all. With look-ahead
-the next language step is planned shortly before the running one is expected to end, so that the lane goes on at once
-and requests that arrive meanwhile are in it; if the step ends sooner, planning follows its result. Does not import
-torch, does not know where its worker computes or what is at the other end of a channel.
+The loop waits for an event (a message or a lane's result), then runs one turn: drain messages, collect results, plan
+for idle lanes, send what happened. Each lane is fed by itself; nothing waits for all lanes. With look-ahead the next
+language step is planned shortly before the expected end of the running one, so that the lane continues at once and the
+step includes requests that arrived meanwhile; if the running step ends earlier, planning follows its result. Does not
+import torch, does not know where its worker computes or what is at the other end of a channel.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 0.25
-HOLD_S = 60.0  # that a request is held for what the worker prepares for it, behind what it prepares for others
-LEAD_S = 0.002  # before the expected end of a language step, or a third of it if that is shorter, the next is planned
+HOLD_S = 60.0  # maximum hold of a request while the worker prepares it, including its wait behind others
+LEAD_S = 0.002  # planning starts this long before the expected end of a language step, at most a third of the step
 
 
 @dataclass(slots=True)
 class _LaneActivity:
-    """What a lane has computed, for the status; `latest`: the plan that runs or ran last, and since when."""
+    """Counters of a lane for the status. `latest`: the running or last plan, and the time at which it started."""
 
     num_steps: int = 0
     busy_s: float = 0.0
@@ -73,7 +73,7 @@ class _LaneActivity:
         self.busy_s += ended_s - started_s
 
     def report(self, *, running: bool) -> StepReport:
-        """Plans are counted only here, a few times a second."""
+        """The lane's report. The plan's tokens are counted only here, a few times a second."""
         if self.latest is None:
             return StepReport()
         plan, since_s = self.latest
@@ -83,7 +83,8 @@ class _LaneActivity:
 
 
 class Instance:
-    """Owns its requests from Submit to Finished. `run` returns after Shutdown; the caller then closes the worker."""
+    """An instance owns its requests from Submit to Finished. `run` returns after Shutdown; the caller then closes the
+    worker. Not thread-safe: all methods run on one thread."""
 
     def __init__(
         self,
@@ -109,12 +110,12 @@ class Instance:
         self._migration = migration or MigrationPort()
         self._vision_in_flight: list[VisionPlan] = []  # the first one runs
         self._language_in_flight: list[LanguagePlan] = []  # the first one runs
-        self._ahead_due_s = math.inf  # when to plan the step behind it
+        self._ahead_due_s = math.inf  # when to plan the next step
         self._vision = _LaneActivity()
         self._language = _LaneActivity()
         self._progress = 0
         self._requests: dict[RequestId, Request] = {}
-        self._held: dict[RequestId, tuple[float, str]] = {}  # until when, and for what; the first one first
+        self._held: dict[RequestId, tuple[float, str]] = {}  # (deadline, reason), the earliest deadline first
         self._stopping = False
         self._last_status_s = float("-inf")
         self._idle_reported = False
@@ -126,13 +127,13 @@ class Instance:
             self.turn()
 
     def wait_s(self) -> float:
-        """The seconds that the loop may sleep unless it is woken."""
+        """Maximum seconds that the loop may sleep without an event."""
         held_s, _ = next(iter(self._held.values()), (math.inf, ""))
         due_s = min(self._ahead_due_s, self._scheduler.language_due_s, self._migration.next_deadline_s, held_s)
         return min(STATUS_PERIOD_S, max(0.0, due_s - self._clock.now()))
 
     def turn(self) -> None:
-        """One pass of the loop; separate so that tests and the simulator can step it."""
+        """Runs one pass of the loop; public so that tests and the simulator can step it."""
         outgoing: list[ToFrontend] = []
         for message in self._inbox.drain():
             self._receive(message, outgoing)
@@ -147,7 +148,7 @@ class Instance:
             self._outbox.send(outgoing)
         self._scheduler.tidy()
 
-    # ---- what comes in
+    # ---- input
 
     def _receive(self, message: ToInstance, outgoing: list[ToFrontend]) -> None:
         match message:
@@ -241,7 +242,7 @@ class Instance:
             self._emit(self._scheduler.on_language(result, now), outgoing)
 
     def _end_holds(self, outgoing: list[ToFrontend]) -> None:
-        """Fails requests that have been held for too long, for which they are not to blame."""
+        """Fails requests that were held for too long, as unavailable."""
         now = self._clock.now()
         while self._held:
             request_id, (until_s, what) = next(iter(self._held.items()))
@@ -251,11 +252,11 @@ class Instance:
             error = Unavailable(f"the {what} of this request was not ready within {HOLD_S:g} s; try again later")
             self._emit(self._scheduler.release(request_id, now, error.info()), outgoing)
 
-    # ---- what goes to the lanes
+    # ---- feeding the lanes
 
     def _feed_lanes(self, outgoing: list[ToFrontend]) -> None:
-        """Vision and pulls come last in any case: a request that is considered for its start may find that it needs an
-        encode after all, or get the blocks that it pulls into."""
+        """Plans and submits steps and pulls. Vision and pulls are always planned after language: a request considered
+        for its start may turn out to need an encode, or get the blocks that it pulls into."""
         if self._scheduler.vision_first:
             self._feed_vision(outgoing)
         self._feed_language(outgoing)
@@ -284,7 +285,7 @@ class Instance:
         if self._language_in_flight:
             if now < self._ahead_due_s:
                 return
-            self._ahead_due_s = math.inf  # one attempt; if it fails, the result is waited for
+            self._ahead_due_s = math.inf  # one attempt; if it fails, the next plan waits for the result
             if not self._scheduler.settled:
                 return
         plan = self._scheduler.plan_language(now)
@@ -297,12 +298,12 @@ class Instance:
             self._expect_end(now)
 
     def _look_outside(self, outgoing: list[ToFrontend]) -> None:
-        """Carries out what the scheduler's latest decisions mean for other instances. Before a plan is submitted, for
-        it may overwrite blocks that were offered."""
+        """Carries out the scheduler's latest decisions that concern other instances. Must be called before a plan is
+        submitted, as the plan may overwrite blocks that were offered."""
         self._send(self._migration.take_events(self._clock.now()), outgoing)
 
     def _expect_end(self, started_s: float) -> None:
-        """The first language step in flight, if there is one, has begun; says when to plan the next one."""
+        """Records the start of the first language step in flight, if any, and sets the time to plan the next one."""
         self._ahead_due_s = math.inf
         if self._language_in_flight:
             self._language.latest = self._language_in_flight[0], started_s
@@ -311,13 +312,15 @@ class Instance:
             if expected_s is not None:
                 self._ahead_due_s = started_s + expected_s - min(LEAD_S, expected_s / 3)
 
-    # ---- what goes out
+    # ---- output
 
     def _emit(self, messages: list[RequestMessage], outgoing: list[ToFrontend]) -> None:
-        self._look_outside(outgoing)  # what a request had to do with others comes before its end
+        """Sends messages of the scheduler after the events for other instances that led to them."""
+        self._look_outside(outgoing)  # events of a request for other instances precede its end
         self._send(messages, outgoing)
 
     def _send(self, messages: Iterable[RequestMessage | NeedImages | NeedDecoder], outgoing: list[ToFrontend]) -> None:
+        """Appends messages to `outgoing`; a Finished also removes the request from the worker and the migration."""
         for message in messages:
             if isinstance(message, Finished):
                 self._worker.remove_request(message.request_id)
@@ -327,7 +330,7 @@ class Instance:
             outgoing.append(message)
 
     def _append_status(self, outgoing: list[ToFrontend]) -> None:
-        """A few times a second while there is work, once when it has ended."""
+        """Appends a status a few times a second while there is work, and once when it has ended."""
         now = self._clock.now()
         idle = not self._scheduler.has_work
         due = now - self._last_status_s >= STATUS_PERIOD_S

@@ -1,8 +1,8 @@
-"""Joins one instance's scheduler with other instances: offers what it has computed, pulls what they offer.
+"""The exchange of one instance with its peers: offers what its scheduler has computed, and pulls what they offer.
 
-In the instance's own thread, events of the scheduler become offers, offers of others become pulls, and results of pulls
-become acknowledgements. The protocol itself is in `transfer/`; which request holds which block is the scheduler's
-business, bytes are the worker's. The thread never computes, so leases end on time however long a step takes.
+Runs on the instance's own thread. Events of the scheduler become offers, offers of others become pulls, and results of
+pulls become acknowledgements. The protocol is in `transfer/`; the scheduler decides which request holds which block,
+the worker copies bytes. The thread never computes, so leases end on time however long a step takes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RENEWALS_PER_LEASE = 5  # so many may be lost or late before a lease ends
+RENEWALS_PER_LEASE = 5  # all but one may be lost or late before a lease ends
 
 
 class Migration(MigrationPort):
-    """`hit(point, requests)` is a fault point."""
+    """The migration of an instance with peers. `hit(point, requests)` triggers a fault point."""
 
     connected = True
 
@@ -77,14 +77,14 @@ class Migration(MigrationPort):
         self._moves = StagedMoves(self._source, transfer, peers)
         self._up: dict[str, int] = {}  # peer -> incarnation
         self._requests: dict[RequestId, Request] = {}
-        self._targets: dict[RequestId, str] = {}  # of requests and jobs that go to another instance; "": not known yet
+        self._targets: dict[RequestId, str] = {}  # target of each request or job that leaves; "": not known yet
         self._jobs: dict[RequestId, Encode] = {}
         self._offered: dict[Owner, OfferedBlocks] = {}
-        self._unsent: dict[Owner, None] = {}  # of these, those without an offer: no slot, or the target is not up yet
+        self._unsent: dict[Owner, None] = {}  # owners in `_offered` without an offer: no slot, or target not up yet
         self._plans: dict[StepId, PullPlan] = {}
         self._pulled_bytes = 0
         self._pull_s = 0.0
-        self._kv_blocks, self._kv_s = 0, 0.0  # that were copied, and for how long
+        self._kv_blocks, self._kv_s = 0, 0.0  # copied KV blocks, and the seconds of the copies
 
     # ---- requests
 
@@ -102,7 +102,7 @@ class Migration(MigrationPort):
         if request.id in self._targets:
             self._targets[request.id] = target
             offered = self._offered.get((request.id, None))
-            if offered is not None:  # what has been computed meanwhile, or another target has not fetched
+            if offered is not None:  # blocks computed meanwhile, or not fetched by an earlier target
                 self._withdraw((request.id, None))
                 offered.peer, offered.since_s = target, now
                 self._begin_offer((request.id, None), offered, now)
@@ -119,7 +119,7 @@ class Migration(MigrationPort):
         self._targets.pop(request_id, None)
         self._jobs.pop(request_id, None)
 
-    # ---- what comes in
+    # ---- input
 
     def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
         events: list[RequestMessage] = []
@@ -157,8 +157,8 @@ class Migration(MigrationPort):
         outgoing.append(PeerState(peer.name, peer.incarnation, not problem, problem))
 
     def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
-        """All offers to the peer and pulls from it are over; copies under way end as invalid. A peer whose
-        introduction could not be read was never up."""
+        """Ends all offers to the peer and pulls from it; copies in flight end as invalid. A peer whose introduction was
+        invalid was never up."""
         outgoing.append(PeerState(peer.name, peer.incarnation, up=False, problem=peer.problem))
         if self._up.get(peer.name) != peer.incarnation:
             return []
@@ -193,7 +193,7 @@ class Migration(MigrationPort):
                 return self._cannot_stage(self._moves.receive(peer, message), now)
         return []
 
-    # ---- what we offer
+    # ---- offers
 
     def take_events(self, now: float) -> Iterator[Finished | NeedImages | NeedDecoder]:
         for event in self._connector.take_events():
@@ -222,6 +222,7 @@ class Migration(MigrationPort):
                     self._peers.send(refusal[0], [refusal[1]])
 
     def _more_kv(self, request_id: RequestId, block_ids: Sequence[int], end: KvEnd | None, now: float) -> None:
+        """Adds blocks to the offer of a request's KV, or begins the offer."""
         owner: Owner = (request_id, None)
         offered = self._offered.get(owner)
         if offered is None:
@@ -247,6 +248,7 @@ class Migration(MigrationPort):
             self._send(owner, now)
 
     def _send(self, owner: Owner, now: float) -> None:
+        """Sends an offer if its target is up and a control word is free; otherwise it stays unsent."""
         offered = self._offered[owner]
         if offered.peer not in self._up:
             return
@@ -267,7 +269,7 @@ class Migration(MigrationPort):
             self._hit(AFTER_OFFER, [self._requests[owner[0]]])
 
     def _withdraw(self, owner: Owner) -> None:
-        """The control word is over when this returns; the blocks may be used for something else."""
+        """Withdraws an offer. Its control word is invalid when this returns, so the blocks may be reused."""
         self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         withdrawn = self._source.withdraw(owner)
@@ -275,7 +277,7 @@ class Migration(MigrationPort):
             self._peers.send(withdrawn[0], [withdrawn[1]])
 
     def _release(self, owner: Owner | None, now: float) -> list[RequestMessage]:
-        """The target has copied the offer, or does not want it."""
+        """Ends an offer that the target has copied or refused."""
         if owner is None:
             return []
         self._offered.pop(owner, None)
@@ -286,7 +288,7 @@ class Migration(MigrationPort):
         return self._connector.offers.release_features(request_id, index, now)
 
     def _give_up(self, owner: Owner, now: float) -> list[RequestMessage]:
-        """The offer was not fetched, or cannot be."""
+        """Ends an offer that was not fetched, or cannot be, and withdraws its request."""
         self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
@@ -294,9 +296,10 @@ class Migration(MigrationPort):
     def _checksums(self, pool: PoolKind, blocks: Sequence[int]) -> tuple[int, ...]:
         return self._transfer.checksums(pool, blocks) if self._config.check_transfers else ()
 
-    # ---- what we pull
+    # ---- pulls
 
     def _tell(self, events: Iterable[Offered | Gone]) -> None:
+        """Passes new and ended offers of other instances on to the scheduler."""
         connector = self._connector
         for event in events:
             match event:
@@ -316,7 +319,7 @@ class Migration(MigrationPort):
         events: list[RequestMessage] = []
         for plan in plans:
             job = self._destination.begin(plan)
-            if job is None:  # over, and only waits for an earlier copy
+            if job is None:  # the offer has ended, and only waits for an earlier copy
                 events += self._connector.on_pull(plan.step_id, now, valid=False, started_s=now, ended_s=now)
                 continue
             self._plans[plan.step_id] = plan
@@ -336,16 +339,18 @@ class Migration(MigrationPort):
         return self._cannot_stage(owner, now)
 
     def _cannot_stage(self, owner: Owner | None, now: float) -> list[RequestMessage]:
-        """The offer is taken back, and its target told, if there is one."""
+        """Withdraws an offer whose blocks cannot be staged, and its request."""
         if owner is None:
             return []
         self._withdraw(owner)
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
 
     def _is_over(self, job: PullJob) -> bool:
+        """True if the offer of a pull has ended."""
         return self._destination.is_over(self._plans[job.step_id].offer)
 
     def _ended(self, result: PullResult, now: float) -> list[RequestMessage]:
+        """Takes the result of a whole pull, and acknowledges the offer if all of it is here."""
         plan = self._plans.pop(result.step_id)
         if result.problem is not None:
             logger.error("request %d: a pull failed: %s", plan.request_id, result.problem)

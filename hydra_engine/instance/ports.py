@@ -1,4 +1,5 @@
-"""What an instance needs from outside, as protocols. Fakes live in tests, real ones in `worker/` and `cluster/`.
+"""The outside interfaces of an instance, as protocols. Fakes are in the tests, implementations in `worker/` and
+`cluster/`.
 
 The instance loop is one thread. `wake` of a port is called from any thread and must only set an event.
 """
@@ -42,9 +43,9 @@ from hydra_engine.transfer.messages import TransferMessage
 
 @dataclass(frozen=True, slots=True)
 class InstanceContext:
-    """The place of an instance in its topology. `neighbours`: roles of all instances on its device, its own among them,
-    which divide its memory; () where it is alone. `neighbour_configs`: the configuration of each, its limits among
-    them. `has_peers`: others can map its caches."""
+    """The place of an instance in its topology. `neighbours`: roles of all instances on its device, itself included,
+    which divide its memory; () if it is alone. `neighbour_configs`: their configurations, with their limits.
+    `has_peers`: other instances can map its caches."""
 
     role: Role = EPD
     incarnation: int = 0
@@ -54,6 +55,7 @@ class InstanceContext:
 
     @property
     def shares(self) -> int:
+        """Number of instances on the device, itself included."""
         return max(len(self.neighbours), 1)
 
 
@@ -61,18 +63,18 @@ ALONE = InstanceContext()
 
 
 class WorkerPort(Protocol):
-    """Two lanes that run plans in order. Never blocks the caller; never raises because of a request's content: a failed
-    row or image comes back as an outcome with an error, and the lane goes on."""
+    """Two lanes that run plans in order. Never blocks the caller. Never raises because of a request's content: a failed
+    row or image comes back as a result with an error, and the lane continues."""
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
-        """Called before the first plan that names the request. Keeps pixels until `remove_request`. Returns what the
-        request has to be held for, in a word, until its `ReadyResult`; None where it may start. Raises Unavailable, and
-        then keeps nothing."""
+        """Registers a request before the first plan that names it, and keeps its pixels until `remove_request`. Returns
+        the reason, in a word, why the request must be held until its `ReadyResult`; None if it may start. Raises
+        Unavailable, and then keeps nothing."""
         ...
 
     def remove_request(self, request_id: RequestId) -> None:
-        """Called after the last plan that names it has come back. Unknown ids are a bug (assert). The `ReadyResult` of
-        a request that is gone may still come."""
+        """Forgets a request after the last plan that names it has come back. Asserts that the id is known. Its
+        `ReadyResult` may still come."""
         ...
 
     def submit_vision(self, plan: VisionPlan) -> None: ...
@@ -80,8 +82,8 @@ class WorkerPort(Protocol):
     def submit_language(self, plan: LanguagePlan) -> None: ...
 
     def poll(self) -> list[LaneResult]:
-        """Results since the last call, in order per lane, those of copies among them; empty when none. Calls `wake`
-        whenever one arrives."""
+        """Results since the last call, in order for each lane, including results of copies; empty if there are none.
+        Calls `wake` whenever one arrives."""
         ...
 
     @property
@@ -91,32 +93,32 @@ class WorkerPort(Protocol):
 
 
 class TransferPort(Protocol):
-    """A lane that copies blocks of other instances into our caches, and what they may know of ours. Its results come
-    with those of the worker."""
+    """The lane that copies blocks of other instances into the caches of this one, and the memory that they may read
+    here. Its results come from the worker's `poll`."""
 
     def submit_pull(self, job: PullJob) -> None:
-        """Copies blocks of an open peer, then reads its control word; the result says whether the offer still stood."""
+        """Copies blocks of an open peer, then reads its control word: the result is `valid` if the offer stands."""
         ...
 
     def submit_staging(self, job: StagingJob) -> None:
-        """Copies blocks of ours into the staging pool; the result says when all of them are there."""
+        """Copies own blocks into the staging pool; the result comes when all are there."""
         ...
 
     @property
     def staging_blocks(self) -> Mapping[PoolKind, int]:
-        """Blocks of the staging pool of each kind of cache that has one."""
+        """Number of blocks of the staging pool, for each kind of cache that has one."""
         ...
 
     def piece_blocks(self, peer: str, pool: str) -> int:
-        """How many blocks of an open peer's pool to ask for at once; 0 where its memory is mapped."""
+        """Maximum number of an open peer's blocks to request at once; 0 if its memory is mapped."""
         ...
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
-        """The memory that peers may map, and its descriptors, which stay ours."""
+        """The memory that peers may map, and its descriptors, which this instance keeps."""
         ...
 
     def set_word(self, slot: int, word: int) -> None:
-        """Writes a control word of ours. Before anything that is submitted later can overwrite a block."""
+        """Writes an own control word. It is visible before any plan submitted later can overwrite a block."""
         ...
 
     def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
@@ -124,11 +126,11 @@ class TransferPort(Protocol):
         ...
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """Maps a peer's memory and closes the descriptors. Raises TransferError if its layout is not ours."""
+        """Maps a peer's memory and closes the descriptors. Raises TransferError if its layout is not the own one."""
         ...
 
     def close_peer(self, name: str) -> None:
-        """Unmaps a peer's memory after the jobs that were submitted for it. An unknown name is ignored."""
+        """Unmaps a peer's memory after the jobs submitted for it. Ignores an unknown name."""
         ...
 
 
@@ -144,7 +146,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """The connection has ended: the peer is gone, or sent what cannot be read. Nothing of it comes later."""
+    """The connection has ended: the peer is gone, or sent an invalid message. No message of it follows."""
 
     name: str
     incarnation: int
@@ -153,55 +155,55 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
+    """A message of a peer that is up."""
+
     name: str
     incarnation: int
     message: TransferMessage
 
 
 class PeerPort(Protocol):
-    """Connections to other instances, one each."""
+    """Connections to other instances, one for each."""
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
-        """Events since the last call, in order for each peer. Sets the instance's event when something
-        does."""
+        """Events since the last call, in order for each peer. A new event sets the instance's event."""
         ...
 
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
-        """Never blocks. To a peer that is down: dropped, for it has been or will be reported."""
+        """Sends messages without blocking. Drops messages to a peer that is down, which `drain` reports."""
         ...
 
 
 class MigrationPort:
-    """What an instance does with its peers. This one is for an instance that has none and does nothing; that of one
-    with peers derives from it, see `migration.py`. All methods are called by the instance's thread."""
+    """The exchange of an instance with its peers, as a no-op for an instance without peers; see `migration.Migration`
+    for the other. All methods are called on the instance's thread."""
 
     connected = False
 
     def add(self, message: Submit | Encode) -> None:
-        """A part of a request, or an encode job, that the scheduler has accepted. What is offered for it may have come
-        before it."""
+        """Called when the scheduler has accepted a part of a request or an encode job. Offers for it may have arrived
+        before."""
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
-        """A request is to decode at `target` from here on; nothing happens if it is not one that can."""
+        """Moves a request to `target`, where it decodes from now on; ignored if it cannot move."""
 
     def finished(self, request_id: RequestId) -> None:
-        """The scheduler is done with it; whatever it had offered has been withdrawn or acknowledged."""
+        """Called when a request has ended; its offers have been withdrawn or acknowledged."""
 
     def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
-        """Takes in messages of peers and ends leases that are over. Returns events of requests that have ended by
-        that."""
+        """Handles messages of peers and expired leases. Returns messages of requests that ended by that."""
         return []
 
     def take_events(self, now: float) -> Iterable[Finished | NeedImages | NeedDecoder]:
-        """Carries out what the scheduler's latest decisions mean for other instances, and yields messages for the
-        frontend, each in its turn."""
+        """Carries out the scheduler's latest decisions that concern other instances, and yields messages for the
+        frontend, in order."""
         return ()
 
     def plan_pulls(self, now: float) -> list[PullPlan]:
         return []
 
     def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
-        """Pulls that the scheduler has planned; what its events ask for has been done before."""
+        """Submits pulls that the scheduler has planned, after `take_events`."""
         return []
 
     def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
@@ -212,7 +214,7 @@ class MigrationPort:
 
     @property
     def next_deadline_s(self) -> float:
-        """The time at which a lease, a renewal or a wait is due; infinite if none is."""
+        """Time at which a lease, a renewal or a wait ends next; infinite if none does."""
         return math.inf
 
     def report(self) -> TransferReport:
@@ -221,11 +223,11 @@ class MigrationPort:
 
 class Inbox(Protocol):
     def drain(self) -> list[ToInstance]:
-        """Messages since the last call; raises EOFError once the other side is gone."""
+        """Messages since the last call. Raises EOFError once the other side is gone."""
         ...
 
 
 class Outbox(Protocol):
     def send(self, messages: Sequence[ToFrontend]) -> None:
-        """Queues and flushes; a slow frontend makes this block at most until its socket buffer drains."""
+        """Queues and flushes messages. Blocks at most until the socket buffer has space, if the frontend is slow."""
         ...

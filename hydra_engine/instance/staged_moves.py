@@ -1,7 +1,8 @@
-"""Both halves of `transfer/staging.py` over the ports of an instance: pulls, and what peers ask to have staged.
+"""Transfers through host memory, over the ports of an instance: pulls in pieces, and staging for peers. Both halves of
+`transfer/staging.py`.
 
-A part of the migration, for the instance's own thread. Knows which peers are read through host memory from the transfer
-port alone.
+A part of the migration, for the instance's own thread. Only the transfer port decides which peers are read through host
+memory.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ if TYPE_CHECKING:
 
 
 class StagedMoves:
+    """The pulls and the staging of one instance, in whole copies or in pieces."""
+
     def __init__(self, source: Source, transfer: TransferPort, peers: PeerPort) -> None:
         self._source = source
         self._transfer = transfer
         self._peers = peers
         self._staging = Staging(transfer.staging_blocks)
         self._pulls = StagedPulls()
-        self.num_bytes = 0  # that were pulled in pieces
+        self.num_bytes = 0  # bytes pulled in pieces
 
     def submit(self, job: PullJob, incarnation: int, now: float) -> None:
-        """One copy, or where the peer's memory cannot be mapped as many as it has pieces; the result of the last one
-        makes `on_pull` return that of the job."""
+        """Starts a pull: one copy or, if the peer's memory cannot be mapped, one per piece. `on_pull` then returns the
+        job's result with the last piece."""
         piece_blocks = self._transfer.piece_blocks(job.peer, job.pool)
         if piece_blocks and len(job.source_blocks):
             self._peers.send(job.peer, self._pulls.begin(job, incarnation, piece_blocks, now))
@@ -38,6 +41,7 @@ class StagedMoves:
             self._transfer.submit_pull(job)
 
     def on_pull(self, result: PullResult) -> PullResult | None:
+        """Takes the result of a copy; returns the result of the whole pull, or None while pieces are missing."""
         if not result.ticket:
             return result
         self.num_bytes += result.num_bytes
@@ -46,11 +50,11 @@ class StagedMoves:
         return ended
 
     def receive(self, peer: str, message: Stage | Staged | Taken) -> Owner | None:
-        """Returns whose blocks can never be staged."""
+        """Handles a staging message. Returns the owner of blocks that can never be staged, if any."""
         match message:
             case Stage():
                 owner = self._source.owner_of(peer, message.incarnation, message.sequence)
-                if owner is None:  # over, as the target knows or will hear
+                if owner is None:  # the offer has ended; the target knows or will be notified
                     return None
                 pool = PoolKind.KV if owner[1] is None else PoolKind.FEATURES
                 if not self._staging.ask(peer, message, pool):
@@ -66,7 +70,7 @@ class StagedMoves:
         return None
 
     def on_staging(self, result: StagingResult) -> Owner | None:
-        """Returns whose blocks could not be staged."""
+        """Takes the result of a staging copy. Returns the owner of blocks that could not be staged, if any."""
         done = self._staging.copied(result.number)
         self._start()
         if done is None:
@@ -78,15 +82,17 @@ class StagedMoves:
         return None
 
     def tend(self, is_over: Callable[[PullJob], bool], now: float) -> list[PullResult]:
-        """Takes back what was staged for offers that are over. Returns the results of pulls of such."""
+        """Frees staging blocks of ended offers. Returns the results of pulls whose offers have ended."""
         self._staging.take_back(self._source.is_live)
         self._start()
         return list(self._pulls.end_over(is_over, now))
 
     @property
     def staged(self) -> int:
+        """Number of pieces of own offers that wait for staging, are copied, or are held for a target."""
         return self._staging.live
 
     def _start(self) -> None:
+        """Submits the staging copies for which blocks are free."""
         for job in self._staging.start():
             self._transfer.submit_staging(job)
