@@ -70,7 +70,9 @@ class MaskTurns:
         self._step += 1
         self._owed_s = {client: owed_s - STEP_S for client, owed_s in self._owed_s.items() if owed_s > STEP_S}
         is_alone = len({request.client for request in self._slot_table.requests(plan)}) == 1
-        masks = [self._mask(plan, row) for row in rows]
+        masks = [
+            self._mask(row, seq_slot) for row, seq_slot in zip(rows, seq_slots_of(plan)[rows].tolist(), strict=True)
+        ]
         most_s = ALONE_S if is_alone else STEP_S
         if self._expected_only and sum(mask.constraint.dearest_s for mask in masks) <= most_s:
             return []
@@ -112,8 +114,7 @@ class MaskTurns:
         attempt("a mask", mask.prepare)
         return self._clock() - began_s
 
-    def _mask(self, plan: LanguagePlan, row: int) -> _Mask:
-        seq_slot = int(seq_slots_of(plan)[row])
+    def _mask(self, row: int, seq_slot: int) -> _Mask:
         state, request = self._slot_table.sampling_state(seq_slot), self._slot_table.request(seq_slot)
         assert state.constraint is not None and state.history is not None
         return _Mask(row, seq_slot, request.client, state.constraint, state.history)
