@@ -1,6 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens, Anthropic's. Does not know how the engine answers, how events are
-written or how models call tools.
-"""
+"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's format. Does not know how the engine answers, how
+events are written or how models call tools."""
 
 from __future__ import annotations
 
@@ -101,8 +100,8 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 
 class MessageAnswer(Answer):
-    """Reasoning, text and uses of tools, block by block, as the text of the model grows. A use comes when it is whole,
-    for only then it is known to be one: a client must not run what the model has not written."""
+    """An answer of reasoning, text and tool uses, block by block, as the model's text grows. A tool use is sent when it
+    is complete, for only then it is known to be one: a client must not run what the model has not written."""
 
     last = json_event(MessageStop())
 
@@ -115,7 +114,7 @@ class MessageAnswer(Answer):
         self._has_calls = False
         self._num_closed = 0
         self._open: AnyOutputBlock | None = None
-        self._call: list[Event] = []  # the start and the arguments of one that is not whole yet
+        self._call: list[Event] = []  # start and arguments of a call that is not complete yet
 
     def whole(self, result: Result) -> AnthropicMessage:
         items = parsed([*self._parser.feed(result.text), *self._parser.finish()])
@@ -139,7 +138,7 @@ class MessageAnswer(Answer):
         if (result := piece.result) is not None:
             events += self._of_text(self._parser.finish())
             events += [] if self._parser.is_cut else self._end_call()
-            if self._open is None and not self._num_closed:  # of nothing at all becomes an empty text
+            if self._open is None and not self._num_closed:  # an empty answer becomes an empty text
                 events += self._begin_text()
             events += self._close_block()
             stop = StopDelta(*stop_of(result, has_calls=self._has_calls))
@@ -150,7 +149,7 @@ class MessageAnswer(Answer):
         self._begun = True
         usage = message_usage(self.prompt or outputs.Usage(0, 0))
         start = AnthropicMessage(id=self._identity.id, model=self._identity.model, usage=usage)
-        # Where nothing but text can come, its block is there from the beginning.
+        # An answer that can only be text opens its block at once.
         return [MessageStart(start), *(self._begin_text() if self._is_text else []), Ping()]
 
     def _of_text(self, parsed_events: Iterable[Event]) -> list[AnyMessageEvent]:
@@ -173,7 +172,7 @@ class MessageAnswer(Answer):
         return events
 
     def _end_call(self) -> list[AnyMessageEvent]:
-        """The block of a call that is whole, from its start to its end."""
+        """The events of the block of a complete call, from its start to its end."""
         events: list[AnyMessageEvent] = []
         for item in parsed(self._call):
             block = self._block(item)
@@ -189,7 +188,7 @@ class MessageAnswer(Answer):
         return events
 
     def _block(self, item: str | Reasoning | ParsedCall) -> AnyOutputBlock:
-        """The block of a whole item. A call whose input is no JSON object, for it was not constrained, stays text."""
+        """The block of a complete item. A call whose input is not a JSON object (it was not constrained) stays text."""
         if isinstance(item, str):
             return OutputBlock(item)
         if isinstance(item, Reasoning):
@@ -200,7 +199,7 @@ class MessageAnswer(Answer):
         return ToolUseOutput(_use_id(item.id), item.name, arguments)
 
     def _begin_text(self) -> list[AnyMessageEvent]:
-        """Opens a block of text, unless one is open already."""
+        """Opens a block of text, unless one is open."""
         return [] if isinstance(self._open, OutputBlock) else self._begin_block(OutputBlock(""))
 
     def _begin_block(self, block: AnyOutputBlock) -> list[AnyMessageEvent]:

@@ -1,9 +1,9 @@
-"""A file of requests in OpenAI's batch form, answered by the application that serves them over HTTP: one line in, one
-line out, as many at once as there is room for.
+"""A file of requests in OpenAI's batch form, answered by the HTTP application: one line in, one line out, up to a
+number at once.
 
-Requests go through a socket that only this process can reach, so that a line is read, refused and answered as the same
-body is at its route. Answers are written as they come, in any order; `custom_id` says whose they are. Does not know
-files, command lines or engines.
+Requests go through a socket that only this process can reach, so a line is read, refused and answered like the same
+body at its route. Answers are written as they come, in any order; `custom_id` identifies them. Does not know files,
+command lines or engines.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hydra_engine.server.http.errors import ErrorBody, error_json
 from hydra_engine.server.http.strict_json import NO_NUL
 
 MAX_ID_CHARS = 512
-MOST_OVERHEAD = 1 << 16  # bytes of a line beside its body
-_ATTEMPTS = 5  # where the server has no room, or an instance was lost
+MOST_OVERHEAD = 1 << 16  # bytes of a line in addition to its body
+_ATTEMPTS = 5  # after 503: the server is overloaded, or an instance was lost
 _MOST_WAIT_S = 30.0
 _CLOSE_S = 1.0
 
@@ -44,7 +44,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class BatchAnswer(msgspec.Struct, frozen=True):
-    """`body` is what the route has answered."""
+    """A route's answer; `body` is its JSON."""
 
     status_code: int
     request_id: str
@@ -52,7 +52,7 @@ class BatchAnswer(msgspec.Struct, frozen=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """`custom_id` is null where it cannot be read. `error` repeats what the body of a refusal says."""
+    """One line of the output. `custom_id` is null if it cannot be read. `error` repeats the error of the body."""
 
     id: str
     custom_id: str | None
@@ -69,11 +69,11 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class Batch:
-    """Sends lines to an application that listens on its own socket; made by `serving`."""
+    """A client that sends lines to the application on its own socket; created by `serving`."""
 
     def __init__(self, session: aiohttp.ClientSession, most_bytes: int) -> None:
         self.num_done = 0
-        self.num_failed = 0  # of those
+        self.num_failed = 0  # part of num_done
         self._session = session
         self._most_bytes = most_bytes
 
@@ -84,8 +84,9 @@ class Batch:
     async def run(
         self, lines: AsyncIterator[tuple[int, bytes]], write: Callable[[bytes], None], concurrency: int
     ) -> None:
-        """`lines`: (number, text), of which no more are read than are under way; too long ones may be cut to more than
-        `most_line_bytes`. `write` takes a line without its end; what it raises ends all."""
+        """Answers all lines, up to `concurrency` at once. `lines` yields (number, text) and is read only when a request
+        can start; lines that are too long may be cut, to more than `most_line_bytes`. `write` takes a line without its
+        line end; an exception from it ends the run."""
         room = asyncio.Semaphore(concurrency)
 
         async def run_line(number: int, line: bytes) -> None:
@@ -102,7 +103,7 @@ class Batch:
                     await room.acquire()
         except ExceptionGroup as failures:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # connections that are cut fail in many ways
+            if task is not None and task.cancelling():  # closed connections fail in many ways
                 raise asyncio.CancelledError from None
             raise failures.exceptions[0] from None
 
@@ -118,7 +119,7 @@ class Batch:
         return BatchResult(name, _custom_id(line), answer, _error_of(answer) if failed else None)
 
     def _read(self, number: int, line: bytes) -> BatchLine:
-        """Raises InvalidRequest, which names the line where nothing else does."""
+        """Parses a line. Raises InvalidRequest, which names the line if nothing else does."""
         if len(line) > self.most_line_bytes:
             raise InvalidRequest(f"line {number} is longer than {size(self.most_line_bytes)}")
         try:
@@ -155,7 +156,7 @@ def _custom_id(line: bytes) -> str | None:
 
 
 def _is_streamed(body: bytes) -> bool:
-    """What is wrong with a body, its route says."""
+    """True if the body asks for a stream. An invalid body gives False: its route reports the error."""
     try:
         return bool(msgspec.json.decode(body, type=_Streaming).stream)
     except msgspec.DecodeError:
@@ -163,14 +164,15 @@ def _is_streamed(body: bytes) -> bool:
 
 
 def _error_of(answer: BatchAnswer) -> ErrorBody:
-    """In OpenAI's form, of a route with errors of another form too."""
+    """The error in OpenAI's form, also from a route with another error form."""
     error = msgspec.json.decode(answer.body)["error"]
     return ErrorBody(error["message"], error["type"], error.get("param"), error.get("code"))
 
 
 @asynccontextmanager
 async def serving(app: web.Application, most_bytes: int) -> AsyncIterator[Batch]:
-    """`most_bytes` of one body. The socket lies in a folder that no other user may enter."""
+    """Runs the application on a socket in a folder that no other user may enter, and yields a Batch. `most_bytes`:
+    limit of one body."""
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None)
     await runner.setup()
     try:

@@ -44,7 +44,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 class _Choice:
-    """One answer of a stream: the deltas that its pieces become."""
+    """One choice of a stream: converts its pieces to deltas."""
 
     def __init__(self, use: ToolUse, thinking: Thinking) -> None:
         self._parser = use.parser(thinking)
@@ -53,16 +53,16 @@ class _Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether text is sent as it comes from here on."""
+        """True if text is sent unparsed from here on."""
         return self.begun and self._parser is None
 
     @property
     def is_cut(self) -> bool:
-        """Whether it has ended inside the arguments of a call."""
+        """True if the text has ended inside the arguments of a call."""
         return self._parser is not None and self._parser.is_cut
 
     def deltas(self, piece: Piece) -> list[ChatDelta]:
-        """An empty one where there are log probabilities and the text is held back."""
+        """The deltas of a piece; an empty one if the piece has log probabilities and its text is held back."""
         if self._parser is None:
             return [ChatDelta(content=piece.text)] if piece.text or piece.logprobs else []
         events = self._parser.feed(piece.text) if piece.text else []
@@ -103,7 +103,7 @@ class ChatAnswer(ChunkAnswer):
         if parser is not None:
             read = collect([*parser.feed(result.text), *parser.finish()])
             is_cut = parser.is_cut
-            # A piece of a call that something else than the limit of tokens has ended is nothing to run.
+            # A partial call is returned only if the token limit ended it.
             calls = read.calls[:-1] if is_cut and result.finish_reason is FinishReason.STOP else read.calls
             has_calls = bool(calls)
             message = AssistantMessage(
@@ -116,7 +116,7 @@ class ChatAnswer(ChunkAnswer):
         return ChatChoice(index, message, logprobs, reason, result.stop_reason)
 
     def _reason(self, result: Result, has_calls: bool) -> str:
-        """OpenAI's: a call that the request named ends an answer like text does, and so does one that is not whole."""
+        """OpenAI's finish reason: `tool_calls` only for a complete call that the request did not name."""
         if has_calls and self._use.mode != "named" and result.finish_reason is FinishReason.STOP:
             return "tool_calls"
         return result.finish_reason.value
@@ -137,7 +137,7 @@ class ChatAnswer(ChunkAnswer):
         logprobs = chat_logprobs(piece.logprobs, self.slices) if piece.logprobs else None
         for delta in choice.deltas(piece):
             yield self._chunk(ChatChunkChoice(index, delta, logprobs))
-            logprobs = None  # with the first of them
+            logprobs = None  # only in the first chunk
         if piece.result is not None:
             yield from self._closing(index, piece.result, choice.calls and not choice.is_cut)
 
@@ -145,7 +145,7 @@ class ChatAnswer(ChunkAnswer):
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text)), usage=usage)
 
     def _closing(self, index: int, result: Result, has_calls: bool) -> Iterable[ChatChunk]:
-        """The last choice to close brings the metrics, and the usage of all."""
+        """The chunks that close a choice; the last choice adds the metrics, and the usage of all."""
         self._num_open -= 1
         is_last = not self._num_open
         choice = ChatChunkChoice(

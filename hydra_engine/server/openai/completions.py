@@ -1,6 +1,5 @@
-"""POST /v1/completions, the legacy form: texts or token ids as they are, no chat template. Does not know how events are
-written.
-"""
+"""POST /v1/completions, the legacy form: texts or token ids without a chat template. Does not know how events are
+written."""
 
 from __future__ import annotations
 
@@ -64,12 +63,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _read_back(
     engine: EnginePort, prompts: Sequence[Prompt], body: CompletionRequest, call: GenerationCall
 ) -> tuple[list[Prompt], list[Echo]]:
-    """The prompts, as token ids where log probabilities are asked for, and what of them goes into the answers."""
+    """The prompts, as token ids if log probabilities are requested, and their echoes for the answers."""
     pairs = []
     try:
         for prompt in prompts:
             pairs.append(await _echo(engine, prompt, body, call))
-            await asyncio.sleep(0)  # others have a turn of the loop between two of them
+            await asyncio.sleep(0)  # other tasks run between two prompts
     except InvalidRequest as error:
         error.param = "prompt"
         raise
@@ -84,20 +83,20 @@ async def _echo(
             return prompt, Echo(prompt)
         text, prompt = prompt, await engine.tokenize(replace(call, prompt=prompt))
     elif len(prompt) > engine.max_model_len:
-        return prompt, Echo()  # it is refused in a moment
+        return prompt, Echo()  # `add_request` refuses it
     else:
         text = await engine.detokenize(prompt, call.client)
     return prompt, Echo(text, await engine.detokenize(prompt[:1], call.client))
 
 
 class CompletionAnswer(ChunkAnswer):
-    """`echoes` has an entry for each prompt where prompts are repeated."""
+    """An answer of /v1/completions. `echoes` has one entry per prompt if prompts are repeated, else none."""
 
     def __init__(self, body: CompletionRequest, identity: Identity, echoes: Sequence[Echo]) -> None:
         super().__init__(body, identity, self._text_chunk)
         self._body = body
         self._echoes = echoes
-        self._offsets: dict[int, TextOffset] = {}  # of each choice, behind the tokens that were sent
+        self._offsets: dict[int, TextOffset] = {}  # offset after the tokens sent, per choice
         self._results: dict[int, Result] = {}
         self._is_plain = not (body.only_prompt or body.return_token_ids)
 
@@ -154,7 +153,7 @@ class CompletionAnswer(ChunkAnswer):
         return chunks
 
     def _prompt_choice(self, piece: Piece) -> TextChoice:
-        """What comes before the answer."""
+        """The choice that precedes the answer: the echoed prompt with its log probabilities and ids."""
         body, index = self._body, piece.index
         entries = [self._prompt_entries(index, piece.prompt_logprobs, piece.prompt_token_ids)] if body.echo else []
         return TextChoice(
@@ -194,7 +193,7 @@ class CompletionAnswer(ChunkAnswer):
         return Entries(entries or (), TextOffset(beginning=echo.text), first)
 
     def _answer_entries(self, index: int, entries: Sequence[TextLogprob] | None) -> Entries:
-        """The next ones of a choice."""
+        """The next log probabilities of a choice, with the offset of their text."""
         if index not in self._offsets:
             self._offsets[index] = TextOffset(len(self._echo(index).text) if self._body.echo else 0)
         return Entries(entries or (), self._offsets[index])

@@ -68,7 +68,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 class _Message:
     id: str
     texts: list[str] = field(default_factory=list)
-    logprobs: Sequence[TextLogprob] = ()  # what is sent at the end holds them once more
+    logprobs: Sequence[TextLogprob] = ()  # repeated in the item's final event
 
     def part(self, slices: Slices) -> OutputText:
         return OutputText("".join(self.texts), logprobs=token_logprobs(self.logprobs, slices))
@@ -95,10 +95,10 @@ class _Call:
 
 
 class ResponseAnswer(Answer):
-    """Reasoning, messages and function calls, item by item, as the text of the model grows. Log probabilities come with
-    the text behind them."""
+    """An answer of reasoning, messages and function calls, item by item, as the model's text grows. Log probabilities
+    come with the text after them."""
 
-    last = b""  # the event that closes the response is the last one
+    last = b""  # no [DONE]: the event that closes the response is the last one
 
     def __init__(
         self, body: ResponsesRequest, sampling: SamplingParams, identity: Identity, use: ToolUse, thinking: Thinking
@@ -135,7 +135,7 @@ class ResponseAnswer(Answer):
         return emitted
 
     def failure(self, error: HydraError) -> bytes:
-        """The last event of a stream that cannot go on."""
+        """The last event of a stream that fails."""
         body = error_body(error)
         failure = ResponseFailure(failure_code(error.status), body.message, body.param, body.type)
         failed = msgspec.structs.replace(self._begun_response(), status="failed", error=failure)
@@ -148,14 +148,14 @@ class ResponseAnswer(Answer):
         return self._of_text(self._parser.feed(text)) if text else []
 
     def _finish(self, result: Result) -> list[AnyResponseEvent]:
-        """Closes the last item; of nothing at all becomes an empty message."""
+        """Closes the last item; an empty answer becomes an empty message."""
         emitted = self._of_text(self._parser.finish())
         if self._open is None or (self._logprobs and isinstance(self._open, _Message)):
             emitted += self._text("")
         return emitted + self._close(self._status(result))
 
     def _status(self, result: Result) -> Status:
-        """A call that something else than the limit of tokens has ended is not complete either."""
+        """The status of the last item: incomplete if the token limit ended it or it ends inside a call."""
         return "incomplete" if self._parser.is_cut else status_of(result.finish_reason)
 
     def _of_text(self, parsed: Iterable[Event]) -> list[AnyResponseEvent]:
@@ -201,7 +201,7 @@ class ResponseAnswer(Answer):
         return [*emitted, self._event(events.ReasoningDelta, item_id=self._open.id, delta=text)]
 
     def _event(self, kind: Callable[..., AnyResponseEvent], **fields: Any) -> AnyResponseEvent:
-        """The next event, of the item that is open."""
+        """The next event for the open item."""
         return kind(sequence_number=self._next(), output_index=len(self._closed), **fields)
 
     def _begin(self, item: _Message | _Thoughts | _Call) -> list[AnyResponseEvent]:

@@ -1,4 +1,4 @@
-"""Several handles, one for each prompt of a request, read as one handle with all their answers.
+"""Handles of several prompts, read as one handle with all their answers.
 
 Answer i of prompt p has index p * n + i, as in OpenAI's answers. Does not know endpoints or their formats.
 """
@@ -15,7 +15,7 @@ from hydra_engine.server.port import Handle
 
 
 class Several:
-    """`num_each` answers of each handle. One that fails fails all; `cancel` frees all."""
+    """A handle for several handles with `num_each` answers each. If one fails, all fail; `cancel` cancels all."""
 
     def __init__(self, name: str, handles: Sequence[Handle], num_each: int) -> None:
         self.id = name
@@ -33,7 +33,7 @@ class Several:
             handle.cancel()
         for read in self._reads:
             if read.done() and not read.cancelled():
-                read.exception()  # the client gets one error; the others are marked as read
+                read.exception()  # the client gets one error; this marks the others as retrieved
             read.cancel()
 
     def expect(self, *, pieces: bool) -> None:
@@ -41,10 +41,11 @@ class Several:
             handle.expect(pieces=pieces)
 
     def forward(self, take: Callable[[Piece], bool]) -> None:
-        """Nothing: a piece that is given away could overtake one of the same handle that `__aiter__` has taken."""
+        """Does nothing: a forwarded piece could bypass one of the same handle that `__aiter__` has taken."""
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """A piece of each handle is taken at a time, so what waits for a slow reader waits in the handles."""
+        """Yields pieces; one piece per handle is taken at a time, so for a slow reader the pieces queue in the
+        handles."""
         for place, handle in enumerate(self._handles):
             self._read(place * self._num_each, aiter(handle))
         while self._reads:
@@ -68,7 +69,7 @@ class Several:
 
 
 def usage_of_all(answers: Sequence[Result], num_each: int) -> Usage:
-    """The usage of all answers: each prompt counts once, with what its first answer found in the caches."""
+    """The usage of all answers: each prompt counts once, with the cache hits of its first answer."""
     usage = _sum([answer.usage for answer in answers[::num_each]])
     return replace(usage, completion_tokens=sum(answer.usage.completion_tokens for answer in answers))
 

@@ -1,4 +1,4 @@
-"""A tool call as Qwen3-Coder and Qwen3.5 write it, read character by character:
+"""A tool call in the format of Qwen3-Coder and Qwen3.5, read character by character:
 
     <function=NAME>
     <parameter=P>
@@ -6,7 +6,7 @@
     </parameter>
     </function>
 
-Does not know what stands around a call.
+Does not know the text around a call.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FUNCTION, PARAMETER = "<function=", "<parameter="
 _END, _PARAMETER_END = "</function>", "</parameter>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _MARKS = (FUNCTION, PARAMETER, _END, _PARAMETER_END)
-# What has to follow an end, for which a value may hold the same text.
+# Marks of which one must follow an end; without it the end is text of the value.
 _BEHIND = {_PARAMETER_END: (PARAMETER, _END, _CALL_END), _END: (_CALL_END, _CALL, FUNCTION)}
 _PLAIN = re.compile(r"[^<\r\n]+")
 _MAX_NAME = 256
-_MAX_SPACE = 64  # between an end and what follows it
+_MAX_SPACE = 64  # white space between an end and the next mark
 _MAX_LITERAL = 1 << 16
 _STRING = frozenset({"string"})
-_MAX_DEPTH = 16  # of references and choices in a schema
+_MAX_DEPTH = 16  # nesting of references and choices in a schema
 _KINDS: dict[type, str] = {
     **{bool: "boolean", int: "integer", float: "number"},
     **{str: "string", list: "array", dict: "object", type(None): "null"},
@@ -38,18 +38,18 @@ _KINDS: dict[type, str] = {
 
 
 class FunctionBlock:
-    """`state` is reading, done (the text behind it may hold its closing mark) or failed: this is no call. Once `begun`,
-    arguments go to the output as JSON: strings as they grow, other values when they are whole.
+    """A parser of one call. `state` is reading, done (a closing mark may follow) or failed (not a call). Once `begun`,
+    arguments go to the output as JSON: strings as they grow, other values when they are complete.
 
-    A value may hold any text, marks too: an end counts only before what follows ends, and parameters and functions that
-    begin a line inside a value come with ends of their own. A parameter ends without its mark where the next one
-    that the schema knows begins a line.
+    A value may hold any text, including marks: an end counts only if one of the marks that may follow it does, and
+    parameters and functions that begin a line inside a value need their own ends. A parameter also ends without its
+    mark if the next one that the schema knows begins a line.
     """
 
     def __init__(
         self, names: Collection[str], parameters: Mapping[str, Mapping[str, Any]], output: Output, before: str
     ) -> None:
-        """`before`: what has been read of the call already, in front of `<function=`."""
+        """Starts a call. `before`: text of the call before `<function=`, needed if it turns out to be content."""
         self._names = names
         self._parameters = parameters
         self._output = output
@@ -63,9 +63,9 @@ class FunctionBlock:
         self._given: set[str] = set()
         self._parameter = ""
         self._types: frozenset[str] = _STRING
-        self._value: list[str] = []  # of a value that is not sent as it grows
-        self._at_start = False  # of a value
-        self._is_line = False  # what is held begins a line of the value
+        self._value: list[str] = []  # parts of a value that is sent when complete
+        self._at_start = False  # no character of the value has been read
+        self._is_line = False  # the held text begins a line of the value
         self._nested_parameters = 0
         self._nested_functions = 0
 
@@ -75,7 +75,7 @@ class FunctionBlock:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a text that ends here ends inside the call."""
+        """True if a text that ends here ends inside the call."""
         return self.begun and self.state != "done"
 
     def feed(self, char: str) -> str:
@@ -87,7 +87,8 @@ class FunctionBlock:
         return self.state
 
     def skip(self, text: str, begin: int) -> int:
-        """Takes what can only be more of a value from a text, and says where the rest begins."""
+        """Consumes characters of `text` from `begin` on that can only belong to a value; returns the index of the
+        rest."""
         if self._held or self._at_start or self._step != self._in_value:
             return begin
         found = _PLAIN.match(text, begin)
@@ -98,12 +99,12 @@ class FunctionBlock:
         return found.end()
 
     def finish(self) -> None:
-        """An end that waited for what follows it is one."""
+        """Ends the text: an end mark that waited for its follower counts."""
         if self._step == self._in_value and self._held.lstrip(SPACE).rstrip(SPACE) == _END:
             self._close_value()
             self._end()
 
-    # ---- steps: each takes from what is held, and says whether it did
+    # ---- steps: each consumes held text; True if it did
 
     def _in_name(self) -> bool:
         name = self._name_behind(FUNCTION)
@@ -116,7 +117,8 @@ class FunctionBlock:
         return name is not None
 
     def _behind_name(self) -> bool:
-        """Only a parameter or the end shows that this is more than words about the function."""
+        """Waits for a parameter or the end: only these show that the text is a call and not words about the
+        function."""
         held = self._held = self._held.lstrip(SPACE)
         if held.startswith((PARAMETER, _END)):
             self.begun = True
@@ -128,7 +130,7 @@ class FunctionBlock:
         return False
 
     def _between(self) -> bool:
-        """Parameters; other text is of no use to anybody."""
+        """Finds the next parameter or the end; other text is dropped."""
         place = self._held.find("<")
         self._held = "" if place < 0 else self._held[place:]
         if self._held.startswith((_END, _CALL_END)):
@@ -193,7 +195,7 @@ class FunctionBlock:
                 self._take(length)
                 return True
             if not any(behind.startswith(follower) for follower in _BEHIND[mark]) and num_space < _MAX_SPACE:
-                return False  # it is not decided
+                return False  # undecided: needs more text
             self._close_value(length if mark == _PARAMETER_END else num_break)
             if mark == _END:
                 self._end()
@@ -201,10 +203,11 @@ class FunctionBlock:
         self._take(length)
         return True
 
-    # ---- what they do
+    # ---- actions of the steps
 
     def _name_behind(self, mark: str) -> str | None:
-        """A name is taken with its mark; None: it is not whole. Fails where it cannot be one."""
+        """Consumes a mark with its name; None if it is incomplete. Before the call has begun, an impossible name sets
+        `failed`."""
         end = self._held.find(">")
         name = self._held[len(mark) : end if end >= 0 else None]
         if len(name) > _MAX_NAME or "\n" in name or "<" in name:
@@ -217,7 +220,7 @@ class FunctionBlock:
         return name.strip().strip("\"'")
 
     def _is_next(self, name: str) -> bool:
-        """Whether it is a parameter of the function that may follow the one that is read."""
+        """True if `name` is a parameter of the function that may follow the current one."""
         known = self._schema.get("properties")
         is_known = name in known if isinstance(known, Mapping) and known else True
         nested = self._nested_functions or self._nested_parameters
@@ -239,7 +242,7 @@ class FunctionBlock:
         self._step = self._in_value
 
     def _take(self, num_chars: int) -> None:
-        """What is held belongs to the value."""
+        """Adds the first `num_chars` held characters to the value."""
         text, self._held = self._held[:num_chars], self._held[num_chars:]
         if text:
             self._is_line = text.endswith("\n")
@@ -249,7 +252,7 @@ class FunctionBlock:
                 self._value.append(text)
 
     def _close_value(self, num_chars: int = 0) -> None:
-        """The value ends before what is held, of which so many characters are its end."""
+        """Ends the value; the first `num_chars` held characters are its end mark."""
         self._held = self._held[num_chars:]
         self._output.arguments('"' if self._types == _STRING else as_json("".join(self._value), self._types))
         self._step = self._between
@@ -274,7 +277,7 @@ def _without_break(text: str) -> str:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """JSON's types that a parameter may have; text where nothing is said."""
+    """JSON types that a parameter may have; string if the schema names none."""
     return frozenset(_types(schema, root, 0)) or _STRING
 
 
@@ -306,7 +309,7 @@ def _referred(reference: str, root: Any) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """A value of these types as JSON. What is no such value, as a model may write it, is text."""
+    """A value as JSON of one of these types; a string if it fits none of them."""
     stripped = text.strip()
     others = types - _STRING
     if not others:
@@ -320,7 +323,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     if word == "none" and "null" in types and "string" not in types:
         return "null"
     if others & {"object", "array"} and stripped[:1] in ("{", "[", "(") and len(stripped) < _MAX_LITERAL:
-        try:  # as Python shows it
+        try:  # a Python literal
             return json.dumps(ast.literal_eval(stripped), ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             pass
@@ -335,7 +338,7 @@ def _parsed(text: str) -> tuple[Any, bool]:
 
 
 def _refuse(word: str) -> None:
-    """NaN and infinities are no JSON."""
+    """Rejects NaN and infinities, which are not JSON."""
     raise ValueError(word)
 
 

@@ -1,7 +1,7 @@
-"""Reasoning: how a model marks what it thinks before it answers, whether the prompt has begun it, and the parser that
-takes it out of a text as it grows.
+"""Reasoning: how a model marks its thinking before the answer, whether the prompt has opened it, and the parser that
+separates it from a growing text.
 
-Each endpoint shows it in its API's own words. Does not know HTTP, the requests of any endpoint, or how calls are read.
+Each endpoint shows it in its API's terms. Does not know HTTP, the requests of any endpoint, or how calls are read.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from hydra_engine.server.tools.tool_objects import Event, Reasoning, ToolParser
 from hydra_engine.server.tools.tool_parsers import THINKING, PlainText
 
 _MARKS = (THINKING, ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
-_SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn thinking on and off
+_SWITCHES = ("enable_thinking", "thinking")  # variables with which templates turn thinking on and off
 EFFORT = "reasoning_effort"
 _BLOCK = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
 _TEXTS = frozenset({"choice", "regex", "lark", "ebnf"})  # grammars that can describe the reasoning too
 
 
 class ReasoningParser:
-    """Reasoning first, up to its mark, then what `inner` makes of the rest. It begins with its mark and nothing but
-    white space before, unless the prompt has `opened` it. White space around it is left out. Events do not depend on
-    where the text is cut."""
+    """A parser of reasoning up to its end mark; the rest goes to `inner`. Reasoning begins with its start mark, after
+    white space only, unless the prompt has `opened` it. White space around it is dropped. Events do not depend on how
+    the text is split."""
 
     def __init__(
         self, inner: ToolParser, marks: tuple[str, str], *, opened: bool, shown: bool = True, streamed: bool = True
     ) -> None:
         self.inner = inner
         self._start, self._end = marks
-        self._empty = re.compile(rf"\s*(?:{re.escape(marks[0])}\s*)*")  # also once more behind the prompt's mark
-        self._state = "thinking" if opened else "before"  # thinking, behind (in white space), answering
+        self._empty = re.compile(rf"\s*(?:{re.escape(marks[0])}\s*)*")  # also a repeat of the prompt's mark
+        self._state = "thinking" if opened else "before"  # before, thinking, behind (white space after it), answering
         self._shown = shown
         self._streamed = streamed
-        self._thoughts: list[str] = []  # that are not sent yet
-        self._space: list[str] = []  # before what is held, and not sent unless more than white space follows
+        self._thoughts: list[str] = []  # not sent yet
+        self._space: list[str] = []  # white space before the held text; sent only if other text follows
         self._held = ""
         self._has_begun = False
 
@@ -49,12 +49,12 @@ class ReasoningParser:
 
     @property
     def is_answering(self) -> bool:
-        """Whether all that follows is `inner`'s."""
+        """True if all further text goes to `inner`."""
         return self._state == "answering"
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is read in the answer itself."""
+        """True if the answer itself is not parsed."""
         return isinstance(self.inner, PlainText)
 
     def feed(self, text: str) -> list[Event]:
@@ -114,7 +114,7 @@ class ReasoningParser:
         return self.inner.feed(text)
 
     def _think(self, text: str) -> list[Event]:
-        """`text` follows the white space, which is no part of the reasoning where nothing does."""
+        """Events for more reasoning, preceded by the held white space; trailing white space is dropped."""
         if not text:
             return []
         self._has_begun = True
@@ -138,18 +138,18 @@ def _cut(text: str, place: int) -> tuple[str, str]:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin the mark."""
+    """Number of characters at the end of `text` that may begin `mark`."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
-# ---- what a request and a chat template say of it
+# ---- reasoning in requests and chat templates
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request says of reasoning. `effort`: none to max. `required`: a model that cannot be kept from thinking is
-    no answer to a request for none. `read`: reasoning is taken out of the text; `shown` and `streamed`: how it is
-    given."""
+    """A request's wish about reasoning. `effort` is none to max. `required`: a request for no reasoning is refused if
+    the model always thinks. `read`: reasoning is separated from the text; `shown`, `streamed`: how the client gets
+    it."""
 
     on: bool | None = None
     effort: str | None = None
@@ -161,7 +161,7 @@ class Wish:
 
     @property
     def wants(self) -> bool | None:
-        """Whether the model is to think; None: as it does by itself."""
+        """True if the model is to think, None for its default."""
         if self.on is not None:
             return self.on
         return None if self.effort is None else self.effort != "none"
@@ -169,9 +169,9 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How the model that answers a request thinks. `place` is where a prompt ends: opened (inside the reasoning),
-    closed (behind it) or free. `known`: reasoning is no part of the answer, and what constrains the output begins
-    behind it; `reads`: it is taken out of the text; `shown` and `streamed` say how it is given."""
+    """The thinking of the model that answers a request. `place` is the state at the end of the prompt: opened (inside
+    the reasoning), closed (after it) or free. `known`: reasoning is not part of the answer, and output constraints
+    begin after it. `reads`: it is separated from the text. `shown`, `streamed`: how the client gets it."""
 
     marks: tuple[str, str] = THINKING
     place: str = "free"
@@ -188,7 +188,7 @@ class Thinking:
         return ReasoningParser(inner, self.marks, opened=self.opened, shown=self.shown, streamed=self.streamed)
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params`, with what constrains the output behind the reasoning."""
+        """Returns `params` with output constraints that begin after the reasoning."""
         if not self.known:
             return params
         params = replace(params, skip_special_tokens=False)  # the marks are special tokens of some models
@@ -198,20 +198,21 @@ class Thinking:
         return replace(params, grammar=grammar.after_reasoning(*self.marks, opened=self.opened))
 
     def _describes_all(self, kind: str, source: str) -> bool:
-        """Whether a grammar names marks itself."""
+        """True if a grammar names the marks itself."""
         plain = source.replace("\\", "")
         return kind in _TEXTS and any(mark in plain for mark in self.marks)
 
 
 @lru_cache(maxsize=64)
 def marks_of(parser: str, template: str | None) -> tuple[str, str] | None:
-    """The marks of the template, else of the configured parser; None: the model does not think."""
+    """The marks in the template, else those of the configured parser; None if the model does not think."""
     known = next((marks for marks in _MARKS if any(mark in (template or "") for mark in marks)), None)
     return known if parser in ("auto", "none") else known or THINKING
 
 
 def with_wish(variables: Mapping[str, Any], wish: Wish, template: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The template's variables with what is wished, unless they say it already, and what the template does not read."""
+    """(variables of the template with the wish applied, names of wishes that the template ignores); variables given by
+    the client win."""
     chosen, ignored = dict(variables), []
     switch = switch_of(template)
     if wish.wants is not None and switch is not None:
@@ -226,12 +227,12 @@ def with_wish(variables: Mapping[str, Any], wish: Wish, template: str) -> tuple[
 
 
 def switch_of(template: str) -> str | None:
-    """The variable by which a template turns thinking on and off."""
+    """The variable with which a template turns thinking on and off, or None."""
     return next((name for name in _SWITCHES if _reads(template, name)), None)
 
 
 def place_of(prompt_end: str, marks: tuple[str, str], parser: str) -> str:
-    """Says where an answer begins, by the text that ends its prompt: opened, closed or free."""
+    """The state in which an answer begins, from the text at the end of its prompt: opened, closed or free."""
     start, end = (prompt_end.rfind(mark) for mark in marks)
     if start < 0 and end < 0:
         return "opened" if parser == "deepseek_r1" else "free"
@@ -239,7 +240,7 @@ def place_of(prompt_end: str, marks: tuple[str, str], parser: str) -> str:
 
 
 def always_thinks(wish: Wish, place: str, template: str) -> InvalidRequest | None:
-    """Why a wish for no reasoning cannot be met."""
+    """The error for a wish for no reasoning that the model cannot meet, or None."""
     if not wish.required or wish.wants is not False or place != "opened":
         return None
     if switch_of(template) is not None or _reads(template, EFFORT):
@@ -254,7 +255,6 @@ def always_thinks(wish: Wish, place: str, template: str) -> InvalidRequest | Non
 
 @lru_cache(maxsize=64)
 def _reads(template: str, name: str) -> bool:
-    """Whether blocks of a template read a variable of this name. One that is set, or the name of an argument, is not
-    read."""
+    """True if the template's blocks read a variable of this name. Assignments and argument names do not count."""
     variable = re.compile(rf"(?<![\w.'\"]){name}(?![\w'\"]|\s*=[^=])")
     return any(variable.search(block) for block in _BLOCK.findall(template))

@@ -1,7 +1,7 @@
-"""Tool calls: what a request allows, the grammar that makes a model call, and calls as events.
+"""Tool calls: the calls that a request allows, the grammar that forces one, and calls as events.
 
-Each endpoint shows the events in its API's own words. How calls are read out of a
-model's text is `tool_parsers.py`. Does not know HTTP or the requests of any endpoint.
+Each endpoint shows the events in its API's terms. `tool_parsers.py` reads calls from a model's text. Does not know HTTP
+or the requests of any endpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_THINKING = Thinking()
 
 
 class ParsedCall(NamedTuple):
-    """`arguments` as the model wrote them: JSON, unless it was cut off or nothing constrained it."""
+    """A complete call. `arguments` is the model's text: JSON, unless it was cut off or not constrained."""
 
     id: str
     name: str
@@ -36,9 +36,9 @@ class ParsedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request allows. `tools` in OpenAI's form, `mode` none, auto, required or named (then `name`); at most one
-    call unless `parallel`. `dialect` is how the model writes calls of its own: hermes, qwen3_coder, json or none.
-    Raises InvalidRequest, naming the fields of OpenAI's API."""
+    """The tools that a request allows. `tools` are in OpenAI's form; `mode` is none, auto, required or named (then
+    `name`); at most one call unless `parallel`. `dialect` is the model's own format of calls: hermes, qwen3_coder, json
+    or none. Raises InvalidRequest, which names the fields of OpenAI's API."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     mode: str = "none"
@@ -58,11 +58,11 @@ class ToolUse:
 
     @property
     def shown(self) -> tuple[Mapping[str, Any], ...]:
-        """Tools that the prompt names: none where none may be called."""
+        """The tools in the prompt; none if the mode is none."""
         return () if self.mode == "none" else self.tools
 
     def grammar(self) -> Grammar | None:
-        """What the output has to be for a call to come in any case."""
+        """The grammar that forces a call, or None if no call is forced."""
         if self.mode == "named":
             tool = next(tool for tool in self.tools if tool["function"]["name"] == self.name)
             schema = parameters_schema(tool)
@@ -73,7 +73,7 @@ class ToolUse:
         return Grammar("json_schema", text_of(schema), param="tools")
 
     def parser(self, thinking: Thinking = NO_THINKING) -> ToolParser | None:
-        """A new one, for one answer; None where the text is the answer."""
+        """Returns a new parser for one answer, or None if the text is the answer."""
         if thinking.reads:
             return thinking.parser(self._parser(thinking) or PlainText())
         return self._parser(thinking)
@@ -82,7 +82,7 @@ class ToolUse:
         if not self.shown:
             return None
         most = None if self.parallel else 1
-        opened = thinking.opened and not thinking.reads  # so the text begins inside the reasoning
+        opened = thinking.opened and not thinking.reads  # the text begins inside the reasoning
         if self.mode == "named":
             return ForcedCall(self.name)
         if self.mode == "required":
@@ -99,8 +99,8 @@ class ToolUse:
         return JsonParser(self._names, most) if self.dialect == "json" and not opened else PlainText()
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params`, made to give calls: another form of the output holds where no call comes. Raises
-        InvalidRequest."""
+        """Returns `params` changed to allow or force calls; a requested output form holds for answers without a call.
+        Raises InvalidRequest."""
         forced = self.grammar()
         if forced is not None:
             return replace(params, grammar=forced)
@@ -123,8 +123,8 @@ class ToolUse:
         return replace(params, grammar=form.or_calls(calls))
 
     def offered(self, configured: str, chat_template: str | None) -> ToolUse:
-        """With the dialect of the model. Raises InvalidRequest where its chat template has no place for
-        tools that it may call."""
+        """Returns a copy with the dialect of the model. Raises InvalidRequest if its chat template ignores tools that
+        it may call."""
         ignores_tools = configured == "auto" and chat_template is not None and "tools" not in chat_template
         if self.mode == "auto" and self.tools and ignores_tools:
             raise InvalidRequest(
@@ -137,7 +137,8 @@ class ToolUse:
 
 
 def dialect_of(configured: str, chat_template: str | None) -> str:
-    """hermes, qwen3_coder, json or none: the configured one, or the one that the chat template asks for."""
+    """The dialect: hermes, qwen3_coder, json or none; the configured one, or the one that the chat template asks
+    for."""
     if configured != "auto":
         return _SAME.get(configured, configured)
     template = chat_template or ""
@@ -147,7 +148,7 @@ def dialect_of(configured: str, chat_template: str | None) -> str:
 
 
 def parsed(events: Iterable[Event]) -> list[str | Reasoning | ParsedCall]:
-    """The texts, calls and reasoning of a whole answer."""
+    """The texts, calls and reasoning of a complete answer, in order."""
     items: list[tuple[Event, list[str]]] = []
     for event in events:
         match event:
@@ -175,7 +176,7 @@ class ReadAnswer(NamedTuple):
 
 
 def collect(events: Iterable[Event]) -> ReadAnswer:
-    """A whole answer's text, calls and reasoning."""
+    """The text, calls and reasoning of a complete answer, each joined."""
     items = parsed(events)
     calls = tuple(item for item in items if isinstance(item, ParsedCall))
     reasoning = "".join(item.text for item in items if isinstance(item, Reasoning))

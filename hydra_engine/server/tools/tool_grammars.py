@@ -1,7 +1,7 @@
-"""Calls of each dialect as a grammar, for models that may choose between a call and an answer in a form of its own.
+"""Grammars of each dialect's calls, for models that may choose between a call and an answer of a constrained form.
 
-Arguments that are JSON fit the function's schema as far as that can be enforced: a keyword that cannot is passed over,
-and so are schemas that are very large together. Does not know how calls are read.
+JSON arguments follow the function's schema where that can be enforced: unsupported keywords are ignored, and so are
+schemas that are too large together. Does not know how calls are read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hydra_engine.server.tools.tool_parsers import CLOSING, OPENING
 from hydra_engine.server.tools.tool_schemas import parameters_schema
 
 _TEXTS = frozenset({"choice", "regex", "lark", "ebnf"})  # grammars that can describe calls too
-_MAX_SCHEMA_CHARS = MAX_GRAMMAR_CHARS // 2  # of calls; the other half is for the form
+_MAX_SCHEMA_CHARS = MAX_GRAMMAR_CHARS // 2  # for calls; the other half is for the answer's form
 _SPACE = r"space: /[ \t\r\n]{0,16}/"
 
 
 def calls_of(dialect: str, tools: Sequence[Mapping[str, Any]], parallel: bool) -> Calls | None:
-    """None where calls of the dialect are not read. Raises InvalidRequest."""
+    """The grammar of the dialect's calls; None if its calls are not read. Raises InvalidRequest."""
     if dialect == "json":
         many = r'start: @call | "[" space @call (space "," space @call)* space "]"'
         one = r'start: @call | "[" space @call space "]"'
@@ -47,13 +47,13 @@ def calls_of(dialect: str, tools: Sequence[Mapping[str, Any]], parallel: bool) -
 
 
 def describes_calls(form: Grammar, dialect: str) -> bool:
-    """Whether it has marks of calls in it, so that it says itself when one comes."""
+    """True if the grammar contains the marks of calls, so that it describes calls itself."""
     marks = {"hermes": (OPENING,), "qwen3_coder": (OPENING, FUNCTION)}.get(dialect, ())
     return form.kind in _TEXTS and any(mark in form.source.replace("\\", "") for mark in marks)
 
 
 def _one_call(tools: Sequence[Mapping[str, Any]], *orders: tuple[str, str]) -> str:
-    """A schema of a call, with `name` and the key of the arguments in one of these orders."""
+    """The schema of a call, with `name` and the arguments' key in one of these orders."""
     names = [tool["function"]["name"] for tool in tools]
     of_any_arguments = _any_of([({"enum": names}, {"type": "object"})], orders, {})
     definitions, num_chars = {}, 0

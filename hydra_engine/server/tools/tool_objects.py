@@ -1,7 +1,7 @@
-"""A tool call as a model writes it: one JSON object with a name and arguments, read character by character, and the
-events that texts and calls become.
+"""A tool call as one JSON object with a name and arguments, read character by character, and the events for texts and
+calls.
 
-Does not know what stands around a call.
+Does not know the text around a call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thinks before it answers."""
+    """Text of the model's thinking before its answer."""
 
     text: str
 
@@ -38,7 +38,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of a call that has started."""
+    """A further part of the arguments of a call that has started."""
 
     index: int
     text: str
@@ -48,18 +48,18 @@ Event = Content | Reasoning | CallStart | CallArguments
 
 
 class ToolParser(Protocol):
-    """Turns a growing text into events. All text comes out again in some event, but for marks of calls, white space
-    around calls, and calls beyond those that are allowed. Events do not depend on where the text is cut."""
+    """A parser of a growing text into events. All text appears in some event, except marks of calls, white space around
+    calls, and calls beyond the allowed number. Events do not depend on how the text is split."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether the text ended inside the arguments of a call; known after `finish`."""
+        """True if the text ended inside the arguments of a call; known after `finish`."""
         ...
 
     def feed(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """What was held back; nothing may be fed afterwards."""
+        """The events that were held back; no `feed` may follow."""
         ...
 
 
@@ -68,17 +68,17 @@ def call_id() -> str:
 
 
 class Output:
-    """Events in order, neighbours joined. Calls from the `most`-th on are dropped; white space before the first words
-    and directly behind calls waits for words, and a call takes it away."""
+    """A list of events in order, neighbours joined. Calls after the first `most` are dropped. White space at the start
+    and directly after calls is held until words follow; a call drops it."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self._events: list[Event] = []
-        self._parts: list[str] = []  # of the event that is growing: content, or arguments of the latest call
+        self._parts: list[str] = []  # parts of the growing event: content, or arguments of the latest call
         self._grows_call = False
         self._num_calls = 0
         self._space: list[str] = []
-        self._has_words = False  # since the beginning, or since the last call
+        self._has_words = False  # since the start or the last call
 
     def text(self, text: str) -> None:
         if not self._has_words:
@@ -112,7 +112,7 @@ class Output:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the latest call is one of those that are kept."""
+        """True if the latest call is within `most`."""
         return self._most is None or self._num_calls <= self._most
 
     def _take_space(self) -> str:
@@ -134,9 +134,9 @@ class Output:
 
 
 class CallObject:
-    """One JSON object that may be a call, fed character by character. `state` is reading, done (its last character
-    was the closing bracket) or failed (the character fits no call). Once `begun`, arguments go to the output at once.
-    """
+    """A parser of one JSON object that may be a call, fed character by character. `state` is reading, done (the last
+    character was the closing bracket) or failed (the character fits no call). Once `begun`, arguments go to the output
+    at once."""
 
     def __init__(self, names: Collection[str], output: Output) -> None:
         self._names = names
@@ -144,15 +144,15 @@ class CallObject:
         self.state = "reading"
         self.begun = False
         self._raw: list[str] = []
-        self._expects = "object"  # object, key, colon, value, comma, or what is being read: in_key, in_value
-        self._start = 0  # of the key or value that is being read, in the raw text
-        self._depth = 0  # of brackets inside a value
+        self._expects = "object"  # object, key, colon, value, comma; in_key and in_value while reading one
+        self._start = 0  # index of the current key or value in the raw text
+        self._depth = 0  # nesting of brackets inside a value
         self.in_string = False
         self._escaped = False
         self._key = ""
         self._name: str | None = None
         self._held: str | None = None  # arguments that came before the name
-        self._streams = False  # what is being read are arguments of a call that has begun
+        self._streams = False  # the current value is the arguments of a call that has begun
 
     @property
     def raw(self) -> str:
@@ -164,7 +164,7 @@ class CallObject:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a text that ends here ends inside the arguments."""
+        """True if a text that ends here ends inside the arguments."""
         return self._streams
 
     @property
@@ -196,7 +196,7 @@ class CallObject:
                 self._end_value(len(self._raw))
 
     def _in_value(self, char: str) -> None:
-        """Brackets are counted, not matched: broken arguments end where whole ones would."""
+        """Reads a value. Brackets are counted, not matched: broken arguments end where complete ones would."""
         if char == '"' and self._depth:
             self.in_string = True
         elif char in "{[":
@@ -205,7 +205,7 @@ class CallObject:
             self._depth -= 1
             if self._depth == 0:
                 self._end_value(len(self._raw))
-        elif self._depth == 0 and char in SPACE + ",}":  # behind a number or a word
+        elif self._depth == 0 and char in SPACE + ",}":  # after a number or a word
             self._end_value(len(self._raw) - 1)
             if self.state == "reading" and char not in SPACE:
                 self._between(char)
@@ -273,7 +273,7 @@ class CallObject:
 
 
 def _text(value: str) -> str | None:
-    """The text of a JSON string."""
+    """The text of a JSON string; None if it is none."""
     try:
         parsed = json.loads(value, strict=False)
     except ValueError:
@@ -282,7 +282,7 @@ def _text(value: str) -> str | None:
 
 
 def object_text(value: str) -> str | None:
-    """The JSON object that a value is, or that it holds as text."""
+    """The text of a JSON object, given directly or inside a JSON string; None if there is none."""
     try:
         parsed = json.loads(value, strict=False)
         if isinstance(parsed, str):

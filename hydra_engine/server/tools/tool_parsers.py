@@ -1,9 +1,9 @@
-"""Tool calls out of a model's text, as it grows, character by character.
+"""Parsers of tool calls in a model's growing text, character by character.
 
-Nothing that is not a call gets lost: what only looked like one, or calls a function that was not offered, is content.
-Once a call has begun, with a known name and an object of arguments, its arguments are handed on as the model writes
-them; whether they are valid JSON is known only at their end, and the API leaves that check to the caller. Reading costs
-time in proportion to the text. Does not know schemas or requests.
+Text that is not a call is never lost: what only looked like one, or calls a function that was not offered, is content.
+Once a call has begun, with a known name and an object of arguments, its arguments are passed on as the model writes
+them; whether they are valid JSON is known only at their end, and the API leaves that check to the caller. Time is
+linear in the text. Does not know schemas or requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THINKING = "<think>", "</think>"
 
 
 class PlainText:
-    """The parser of a model that is shown tools and whose calls are not read."""
+    """A parser that returns all text as content, for a model whose calls are not read."""
 
     is_cut = False
 
@@ -32,7 +32,7 @@ class PlainText:
 
 
 class ForcedCall:
-    """The whole text is the arguments of one function."""
+    """A parser for text that is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,10 +55,10 @@ class ForcedCall:
 
 
 class HermesParser:
-    """Calls among text, between `<tool_call>` and `</tool_call>`: `{"name": ..., "arguments": {...}}` as Hermes and
-    Qwen models write them, or `<function=NAME>` as Qwen3-Coder and Qwen3.5 do (`FunctionBlock`); with `bare` the latter
-    also without the marks around it. What stands between the `thinking` marks, of which the first one may be `opened`
-    already, calls nothing."""
+    """A parser of calls among text, between `<tool_call>` and `</tool_call>`: `{"name": ..., "arguments": {...}}` as
+    Hermes and Qwen models write them, or `<function=NAME>` as Qwen3-Coder and Qwen3.5 do (`FunctionBlock`); with `bare`
+    the latter also without the marks. Text between the `thinking` marks calls nothing; with `opened` it begins inside
+    them."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class HermesParser:
         self._thinks = opened
         self._call: CallObject | FunctionBlock | None = None
         self._is_over = False  # the call has been read; its closing mark may follow
-        self._held = ""  # may become the mark that is waited for
-        self._is_ended = False  # nothing follows that could make a mark
+        self._held = ""  # may become the next mark
+        self._is_ended = False  # no more text follows, so no mark can complete
         self.is_cut = False
 
     def feed(self, text: str) -> list[Event]:
         index = 0
         while index < len(text):
-            if self._call is None and not self._held:  # up to what may be a mark all is content
+            if self._call is None and not self._held:  # all text before a possible mark is content
                 found = self._first.search(text, index)
                 end = found.start() if found else len(text)
                 self._output.text(text[index:end])
@@ -100,7 +100,7 @@ class HermesParser:
 
     def finish(self) -> list[Event]:
         held, self._held, self._is_ended = self._held, "", True
-        if self._is_over:  # a part of its closing mark says nothing
+        if self._is_over:  # part of its closing mark is dropped
             held = "" if CLOSING.startswith(held) else held
         for char in held:
             self._plain(char)
@@ -127,7 +127,7 @@ class HermesParser:
         return (CLOSING, FUNCTION) if is_empty else (CLOSING,)
 
     def _mark(self, char: str) -> None:
-        """The beginning of a mark and what follows it, as long as it may be one."""
+        """Reads a character of a possible mark. If it cannot become one, its characters are read as text."""
         held, marks = self._held + char, self._marks
         if held in marks:
             self._held = ""
@@ -136,7 +136,7 @@ class HermesParser:
             self._held = held
         else:
             self._held = ""
-            if self._is_over:  # without its closing mark; another call may begin
+            if self._is_over:  # no closing mark came; another call may begin
                 self._leave()
             else:
                 self._plain(held[0])
@@ -145,14 +145,14 @@ class HermesParser:
                 self._next(char)
 
     def _may_be_mark(self, char: str) -> bool:
-        """Text in a JSON string is no mark, unless a line break before it, which no JSON string has, shows that the
-        string was never closed."""
+        """True if `char` may begin a mark. Text in a JSON string does not, unless it follows a line break, which JSON
+        strings cannot have: then the string was never closed."""
         call = self._call
         if call is None:
             return self._first.match(char) is not None and not self._is_ended
         if char != "<":
             return False
-        if isinstance(call, FunctionBlock):  # it reads marks by itself
+        if isinstance(call, FunctionBlock):  # the block reads marks itself
             return self._is_over
         return self._is_over or not call.in_string or call.last == "\n"
 
@@ -195,8 +195,8 @@ class HermesParser:
             self._on_failure(call, char)
 
     def _on_failure(self, call: CallObject | FunctionBlock, char: str) -> None:
-        """Before a call has begun all of it is content; behind its arguments, what is not expected there. A mark may
-        begin with the last character."""
+        """Leaves a call that `char` does not fit. Before it has begun all of it is content, afterwards only the
+        unexpected rest. `char` may begin a mark."""
         self._leave()
         if not call.begun:
             self._output.text(_raw(call)[:-1])
@@ -208,15 +208,15 @@ def _raw(call: CallObject | FunctionBlock) -> str:
 
 
 class JsonParser:
-    """A bare object `{"name": ..., "parameters": {...}}`, several of them, or a list of them, and nothing before.
-    `required`: the output is calls alone, so the beginning of one that was cut off is no text of the answer."""
+    """A parser of a bare object `{"name": ..., "parameters": {...}}`, several of them, or a list of them, without text
+    before. `required`: the output is only calls, so the beginning of a call that was cut off is not text."""
 
     def __init__(self, names: Collection[str], most: int | None = None, *, required: bool = False) -> None:
         self._names = names
         self._output = Output(most)
         self._required = required
         self._call: CallObject | None = None
-        self._before: list[str] = []  # what has been read before the first call, character by character
+        self._before: list[str] = []  # characters before the first call
         self._is_list = False
         self._is_text = False
         self._num_read = 0

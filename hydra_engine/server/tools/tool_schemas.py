@@ -1,4 +1,4 @@
-"""Schemas of functions' parameters and of calls, as a model's output has to fit them when a call must come.
+"""Schemas of functions' parameters and of calls, which the output must fit if a call is forced.
 
 Does not know requests, nor how schemas are enforced.
 """
@@ -13,15 +13,15 @@ from hydra_engine.core.schemas.numbers import text_of
 from hydra_engine.core.schemas.subschemas import is_of_objects, schemas_of, with_pointers
 from hydra_engine.errors import InvalidRequest
 
-# What a function takes that says nothing about it.
+# The schema of a function that declares no parameters.
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-# By these a schema may mean properties that it does not list itself.
-_ANNOTATIONS = ("title", "description", "examples", "default", "$comment")  # for who reads a schema
+# Keywords through which a schema may allow properties that it does not list.
+_ANNOTATIONS = ("title", "description", "examples", "default", "$comment")  # for readers of a schema
 _ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "patternProperties"})
 
 
 def check_parameters(parameters: Mapping[str, Any] | None, function: str, param: str) -> None:
-    """Raises InvalidRequest for a schema of values that are not all objects."""
+    """Raises InvalidRequest if the schema allows values that are not objects."""
     if parameters is not None and not is_of_objects(_only_objects(parameters), dict(parameters)):
         raise InvalidRequest(
             f'the parameters of the function {function} must be an object: give a schema with "type": "object"',
@@ -30,9 +30,9 @@ def check_parameters(parameters: Mapping[str, Any] | None, function: str, param:
 
 
 def parameters_schema(tool: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """A schema of objects, at the pointer `place` of a larger one. One that lists its parameters and does not say
-    whether there may be others has no others: a function would not know them, and clients send such schemas of plain
-    functions. Raises InvalidRequest."""
+    """The schema of a tool's arguments, at the JSON pointer `place` of a larger one. If it lists its parameters without
+    allowing or forbidding others, others are forbidden: a function would not know them, and clients send such schemas
+    of plain functions. Raises InvalidRequest."""
     function = tool["function"]
     if function.get("parameters") is None:
         return _NO_PARAMETERS
@@ -51,14 +51,14 @@ def parameters_schema(tool: Mapping[str, Any], place: str = "") -> dict[str, Any
 
 
 def _only_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with `object` as its one type, where that is among several."""
+    """The schema with `object` as its only type, if that is one of several."""
     kind = schema.get("type")
     return {**schema, "type": "object"} if isinstance(kind, list) and "object" in kind else {**schema}
 
 
 def calls_schema(tools: Iterable[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
-    """A list of calls. Each tool's schema lies among the definitions. Raises InvalidRequest, before it has made many
-    schemas where these are too long together for a grammar."""
+    """The schema of a list of calls, with each tool's schema among the definitions. Raises InvalidRequest as soon as
+    the schemas are too long together for a grammar."""
     calls, definitions, num_chars = [], {}, 0
     for index, tool in enumerate(tools):
         place = f"/$defs/tool{index}"
