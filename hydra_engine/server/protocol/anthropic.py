@@ -1,6 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens: their requests, as Anthropic has them.
+"""Requests of POST /v1/messages and /v1/messages/count_tokens, in Anthropic's format.
 
-Tools that the server would run itself are refused by name. Does not know how a request is run.
+Tools that the server would have to run are refused by name. Does not know how a request is run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """What came of it, in the turn of the user behind it."""
+    """The result of a call, in the user's turn after it."""
 
     tool_use_id: CallId
     content: Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_PARTS)] | Text | None = None
@@ -79,13 +79,13 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """What an earlier turn of the assistant thought; its `signature` is of no use here."""
+    """The thinking of an earlier turn of the assistant; its `signature` is ignored."""
 
     thinking: Text
 
 
 class RedactedThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
-    """The same encrypted by another server; nobody else can read it."""
+    """Thinking that another server has encrypted; it is ignored."""
 
 
 Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
@@ -110,8 +110,8 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class InputTool(msgspec.Struct, frozen=True):
-    """A tool with a type other than `custom` is refused by name. `strict` is not shown to models; where the output is
-    constrained, it is so in any case."""
+    """A function. A tool with a type other than `custom` is refused by name. `strict` is not shown to models;
+    constrained output always follows the schema."""
 
     name: ToolName
     input_schema: Schema | None = None
@@ -121,7 +121,7 @@ class InputTool(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`name` is that of a `tool`."""
+    """The choice of tools; `name` belongs to the type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -133,7 +133,7 @@ _MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
 class MessagesRequest(GenerationFields, frozen=True, kw_only=True):
-    """`output_format` is what `output_config.format` was called first."""
+    """A request. `output_format` is the earlier name of `output_config.format`."""
 
     messages: InputMessages
     max_tokens: TokenCount
@@ -174,14 +174,15 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wish_of(thinking: ThinkingConfig | None, effort: str | None = None) -> Wish:
-    """`disabled` is how Anthropic's models are by default, so a model that thinks in any case may be asked for it."""
+    """The wish about thinking. `disabled` is the default of Anthropic's models, so it is not refused for a model that
+    always thinks."""
     if thinking is None:
         return Wish(effort=effort, param="output_config.effort", required=False)
     return Wish(thinking.on, effort, "thinking", required=False)
 
 
 def tool_use_of(body: MessagesRequest | CountTokensRequest) -> ToolUse:
-    """Without tools, `auto` and `none` ask for nothing."""
+    """The tools that the request allows; without tools, `auto` and `none` have no effect. Raises InvalidRequest."""
     tools = plain_functions(_function(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ()))
     choice = body.tool_choice or ToolChoice("auto")
     if choice.type == "tool" and choice.name is None:
@@ -197,11 +198,12 @@ def _function(tool: InputTool, where: str) -> GivenFunction:
     return GivenFunction(tool.name, tool.description, tool.input_schema, f"{where}.input_schema")
 
 
-# ---- turns as typed chat messages: system prompt first, calls with their turn, results as messages of their own
+# ---- turns as chat messages
 
 
 def conversation(messages: Sequence[InputMessage], system: System | None) -> tuple[ChatMessage, ...]:
-    """Turns of the same role that follow each other are one."""
+    """The turns as chat messages: the system prompt first, successive turns of one role joined, tool results as their
+    own messages."""
     turns: list[ChatMessage] = []
     past = PastCalls()
     if system:
@@ -216,7 +218,8 @@ def conversation(messages: Sequence[InputMessage], system: System | None) -> tup
 
 
 def template_of(body: MessagesRequest | CountTokensRequest, use: ToolUse) -> TemplateOptions:
-    """An assistant's turn at the end is gone on with."""
+    """Options of the chat template; an assistant's turn at the end is continued by the answer. Raises InvalidRequest if
+    it calls tools."""
     last = body.messages[-1]
     goes_on = last.role == "assistant"
     if goes_on and any(isinstance(block, ToolUseBlock) for block in last.content):
@@ -227,12 +230,12 @@ def template_of(body: MessagesRequest | CountTokensRequest, use: ToolUse) -> Tem
 
 
 def _turns(message: InputMessage, where: str, past: PastCalls) -> Iterator[ChatMessage]:
-    """The turns of a message: one for a text, else one for each block."""
+    """Yields the turns of a message: one for a text, else one per block."""
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content, where)
         return
     if not message.content:
-        yield ChatMessage(message.role, (), where)  # which is refused
+        yield ChatMessage(message.role, (), where)  # refused later, as an empty message
     for index, block in enumerate(message.content):
         yield _turn(block, message.role, where, f"{where}.content[{index}]", past)
 
@@ -244,7 +247,7 @@ def _turn(block: Block, role: Role, message: str, where: str, past: PastCalls) -
             return ChatMessage(role, "", message, tool_calls=(past.add(name, arguments, id, f"{where}.input"),))
         case ToolResultBlock(tool_use_id=id, content=content, is_error=is_error):
             _check_role(role, "user", "tool_result", where)
-            if is_error:  # chat templates have no place for it; the content says what went wrong
+            if is_error:  # chat templates cannot show it; the content says what went wrong
                 log_once("tool_result.is_error")
             return ChatMessage("tool", content_of(content or "", f"{where}.content", _part), message, tool_call_id=id)
         case ThinkingBlock(thinking=text):

@@ -48,7 +48,7 @@ Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):
-    """`strict` is not shown to models; where the output is constrained, it is so in any case."""
+    """A function. `strict` is not shown to models; constrained output always follows the schema."""
 
     name: ToolName
     description: Description | None = None
@@ -90,15 +90,15 @@ class PastCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """`function_call` and the role `function` are OpenAI's older form of tool calls and their results; `prefix`
-    (DeepSeek) and `partial` (Moonshot) mark a last message with which the answer goes on."""
+    """A message. `function_call` and the role `function` are OpenAI's older form of tool calls and their results;
+    `prefix` (DeepSeek) and `partial` (Moonshot) mark a last message that the answer continues."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[list[AnyPart], Meta(max_length=MAX_PARTS)] | Text | None = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
     name: Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=NO_NUL)] | None = None
-    # For templates that read them; `reasoning` is vLLM's name of what others call `reasoning_content`.
+    # For templates that read them; `reasoning` is vLLM's name of `reasoning_content`.
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     thinking: Text | None = None
@@ -126,7 +126,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     continue_final_message: bool | None = None
     mm_processor_kwargs: ProcessorSettings | None = None
-    # How the model thinks: the fields of OpenAI, vLLM, SGLang, DeepSeek and others.
+    # Thinking: the fields of OpenAI, vLLM, SGLang, DeepSeek and others.
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     thinking: ThinkingConfig | None = None
@@ -148,7 +148,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
         )
 
     def tool_use(self) -> ToolUse:
-        """Without tools, `auto` and `none` ask for nothing."""
+        """The tools that the request allows; without tools, `auto` and `none` have no effect. Raises InvalidRequest."""
         tools, choice = plain_tools(self.tools or ()), self.tool_choice or "auto"
         name = choice.function.name if isinstance(choice, NamedTool) else ""
         mode = "named" if isinstance(choice, NamedTool) else choice
@@ -181,7 +181,7 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 def plain_tools(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
-    """Raises InvalidRequest."""
+    """Tools in the form that chat templates read. Raises InvalidRequest."""
     functions = [tool.function for tool in tools]
     return plain_functions(
         GivenFunction(one.name, one.description, one.parameters, f"tools[{index}].function.parameters")
@@ -196,13 +196,13 @@ def template_options(
     continues: bool,
     add_special_tokens: bool | None = None,
 ) -> TemplateOptions:
-    """Unless it is said, an answer that continues the last message gets no generation prompt."""
+    """Options of the chat template. By default an answer that continues the last message gets no generation prompt."""
     begins = not continues if add_generation_prompt is None else add_generation_prompt
     return TemplateOptions(tuple(tools), variables or {}, begins, continues, add_special_tokens)
 
 
 def goes_on(messages: Sequence[Message], continue_final_message: bool | None) -> bool:
-    """Whether the answer goes on with the last message. Raises InvalidRequest for a mark on another one."""
+    """True if the answer continues the last message. Raises InvalidRequest for a mark on another one."""
     for index, message in enumerate(messages):
         for name, is_marked in (("prefix", message.prefix), ("partial", message.partial)):
             if is_marked and (index < len(messages) - 1 or message.role != "assistant"):
@@ -293,7 +293,7 @@ class FunctionDelta(msgspec.Struct, frozen=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """The first one of a call has its id, type and name; the others go on with its arguments."""
+    """A part of a call. The first one has its id, type and name; the others continue its arguments."""
 
     index: int
     function: FunctionDelta
@@ -302,7 +302,7 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """`content` is null where all that came are calls or reasoning. `reasoning` is vLLM's name for what others call
+    """An answer. `content` is null if it is only calls or reasoning. `reasoning` is vLLM's name of
     `reasoning_content`."""
 
     content: str | None
@@ -355,7 +355,7 @@ def chat_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> ChatLogprob
 
 
 def token_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> list[TokenLogprob]:
-    """The entries, or a placeholder that `slices` fills in where there are many."""
+    """Log probabilities in OpenAI's form; for many, a placeholder that `slices` fills in."""
     result: list[TokenLogprob] = slices.later(len(entries), lambda: map(_token_logprob, entries))
     return result
 

@@ -1,4 +1,4 @@
-"""The parts of a chat message's content, and what they are to the engine."""
+"""The parts of a chat message's content, and their conversion for the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextContent(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class RefusalContent(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
-    """What an earlier answer has refused with is its text."""
+    """The refusal of an earlier answer, read as its text."""
 
     refusal: Text
 
@@ -59,5 +59,5 @@ def chat_part(part: AnyPart, where: str) -> call.TextPart | call.MediaPart:
 
 
 def detail_of(detail: ImageDetail | None) -> call.Detail:
-    """`original` asks for no fewer pixels, as `high` does."""
+    """The engine's `detail`; `original` becomes `high`, the default is `auto`."""
     return "high" if detail == "original" else detail or "auto"

@@ -1,4 +1,4 @@
-"""What all answers have in common: usage, and the metrics that `return_metrics` asks for."""
+"""Parts that all answers share: usage, and the metrics of `return_metrics`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class CompletionHead(msgspec.Struct, frozen=True):
-    """How OpenAI's completions and their chunks begin."""
+    """The first fields of OpenAI's completions and their chunks."""
 
     id: str
     object: str
@@ -42,8 +42,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
-    """As `outputs.StageSpan`; `blame` is there only where a token was late. Its `request` is a number of this engine,
-    by which the spans of one trace name each other."""
+    """A stage of the request, as `outputs.StageSpan`. `blame`, the causes of a delay, is present only if a token was
+    late; the `request` of a cause is a number of this engine that identifies spans within one trace."""
 
     stage: str
     start_s: float
@@ -57,7 +57,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SloVerdict(msgspec.Struct, frozen=True):
-    """As `outputs.SloReport`, with the verdict over both limits."""
+    """The kept and missed limits, as `outputs.SloReport`, with the verdict over both."""
 
     ttft_limit_s: float | None
     tpot_limit_s: float | None
@@ -70,10 +70,10 @@ class SloVerdict(msgspec.Struct, frozen=True):
 
 
 class Metrics(msgspec.Struct, frozen=True):
-    """What `return_metrics` asks for: seconds, limits kept or not, and the stages that the request went through.
+    """The metrics of `return_metrics`: times in seconds, the limits' verdict, and the stages of the request.
 
-    `slo` is null where no limit held. `server_timing` is what a whole answer has as a header; a stream's headers are
-    sent too early for it.
+    `slo` is null without limits. `server_timing` is the header of a whole answer; a stream's headers are sent too early
+    for it.
     """
 
     ttft_s: float | None
@@ -91,7 +91,7 @@ class Metrics(msgspec.Struct, frozen=True):
 
 
 def usage_of(usage: outputs.Usage, completion_tokens: int | None = None) -> Usage:
-    """`completion_tokens` overrides the count while the request still runs."""
+    """Usage in OpenAI's form. `completion_tokens` overrides the count while the request still runs."""
     completed = usage.completion_tokens if completion_tokens is None else completion_tokens
     return Usage(
         prompt_tokens=usage.prompt_tokens,
@@ -139,8 +139,8 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 def prompt_logprobs(
     entries: Sequence[TextLogprob | None] | None, num_top: int | None, slices: Slices
 ) -> PromptLogprobs | UnsetType:
-    """The candidates of each token by their ids, the prompt's own token first and then the best ones. None for the
-    first token. UNSET where they were not asked for."""
+    """The candidates of each token by their ids, the prompt's own token first and then the best ones; None for the
+    first token. UNSET if they were not requested."""
     if entries is None or num_top is None:
         return UNSET
     result: PromptLogprobs = slices.later(

@@ -23,13 +23,13 @@ from hydra_engine.server.protocol.fields import MAX_PROMPT_TOKENS, SamplingField
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of this endpoint
 MAX_PROMPTS = 128
-MAX_ANSWERS = 512  # of all prompts
-_MAX_FIRST_BYTES = 1024  # of a prompt, which its first token is compared with
+MAX_ANSWERS = 512  # of all prompts together
+_MAX_FIRST_BYTES = 1024  # bytes of a prompt's start that are compared with its first token
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
-    """`prompt` is a text or a list of token ids, or a list of these. With `echo` an answer begins with its prompt;
-    `max_tokens` 0 then asks for nothing else."""
+    """A request. `prompt` is a text or a list of token ids, or a list of these. With `echo` an answer begins with its
+    prompt; with `max_tokens` 0 it is only the prompt."""
 
     prompt: Text | Annotated[list[TokenId | Text | TokenIds], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
@@ -41,7 +41,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """What each prompt is asked for. Where only the prompt is asked for, one token is drawn and not sent."""
+        """The sampling of each prompt. If only the prompt is requested, one token is sampled and not sent. Raises
+        InvalidRequest."""
         if self.best_of is not None and self.best_of != self.num_each:
             raise InvalidRequest("best_of must equal n, or be left out: all answers are sent", param="best_of")
         max_tokens = self.max_tokens
@@ -60,7 +61,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def num_each(self) -> int:
-        """Answers to each prompt."""
+        """Answers per prompt."""
         return self.n or 1
 
     @property
@@ -104,7 +105,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """A prompt's first token has a text and no log probability."""
+    """Log probabilities of tokens; a prompt's first token has a text and no log probability."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -113,7 +114,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 class TextChoice(msgspec.Struct, frozen=True):
-    """The fields from `token_ids` on are vLLM's; they are there where they were asked for."""
+    """An answer. The fields from `token_ids` on are vLLM's, present if requested."""
 
     index: int
     text: str
@@ -126,7 +127,7 @@ class TextChoice(msgspec.Struct, frozen=True):
 
 
 class TextCompletion(CompletionHead, frozen=True):
-    """Whole answer and chunk of a stream alike."""
+    """A whole answer, or a chunk of a stream."""
 
     choices: list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
@@ -135,8 +136,8 @@ class TextCompletion(CompletionHead, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The log probabilities of consecutive tokens. None is a prompt's first one, of which `first` has the id, the name
-    and what it adds to the text. `offset` stands where they begin, and is moved behind them while they are written."""
+    """The log probabilities of consecutive tokens. None stands for a prompt's first token, whose id, name and bytes are
+    `first`. `offset` is the position of their text, and advances as they are written."""
 
     entries: Sequence[TextLogprob | None]
     offset: TextOffset
@@ -154,7 +155,8 @@ class Entries:
 
 
 def text_logprobs(parts: Sequence[Entries], slices: Slices, *, num_top: int, as_ids: bool = False) -> TextLogprobs:
-    """Each entry has its `num_top` best tokens and itself. `as_ids` names tokens by their ids."""
+    """Log probabilities in OpenAI's form: each entry has its `num_top` best tokens and itself. `as_ids` names tokens by
+    their ids."""
 
     def name(token_id: int, text: str) -> str:
         return f"token_id:{token_id}" if as_ids else text
@@ -166,7 +168,7 @@ def text_logprobs(parts: Sequence[Entries], slices: Slices, *, num_top: int, as_
         if num_top:
             itself = (entry.token_id, entry.token, entry.logprob)
             for token_id, text, logprob in (*(other[:3] for other in entry.top[:num_top]), itself):
-                logprobs.setdefault(name(token_id, text), finite(logprob))  # of equal texts the better one
+                logprobs.setdefault(name(token_id, text), finite(logprob))  # for equal texts the better one
         return logprobs
 
     count = sum(len(part.entries) for part in parts)
@@ -180,18 +182,18 @@ def text_logprobs(parts: Sequence[Entries], slices: Slices, *, num_top: int, as_
 
 
 class TextOffset:
-    """How many characters of a text come before the next token. One that goes on with a character has the place of
-    that character."""
+    """A counter of the characters before the next token. A token that continues a character has that character's
+    offset."""
 
     def __init__(self, start: int = 0, beginning: str = "") -> None:
-        """`beginning`: of the text, where that is known. A tokenizer may put something before it that is no part of
-        it, a token or a space."""
+        """Starts at `start`. `beginning`: the text's first characters, if known; a tokenizer may add a token or a space
+        before them, which does not count."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = start
         self._beginning = beginning[:_MAX_FIRST_BYTES].encode("utf-8", "replace")
 
     def step(self, raw: bytes) -> int:
-        """The offset of a token that adds these bytes."""
+        """Returns the offset of a token that adds these bytes."""
         offset = self._num_chars
         if self._beginning and raw:
             shown = next(

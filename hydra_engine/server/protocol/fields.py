@@ -1,6 +1,5 @@
-"""What the requests of all generating endpoints have in common: field types with their bounds, sampling, the forms of
-structured output, and tools. Does not know the other fields of any endpoint, or whether a grammar can be used.
-"""
+"""Fields that the requests of all generating endpoints share: their types with bounds, sampling, structured output, and
+tools. Does not know the other fields of any endpoint, or whether a grammar can be used."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ logger = logging.getLogger(__name__)
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SALT_CHARS = 256
 MAX_NAME_CHARS = 256
-MAX_TEXT_CHARS = 1 << 24  # of one text; what a context has room for is less, and a whole body has a limit of its own
-MAX_URL_CHARS = 1 << 28  # data URLs; a picture's and a video's bytes are counted before they are decoded
+MAX_TEXT_CHARS = 1 << 24  # of one text; a context holds less, and a body has its own limit
+MAX_URL_CHARS = 1 << 28  # of a data URL; the bytes of pictures and videos are counted before decoding
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS, pattern=NO_NUL)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
@@ -49,14 +48,14 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS_LIMIT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]  # an empty one asks for nothing
+StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]  # an empty one has no effect
 StopStrings = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 Milliseconds = Annotated[float, Meta(ge=0.001, le=MAX_LIMIT_S * 1e3)]
 # `$` would let a newline through at the end.
 TokenName = Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")]  # an id as a key of a JSON object
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 RequestName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:\-]{1,128}\Z")]
-# Of a call that was made.
+# Fields of earlier calls.
 CalledName = Annotated[str, Meta(min_length=1, max_length=MAX_CALL_NAME_CHARS, pattern=NO_NUL)]
 ToolName = Annotated[str, Meta(pattern=rf"^{TOOL_NAME}\Z")]
 Schema = Annotated[dict[str, Any], Meta(max_length=1024)]
@@ -85,12 +84,12 @@ SchemaName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 def no_schema() -> msgspec.Raw:
-    """The default of a field that is not optional: `Raw | None` would take nothing but null."""
+    """The default of an optional schema: msgspec reads `Raw | None` as null only, so the field's type is `Raw`."""
     return _NULL
 
 
 class NamedSchema(msgspec.Struct, frozen=True):
-    """Output always keeps to the schema; `strict` changes nothing."""
+    """A schema with a name. Output always follows it; `strict` changes nothing."""
 
     schema: msgspec.Raw
     name: SchemaName | None = None
@@ -99,8 +98,8 @@ class NamedSchema(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`value` is the schema in TGI's form, into which huggingface_hub turns a `json_schema`, and `schema` in that of
-    llama.cpp."""
+    """The form of the output. `value` is the schema in TGI's form (huggingface_hub sends a `json_schema` that way),
+    `schema` in llama.cpp's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -109,14 +108,14 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As vLLM takes it. A schema may be JSON or its text."""
+    """vLLM's `structured_outputs`. A schema may be JSON or its text."""
 
     json: msgspec.Raw = msgspec.field(default_factory=no_schema)
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
-    disable_fallback: bool | None = None  # there is nothing else to fall back on
+    disable_fallback: bool | None = None  # ignored: there is no fallback
     disable_any_whitespace: bool | None = None
     disable_additional_properties: Literal[False] | None = None
     whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=MAX_PATTERN_CHARS)] | None = None
@@ -144,7 +143,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class GenerationFields(StructuredFields, frozen=True, kw_only=True):
-    """What the requests of all generating endpoints have in common; null means the default everywhere."""
+    """The fields of all generating endpoints; null means the default everywhere."""
 
     model: Name | None = None
     stream: bool | None = None
@@ -176,17 +175,17 @@ class GenerationFields(StructuredFields, frozen=True, kw_only=True):
 
     @property
     def answer_fields(self) -> str:
-        """The fields that say how many answers are asked for."""
+        """The fields that set the number of answers."""
         return "n"
 
     @property
     def num_prompt_copies(self) -> int:
-        """How often an answer repeats what it says of a prompt."""
+        """Number of copies of the prompt's log probabilities in an answer."""
         return 1
 
     @property
     def logprob_fields(self) -> tuple[str, ...]:
-        """What says how many log probabilities are asked for; the last one above all."""
+        """The fields that set the number of log probabilities, the most important one last."""
         return "n", "max_tokens", "prompt_logprobs", "top_logprobs"
 
     @property
@@ -198,7 +197,7 @@ class GenerationFields(StructuredFields, frozen=True, kw_only=True):
 
 
 class SamplingFields(GenerationFields, frozen=True, kw_only=True):
-    """What chat and completions have in common besides."""
+    """The further fields of chat and completions."""
 
     stream_options: StreamOptions | None = None
     max_tokens: TokenCount | None = None
@@ -220,14 +219,14 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
 
 
 def content_of(content: list[P] | str, param: str, part_of: Callable[[P, str], C]) -> str | tuple[C, ...]:
-    """A message's content for the engine. `part_of` makes a part of the core from one of the dialect and its place."""
+    """A message's content for the engine. `part_of` converts a part, given its position as the error's `param`."""
     if isinstance(content, str):
         return content
     return tuple(part_of(part, f"{param}[{index}]") for index, part in enumerate(content))
 
 
 def sampling_of(fields: GenerationFields, defaults: SamplingParams, **chosen: Any) -> SamplingParams:
-    """What the request names, and `defaults` for the rest."""
+    """Sampling parameters: `chosen`, then the request's fields, then `defaults`. Raises InvalidRequest."""
     if (grammar := grammar_of(fields)) is not None:
         if chosen.get("grammar") is not None:
             raise InvalidRequest("output can have one form only; leave out one of them", param=grammar.param)
@@ -252,7 +251,8 @@ def log_once(name: str) -> None:
 
 
 def grammar_of(fields: StructuredFields) -> Grammar | None:
-    """None where the output is free. Raises InvalidRequest for a wrong grammar, and for more than one."""
+    """The grammar of the output, None if it is free. Raises InvalidRequest for an invalid grammar, and for more than
+    one."""
     outputs = fields.structured_outputs or StructuredOutputs()
     json_object = Grammar("json_object", param="structured_outputs.json_object") if outputs.json_object else None
     candidates = (
@@ -297,7 +297,7 @@ def _of_response_format(field: ResponseFormat | None) -> Grammar | None:
 
 
 def _with_white_space(grammar: Grammar | None, field: StructuredOutputs) -> Grammar | None:
-    """A grammar of JSON with the requested white space, written into the schema without reading it."""
+    """A JSON grammar with the requested white space, written into the schema without parsing it."""
     if grammar is None:
         return None
     if field.disable_any_whitespace:
@@ -308,7 +308,7 @@ def _with_white_space(grammar: Grammar | None, field: StructuredOutputs) -> Gram
         return grammar
     head, brace, rest = (grammar.source or '{"type": "object"}').partition("{")
     if head.strip() or not brace:
-        return grammar  # no schema, which compiling it will show
+        return grammar  # not a schema; compiling it reports the error
     comma = "" if rest.lstrip().startswith("}") else ","
     return Grammar("json_schema", f'{{"x-guidance": {options}{comma}{rest}', grammar.param)
 
@@ -340,7 +340,7 @@ def _of_choices(choices: list[str] | None, param: str) -> Grammar | None:
 
 
 def _of_rules(source: str | None, param: str) -> Grammar | None:
-    """A grammar in Lark's form, or in EBNF where it has `::=`."""
+    """A grammar in Lark's form, or in EBNF if it contains `::=`."""
     return _of_text("ebnf" if source is not None and "::=" in source else "lark", source, param)
 
 
@@ -348,7 +348,7 @@ def _of_rules(source: str | None, param: str) -> Grammar | None:
 
 
 class GivenFunction(NamedTuple):
-    """`param` is the field of the parameters."""
+    """A function as a client declares it; `param` is the request's field of its parameters."""
 
     name: str
     description: str | None
@@ -357,8 +357,7 @@ class GivenFunction(NamedTuple):
 
 
 def plain_functions(functions: Iterable[GivenFunction]) -> tuple[Mapping[str, Any], ...]:
-    """Tools in the one form and order that chat templates were trained with, whatever order a client sends. Raises
-    InvalidRequest."""
+    """Tools in the one form and field order that chat templates were trained with. Raises InvalidRequest."""
     tools = CheckedTools()
     for one in functions:
         described = {"description": one.description, "parameters": one.parameters}

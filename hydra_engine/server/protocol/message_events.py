@@ -1,4 +1,4 @@
-"""POST /v1/messages: its answer and the events of its stream, as Anthropic has them. Does not know when one is sent."""
+"""POST /v1/messages: its answer and the events of its stream, in Anthropic's format. Does not know when one is sent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hydra_engine.server.protocol.common import Metrics
 
 
 class OutputBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """Leaves `citations` out, of which there are none: some clients take a list or no key, and no null."""
+    """A text. `citations` is left out: some clients accept a list or no key, but not null."""
 
     text: str
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """`input_tokens` are those of the prompt that were not read from the cache."""
+    """Numbers of tokens; `input_tokens` are the prompt's tokens that were not read from the cache."""
 
     input_tokens: int
     output_tokens: int
@@ -36,7 +36,7 @@ class ToolUseOutput(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use
 
 
 class ThinkingOutput(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """Nobody checks the signature, and clients send back blocks that have one."""
+    """Reasoning. Clients send back only blocks with a signature; it is not checked."""
 
     thinking: str
     signature: str = "unsigned"
@@ -67,7 +67,7 @@ def message_usage(usage: outputs.Usage) -> MessageUsage:
 
 
 def stop_of(result: Result, *, has_calls: bool = False) -> tuple[StopReason, str | None]:
-    """(reason, which of the stop sequences it was)."""
+    """(reason, the stop sequence that ended the answer or None)."""
     if result.finish_reason is FinishReason.LENGTH:
         return "max_tokens", None
     if isinstance(result.stop_reason, str):

@@ -1,5 +1,5 @@
-"""Which fields of other APIs a request may hold that no struct here has: what is refused, with what to use instead, and
-what is ignored because it cannot change the answer. One table for each body and each object in it.
+"""Tables of fields of other APIs that no struct here has, per body and object: refused ones, with what to use instead,
+and ignored ones, which cannot change the answer.
 
 Does not know how unknown names are found (`http/unknown_names.py`).
 """
@@ -20,8 +20,8 @@ from hydra_engine.server.protocol.top_level import IGNORED, INSTEAD, REFUSED, Ha
 
 @dataclass(frozen=True, slots=True)
 class OtherNames:
-    """`instead` ends the sentence about a refused name. Names that are nowhere here are ignored too; `ignored` is what
-    docs/api.md promises."""
+    """The unknown names of one type. `instead` ends the error about a refused name. Names in no table are ignored too;
+    `ignored` lists those that docs/api.md promises to ignore."""
 
     refused: Mapping[str, Harmless] = field(default_factory=dict)
     instead: Mapping[str, str] = field(default_factory=dict)
@@ -184,7 +184,7 @@ _BODIES: dict[type, OtherNames] = {
     CompletionRequest: OtherNames(),
     responses.ResponsesRequest: OtherNames(),
     anthropic.MessagesRequest: OtherNames({"parallel_tool_calls": (True,)}),
-    # What shapes the answer does not change how long the prompt is.
+    # Ignored: fields that shape the answer do not change the prompt's length.
     anthropic.CountTokensRequest: OtherNames(ignored=frozenset(anthropic.MessagesRequest.__struct_fields__)),
     TokenizeRequest: OtherNames(
         {
@@ -208,7 +208,7 @@ _BODIES: dict[type, OtherNames] = {
 
 @cache
 def other_names_of(kind: type[msgspec.Struct]) -> OtherNames:
-    """What is said of names that this body or object does not have. Of others than those here, nothing is refused."""
+    """The tables for a body or object; types without an entry refuse nothing."""
     if kind not in _BODIES:
         return _OBJECTS.get(kind, _NOWHERE)
     own, has = _BODIES[kind], frozenset(kind.__struct_fields__)

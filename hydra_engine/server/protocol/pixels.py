@@ -1,4 +1,4 @@
-"""`mm_processor_kwargs`: how many pixels each picture of a request may have."""
+"""`mm_processor_kwargs`: limits for the number of pixels of each picture of a request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _PixelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
-    """The pixel limits of `mm_processor_kwargs`, which may change nothing else."""
+    """The pixel limits in `mm_processor_kwargs`, which may hold nothing else. Raises InvalidRequest."""
     param = "mm_processor_kwargs"
     names = _PixelSettings.__struct_fields__
     if other := next((name for name in settings or {} if name not in names), None):

@@ -1,4 +1,4 @@
-"""What requests of each API say of reasoning. Does not know what models and their templates can do."""
+"""Fields about reasoning in the requests of each API. Does not know what models and their templates can do."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Budget = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 
 
 class ThinkingConfig(msgspec.Struct, frozen=True):
-    """Anthropic's `thinking`, and that of chats at DeepSeek, GLM and Kimi. Nothing holds the reasoning to its budget,
-    which is a target there too."""
+    """Anthropic's `thinking`, and the chat field of DeepSeek, GLM and Kimi. The budget is not enforced; it is only a
+    target in those APIs too."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Budget | None = None
@@ -31,7 +31,7 @@ class ThinkingConfig(msgspec.Struct, frozen=True):
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True):
-    """`reasoning` of Responses; it is given as it is, not as a summary."""
+    """`reasoning` of Responses; reasoning is returned in full, never as a summary."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

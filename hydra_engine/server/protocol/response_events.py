@@ -1,4 +1,4 @@
-"""The events of a stream of POST /v1/responses, as OpenAI has them. Does not know when one is sent."""
+"""The events of a stream of POST /v1/responses, in OpenAI's format. Does not know when one is sent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The input of POST /v1/responses: its items, as OpenAI has them, and the turns of a conversation that they are.
+"""The input of POST /v1/responses: OpenAI's items, and their conversion to the turns of a conversation.
 
-A message, the calls behind it and the reasoning before it were one turn of the assistant. Does not know the request's
+A message, the calls after it and the reasoning before it were one turn of the assistant. Does not know the request's
 other fields.
 """
 
@@ -48,7 +48,7 @@ class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_tex
 
 
 class RefusalText(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
-    """What an earlier answer has refused with is its text."""
+    """The refusal of an earlier answer, read as its text."""
 
     refusal: Text
 
@@ -68,9 +68,9 @@ Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message (role, content), a function_call that was made (call_id, name, arguments), its function_call_output
-    (call_id, output) or the reasoning of an earlier answer (content, else summary; what another server encrypted cannot
-    be read and is left out). Other types of items are refused by name."""
+    """A message (role, content), an earlier function_call (call_id, name, arguments), its function_call_output
+    (call_id, output) or the reasoning of an earlier answer (content, else summary; reasoning that another server
+    encrypted is left out). Other types of items are refused by name."""
 
     type: ShortText = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -100,8 +100,8 @@ def turns_of(items: Sequence[InputItem]) -> tuple[ChatMessage, ...]:
 
 
 def _joined(turn: ChatMessage, more: ChatMessage, kind: str) -> ChatMessage | None:
-    """The one turn that two items are parts of: reasoning and what follows it, a message and the calls behind it. None:
-    they are two."""
+    """One turn from two items that belong together: reasoning and what follows it, or a message and the calls after it.
+    None if they do not."""
     if turn.role != "assistant" or more.role != "assistant":
         return None
     is_thought = turn.others and not turn.content and not turn.tool_calls
@@ -114,7 +114,7 @@ def _joined(turn: ChatMessage, more: ChatMessage, kind: str) -> ChatMessage | No
 
 
 def _chat_message(item: InputItem, where: str, past: PastCalls) -> ChatMessage | None:
-    """None: reasoning that cannot be read."""
+    """The item as a message; None for reasoning that cannot be read. Raises InvalidRequest."""
     match item.type:
         case "message":
             role = "system" if item.role == "developer" else item.role

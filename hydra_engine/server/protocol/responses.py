@@ -1,6 +1,6 @@
-"""POST /v1/responses: its request and its answer, as OpenAI has them, without a memory.
+"""POST /v1/responses: its request and its answer, in OpenAI's format, without a memory.
 
-Nothing is stored, so what refers to an earlier response is refused by name, and so are tools that are no functions.
+Nothing is stored, so references to an earlier response are refused by name, and so are tools that are not functions.
 `response_events.py` has the events of its stream. Does not know how a request is run.
 """
 
@@ -42,7 +42,7 @@ from hydra_engine.server.tools.tool_calls import ToolUse
 
 MAX_METADATA = 16
 MAX_INCLUDES = 32
-LOGPROBS = "message.output_text.logprobs"  # the one thing to include that is built
+LOGPROBS = "message.output_text.logprobs"  # the only supported value of `include`
 
 Metadata = Annotated[dict[ShortText, Annotated[str, Meta(max_length=512)]], Meta(max_length=MAX_METADATA)]
 
@@ -51,8 +51,8 @@ Metadata = Annotated[dict[ShortText, Annotated[str, Meta(max_length=512)]], Meta
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
-    """Other types of tools are refused by name. `strict` is not shown to models; where the output is constrained, it is
-    so in any case."""
+    """A function; other types of tools are refused by name. `strict` is not shown to models; constrained output always
+    follows the schema."""
 
     name: ToolName | None = None
     parameters: Schema | None = None
@@ -77,7 +77,7 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
-    """Without `strict` the schema holds all the same."""
+    """A schema for the output, which follows it with or without `strict`."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_\-]{1,64}\Z")]
     schema: msgspec.Raw
@@ -95,7 +95,7 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
-    """`store` may be true, as it is by default at OpenAI: nothing is stored, and the answer says `store: false`."""
+    """A request. `store` may be true, OpenAI's default: nothing is stored, and the answer says `store: false`."""
 
     input: Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)] | Text
     instructions: Text | None = None
@@ -123,7 +123,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         return "max_output_tokens", "top_logprobs"
 
     def tool_use(self) -> ToolUse:
-        """Without tools, `auto` and `none` ask for nothing."""
+        """The tools that the request allows; without tools, `auto` and `none` have no effect. Raises InvalidRequest."""
         tools = plain_functions(_function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
         choice = self.tool_choice or "auto"
         name = choice.name if isinstance(choice, NamedFunction) else ""
@@ -144,7 +144,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         )
 
     def chat_messages(self) -> tuple[ChatMessage, ...]:
-        """The instructions first, as a system message."""
+        """The conversation; the instructions come first, as a system message."""
         messages: list[ChatMessage] = []
         if self.instructions is not None:
             messages.append(ChatMessage("system", self.instructions, "instructions"))
@@ -209,7 +209,7 @@ class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"
 
 
 class FunctionCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
-    """`arguments` as the model wrote them."""
+    """A call; `arguments` is the model's text."""
 
     id: str
     call_id: str
@@ -219,7 +219,7 @@ class FunctionCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
-    """`content` is the reasoning as the model wrote it; there is no summary of it."""
+    """Reasoning in full, in `content`; there is no summary."""
 
     id: str
     status: Status
@@ -246,7 +246,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """What is null or fixed here is there because clients read it."""
+    """An answer. Fields that are always null or fixed are present because clients read them."""
 
     id: str
     object: Literal["response"] = "response"
@@ -278,7 +278,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def echoed(text: TextConfig | None) -> TextConfig:
-    """What the answer says of the form that was asked for."""
+    """The requested form of the output, as the answer repeats it."""
     return TextConfig(TextFormat()) if text is None or text.format is None else TextConfig(text.format)
 
 
@@ -293,7 +293,7 @@ def response_usage(usage: outputs.Usage) -> ResponseUsage:
 
 
 def failure_code(status: int) -> FailureCode:
-    """What OpenAI's clients know, for an HTTP status."""
+    """OpenAI's error code for an HTTP status."""
     if status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if status < 500 else "server_error"

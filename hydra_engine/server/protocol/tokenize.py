@@ -12,7 +12,7 @@ from hydra_engine.server.protocol.fields import Name, TokenId
 from hydra_engine.server.protocol.fields import Text as PromptText
 from hydra_engine.server.protocol.pixels import ProcessorSettings
 
-MAX_DETOKENIZED = 1 << 18  # about 40 ms, in which no other thread runs
+MAX_DETOKENIZED = 1 << 18  # ids; about 40 ms, in which no other thread runs
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """`token_strs`: as the vocabulary spells them, where that was asked for."""
+    """Token ids; `token_strs` is the vocabulary's spelling of each, if requested."""
 
     count: int
     max_model_len: int

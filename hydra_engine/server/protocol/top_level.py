@@ -1,6 +1,6 @@
-"""Fields of other APIs at the top level of a body, by name: which would change the answer and are refused unless they
-ask for nothing, what to use instead, and which are ignored. A name that a request has itself is neither there.
-"""
+"""Fields of other APIs at the top level of a body, by name: those refused, because they would change the answer unless
+they have a neutral value; what to use instead; and those ignored. A field of the request's own type is in neither
+table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-# Values, beside those of EMPTY, with which a field asks for nothing; or a function that says whether one does.
+# Values without effect, besides those of EMPTY; or a function that returns True for one.
 Harmless = tuple[Any, ...] | Callable[[Any], bool]
 
-# ---- refused by all routes that generate or count, each but what it has itself
+# ---- refused by all routes that generate or count, except fields that the route's request has
 
 
 def _only_clears_thinking(value: Any) -> bool:
-    """Earlier thinking is the chat template's to keep or to leave out."""
+    """True if the edits only clear earlier thinking, which the chat template keeps or drops by itself."""
     edits = value.get("edits") if isinstance(value, dict) else None
     return value == {"edits": []} or (
         isinstance(edits, list)
@@ -209,7 +209,7 @@ REFUSED: dict[str, Harmless] = {
 _MOST_TOKENS = ("max_tokens", "max_output_tokens")
 _CONTENT = ("messages[].content", "input[].content")
 _NEVER_CUT = "a prompt is never cut: shorten it and leave this out"
-# name -> the end of the sentence about it, or of several fields the first that the request has
+# name -> the end of the error about it, or fields of which the first that the request has is named
 INSTEAD: dict[str, str | tuple[str, ...]] = {
     "repeat_penalty": ("repetition_penalty",),
     "grammar": ("structured_outputs.grammar",),
@@ -263,7 +263,7 @@ INSTEAD: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("truncate_prompt_tokens", "truncate", "prompt_truncate_len"), _NEVER_CUT),
 }
 
-# Labels, hints of speed and cost, whereabouts, and parts of samplers that are refused where they are turned on.
+# Labels, hints about speed, cost and location, and parameters of samplers that are refused where they are turned on.
 IGNORED = frozenset(
     {
         # of OpenAI's and Anthropic's APIs
