@@ -1,7 +1,7 @@
 """`hydra-engine bench NAME`: runs a benchmark of the source tree's bench/ folder with the arguments that follow.
 
-A benchmark is a module that can be run, or a folder with a `__main__.py`, whose other modules are not listed. Those of
-`bench/micro` are benchmarks too, and have their bare names unless another benchmark has that name.
+A benchmark is a runnable module, or a folder with a `__main__.py`, whose other modules are not listed. Benchmarks of
+`bench/micro` are listed by their bare names unless another benchmark has that name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MICRO = _FOLDER / "micro"
 _WIDTH = 100
 _SERVING = "the engine as it is used"
 _GROUPS = {
-    "serve": _SERVING,  # and all that lies in no folder of these
+    "serve": _SERVING,  # and files outside these folders
     "micro": "parts of it on this machine",
     "ops": "single operations",
     "peers": "other engines, for `bench compare`",
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(benches: dict[str, Path]) -> Iterator[str]:
-    """A line for each benchmark, grouped by folder."""
+    """Yields a line per benchmark, grouped by folder."""
     groups: dict[str, list[str]] = {title: [] for title in _GROUPS.values()}
     for name, path in benches.items():
         groups[_GROUPS.get(path.relative_to(_FOLDER).parts[0], _SERVING)].append(name)
@@ -62,7 +62,7 @@ def _list(benches: dict[str, Path]) -> Iterator[str]:
 
 
 def _benchmarks() -> dict[str, Path]:
-    """Name with dots -> the file to run."""
+    """Files of the benchmarks by their dotted names."""
     folders = {path.parent for path in _FOLDER.rglob("__main__.py")} - {_MICRO}
     benches = {}
     for path in sorted(_FOLDER.rglob("*.py")):

@@ -1,6 +1,5 @@
-"""The table of commands and the parser made of it. A command is a module of this folder with `add_options` and `run`,
-imported only when it is asked for.
-"""
+"""The table of commands and its parser. A command is a module of this package with `add_options` and `run`, imported
+only when it is used."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _ALIASES = {"env": "doctor"}
 
 
 def command_of(word: str) -> str | None:
-    """The command of this name or alias, or None."""
+    """The command with this name or alias, or None."""
     name = _ALIASES.get(word, word)
     return name if name in _COMMANDS else None
 
@@ -52,7 +51,7 @@ def runner(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and the parsers of the commands by name and alias; with `only`, other commands have no options."""
+    """Builds the parser, and the commands' parsers by name and alias; with `only`, other commands have no options."""
     parser = Parser(
         prog="hydra-engine",
         description="An inference engine for vision-language models on one node.",

@@ -1,4 +1,4 @@
-"""`hydra-engine completion bash|zsh|fish`: a script for the shell, made from the parsers of all commands.
+"""`hydra-engine completion bash|zsh|fish`: a script for the shell, generated from the parsers of all commands.
 
 The script is static: pressing Tab starts no Python. Values with the metavar FILE, FOLDER or MODEL complete as paths.
 """
@@ -21,7 +21,8 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """`values` is None for a switch, else the values that it takes, empty for any; `path`: those are paths."""
+    """A flag of a command. `values` is None for a switch, else the possible values, empty for any; `path`: they are
+    paths."""
 
     names: tuple[str, ...]
     help: str
@@ -31,7 +32,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`words`: what its first argument may be; `path`: it is a path."""
+    """A command. `words` are the possible values of its first argument; `path`: it is a path."""
 
     names: tuple[str, ...]
     help: str
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(parsers: Mapping[str, argparse.ArgumentParser]) -> list[Command]:
-    """Commands by name; the same parser under several names is one command with aliases."""
+    """Returns the commands; one parser under several names is one command with aliases."""
     names: dict[int, list[str]] = {}
     for name, parser in parsers.items():
         names.setdefault(id(parser), []).append(name)
@@ -90,7 +91,7 @@ def _first_sentence(text: str) -> str:
 
 def bash(commands: list[Command]) -> str:
     flags = []
-    values: dict[str, list[str]] = {}  # what to do -> behind which flags of which commands
+    values: dict[str, list[str]] = {}  # action -> command:flag pairs whose value it completes
     for command in commands:
         pattern = "|".join(command.names)
         names = " ".join(name for flag in command.flags for name in flag.names)
@@ -107,7 +108,7 @@ def bash(commands: list[Command]) -> str:
     )
 
 
-# Paths are left to readline's default, which quotes them; what takes no path turns that default off.
+# Paths are left to readline's default, which quotes them; other values turn that default off.
 _BASH = """\
 # bash completion of hydra-engine
 _hydra_engine_words() {{

@@ -13,7 +13,7 @@ import yaml
 from hydra_engine.cli.options import SECTIONS, Option, add_all_options, add_model_argument, all_options
 from hydra_engine.cli.sources import Settings, read_settings
 
-_COLUMN = 44  # of the sources
+_COLUMN = 44  # where sources begin
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_lines(settings: Settings, *, changed_only: bool = False) -> list[str]:
-    """Raises ConfigError where the values contradict each other."""
+    """The lines of the configuration file. Raises ConfigError if values contradict each other."""
     engine, server = settings.engine(), settings.server()
     lines = []
     for section, cls in SECTIONS.items():

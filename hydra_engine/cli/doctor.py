@@ -92,7 +92,7 @@ def _build(cpu: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cuda(cuda: Any) -> list[tuple[str, str]]:
-    """Rows about the driver, the extension, torch, Triton and FlashInfer; `cuda` of backend/devices.py."""
+    """Rows about the driver, the extension, torch, Triton and FlashInfer; `cuda` is a result of backend/devices.py."""
     rows = [("nvcc", "found" if shutil.which("nvcc") else "none"), ("flashinfer", _flashinfer())]
     probe = cuda.probe
     if probe.status == "no_extension":
@@ -111,7 +111,7 @@ def _cuda(cuda: Any) -> list[tuple[str, str]]:
 
 
 def _flashinfer() -> str:
-    """Why it cannot be used, or which of its kernels there are. Imports it."""
+    """The reason why FlashInfer cannot be used, or its available kernels. Imports it."""
     missing = import_module("hydra_engine.backend.cuda.attention_choice").flashinfer_missing()
     if missing:
         return f"{missing}; `pip install -U hydra-engine[cuda]` adds it, Triton's kernels do without"

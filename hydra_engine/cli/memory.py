@@ -1,4 +1,4 @@
-"""`hydra-engine memory MODEL --topology E+P+D`: the memory of each instance, and what its role saves.
+"""`hydra-engine memory MODEL --topology E+P+D`: the memory of each instance, and the savings of its role.
 
 Loads no weights, so errors that a start would raise take a second, also for other machines (`--memory`).
 """
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report_lines(footprints: Any, model: str) -> list[str]:
-    """`footprints`: Footprints."""
+    """The lines of the report; `footprints` is a `Footprints`."""
     rows = [("instance", "role", "device", "weights", "KV cache", "image cache", "in all", "less than EPD")]
     for instance, whole in zip(footprints.instances, footprints.wholes, strict=True):
         plan = instance.plan

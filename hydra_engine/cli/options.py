@@ -1,4 +1,4 @@
-"""Command-line options from the configuration classes: one place defines name, type, default, help and other names.
+"""Command-line options from the configuration classes, which alone define name, type, default, help and other names.
 
 An option has one name everywhere: `--max-num-seqs` as a flag, HYDRA_MAX_NUM_SEQS in the environment, `max-num-seqs` in
 the file of `--config`. `sources.py` reads the values and chooses between sources, `values.py` parses them. Imports no
@@ -27,9 +27,9 @@ from hydra_engine.config import (
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.units import size
 
-DEFAULT_URL = "http://127.0.0.1:8000"  # of a server with default options
+DEFAULT_URL = "http://127.0.0.1:8000"  # a server with default options
 
-# Sections that a configuration file may have.
+# Sections of a configuration file.
 SECTIONS: dict[str, type] = {
     "engine": EngineConfig,
     "scheduler": SchedulerConfig,
@@ -104,7 +104,7 @@ _SECRET_ENDINGS = ("_key", "_token", "_password")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a configuration class. `name` has dashes; `kind` is bool, int, float, str or tuple (of texts)."""
+    """A field of a configuration class. `name` has dashes; `kind` is bool, int, float, str or tuple (of texts)."""
 
     name: str
     field: str
@@ -138,7 +138,7 @@ def all_options() -> tuple[Option, ...]:
 
 @cache
 def options_by_name() -> dict[str, Option]:
-    """Options by every name that they have, with dashes."""
+    """Options by each of their names and aliases, with dashes."""
     return {name: option for option in all_options() for name in (option.name, *option.aliases)}
 
 
@@ -169,7 +169,7 @@ def _plain_type(hint: Any) -> type:
 
 
 class GivenOnce(argparse.Action):
-    """A value that can be given as a positional argument or as a flag, but not as two different values."""
+    """An action for a value given as a positional argument or as a flag, but not as two different values."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -198,13 +198,13 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(
     parser: argparse.ArgumentParser, skip: frozenset[str] = frozenset(), also: frozenset[str] = frozenset()
 ) -> None:
-    """`skip`: fields whose flag means something else in this command; `also`: fields of the server's."""
+    """Adds the options of the engine. `skip`: fields whose flag means something else in this command; `also`: fields of
+    the server."""
     others = frozenset(option.field for option in _options_of(ServerConfig)) - also
     _add_options(parser, tuple(SECTIONS.values()), skip | others)
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the engine and those of the server."""
     _add_options(parser, tuple(SECTIONS.values()), frozenset())
 
 
@@ -227,11 +227,11 @@ def _add_options(parser: argparse.ArgumentParser, classes: tuple[type, ...], ski
             group.add_argument(f"--{MEDIA_LIMITS}", metavar="JSON", help=text)
 
 
-_LONGEST_CHOICES = 70  # characters; longer ones stand in the help and not in the usage
+_LONGEST_CHOICES = 70  # characters; longer lists are in the help and not in the usage
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
-    """Values stay text here; `values.py` parses them as it parses those of the environment."""
+    """Adds one option. Values stay text; `values.py` parses them with the rules for the environment."""
     text = option.help
     choices = ", ".join(option.choices or ())
     if len(choices) > _LONGEST_CHOICES:

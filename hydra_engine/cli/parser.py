@@ -27,7 +27,7 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """`about` ends the help text of a command."""
+    """A parser of the command line or of one command."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**(keywords | {"allow_abbrev": False, "add_help": False, "formatter_class": Formatter}))

@@ -1,8 +1,9 @@
-"""`hydra-engine plan MODEL --workload FILE --devices 8`: which topology keeps the limits at the highest rate, and why.
+"""`hydra-engine plan MODEL --workload FILE --devices 8`: finds the topology that keeps the limits at the highest rate,
+with the reasons.
 
 Simulates deployments of the real scheduler, router and migration in virtual time, on step times that were measured
-(this machine's, or `--profile FILE`) or that follow from a device's data (`--devices 8xH200`). Starts nothing, unless
-`--launch` is given: then the server, with the topology that has won.
+(this machine's, or `--profile FILE`) or derived from a device's data (`--devices 8xH200`). Starts nothing, except with
+`--launch`: then the server, with the best topology.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:  # `--help` needs none
     from hydra_engine.planner.search.measure import Question
     from hydra_engine.planner.search.plan import Plan
 
-_TTFT_S, _TPOT_S = 1.0, 0.05  # limits where none are given
-_REQUESTS = 400  # of a workload that is only named
+_TTFT_S, _TPOT_S = 1.0, 0.05  # default limits
+_REQUESTS = 400  # of a workload given by name
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
+    """Raises ConfigError for errors that show before any file is read."""
     if not arguments.workload:
         raise ConfigError(
             "say what to plan for: --workload FILE, which `hydra-engine serve --record-workload FILE` writes, or a "
@@ -115,7 +116,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _drawing() -> Any:
-    """Raises ConfigError without matplotlib: before a plan is made, not behind it."""
+    """Imports the module of pictures. Raises ConfigError without matplotlib, before a plan is made."""
     try:
         from hydra_engine.planner import pictures
     except ImportError as error:
@@ -135,7 +136,7 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
 
     text = arguments.workload
     if text in LOADS and arguments.objective != "offline":
-        text = f"{text}@1"  # Poisson arrivals, which are stretched to every rate
+        text = f"{text}@1"  # Poisson arrivals, stretched to each rate
     rows = read_or_make(text, _REQUESTS, 0)
     spec = load_spec(config.model_path, config.spec_options)
     given = config.scheduler
@@ -166,7 +167,7 @@ def _only(arguments: argparse.Namespace, question: Question) -> list[Candidate]:
 
 
 def _progress() -> Callable[[str, int], None]:
-    """A line for each part of the search."""
+    """Returns a callback that logs a line for each part of the search."""
 
     def report(what: str, _: int) -> None:
         log.tell(what)
@@ -186,7 +187,7 @@ def _write(arguments: argparse.Namespace, plan: Plan, title: str) -> None:
 
 
 def _launch(plan: Plan, question: Question, server: ServerConfig) -> int:
-    """Raises ConfigError where this machine has not the devices."""
+    """Starts the server with the best topology. Raises ConfigError if this machine does not have the devices."""
     from hydra_engine.cli.serve import start
 
     config = replace(question.config, topology=plan.best.topology)

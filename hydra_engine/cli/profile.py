@@ -1,7 +1,7 @@
-"""`hydra-engine profile MODEL`: measures what steps cost on this machine, saves it for the next start, and prints it.
+"""`hydra-engine profile MODEL`: measures step times on this machine, saves them for the next start, and prints them.
 
-Assembles an instance in this process without serving. The same measuring runs at the start of `serve` when a limit
-between tokens is given and nothing valid is saved. `bench/step_times.py` draws a profile.
+Assembles an instance in this process without serving. `serve` does the same measurement at start if a TPOT limit is
+given and no valid profile is saved. `bench/step_times.py` draws a profile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # `--help` needs neither
     from hydra_engine.profiler.store import Profile
 
 _DECODES = (1, 4, 16, 64)
-# As where instances run: an idle OpenMP team that spins would take the cores from the other lane.
+# As in instances: an idle OpenMP team that spins would take the cores from the other lane.
 _OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 _LOAD = {"decodes": "", "context": "tokens", "prompt": "tokens", "behind": "tokens", "chunks": ""}
 _TIMES = {"measured": "ms", "predicted": "ms", "error": ""}
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def progress_line() -> Callable[[str, int, int], None]:
-    """A counting line on a terminal, nothing elsewhere."""
+    """Returns a callback that draws a counting line on a terminal, and nothing elsewhere."""
     shown = sys.stderr.isatty()
 
     def report(what: str, done: int, total: int) -> None:
@@ -87,7 +87,8 @@ def progress_line() -> Callable[[str, int, int], None]:
 
 
 def profile_lines(profile: Profile, limit_s: float | None = None) -> list[str]:
-    """Measured times beside predicted ones; with `limit_s` also what fits into that time between two tokens."""
+    """Measured times beside predicted ones; with `limit_s` also the budgets within that time between two tokens, in
+    seconds."""
     samples, surface = profile.samples, profile.surface
     lines = [*_head(profile), "", "language steps alone"]
     language = sorted(samples.language, key=lambda point: _order(point.load))
@@ -175,7 +176,7 @@ def _limit_lines(profile: Profile, limit_s: float) -> Iterator[str]:
 
 
 def _table(columns: dict[str, str], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """`columns`: titles and the units below them. Right-aligned."""
+    """Yields right-aligned lines; `columns` maps titles to the units below them."""
     lines = [tuple(columns), tuple(columns.values()), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -189,14 +190,15 @@ def _load_cells(load: LanguageLoad) -> tuple[str, ...]:
 
 
 def mean_start(load: LanguageLoad) -> float:
-    """The mean position at which a step's chunks start; exact where they have one length."""
+    """The mean position (tokens) at which a step's chunks start; exact if they have equal lengths."""
     if not load.prefill_tokens:
         return 0.0
     return load.prefill_pairs / load.prefill_tokens - (load.prefill_tokens / load.num_chunks + 1) / 2
 
 
 def _time_cells(seconds: Sequence[float], predicted: float) -> tuple[str, str, str]:
-    """The lower median is what the surface is fitted to."""
+    """The measured time, the predicted one and their difference; the measured one is the lower median, to which the
+    surface is fitted."""
     measured = median_low(seconds)
     return _ms(measured), _ms(predicted), f"{predicted / measured - 1:+.1%}"
 

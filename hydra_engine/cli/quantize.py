@@ -1,6 +1,5 @@
-"""`hydra-engine quantize DIR OUT --quantization int4`: a checkpoint in compressed-tensors' format, which starts faster
-than quantising at start and which transformers and vLLM load too.
-"""
+"""`hydra-engine quantize DIR OUT --quantization int4`: writes a checkpoint in compressed-tensors' format, which starts
+faster than quantising at start and which transformers and vLLM load too."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     folder, out = find_model(EngineConfig(model=arguments.model)).model_path, Path(arguments.out)
     writer: Any = import_module("hydra_engine.models.loading.write_quantized")  # loads torch
-    # None: no bar where there is no terminal
+    # None: a bar only on a terminal
     with tqdm(desc="quantizing", unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
 
         def advance(done: int, total: int) -> None:

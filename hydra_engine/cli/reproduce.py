@@ -1,8 +1,9 @@
-"""`hydra-engine reproduce NAME`: an experiment of the papers that the engine builds on, ours beside theirs.
+"""`hydra-engine reproduce NAME`: an experiment of a paper that the engine builds on, with our numbers beside the
+paper's.
 
-Simulated deployments and closed forms, by the sizes of models and the datasheets of devices; nothing is started, and
-what only a GPU can say is named with the command that measures it. `--page` writes docs/papers.md anew from stored
-results.
+Uses simulated deployments and closed forms, from the sizes of models and the datasheets of devices, and starts nothing;
+experiments that need a GPU are listed with the command that measures them. `--page` writes docs/papers.md anew from
+stored results.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _listed(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 
 def _result_of(experiment: Experiment, scale: Scale) -> Stored | None:
-    """None where it needs a GPU."""
+    """Runs the experiment; None if it needs a GPU."""
     from hydra_engine.planner.papers.results import Stored
 
     if experiment.run is None:
@@ -105,7 +106,7 @@ def _encoded(stored: Stored) -> bytes:
 
 
 def _drawing() -> Callable[[Mapping[str, Stored], Path], None]:
-    """Raises ConfigError without matplotlib: before anything runs, not behind it."""
+    """Imports the drawing function. Raises ConfigError without matplotlib, before anything runs."""
     try:
         from hydra_engine.planner.papers.pictures import draw
     except ImportError as error:

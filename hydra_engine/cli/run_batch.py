@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _default_concurrency(config: EngineConfig) -> int:
-    """Enough to keep lanes and preprocessing busy, and within the queue limit."""
+    """Twice the requests that the instances serve at once, which keeps lanes and preprocessing busy; at most half the
+    queue."""
     from hydra_engine.core.roles import Topology
 
     topology = Topology.parse(config.topology)
@@ -115,7 +116,7 @@ async def _answer_all(
     try:
         app = build_app(engine, server, keys=KeyRing.empty())
         async with serving(app, server.max_body_bytes) as batch:
-            # None: no bar where there is no terminal
+            # None: a bar only on a terminal
             with tqdm(total=num_lines, unit="req", mininterval=0.2, disable=None) as bar:
                 await batch.run(_lines(source, batch.most_line_bytes), write, concurrency)
         sys.stderr.write(
@@ -128,7 +129,7 @@ async def _answer_all(
 
 
 async def _lines(source: BinaryIO, most_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
-    """(number, line) of the lines that are not empty. A line that is too long is cut."""
+    """Yields (number, line) of the lines that are not empty; a line that is too long is cut."""
     number = 0
     while line := await asyncio.to_thread(source.readline, most_bytes + 2):
         number += 1

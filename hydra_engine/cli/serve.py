@@ -1,4 +1,4 @@
-"""`hydra-engine serve MODEL`: the HTTP server in this process, the engine's instances in processes of their own."""
+"""`hydra-engine serve MODEL`: the HTTP server in this process, each engine instance in its own process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def start(config: EngineConfig, server: ServerConfig) -> int:
-    """Serves until it is stopped. `config` with the model's files."""
+    """Serves until it is stopped; returns the exit code. `config` comes from `find_model_files`."""
     log.never_wait()
     _raise_descriptor_limit()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
@@ -45,7 +45,7 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     if server.api_key or server.api_key_file or server.admin_key:
         keep_others_out()
 
-    # Instances read torch while the imports below are made.
+    # Instances load torch during the imports below.
     ahead: dict[str, Spawned] = {}
     try:
         for name in Topology.parse(config.topology).names:
@@ -57,7 +57,7 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raises the limit of open files as far as the system allows; what this process starts inherits it."""
+    """Raises the soft limit of open files to the hard one; child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Where the values of options come from: flags, then HYDRA_* variables, then the YAML file, then the defaults.
+"""Sources of option values: flags, then HYDRA_* variables, then the YAML file, then the defaults.
 
 Each value keeps its source, for error messages and for `hydra-engine config`.
 """
@@ -36,7 +36,7 @@ from hydra_engine.errors import ConfigError
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNINGS = 8
 _MAX_KEY = 60  # characters of an unknown key that its message quotes
-# Variables of ours that are no options: of tests, of the extension, of its build (setup.py).
+# HYDRA_* variables that are not options: for tests, the extension and its build (setup.py).
 _OTHER_VARIABLES = frozenset(
     (
         *("HYDRA_CONFIG", "HYDRA_FAULTS", "HYDRA_MAX_CPU_ISA", "HYDRA_CUDA_SYNC"),
@@ -53,7 +53,7 @@ class Setting:
     source: str
 
 
-Layer = dict[str, Setting]  # by field
+Layer = dict[str, Setting]  # values by field
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Settings:
     chosen: Layer
 
     def engine(self, model: str | None = None, **media: Any) -> EngineConfig:
-        """`model` replaces the user's, for commands with a fixed model; `media`: fields of MediaConfig to replace."""
+        """Builds the engine's configuration. `model` replaces the user's, for commands with a fixed model; `media`
+        replaces fields of MediaConfig. Raises ConfigError."""
         parts: dict[str, Any] = {}
         for name, cls in SECTIONS.items():
             if cls not in (EngineConfig, ServerConfig):
@@ -91,7 +92,8 @@ class Settings:
 
 
 def read_settings(arguments: argparse.Namespace, skip: frozenset[str] = frozenset()) -> Settings:
-    """`skip`: fields whose flag means something else in this command. Raises ConfigError with one sentence."""
+    """Reads all sources. `skip`: fields whose flag means something else in this command. Raises ConfigError with one
+    sentence."""
     environment = environment_settings()
     file = getattr(arguments, "config", None) or environment.get("HYDRA_CONFIG")
     layers = (
@@ -104,14 +106,14 @@ def read_settings(arguments: argparse.Namespace, skip: frozenset[str] = frozense
         chosen |= layer
     from_file, from_environment, from_flags = (layer.get("api_key") for layer in layers)
     if from_environment is not None and (other := from_flags or from_file) is not None:
-        # The server accepts the environment's keys beside all others.
+        # The server accepts the environment's keys in addition to others.
         both = (*other.value, *environment_api_keys())
         chosen["api_key"] = Setting(both, f"{other.source} and {from_environment.source}")
     return Settings(chosen)
 
 
 def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[[str], str] = str) -> str:
-    """The error message for an option that does not exist; `written`: as the user wrote it; `spell` writes the nearest
+    """The error message for an unknown option; `written` is its name as the user wrote it, `spell` writes the nearest
     name in the same form."""
     plain = name.replace("_", "-").lower()
     if (reason := instead_of(plain)) is not None:
@@ -170,7 +172,7 @@ def _from_environment(environment: dict[str, str]) -> Layer:
 
 
 def _refuse_service_link(variable: str, text: str) -> None:
-    """Kubernetes sets HYDRA_PORT=tcp://... in every pod beside a Service that is called hydra."""
+    """Raises ConfigError for HYDRA_PORT=tcp://..., which Kubernetes sets in every pod if a Service is called hydra."""
     if variable == "HYDRA_PORT" and "://" in text:
         raise ConfigError(
             "HYDRA_PORT holds an address and not a port number; Kubernetes sets it for a Service named hydra: rename "
@@ -191,7 +193,8 @@ def _warn(unknown: list[str]) -> None:
 
 
 def _from_file(path: Path) -> Layer:
-    """Keys are options with dashes or underscores, at the top or in sections named as the configuration's parts."""
+    """Reads the file: keys are options with dashes or underscores, at the top or in sections named like the
+    configuration's parts. Raises ConfigError."""
     loader, root = _document(path)
     options = options_by_name()
     layer: Layer = {}
@@ -254,7 +257,7 @@ def _problem(error: yaml.YAMLError) -> str:
 
 
 def _entries(root: yaml.MappingNode | None) -> Iterator[tuple[yaml.ScalarNode, yaml.Node, str]]:
-    """(key, value, section), the section "" for keys at the top."""
+    """Yields (key, value, section); the section is "" for keys at the top. Raises ConfigError."""
     for key, node in root.value if root is not None else ():
         if _key(key).value not in SECTIONS:
             yield key, node, ""
@@ -279,5 +282,5 @@ def _value(loader: yaml.SafeLoader, node: yaml.Node, where: str) -> object:
         return loader.construct_object(node, deep=True)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is no plain value: {_problem(error)}", param="config") from error
-    except (ValueError, TypeError, RecursionError) as error:  # no date of any calendar, a list as a key, ...
+    except (ValueError, TypeError, RecursionError) as error:  # an impossible date, a list as a key, ...
         raise ConfigError(f"{where} is no plain value", param="config") from error

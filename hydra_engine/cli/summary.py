@@ -1,7 +1,7 @@
 """The start-up summary (model, memory, limits; a table for several instances), the start screen of `serve`, and the
 timeline below an answer.
 
-Numbers in, lines of text out; no colours.
+Takes numbers and returns lines of text without colours.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hydra_engine.core.roles import InstanceSpec, Role, Topology
 from hydra_engine.core.units import size
 from hydra_engine.telemetry.timeline import draw
 
-_WIDTH = 100  # of the start screen
-_INDENT = 15  # of wrapped lines
+_WIDTH = 100  # columns of the start screen
+_INDENT = 15  # columns before wrapped lines
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """`summaries` in the topology's order."""
+    """The lines of the summary; `summaries` are in the topology's order."""
     # Limits of requests come from instances with a KV cache, those of vision steps from instances that encode.
     serving = [s for s in summaries if s.num_kv_blocks] or list(summaries)
     encoding = [s for s in summaries if s.image_budget and "E" in s.role] or list(summaries)
-    # An instance that decodes, if possible beside prefills.
+    # An instance that decodes, preferably one that also prefills.
     decoding = max(summaries, key=lambda s: 2 * ("D" in s.role) + ("P" in s.role))
     others = ((s.name, warning) for s in summaries if s is not decoding for warning in s.limits.warnings)
     notes = ((s.name, note) for s in summaries for note in s.notes if note)
@@ -59,7 +59,7 @@ def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _own_limits(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """A line for each instance whose limits are not those of others that have a use for them."""
+    """A line for each instance, if limits differ between instances that use them."""
     decoders = {(s.token_budget, s.max_num_seqs) for s in summaries if s.num_kv_blocks}
     encoders = {s.image_budget for s in summaries if "E" in s.role}
     lines = []
@@ -91,7 +91,7 @@ def _topology(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Rows of equal length as lines, left-aligned, two spaces between columns."""
+    """Rows of equal length as left-aligned lines, two spaces between columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -114,7 +114,7 @@ def _listed(kinds: Sequence[str]) -> str:
 
 
 def _model(summaries: Sequence[InstanceSummary]) -> str:
-    """Parameters of all instances' weights, each part counted once."""
+    """The model's line; parameters are counted over all instances, each part once."""
     first = summaries[0]
     parts = [max(getattr(s, part) for s in summaries) for part in ("vision_weights_bytes", "language_weights_bytes")]
     size_in_memory = sum(parts) or first.weights_bytes
@@ -147,7 +147,7 @@ def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
         kv = f"{size(s.kv_cache_bytes)} ({s.num_kv_blocks * s.kv_block_size} tokens)" if s.num_kv_blocks else "none"
         images = size(s.image_cache_bytes) if s.num_image_blocks else "none"
         row = (s.role, s.device, weights, kv, images)
-        if row == rows[-1][1:]:  # one line for neighbours that are alike
+        if row == rows[-1][1:]:  # one line for equal neighbours
             rows[-1] = (f"{rows[-1][0].split('..')[0]}..{s.name}", *row)
         else:
             rows.append((s.name, *row))
@@ -155,7 +155,7 @@ def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """Activation memory on devices whose memory is filled, a line for each instance; free memory as measured last."""
+    """A line per instance with activation memory, where a device's memory is filled; free memory as last measured."""
     lines = []
     for s in summaries:
         if s.activation_bytes:
@@ -166,7 +166,7 @@ def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _notes(notes: Iterable[tuple[str, str]], num_instances: int) -> list[str]:
-    """Each note once, with the names of its instances unless it is from all."""
+    """Lines of notes, each once, with the names of its instances unless it is from all."""
     by_text: dict[str, list[str]] = {}
     for name, text in notes:
         by_text.setdefault(text, []).append(name)
@@ -195,7 +195,8 @@ def _slower(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def limit_lines(limits: LimitSummary) -> list[str]:
-    """The latency limits, the budgets beside 1, some and the most decodes, and limits that cannot be met."""
+    """The latency limits, the budgets beside one, some and the most decodes, and warnings about limits that cannot be
+    met."""
     targets = [(limits.tpot_limit_s, "between tokens"), (limits.ttft_limit_s, "to the first token")]
     shown = [f"{seconds(limit)} {what}" for limit, what in targets if limit]
     if not shown:
@@ -235,7 +236,8 @@ def screen_lines(
     url: str,
     model_name: str,
 ) -> list[str]:
-    """`sampling`: the defaults of requests; `url`: the server's address; `model_name`: the model's name in the API."""
+    """The start screen. `sampling`: the defaults of requests; `url`: the server's address; `model_name`: the model's
+    name in the API."""
     summary = start_lines(summaries)
     notes = [line for line in summary if line.startswith("  note")]
     lines = [
@@ -302,7 +304,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _program() -> str:
-    """As it can be typed here: by its place where the shell would not find it."""
+    """The command as it can be typed here: a relative path if the shell would not find it."""
     own = Path(sys.executable).with_name("hydra-engine")
     return "hydra-engine" if shutil.which("hydra-engine") or not own.exists() else os.path.relpath(own)
 
@@ -322,7 +324,7 @@ def _curl(server: ServerConfig, url: str, model_name: str) -> list[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Long lines are wrapped, rows of tables are not."""
+    """Wraps a long line, except rows of tables."""
     if len(line) <= _WIDTH or line.startswith("    "):
         return [line]
     return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * _INDENT, break_long_words=False, break_on_hyphens=False)
@@ -337,7 +339,7 @@ def timeline_lines(timeline: Sequence[StageSpan], slo: SloReport, *, width: int 
 
 
 def _verdict(slo: SloReport) -> list[str]:
-    """One line, or none without limits."""
+    """A line with the verdict over the limits; none without limits."""
     parts = []
     if slo.ttft_limit_s is not None:
         parts.append(f"first token within {seconds(slo.ttft_limit_s)}: {_word(slo.ttft_met)}")

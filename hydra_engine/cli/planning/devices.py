@@ -1,4 +1,4 @@
-"""`--devices` of `hydra-engine plan`: words to kinds of devices, with step times from measurements or a roofline."""
+"""`--devices` of `hydra-engine plan`: parses kinds of devices, with step times from measurements or a roofline."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 MOST_DEVICES = 64
 _PART = re.compile(r"(?:(?P<count>[0-9]{1,4})\s*[x*]\s*)?(?P<kind>\S.*)")
-_HOST_CORES = 16  # beside devices that are not here
+_HOST_CORES = 16  # of a host with devices that are not here
 
 
 def devices_of(
     text: str, profile: Path | None, config: EngineConfig, spec: ModelSpec
 ) -> tuple[dict[str, DeviceKind], Host]:
-    """Devices by name, and what the host costs. Raises ConfigError for what cannot be read, an unknown kind, and a
-    profile of another model."""
+    """(devices by name, costs of the host). Raises ConfigError for an invalid text, an unknown kind, and a profile of
+    another model."""
     from hydra_engine.planner.simulator.costs import Host
 
     if text.strip().isdigit():
@@ -94,10 +94,10 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
 
 
 def _measured_here(config: EngineConfig) -> StepCosts:
-    """Step times of this machine, saved ones or new ones, measured again where it was busy. Raises ResourceError where
-    it still is."""
+    """Step times of this machine, saved or new; measured again if the machine was busy. Raises ResourceError if it
+    still is."""
     build: Any = import_module("hydra_engine.instance.build")  # loads torch
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as where instances run
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in instances
     for fresh in (False, True):
         measured: StepCosts = build.profile_instance(config, progress_line(), fresh=fresh)
         if (busy := busy_note(measured.profile.other_load)) is None:
@@ -110,7 +110,7 @@ def _measured_here(config: EngineConfig) -> StepCosts:
 
 
 def _kind(profile: Profile, costs: Costs) -> DeviceKind:
-    """A GPU's memory and links are those of its datasheet where that is known."""
+    """The device of a profile. A GPU's memory and links come from its datasheet."""
     from hydra_engine.planner.hardware.devices import LINK_SHARE, find_device
     from hydra_engine.planner.simulator.costs import DeviceKind
 
@@ -130,7 +130,7 @@ def _kind(profile: Profile, costs: Costs) -> DeviceKind:
 
 
 def check_here(kinds: Mapping[str, DeviceKind]) -> None:
-    """Raises ConfigError where this machine has not all of these devices, before anything is simulated."""
+    """Raises ConfigError if this machine does not have all of these devices, before anything is simulated."""
     here = devices.names()
     missing = [name for name in kinds if name not in here]
     if missing:

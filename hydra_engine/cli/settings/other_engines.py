@@ -9,7 +9,7 @@ _ONE_DEVICE = "a model runs on one device here, which --device names; --topology
 _IN_THE_FOLDER = "it is part of the model's folder"
 _CONTEXT = "give --max-model-len, the longest prompt and answer together"
 
-# Names with dashes, the short ones without.
+# Names without leading dashes.
 _INSTEAD: dict[str, tuple[str, ...]] = {
     _CONTEXT: ("c", "ctx-size", "context-length", "max-seq-len"),
     "name the model as MODEL or with --model": ("m", "model-path"),
@@ -69,7 +69,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     ),
     "speculative decoding is not supported": ("speculative-config", "speculative-algorithm", "md", "model-draft"),
 }
-# Switches that ask for what is so in any case.
+# Switches that ask for the only behaviour.
 _ANYWAY: dict[str, tuple[str, ...]] = {
     "prefill is always chunked, by --token-budget": ("enable-chunked-prefill", "enable-mixed-chunk"),
     "requests join and leave the batch at every step": ("cont-batching", "cb"),
@@ -89,12 +89,12 @@ _BY_NAME = {name: reason for reason, names in _INSTEAD.items() for name in names
 
 
 def instead_of(name: str) -> str | None:
-    """The replacement of another engine's option; `name` has no leading dashes. None: not a known option."""
+    """The replacement of another engine's option, None for an unknown one; `name` has no leading dashes."""
     return _BY_NAME.get(name) or _anyway(name)
 
 
 def taken_anyway(name: str, value: object = True) -> str | None:
-    """Why another engine's switch changes nothing here when it is on. None: it is off, or no such switch."""
+    """The reason why another engine's switch has no effect when it is on; None if it is off or unknown."""
     return _anyway(name) if value is True or value is None or str(value).lower() == "true" else None
 
 

@@ -19,13 +19,13 @@ MAX_TEXT = 65536  # characters of a value
 _MAX_INT = (1 << 63) - 1
 _MAX_ITEMS = 1024
 _SHOWN = 40  # characters of a wrong value that its message quotes
-_MULTIPLE = re.compile(r"([0-9]{1,18})([kmgKMG])")  # as vLLM has them: 4k is 4000, 4K is 4096
+_MULTIPLE = re.compile(r"([0-9]{1,18})([kmgKMG])")  # as in vLLM: 4k is 4000, 4K is 4096
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def from_text(option: Option, text: str, where: str) -> Any:
-    """The value of an option that takes one; `where` is what the user wrote, a flag or a variable."""
+    """Parses the value of an option; `where` is the flag or variable as the user wrote it. Raises ConfigError."""
     if len(text) > MAX_TEXT:
         raise ConfigError(f"{where} is too long", param=option.field)
     if option.kind is bool:
@@ -42,7 +42,7 @@ def from_text(option: Option, text: str, where: str) -> Any:
 
 
 def list_from_text(option: Option, text: str, where: str) -> tuple[str, ...]:
-    """Comma-separated, or a JSON list as vLLM takes it."""
+    """Splits comma-separated text, or parses a JSON list, vLLM's form. Raises ConfigError."""
     if text.lstrip().startswith("["):
         try:
             return _strings(option, json.loads(text), where)
@@ -52,8 +52,8 @@ def list_from_text(option: Option, text: str, where: str) -> tuple[str, ...]:
 
 
 def from_flags(option: Option, given: Any) -> Any:
-    """`given`: what argparse has made of the flag, True or False, a text, or the texts of a repeated flag. A text of a
-    repeated flag is one item, commas and all, unless it is a JSON list."""
+    """Converts argparse's value: True or False, a text, or the texts of a repeated flag. A text of a repeated flag is
+    one item, commas included, unless it is a JSON list. Raises ConfigError."""
     where = option.flag
     if isinstance(given, bool):
         return given
@@ -66,7 +66,8 @@ def from_flags(option: Option, given: Any) -> Any:
 
 
 def from_yaml(option: Option, value: object, where: str) -> Any:
-    """`where`: the key and its line. YAML 1.1 reads 1e-3 as text; numbers may be written so here."""
+    """Converts a YAML value; `where` is the key and its line. Numbers may be text, because YAML 1.1 reads 1e-3 as text.
+    Raises ConfigError."""
     if isinstance(value, str) and option.kind is not tuple:
         if option.kind is bool:
             raise _wrong(option, where, "true or false", value)
@@ -89,7 +90,7 @@ def from_yaml(option: Option, value: object, where: str) -> Any:
 
 
 def media_limits(value: object, where: str) -> dict[str, int]:
-    """vLLM's `{"image": 4, "video": 0}`, also as JSON text -> fields of MediaConfig."""
+    """Converts vLLM's `{"image": 4, "video": 0}`, or its JSON text, to fields of MediaConfig. Raises ConfigError."""
     if isinstance(value, str):
         try:
             value = json.loads(value[:MAX_TEXT])
@@ -123,7 +124,7 @@ def _number(option: Option, value: object, where: str) -> int | float:
 
 
 def _read_number(value: object) -> int | float | None:
-    """None also for what is not finite."""
+    """Parses a finite number; None if it is none."""
     if isinstance(value, str) and len(value) <= _SHOWN:
         for kind in (int, float):
             with contextlib.suppress(ValueError):
@@ -150,7 +151,7 @@ def _checked(option: Option, value: Any, where: str) -> Any:
 
 
 def _wrong(option: Option, where: str, expected: str, value: object) -> ConfigError:
-    """Secrets are not quoted."""
+    """The error for a wrong value, which quotes it unless the option is secret."""
     shown = "" if option.secret else f", not {_quoted(value)}"
     return ConfigError(f"{where} must be {expected}{shown}", param=option.field)
 

@@ -32,7 +32,8 @@ class ServerError(Exception):
 
 @dataclass(slots=True)
 class Answer:
-    """The answer so far. `metrics` is the server's, `first_s` measured here: seconds until the first text."""
+    """An answer as received so far. `metrics` is the server's; `first_s` is measured here, seconds to the first
+    text."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -42,14 +43,15 @@ class Answer:
 
 
 class Piece(NamedTuple):
-    """`is_thought`: of the reasoning, which is no part of the answer."""
+    """A piece of text; `is_thought`: reasoning, which is not part of the answer."""
 
     text: str
     is_thought: bool = False
 
 
 class Client:
-    """`url` may end in /v1, as in other clients of OpenAI's API. Proxies of the environment are not used."""
+    """A client of one server. `url` may end in /v1, as in other clients of OpenAI's API. Ignores proxies of the
+    environment."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         url = url if "://" in url else f"http://{url}"
@@ -57,8 +59,8 @@ class Client:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def model(self, waiting: Callable[[str], object]) -> str:
-        """The first model that the server has, once it is loaded; `waiting` is called once, with the server's message.
-        Raises ResourceError when there is no server, ServerError."""
+        """The server's first model, once it is loaded; `waiting` is called once, with the server's message. Raises
+        ResourceError if there is no server, and ServerError."""
         announced = False
         while True:
             try:
@@ -83,7 +85,7 @@ class Client:
             raise ResourceError(f"{self.url} is not a server with OpenAI's API") from error
 
     def stream(self, body: dict[str, Any], answer: Answer) -> Generator[Piece]:
-        """Pieces of text; usage, metrics and the finish reason are stored in `answer`. Raises ServerError."""
+        """Yields pieces of text; usage, metrics and the finish reason are stored in `answer`. Raises ServerError."""
         sent_s = time.monotonic()
         try:
             with self._request("/v1/chat/completions", body) as response:

@@ -33,7 +33,7 @@ class Next(Enum):
 
 
 class Commands:
-    """`model`: the name in saved conversations; `timeline`: whether timelines are shown."""
+    """The slash commands. `model`: the name in saved conversations; `timeline`: True if timelines are shown."""
 
     def __init__(self, conversation: Conversation, screen: Screen, *, model: str, timeline: bool) -> None:
         self._conversation = conversation

@@ -17,7 +17,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError
 
-_LIMITS = MediaConfig()  # a server's, unless it was started with others
+_LIMITS = MediaConfig()  # a server's default limits
 MAX_BYTES = {"image": _LIMITS.max_image_bytes, "video": _LIMITS.max_video_bytes}
 _KINDS = ("image", "video")
 # The names that /set accepts: numeric fields of a request.
@@ -46,7 +46,7 @@ class Turn:
     role: str
     text: str
     attachments: tuple[Attachment, ...] = ()
-    stopped: bool = False  # by the user, before its end
+    stopped: bool = False  # the user stopped the answer
 
     def message(self) -> dict[str, Any]:
         if not self.attachments:
@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """`question`: the last question without an answer; `/retry` sends it again."""
+    """The turns and settings. `question` is the last question without an answer; `/retry` sends it again."""
 
     system: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Conversation:
         self.question = None
 
     def take_back(self) -> bool:
-        """The last question is open again, its answer gone; False when there was none."""
+        """Removes the last answer and reopens its question; False if there was none."""
         if self.question is None and self.turns:
             self.question = self.turns[-2]
             del self.turns[-2:]
@@ -90,7 +90,7 @@ class Conversation:
         return [*system, *(turn.message() for turn in (*self.turns, *open_question))]
 
     def set(self, name: str, text: str) -> None:
-        """Raises ConfigError; the server checks ranges."""
+        """Sets a sampling parameter, or resets it ("off"). Raises ConfigError; the server checks ranges."""
         name = name.replace("-", "_")
         if name == "stop":
             self.settings["stop"] = text
@@ -131,7 +131,7 @@ def attachment(word: str, kind: str = "image") -> Attachment:
 
 def _pixels(path: Path) -> str:
     """The size in pixels as text. Raises ConfigError for a file that is not a picture."""
-    from PIL import Image, UnidentifiedImageError  # takes a while, and only pictures need it
+    from PIL import Image, UnidentifiedImageError  # slow to import, and only pictures need it
 
     try:
         with Image.open(path) as picture:

@@ -1,6 +1,5 @@
 """Input lines from a terminal or a pipe: line editing, completion of commands and paths, a saved history, and lines
-that continue after a backslash.
-"""
+that continue after a backslash."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from types import ModuleType
 from hydra_engine.config import state_folder
 
 _HISTORY_LINES = 1000
-_MAX_LINES = 10_000  # of one message
+_MAX_LINES = 10_000  # per message
 
 
 class Prompt:
-    """`commands` complete at the start of a line, paths after them."""
+    """An input prompt. `commands` complete at the start of a line, paths after them."""
 
     def __init__(self, interactive: bool, commands: Sequence[str]) -> None:
         self._interactive = interactive
@@ -30,7 +29,7 @@ class Prompt:
             self._set_up()
 
     def read(self) -> str | None:
-        """One message, or None at the end of the input."""
+        """Returns one message, or None at the end of the input."""
         try:
             text = self._line("> ")
             for _ in range(_MAX_LINES):

@@ -43,8 +43,8 @@ def clean(text: str) -> str:
 
 
 class Screen:
-    """On a pipe, answers and requested output go to standard output, errors to standard error, and notes are dropped.
-    `plain`: no colours."""
+    """An output. On a pipe, answers and requested output go to standard output, errors to standard error, and notes are
+    dropped. `plain`: no colours."""
 
     def __init__(self, out: TextIO, *, plain: bool) -> None:
         self._out = out
@@ -61,7 +61,7 @@ class Screen:
         self._out.flush()
 
     def think(self, text: str) -> None:
-        """A piece of the reasoning, which is nothing for a pipe."""
+        """Shows a piece of the reasoning; a pipe gets none."""
         if self._terminal:
             self._out.write(_painted(clean(text), _DIM) if self._colours else clean(text))
             self._out.flush()

@@ -19,7 +19,7 @@ from hydra_engine.cli.talk.screen import Screen
 from hydra_engine.core.outputs import SloReport, StageSpan
 from hydra_engine.errors import ConfigError
 
-_OTHER_COLUMNS = 62  # of a timeline's line that are no bar
+_OTHER_COLUMNS = 62  # of a timeline's line, besides the bar
 _MIN_BAR, _MAX_BAR = 16, 60
 _DETAILS = (("image_tokens", "of pictures"), ("cached_tokens", "cached"))
 
@@ -66,7 +66,7 @@ class Session:
         return 1 if failed and not self._interactive else 0
 
     def _do(self, line: str) -> bool | None:
-        """None to quit, False if the line failed."""
+        """Executes a line; None to quit, False if the line failed."""
         if not line:
             return True
         try:
@@ -79,7 +79,7 @@ class Session:
         return None if step is Next.LEAVE else True
 
     def _send(self) -> bool:
-        """Sends the open question. A stopped answer stays in the conversation as far as it has arrived."""
+        """Sends the open question. The received part of a stopped answer stays in the conversation."""
         answer = Answer()
         try:
             self._receive(answer)
@@ -130,12 +130,12 @@ class Session:
             slo = msgspec.convert(metrics.get("slo") or {}, SloReport)
             spans = msgspec.convert(metrics.get("timeline") or [], list[StageSpan])
         except msgspec.ValidationError:
-            return []  # metrics of another server
+            return []  # another server's metrics have another form
         return timeline_lines(spans, slo, width=max(_MIN_BAR, min(self._screen.width - _OTHER_COLUMNS, _MAX_BAR)))
 
 
 def _summary(answer: Answer) -> str:
-    """The line below an answer: tokens, time to the first one, tokens a second, why it ended."""
+    """The line below an answer: tokens, time to the first one, tokens per second, finish reason."""
     usage, metrics = answer.usage, answer.metrics
     parts = []
     if usage:
