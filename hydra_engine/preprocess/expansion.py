@@ -1,4 +1,4 @@
-"""Placeholders in a prompt, and what takes their places: as plans say, spans of features and text around them. Does not
+"""Expands placeholders in a prompt to the spans of features and the text around them that media plans ask for. Does not
 know texts or requests.
 """
 
@@ -13,18 +13,18 @@ from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.preprocess.media.media import Media, Planned
 from hydra_engine.preprocess.sandbox.texts import Texts
 
-MAX_PARTS_KEPT = 4096  # separators whose token ids are remembered
+MAX_PARTS_KEPT = 4096  # separators whose token ids are cached
 
 
 class Expansion:
-    """Used on one event loop, but for `num_tokens`, which any thread may ask."""
+    """The expansion for one model. Use it on one event loop; `num_tokens` is thread-safe."""
 
     def __init__(self, spec: ModelSpec, texts: Texts) -> None:
         self._spec, self._texts = spec, texts
         self._known: dict[str, list[int]] = {}
 
     def num_tokens(self, plans: Sequence[Planned]) -> int:
-        """How many tokens at least take the placeholders' places: a text that did not come before counts as one."""
+        """A lower bound of the tokens that replace the placeholders: a text that is not cached counts as one."""
         known = self._known
         return sum(
             len(known.get(part, " ")) if isinstance(part, str) else part.num_tokens
@@ -35,7 +35,8 @@ class Expansion:
     async def expand(
         self, token_ids: list[int], media: Sequence[Media], client: str
     ) -> tuple[list[int], tuple[ImageItem, ...], int]:
-        """Every placeholder becomes what its picture's plan says. Also returns the request's `rope_delta`."""
+        """Replaces every placeholder by the spans and texts of its plan. Returns (token ids, images in prompt order,
+        the request's `rope_delta`)."""
         expanded: list[int] = []
         spans: list[tuple[int, ItemPlan]] = []
         begin = 0
@@ -77,12 +78,12 @@ class Expansion:
         return expanded, items, rope_delta
 
     async def _ids_of(self, texts: Sequence[str], client: str) -> Mapping[str, list[int]]:
-        """Separators between spans come again and again."""
+        """Token ids of these texts, cached since separators repeat."""
         found = {text: self._known[text] for text in texts if text in self._known}
         new = [text for text in dict.fromkeys(texts) if text not in found]
         if new:
             read = dict(zip(new, await self._texts.parts(client, new), strict=True))
-            if len(self._known) >= MAX_PARTS_KEPT:  # timestamps of videos have no end
+            if len(self._known) >= MAX_PARTS_KEPT:  # timestamps of videos are unbounded in number
                 self._known.clear()
             self._known |= read
             found |= read
@@ -90,7 +91,7 @@ class Expansion:
 
 
 def _parts(plans: Iterable[Planned]) -> Iterator[tuple[str | ItemPlan, ...]]:
-    """Texts and spans of one picture or video after another."""
+    """Yields the texts and spans of each picture or video."""
     seen: Counter[str] = Counter()
     for kind, plan in plans:
         yield plan.parts_of(seen[kind])

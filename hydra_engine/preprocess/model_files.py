@@ -1,7 +1,7 @@
-"""Where the files of a model are, as `find_model` says; of GGUF files it makes a Hugging Face directory first.
+"""Finds a model's files as `find_model` does; for GGUF files it makes a Hugging Face directory first.
 
-That directory has the JSON files that a spec and a tokenizer are read from, written from the GGUF files' settings, and
-links to the files, whose weights stay where they are. It is in the user's cache and is made again when a file changes.
+That directory has the JSON files that a spec and a tokenizer are read from, made from the GGUF settings, and links to
+the files, whose weights are not copied. It is in the user's cache folder; there is a new one for a changed file.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hydra_engine.models.specs.gguf_config import describe
 from hydra_engine.models.specs.gguf_file import GgufHeader, read_gguf
 from hydra_engine.preprocess.text.gguf_tokenizer import tokenizer_files
 
-_FORM = 3  # of the directories; another one is made where this has changed
+_FORM = 3  # version of the directories; a new version has new ones
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE = "rope_freqs.weight"
-_MODEL, _MMPROJ = "model-{:05}.gguf", "mmproj.gguf"  # in the directories
+_MODEL, _MMPROJ = "model-{:05}.gguf", "mmproj.gguf"  # names in the directories
 
 
 def find_model_files(config: EngineConfig) -> EngineConfig:
-    """The configuration with `model_folder` set where `model` is a hub id or GGUF. Raises CheckpointError with one
-    sentence where there is no such model."""
+    """Returns the configuration with `model_folder` set if `model` is a hub id or GGUF. Raises CheckpointError if there
+    is no such model, and ConfigError for options that do not fit it."""
     if config.model_folder is not None:
         return config
     path = Path(config.model)
@@ -55,15 +55,16 @@ def find_model_files(config: EngineConfig) -> EngineConfig:
 
 
 def check_tower(config: EngineConfig) -> None:
-    """Before pictures are asked about: ConfigError where `find_model_files` found a GGUF text model alone."""
+    """Raises ConfigError if `find_model_files` found a GGUF text model without a vision tower. Call it before pictures
+    are used."""
     folder = config.model_path
     if (folder / _MODEL.format(1)).exists() and not (folder / _MMPROJ).exists():
         raise ConfigError("this GGUF file is a text model; for pictures give its vision tower with --mmproj")
 
 
 def gguf_folder(model: Sequence[Path], mmproj: Path | None) -> Path:
-    """The directory made of these files; `model` are all parts of a text model. Raises CheckpointError, and ConfigError
-    where there is no place for it."""
+    """Returns the directory for these files, made if needed; `model` are all parts of a text model. Raises
+    CheckpointError, and ConfigError if the directory cannot be written."""
     cache = user_folder("XDG_CACHE_HOME", "~/.cache")
     if cache is None:
         raise ConfigError("this user has no home directory; set XDG_CACHE_HOME")
@@ -94,7 +95,7 @@ def gguf_folder(model: Sequence[Path], mmproj: Path | None) -> Path:
             shutil.rmtree(unfinished)
             raise
     except OSError as error:
-        if not folder.is_dir():  # else another process was first
+        if not folder.is_dir():  # else another process has made it
             reason = error.strerror or type(error).__name__
             raise ConfigError(
                 f"cannot write {folder.parent}: {reason}; set XDG_CACHE_HOME to another folder"
@@ -111,7 +112,7 @@ def _digest(paths: Sequence[Path]) -> str:
 
 
 def _rope_factors(headers: Sequence[GgufHeader]) -> tuple[float, ...]:
-    """What rotary frequencies are divided by; empty where they are not."""
+    """Divisors of the rotary frequencies; empty if the file has none."""
     header = next((header for header in headers if _ROPE in header.tensors), None)
     if header is None:
         return ()
@@ -124,7 +125,7 @@ def _rope_factors(headers: Sequence[GgufHeader]) -> tuple[float, ...]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """All files of a model that is split into several."""
+    """The files of a model that may be split. Raises CheckpointError if one is missing."""
     name = _SPLIT.fullmatch(path.name)
     if name is None:
         return [path]
@@ -137,14 +138,15 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _holds_gguf(model: str) -> bool:
-    if not os.path.isdir(model):  # Path's own raises for names that no folder can have
+    if not os.path.isdir(model):  # Path.is_dir raises for impossible names
         return False
     names = os.listdir(model)
     return "config.json" not in names and any(name.endswith(".gguf") for name in names)
 
 
 def _in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files of the one text model of a folder, and all its mmproj files."""
+    """Returns the files of the folder's only text model, and all its mmproj files. Raises CheckpointError unless there
+    is exactly one model."""
     files = sorted(folder.glob("*.gguf"))
     towers = [path for path in files if "mmproj" in path.name.lower()]
     models = {tuple(_parts(path)) for path in files if path not in towers}

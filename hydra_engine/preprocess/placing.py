@@ -1,4 +1,5 @@
-"""Pictures into prompts for models whose processors write text around them. Does not know requests or templates."""
+"""Places pictures in prompts for models whose processors write text around them. Does not know requests or
+templates."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def place_in_text(
     quoting: Quoting | None = None,
     add_special_tokens: bool,
 ) -> list[int]:
-    """`text` holds the placeholder once per picture, and no image tokens besides, spelled for `quoting` where there is
-    one. Returns the token ids, those of the texts of the pictures' plans among them."""
+    """Returns the token ids of `text`, in which each placeholder is replaced by the texts and image tokens of a plan.
+    `text` has one placeholder per picture and no image tokens, all spelled for `quoting` if given."""
     image_token = tokenizer.token(processor.image_token_id)
     spelled = (lambda own: own) if quoting is None else quoting.own
     encode = tokenizer.encode if quoting is None else quoting.encode
@@ -38,10 +39,10 @@ def place_in_text(
 
 
 def without_texts(media: Iterable[Media]) -> list[Media]:
-    """The pictures once the texts around them are among a prompt's token ids."""
+    """Returns the media with plans of spans only, for prompts whose token ids include the texts."""
     return [replace(picture, plan=picture.plan._replace(parts=picture.plan.items)) for picture in media]
 
 
 def place_in_ids(token_ids: Sequence[int], processor: ProcessorSpec) -> list[int]:
-    """The same for a prompt that came as token ids; what is around the pictures is tokenised by itself."""
+    """Replaces placeholders by image tokens in a prompt of token ids; `Expansion` adds the texts around them."""
     return [processor.image_token_id if id == processor.placeholder_id else id for id in token_ids]

@@ -1,7 +1,7 @@
-"""From what a user gives to a validated Request and its pixels, off the event loop.
+"""Turns a call into a validated Request and its pixels, off the event loop.
 
-Ties the folder together: messages or prompt -> text -> token ids, pictures -> pixels, placeholders -> spans, and the
-checks of counts and lengths, the cheap ones first. Does not know instances, readers or HTTP.
+Ties the package together: messages or prompt -> text -> token ids, pictures -> pixels, placeholders -> spans, and the
+checks of counts and lengths, cheap ones first. Does not know instances, readers or HTTP.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
 MAX_CHARS_PER_TOKEN = 64  # longer prompts are refused before they are tokenised
 
-_COUNTING = SamplingParams(max_tokens=1, seed=0)  # of a call whose prompt alone is looked at
+_COUNTING = SamplingParams(max_tokens=1, seed=0)  # for a call of which only the prompt is needed
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a user asked for as far as a request does not tell: its `number`, which several answers share; the tokens of
-    the prompt that are not there for pictures or videos; of each of these, in order, what a video was."""
+    """Facts about the call that `Request` does not carry. `number`: the user's request, which several answers share;
+    `num_text`: prompt tokens that are not for pictures or videos; `videos`: an entry per picture or video in prompt
+    order, None for a picture."""
 
     number: RequestId
     num_text: int
@@ -49,7 +50,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """`pixels` has one entry per image span, in prompt order; `spans` are absolute, on the preprocessor's clock."""
+    """A request and its pixels. `pixels` has one entry per image span, in prompt order; `spans` are absolute, on the
+    preprocessor's clock."""
 
     request: Request
     pixels: tuple[PixelPayload, ...]
@@ -58,7 +60,7 @@ class Prepared:
 
 
 class Preprocessor:
-    """One per frontend process, used on its loop."""
+    """The preprocessor of a frontend process. Use it on the frontend's loop."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class Preprocessor:
         loader: MediaLoader | None = None,
         texts: Texts | None = None,
     ) -> None:
-        """Reads texts in this process where there are no `texts`."""
+        """`texts` None: prompts are rendered and tokenised in this process."""
         self.tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len
@@ -97,7 +99,7 @@ class Preprocessor:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the template that is in use."""
+        """The text of the template in use; None if there is none."""
         return self._template.text
 
     @property
@@ -114,11 +116,10 @@ class Preprocessor:
         self._grammars.close()
 
     def forget_pictures(self) -> None:
-        """Pictures that come again are decoded again."""
         self._loader.forget_pictures()
 
     async def prepare(self, request_id: RequestId, call: GenerationCall, *, arrival_s: float | None = None) -> Prepared:
-        """Raises RequestError; cancelling it leaves nothing behind."""
+        """Returns the request of a call. Raises RequestError. Cancelling it leaves nothing behind."""
         sampling = call.sampling
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         _check_limits(call.slo, call.priority)
@@ -174,16 +175,17 @@ class Preprocessor:
         return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans), asked)
 
     async def prompt_ids(self, request_id: RequestId, call: GenerationCall) -> tuple[int, ...]:
-        """Those of a call's prompt, pictures included, which are opened for that. Raises as `prepare` does."""
+        """Returns the token ids of a call's prompt, image tokens included; opens its pictures. Raises RequestError as
+        `prepare` does."""
         prepared = await self.prepare(request_id, replace(call, sampling=_COUNTING))
         return prepared.request.prompt_token_ids
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
-        """Token ids of a call's text, checked against no limit but that of texts; pictures are not looked at."""
+        """Returns the token ids of a call's text, without opening pictures. Checks only the length of the text."""
         return await self._tokenize(self._prompt_of(call), call.client)
 
     async def detokenize(self, token_ids: Sequence[int], client: str = "") -> str:
-        """Raises InvalidRequest for ids outside the vocabulary."""
+        """Returns the text, special tokens included. Raises InvalidRequest for ids outside the vocabulary."""
         if len(token_ids) < LONG_TEXT_CHARS:
             return self._decode(token_ids)
         return await self._decodes.run(client, self._decode, token_ids)
@@ -258,7 +260,8 @@ class Preprocessor:
     async def _place_pictures(
         self, prompt: Prompt, token_ids: list[int], media: Sequence[Media], processor: ProcessorSpec, client: str
     ) -> tuple[list[int], list[Media]]:
-        """The token ids with the texts that the processor writes around pictures, and these without."""
+        """Returns the token ids with the texts that the processor writes around pictures, and the media without these
+        texts."""
         if prompt.token_ids is not None:
             return place_in_ids(token_ids, processor), list(media)
         token_ids = await self._texts.place(client, prompt, [picture.plan for picture in media])
@@ -267,7 +270,7 @@ class Preprocessor:
     # ---- the prompt
 
     def _check_length(self, num_prompt: int, sampling: SamplingParams, param: str) -> int:
-        """How many tokens may be generated."""
+        """Returns how many tokens may be generated. Raises ContextLengthExceeded."""
         room = self._max_model_len - num_prompt
         least = sampling.max_tokens or max(1, sampling.min_tokens)
         if least > room:
@@ -285,7 +288,7 @@ class Preprocessor:
         )
 
     def _draw_seed(self) -> int:
-        """The n-th request without a seed gets the same one in every run with this configuration."""
+        """Returns a seed that depends only on the configured seed and the number of seeds drawn before."""
         self._num_drawn += 1
         drawn = hashlib.blake2b(b"%d/%d" % (self._seed, self._num_drawn), digest_size=8).digest()
         return int.from_bytes(drawn, "little") & SEED_MASK

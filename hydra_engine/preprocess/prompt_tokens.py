@@ -1,5 +1,5 @@
-"""Which token ids a prompt may hold: those that the model has embeddings for, and one placeholder for each picture and
-video. Does not know texts or requests.
+"""Checks a prompt's token ids: the model has an embedding for each, and there is one placeholder per picture and video.
+Does not know texts or requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class PromptTokens:
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self._spec, self._tokenizer = spec, tokenizer
         self._num_rows = spec.language.vocab_size
-        # Features take the places of these, so that they need no embedding.
+        # Features replace these, so they need no embedding.
         self._replaced = {spec.placeholder_id, spec.video_token_id, spec.image_token_id}
 
     def placeholder(self, kind: str) -> int | None:
@@ -36,8 +36,8 @@ class PromptTokens:
             )
 
     def check_placeholders(self, token_ids: Sequence[int], media: Sequence[MediaPart], *, is_raw: bool) -> None:
-        """Also that they come in the order of what they stand for, and that what stands for one feature, where that is
-        another token than a picture's, comes from pictures alone."""
+        """Raises InvalidRequest unless placeholders match the media in number and order, and image tokens (where they
+        are not placeholders) are absent."""
         needed = [self.placeholder(part.kind) for part in media]
         placeholders = (self.placeholder("image"), self.placeholder("video"))
         present = [id for id in token_ids if id in placeholders]

@@ -1,7 +1,7 @@
-"""The file formats of pictures, read just far enough to know size, orientation and completeness before decoding.
+"""Parsers of picture formats that read size, orientation and completeness before decoding.
 
 Every parser bounds its own work and returns the file reduced to what pixels need: colour profiles, thumbnails, comments
-and camera data never reach the decoder, whose parsers for them have no limits. Does not know Pillow or limits of size.
+and camera data never reach the decoder, whose parsers for them are unbounded. Does not know Pillow or limits on size.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import NamedTuple
 from hydra_engine.errors import InvalidImage
 from hydra_engine.preprocess.media.orientation import from_raw_profile, orientation_of, text_of
 
-_MAX_SEGMENTS = 4096  # of a JPEG, of a RIFF file
-_MAX_SCANS = 50  # of a progressive JPEG; every scan walks over the whole picture again
-_MAX_CHUNKS = 1 << 16  # of a PNG
-_MAX_BLOCKS = 1 << 17  # of a GIF, 255 bytes each
+_MAX_SEGMENTS = 4096  # in a JPEG or a RIFF file
+_MAX_SCANS = 50  # in a progressive JPEG; each scan covers the whole picture
+_MAX_CHUNKS = 1 << 16  # in a PNG
+_MAX_BLOCKS = 1 << 17  # in a GIF, 255 bytes each
 
-_SEGMENT = re.compile(b"\xff[\xc0-\xcf\xd9-\xfe]")  # of a JPEG: not FF 00, which is data, nor markers without content
+_SEGMENT = re.compile(b"\xff[\xc0-\xcf\xd9-\xfe]")  # in a JPEG: not FF 00, which is data, nor markers without content
 _XMP_SEGMENT = b"http://ns.adobe.com/xap/1.0/\0"
 _GIF_BLOCK = re.compile(b"[!,;]")
 _IEND = b"\0\0\0\0IEND\xae\x42\x60\x82"
 
 
 class Container(NamedTuple):
-    """`orientation` is EXIF's 1 to 8; `data` what the decoder gets; width and height before orientation."""
+    """A file reduced for decoding. `orientation` is EXIF's, 1 to 8; `data` goes to the decoder; width and height are
+    those before orientation."""
 
     format: str
     width: int
@@ -35,12 +36,13 @@ class Container(NamedTuple):
 
 
 def inspect(data: bytes) -> Container:
-    """Raises InvalidImage: unsupported_image_format by the first bytes, image_decode_failed for a broken file."""
+    """Parses a file's header. Raises InvalidImage: unsupported_image_format by the first bytes, image_decode_failed for
+    a broken file."""
     for magic, parse in _PARSERS:
         if data.startswith(magic):
             try:
                 return parse(data)
-            except (struct.error, IndexError) as error:  # reads beyond the end of the file
+            except (struct.error, IndexError) as error:  # a read beyond the end of the file
                 raise broken("it ends too early") from error
     raise InvalidImage(
         "the image has an unsupported format; supported: PNG, JPEG, WEBP, GIF, BMP", code="unsupported_image_format"
@@ -62,7 +64,7 @@ def _png(data: bytes) -> Container:
         has_pixels = has_pixels or kind == b"IDAT"
         if end > len(data) and not has_pixels:
             raise broken("it ends too early")
-        if kind == b"IEND" or end > len(data):  # if the end is missing, the decoder knows whether pixels are
+        if kind == b"IEND" or end > len(data):  # the decoder finds missing pixels
             kept.append(data[offset:] if kind == b"IDAT" else _IEND)
             break
         if kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT"):
@@ -85,11 +87,11 @@ def _png(data: bytes) -> Container:
 
 
 def _jpeg(data: bytes) -> Container:
-    """Up to the first end marker behind pixels: phones append clips, and cameras further pictures."""
+    """Parses up to the first end marker after pixels: phones append clips, and cameras further pictures."""
     exif: list[bytes] = []
     kept, size, xmp, first_scan, num_scans, offset = [data[:2]], None, b"", 0, 0, 2
     for _ in range(_MAX_SEGMENTS):
-        found = _SEGMENT.search(data, offset)  # behind padding, pixels and what Pillow skips as well
+        found = _SEGMENT.search(data, offset)  # skips padding, pixels and what Pillow skips
         if found is None:
             raise broken("it ends too early")
         offset, marker = found.start(), data[found.start() + 1]
@@ -107,7 +109,7 @@ def _jpeg(data: bytes) -> Container:
             exif.append(segment[10 if exif else 4 :])  # one block of EXIF may need several segments
         elif marker == 0xE1 and not first_scan and segment.startswith(_XMP_SEGMENT, 4):
             xmp = segment[4 + len(_XMP_SEGMENT) :]
-        # Other application data and comments are left out.
+        # Drops other application data and comments.
         if not (first_scan or 0xE1 <= marker <= 0xED or marker in (0xEF, 0xFE)):
             kept.append(segment)
         offset += 2 + length
@@ -122,12 +124,12 @@ def _jpeg(data: bytes) -> Container:
 
 
 def _gif(data: bytes) -> Container:
-    """Its first picture, and what makes a colour of that transparent."""
+    """Keeps the first picture and its transparency."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     offset = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
     kept, blocks_left = [data[:offset]], _MAX_BLOCKS
     while True:
-        found = _GIF_BLOCK.search(data, offset)  # behind what Pillow skips as well, often zero bytes
+        found = _GIF_BLOCK.search(data, offset)  # skips what Pillow skips, often zero bytes
         if found is None:
             raise broken("it ends too early")
         if found[0] == b";":
@@ -148,7 +150,7 @@ def _gif(data: bytes) -> Container:
             raise broken("it has too many parts")
         if is_picture or (data.startswith(b"!\xf9", begin) and data[begin + 2] >= 4):
             kept.append(data[begin:offset])
-        if is_picture:  # if it is cut off, the decoder knows whether pixels are missing
+        if is_picture:  # the decoder finds missing pixels
             return Container("GIF", width, height, 1, b"".join(kept))
 
 
@@ -178,10 +180,10 @@ def _webp(data: bytes) -> Container:
     if size is None:
         raise broken("it holds no picture")
     body, flags = b"".join(kept), 0
-    if body.startswith(b"VP8X"):  # forget the parts that were left out
+    if body.startswith(b"VP8X"):  # clear the flags of dropped chunks
         flags = body[8]
         body = body[:8] + bytes([flags & ~0x2C]) + body[9:]
-    # What the header does not announce is not there for libwebp.
+    # libwebp ignores chunks that the header does not announce.
     exif, xmp = (told.get(kind, b"") if flags & flag else b"" for kind, flag in ((b"EXIF", 8), (b"XMP ", 4)))
     packed = b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
     return Container("WEBP", *size, orientation_of(exif, xmp), packed)

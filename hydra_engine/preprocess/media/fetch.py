@@ -1,8 +1,8 @@
-"""The fetcher of pictures and videos: the one place that decides which addresses are asked for what a user names.
+"""The fetcher of pictures and videos: the only place that decides which addresses are contacted for a user's URL.
 
-A host is resolved once, every address must be allowed, and those addresses are the ones dialled, by a child process
-that reads what the hosts send. The machine's own addresses are not allowed, public ones included: what listens there
-may trust whoever is on this machine. Errors never quote what was fetched.
+A host is resolved once, every address must be allowed, and exactly those addresses are dialled, by a child process that
+reads the answers. The machine's own addresses are not allowed, public ones included: services there may trust local
+clients. Errors never quote what was fetched.
 """
 
 from __future__ import annotations
@@ -36,46 +36,46 @@ from hydra_engine.preprocess.sandbox.fetch_child import Ended
 from hydra_engine.preprocess.sandbox.fetch_process import ChildLost, FetchProcess
 
 MAX_REDIRECTS = 3
-# At once. A client takes as many places as it leaves free, so one alone has half of them.
-MAX_FETCHES = 256  # what they may hold together is `max_fetched_bytes`
-MAX_FETCHES_OF_HOST = 32  # of one client alone: of a name, and twice as many of an address
-MAX_LOOKUPS = 64  # of host names; each has a thread while the resolver takes its time
-MAX_WAITING = 16384  # fetches, half of them of one client
-MAX_ADDRESSES = 64  # of a name
+# Limits at one time. A client may take as many places as it leaves free, so a client alone gets half.
+MAX_FETCHES = 256  # their bodies together are limited by `max_fetched_bytes`
+MAX_FETCHES_OF_HOST = 32  # of one client alone, per name; twice as many per address
+MAX_LOOKUPS = 64  # of host names; each takes a thread
+MAX_WAITING = 16384  # fetches; one client may have half
+MAX_ADDRESSES = 64  # per name
 MAX_DIALLED = 8
 
 
 def _is_own(address: IPAddress) -> bool:
-    """Whether this machine would talk to itself; nothing is sent to find out."""
+    """True if this machine would talk to itself; sends nothing."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((str(address), 9))
             return ipaddress.ip_address(probe.getsockname()[0]) == address
-    except OSError:  # no way there, so no way to ourselves
+    except OSError:  # no route, so not this machine
         return False
 
 
 class MediaFetcher:
-    """Reads RemoteFile sources. `resolve` can be replaced in tests."""
+    """Fetches RemoteFile sources. Tests replace `resolve`."""
 
     def __init__(self, config: MediaConfig, resolve: Resolve | None = None) -> None:
         self._config = config
         self._names = Names(MAX_LOOKUPS, resolve)
         self._slots = _places("fetches", MAX_FETCHES)
-        self._slots_of_host: dict[str, tuple[Turns, int]] = {}  # and how many hold or await one
+        self._slots_of_host: dict[str, tuple[Turns, int]] = {}  # (turns, fetches that hold or await a place)
         self._process = FetchProcess(answer_seconds=config.fetch_timeout_s / 2)
 
     def warm_up(self) -> None:
-        """Starts what the first fetch would otherwise wait for, and does not wait for it."""
+        """Starts the fetch process without waiting for it."""
         self._process.start()
 
     def close(self) -> None:
         self._process.close()
 
     async def fetch(self, source: RemoteFile, lease: Lease) -> bytes:
-        """The body, whose bytes `lease` holds from now on, for its client. Raises MediaForbidden, MediaFetchFailed or,
-        when too much is fetched already, Unavailable; after twice `fetch_timeout_s` at the latest."""
+        """Returns the body; `lease` holds its bytes from now on, for its client. Raises MediaForbidden,
+        MediaFetchFailed, or Unavailable if too much is being fetched; after 2 x `fetch_timeout_s` at the latest."""
         try:
             async with asyncio.timeout(2 * self._config.fetch_timeout_s):
                 return await self._fetch(source, lease)
@@ -93,13 +93,14 @@ class MediaFetcher:
         raise MediaFetchFailed(f"the {source.kind} could not be fetched: more than {MAX_REDIRECTS} redirects")
 
     async def _get(self, url: URL, fetching: _Fetching) -> bytes | URL:
-        """The body, or where a redirect points to. A connection of its own, so no state is shared between hosts."""
+        """Returns the body, or the URL that a redirect points to. Uses a new connection, so no state is shared between
+        hosts."""
         addresses = (await self._addresses(url, fetching))[:MAX_DIALLED]
         async with AsyncExitStack() as held:
             async with fetching.waiting():
                 if url.raw_host not in addresses:
                     await held.enter_async_context(self._slot_of_host(url.raw_host or "", 1, fetching.client))
-                for address in sorted(addresses):  # in one order, so that nobody waits in a circle
+                for address in sorted(addresses):  # in one order, to prevent a deadlock
                     await held.enter_async_context(self._slot_of_host(address, 2, fetching.client))
                 await held.enter_async_context(self._slots.place(fetching.client))
             kind, most = fetching.kind, max_bytes(self._config, fetching.kind)
@@ -119,7 +120,8 @@ class MediaFetcher:
             raise MediaFetchFailed(f"the {kind}'s host redirects to a malformed URL") from error
 
     async def _ask(self, get: Get, fetching: _Fetching) -> tuple[list[bytes], Ended]:
-        """Asks the child, and its successor where it was lost. Time that a lost one has taken is no host's fault."""
+        """Sends the request to the child, and once more to its successor if it is lost. A lost child's time does not
+        count against the host."""
         for lost in (False, True):
             body: list[bytes] = []
             fetching.lease.release()
@@ -142,7 +144,7 @@ class MediaFetcher:
 
     @asynccontextmanager
     async def _slot_of_host(self, host: str, weight: int, client: str) -> AsyncIterator[None]:
-        """A place among the fetches from this name or address, of which one client alone has half."""
+        """Holds a place among the fetches from this name or address; a client alone gets at most half of them."""
         num_places = 2 * weight * MAX_FETCHES_OF_HOST
         slots, num_users = self._slots_of_host.get(host) or (_places("fetches from a host", num_places), 0)
         self._slots_of_host[host] = slots, num_users + 1
@@ -198,7 +200,7 @@ class MediaFetcher:
 
 
 class _Fetching:
-    """One fetch with all its hops, and what is left of the time that it may wait for others and take itself."""
+    """The state of one fetch over all its hops: the time left for waiting for others and for its own work."""
 
     def __init__(self, kind: str, lease: Lease, seconds: float) -> None:
         self.kind = kind
@@ -209,7 +211,7 @@ class _Fetching:
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """Raises Unavailable when it has lasted too long."""
+        """Counts the time inside as waiting. Raises Unavailable when that is used up."""
         begun_s = time.monotonic()
         try:
             async with asyncio.timeout(self._waiting_s):
@@ -221,7 +223,7 @@ class _Fetching:
 
     @contextmanager
     def working(self) -> Iterator[float]:
-        """Gives the seconds that are left."""
+        """Counts the time inside as work. Yields the seconds that are left."""
         begun_s = time.monotonic()
         try:
             yield self._working_s

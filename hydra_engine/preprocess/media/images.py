@@ -1,4 +1,4 @@
-"""Pictures before they are decoded: limits that the header must keep, and pictures that are in memory already.
+"""Limits on pictures before they are decoded, and conversion of pictures in memory.
 
 `inspected` checks untrusted bytes before the decode child sees them. Pillow's own messages never reach an error. Does
 not know models, resizing or where bytes come from.
@@ -21,7 +21,7 @@ from hydra_engine.preprocess.media.pixels import PIL_ERRORS, to_rgb, upright
 
 _ORIENTATION_TAG = 0x0112
 
-# A Pillow image that a caller shares between requests loads itself on first use, which is not safe from two threads.
+# A Pillow image shared between requests loads lazily, which is not thread-safe.
 _loading = threading.Lock()
 
 
@@ -32,7 +32,7 @@ def upright_size(container: Container) -> tuple[int, int]:
 
 
 def inspected(data: bytes, limits: MediaConfig) -> Container:
-    """A file that may be decoded. Raises InvalidImage."""
+    """Parses the header of a file that may be decoded. Raises InvalidImage."""
     if len(data) > limits.max_image_bytes:
         raise InvalidImage(f"the image is larger than {size(limits.max_image_bytes)}", code="image_too_large")
     container = inspect(data)
@@ -57,7 +57,8 @@ def check_size(width: int, height: int, limits: MediaConfig) -> None:
 
 
 def from_pil(image: Image.Image, limits: MediaConfig) -> Image.Image:
-    """A caller's own picture, which stays as it is; EXIF orientation is applied."""
+    """Returns the caller's picture as upright RGB, by EXIF orientation; the original is unchanged. Raises
+    InvalidImage."""
     check_size(*image.size, limits)
     try:
         with _loading:
@@ -69,7 +70,7 @@ def from_pil(image: Image.Image, limits: MediaConfig) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> Any:
-    """What Pillow's `exif_transpose` goes by; 1 where it would fail, as it is for such files."""
+    """The EXIF orientation that Pillow's `exif_transpose` would apply; 1 if it would fail."""
     try:
         return image.getexif().get(_ORIENTATION_TAG, 1)
     except PIL_ERRORS:
@@ -77,8 +78,8 @@ def _orientation(image: Image.Image) -> Any:
 
 
 def from_array(value: Any, limits: MediaConfig) -> Image.Image:
-    """A numpy array or a tensor: rows x columns (x channels; channels first is understood), integers from 0 to 255 or
-    floats from 0 to 1."""
+    """Converts a numpy array or tensor: [height, width] or [height, width, 1, 3 or 4], channels first accepted;
+    integers from 0 to 255 or floats from 0 to 1. Raises InvalidImage."""
     pixels = _channels_last(_as_numpy(value))
     check_size(pixels.shape[1], pixels.shape[0], limits)
     if np.issubdtype(pixels.dtype, np.integer):
@@ -97,7 +98,7 @@ def from_array(value: Any, limits: MediaConfig) -> Image.Image:
 def _as_numpy(value: Any) -> npt.NDArray[Any]:
     if isinstance(value, np.ndarray):
         return value
-    for method in ("detach", "cpu"):  # of a tensor
+    for method in ("detach", "cpu"):  # tensors have these
         value = getattr(value, method, lambda same=value: same)()
     try:
         return np.asarray(value.numpy())

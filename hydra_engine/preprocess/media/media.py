@@ -1,8 +1,8 @@
-"""The loader of pictures and videos: references are checked, fetched, opened, decoded, and turned into payloads.
+"""The loader of pictures and videos: references are checked, fetched, opened, decoded and turned into payloads.
 
-Cheap checks of all references come first, then all of a request are opened, and what does not fit goes no further.
-Clients take turns at the worker threads, and at what decodes one at a time before they take a thread; decoding what
-strangers send happens in a child process, once per content. Does not know prompts, tokens or requests.
+Cheap checks of all references come first; then all media of a request are opened, and too large a request ends there.
+Clients take turns at worker threads, and at decoders that run one at a time before they take a thread; untrusted media
+are decoded in child processes, once per content. Does not know prompts, tokens or requests.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, 
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 
-MAX_WAITING = 4096  # half of them of one client
-DEFAULT_FPS = 2.0  # of frames that come without; what Qwen's models sample videos at
+MAX_WAITING = 4096  # jobs; one client may have half
+DEFAULT_FPS = 2.0  # for frames without a rate; Qwen's models sample videos at this
 
-_LARGE_PIXELS = 12_000_000  # from here on one picture at a time, so memory is bounded whatever the number of threads
-_MAX_OPENED_BYTES = 64 << 20  # of all that is opened and waits; more is opened again when its turn has come
+_LARGE_PIXELS = 12_000_000  # from this size one picture at a time, which bounds memory for any number of threads
+_MAX_OPENED_BYTES = 64 << 20  # of opened media that wait; beyond this a medium is opened again in its turn
 
 T = TypeVar("T")
-Planned = tuple[str, MediaPlan]  # the kind of a picture or video, and what becomes of it
+Planned = tuple[str, MediaPlan]  # (kind, plan) of a picture or video
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """One picture or video, ready: `plan` says what takes its placeholder's place, `payloads` belong to its items."""
+    """A picture or video, ready: `plan` is what replaces its placeholder, `payloads` belong to the plan's items."""
 
     kind: str  # "image" or "video"
     size: tuple[int, int]  # (width, height) of the upright source
     plan: MediaPlan
     payloads: tuple[PixelPayload, ...]
-    video: VideoInfo | None = None  # where it is one
+    video: VideoInfo | None = None  # None for a picture
     spans: tuple[StageSpan, ...] = ()  # fetch, preprocess
 
 
@@ -63,22 +63,22 @@ class _Asker:
 
     client: str
     salt: str
-    turn: asyncio.Semaphore  # one request does not fill the queue of all
+    turn: asyncio.Semaphore  # so that one request does not fill the common queue
     check: Callable[[Sequence[Planned]], object] | None
 
 
 @dataclass(slots=True)
 class _Loading:
-    """One of a request's media on its way."""
+    """A picture or video that is being loaded."""
 
     part: MediaPart
     source: Source | Frames | None  # None: no longer needed
     budget: PixelBudget
-    fetched: Lease  # of what was fetched, until it is decoded
+    fetched: Lease  # holds the fetched bytes until they are decoded
     kept: Lease
     spans: tuple[StageSpan, ...] = ()
     turns: Turns | None = None
-    opened: Opened | None = None  # while there is room for what it holds
+    opened: Opened | None = None  # kept while `kept` has room for its bytes
     media: Media | None = None
 
 
@@ -90,7 +90,7 @@ class _Work:
 
 
 class MediaLoader:
-    """One per preprocessor; `load` runs on the loop, the work in threads and child processes."""
+    """The loader of one preprocessor; `load` runs on the loop, the work in threads and child processes."""
 
     def __init__(self, spec: ModelSpec, limits: MediaConfig, clock: Clock, resolve: Resolve | None = None) -> None:
         self._spec = spec
@@ -111,7 +111,7 @@ class MediaLoader:
         self._processing = Turns("pictures", num_places=1, max_waiting=MAX_WAITING)
 
     async def warm_up(self) -> None:
-        """Starts what the first pictures would otherwise wait for, and waits for none of the decode children."""
+        """Starts the processes that the first pictures need; returns before the decode children are ready."""
         if self._spec.vision is not None:
             self._fetcher.warm_up()
             await self._workers.run("", self._decoders.warm_up, self._limits.decode_workers)
@@ -119,7 +119,6 @@ class MediaLoader:
             await self._workers.run("", self._processor.warm_up, turns=self._processing)
 
     def forget_pictures(self) -> None:
-        """Pictures that come again are decoded again."""
         self._pixels.clear()
 
     def close(self) -> None:
@@ -130,7 +129,8 @@ class MediaLoader:
             self._processor.close()
 
     def check(self, parts: Sequence[MediaPart]) -> list[Source | Frames]:
-        """Counts and addresses, before anything is opened. Raises InvalidRequest naming the reference."""
+        """Checks counts and addresses and returns the sources; opens nothing. Raises InvalidRequest that names the
+        reference."""
         if not parts:
             return []
         if self._spec.vision is None or self._spec.image_token_id is None:
@@ -187,10 +187,10 @@ class MediaLoader:
         client: str = "",
         check: Callable[[Sequence[Planned]], object] | None = None,
     ) -> list[Media]:
-        """In order; `sources` are what `check` returned, `pixels` what each picture may have beside its own detail. All
-        or none: the first error ends the others. `check` raises where what all of them become is too much; it is asked
-        in some thread before any is decoded, unless only the model's own processor tells what they become. What was
-        decoded under another salt is decoded again, or the time that it takes would tell whose pictures were here."""
+        """Returns the media in order, or raises the first error and cancels the rest. `sources` are `check`'s result;
+        `pixels` limits each picture beside its own detail. `check` raises if the plans are too large; a worker thread
+        or the loop calls it before anything is decoded, unless only the model's own processor can tell the plans. The
+        cache is separate for each salt, since decoding time would reveal other clients' pictures."""
         if not sources:
             return []
         check = check if self._processor is None else None
@@ -240,7 +240,7 @@ class MediaLoader:
             return await self._finish(item, opened, work)
 
     def _open_in_thread(self, item: _Loading, asker: _Asker, is_alone: bool) -> tuple[Opened, _Work | None]:
-        """Decodes in this turn what needs no other: what is known already, and a request's only medium."""
+        """Opens, and decodes at once what is cached or is the request's only medium and needs no further turn."""
         started_s = self._clock.now()
         opened = self._opened_from(item, asker)
         if is_alone and asker.check is not None:
@@ -265,7 +265,7 @@ class MediaLoader:
             return self._pixels.get_or_make(opened.key, opened.make)
 
     def _turns_for(self, opened: Opened) -> Turns | None:
-        """The turns that decoding it takes besides those of threads, None where it takes no other."""
+        """The turns that decoding needs besides a thread; None if it needs none."""
         if self._processor is not None and opened.kind == "image":
             return self._processing
         return self._large if opened.num_pixels >= _LARGE_PIXELS else None
@@ -276,7 +276,7 @@ class MediaLoader:
             with naming(item.source):
                 made = await made_elsewhere(made)
             ended_s = self._clock.now()
-        if isinstance(made[0], ProcessedPicture):  # what the processor makes of a picture is known now
+        if isinstance(made[0], ProcessedPicture):  # the processor has made the plan
             plan = made[0].plan()
         span = StageSpan("preprocess", work.started_s, ended_s, tokens=plan.num_patches)
         item.media = Media(opened.kind, opened.size, plan, made, opened.video, (*item.spans, span))
@@ -292,7 +292,7 @@ def _budget(part: MediaPart, pixels: PixelBudget) -> PixelBudget:
 
 @contextmanager
 def _blaming(part: MediaPart) -> Iterator[None]:
-    """Adds to an error of a picture or video where the request has it."""
+    """Sets an error's `param` to the part's position in the request."""
     try:
         yield
     except InvalidRequest as error:
@@ -301,7 +301,7 @@ def _blaming(part: MediaPart) -> Iterator[None]:
 
 
 async def _all_or_none(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; at the first error, or when cancelled, the others are cancelled and waited for."""
+    """Returns all results in order; on an error, or if cancelled, cancels the other jobs and waits for them."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return list(await asyncio.gather(*tasks))

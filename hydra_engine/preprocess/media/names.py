@@ -1,7 +1,7 @@
-"""Lookups of host names, which clients take in turn.
+"""Host name lookups, for which clients take turns.
 
-The system's resolver takes a thread for as long as it pleases, also when nobody waits any more, so a place is free
-again when its thread is. Does not know which addresses may be asked.
+The system's resolver may occupy a thread for any time, even after the lookup is abandoned, so a place is free again
+when its thread is. Does not know which addresses are allowed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from functools import partial
 from hydra_engine.core.fairness.turns import Turns
 from hydra_engine.errors import Unavailable
 
-MAX_WAITING = 16384  # lookups, half of them of one client
+MAX_WAITING = 16384  # lookups; one client may have half
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> addresses
 
 
 class Names:
-    """`resolve` can be replaced in tests."""
+    """Lookups of host names, at most `max_lookups` at once. Tests replace `resolve`."""
 
     def __init__(self, max_lookups: int, resolve: Resolve | None = None) -> None:
         self._resolve = resolve or _system_resolve
@@ -30,8 +30,8 @@ class Names:
         self._lookups: set[asyncio.Future[list[str]]] = set()
 
     async def start(self, client: str, host: str, port: int) -> asyncio.Future[list[str]]:
-        """A lookup that has begun, after a wait for a place. Awaited by way of asyncio.shield it raises OSError or
-        UnicodeError where the name has no address. Raises Unavailable where too many wait."""
+        """Returns a started lookup, after waiting for a place. Await it through asyncio.shield; it raises OSError or
+        UnicodeError if the name has no address. Raises Unavailable if too many lookups wait."""
         await self._places.take(client)
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
@@ -42,15 +42,15 @@ class Names:
             self._lookups.discard(lookup)
             self._places.give_back(client, loop.time() - begun_s)
             if not lookup.cancelled():
-                lookup.exception()  # there may be nobody who waits
+                lookup.exception()  # retrieved here, since the waiter may be gone
 
         lookup.add_done_callback(on_done)
         return lookup
 
 
 async def _system_resolve(host: str, port: int) -> list[str]:
-    """Resolves in a thread that neither the end of this process nor the loop waits for, not even for its begin: on
-    a busy machine that takes long."""
+    """Resolves in a raw thread: neither the end of the process nor the loop waits for it, nor for its start, which
+    takes long on a busy machine."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[list[str]] = loop.create_future()
     try:
@@ -70,7 +70,7 @@ def _look_up(host: str, port: int, loop: asyncio.AbstractEventLoop, found: async
         settle = partial(
             _settle, found, list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in records))
         )
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+    with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(settle)
 
 

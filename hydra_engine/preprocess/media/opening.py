@@ -1,7 +1,7 @@
-"""Pictures and videos that are opened and not decoded: what they are by a header or a probe, what becomes of them
-by that, and how their pixels are made.
+"""Opens pictures and videos without decoding them: size and format by a header or a probe, the plan that follows, and a
+function that makes their pixels.
 
-Blocking, for worker threads. Does not know whose turn it is, nor what other requests have.
+Blocking, for worker threads. Does not know turns or other requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hydra_engine.preprocess.sandbox.processor import ImageProcessor
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """A video that came as a list of pictures."""
+    """A video given as a list of pictures."""
 
     pictures: tuple[DataUrl | LocalFile | InMemory, ...]
     fps: float
@@ -45,8 +45,8 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """One picture or video. `make` decodes it, blocking; `key` names what that gives. Until then it holds `num_bytes`,
-    and meanwhile a picture of `num_pixels` exists."""
+    """An opened picture or video. `make` decodes it (blocking); `key` identifies the result. Until then `num_bytes` of
+    source are held; while decoding, a picture of `num_pixels`."""
 
     kind: str
     size: tuple[int, int]
@@ -59,7 +59,7 @@ class Opened:
 
 
 class Opener:
-    """Safe from any thread. What `make` of a picture returns goes through the `processor` where there is one."""
+    """Opens media for one model. Thread-safe. Pictures go through `processor`, if there is one."""
 
     def __init__(
         self, vision: VisionSpec, limits: MediaConfig, decoders: Decoders, processor: ImageProcessor | None
@@ -72,7 +72,7 @@ class Opener:
     def open(
         self, source: DataUrl | LocalFile | InMemory | Frames, kind: str, budget: PixelBudget, salt: str
     ) -> Opened:
-        """Raises InvalidImage, InvalidRequest, Unavailable."""
+        """Opens one picture or video. Raises InvalidImage, InvalidRequest or Unavailable."""
         value = source if isinstance(source, Frames) else read_local(source, self._limits)
         if isinstance(value, Frames):
             return self._frames(value, salt)
@@ -83,7 +83,8 @@ class Opener:
         return self._picture(self._in_memory(value), budget, salt)
 
     def _file(self, data: bytes, budget: PixelBudget, salt: str) -> Opened:
-        """The header here, the pixels in a child process. The plan's views, and so the budget, are in every digest."""
+        """Parses the header; a child process decodes the pixels. The plan's views, and so the budget, are part of every
+        digest."""
         container = images.inspected(data, self._limits)
         size = images.upright_size(container)
         plan = self._vision.plan_image(*size, budget)
@@ -93,14 +94,14 @@ class Opener:
         )
 
     def _picture(self, image: Image.Image, budget: PixelBudget, salt: str) -> Opened:
-        """A picture that is in memory already."""
+        """Opens a picture in memory."""
         plan = self._vision.plan_image(*image.size, budget)
         pixels = partial(render, [image], plan.views, self._vision.preprocess.resample)
         num_bytes = 3 * image.width * image.height
         return self._opened("image", image.size, plan, content_of_image(image), pixels, salt, num_bytes)
 
     def _video(self, data: bytes, salt: str) -> Opened:
-        """Probes a video in a child; nothing of the file is parsed in this process."""
+        """Probes the video in a child process; this process parses nothing of the file."""
         info = videos.checked(self._decoders.probe_video(videos.inspected(data, self._limits)), self._limits)
         video = self._vision.plan_video(info)
         job = videos.VideoJob(data, video.frames, video.media.views, self._vision.preprocess.resample)
@@ -148,7 +149,7 @@ class Opener:
         digest = plan_digest(content, plan.views, spec)
 
         def make() -> Payloads:
-            if kind == "image" and processor is not None:  # the model's own, which runs through transformers
+            if kind == "image" and processor is not None:  # transformers runs the model's own processor
                 return (processor.process(ImageDigest(digest), plan.views[0].canvas, pixels()),)
             return payloads_of(pixels(), content, plan, spec)
 
@@ -160,5 +161,5 @@ class Opener:
 
 
 def _key(digest: bytes, salt: str) -> bytes:
-    """The key of what is kept for requests with this salt; a salt needs no bound."""
+    """The cache key for requests with this salt, whatever its length."""
     return hashlib.blake2b(digest + salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()

@@ -1,7 +1,7 @@
-"""Payloads for the vision tower, one per span of features, with digests, made of the pixels of a plan's views.
+"""Payloads for the vision tower, one per span of features, with digests, made from the pixels of a plan's views.
 
-The pixels stay uint8; the tower normalises them on its device. A digest says where features come from, not what the
-pixels are: hashing costs the compressed file, not what became of it. Does not know tensors or files.
+The pixels stay uint8; the tower normalises them on its device. A digest names the source and plan of the features, not
+the pixels: the compressed file is hashed, not its decoded form. Does not know tensors or files.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _DIGEST_VERSION = b"hydra-image-2"
 
 
 def payloads_of(data: bytes, content: bytes, plan: MediaPlan, spec: PreprocessSpec) -> tuple[PixelPayload, ...]:
-    """One payload per item of the plan, in order. `data` is what `pixels.render` made of the plan's views."""
+    """Returns one payload per item of the plan, in order. `data` is the result of `pixels.render` for the plan's
+    views."""
     assert len(data) == num_bytes(plan.views)
     source = plan_digest(content, plan.views, spec)
     payloads = []
     begin = 0
     for index, item in enumerate(plan.items):
         end = begin + item.num_pictures * item.width * item.height * 3
-        # Positions are part of it: cached keys and values depend on them, and blocks are named by these digests.
+        # Positions are included: KV depends on them, and KV blocks are keyed by these digests.
         place = (item.rows, item.columns, item.time, int(item.continues))
         geometry = struct.pack("<10q", index, item.width, item.height, *item.grid, *place)
         digest = ImageDigest(_digest((_DIGEST_VERSION, source, geometry, b"%d" % item.num_pictures)))
@@ -44,7 +45,7 @@ def payloads_of(data: bytes, content: bytes, plan: MediaPlan, spec: PreprocessSp
 
 
 def plan_digest(content: bytes, views: tuple[View, ...], spec: PreprocessSpec) -> bytes:
-    """32 bytes: names all payloads of one source under one plan. Also the key of a cache of payloads."""
+    """32 bytes that name all payloads of one source under one plan; also their cache key."""
     numbers = [number for v in views for number in (*v.resize, *v.canvas, *v.corner, *v.tile, v.source)]
     packed = struct.pack(f"<{len(numbers)}q", *numbers)
     return _digest((_DIGEST_VERSION, spec.identity.encode(), spec.resample.encode(), content, packed))
@@ -66,7 +67,7 @@ def content_of_frames(contents: Sequence[bytes], frames: Sequence[int]) -> bytes
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:
-    """BLAKE2b-256 over every part with its length, so no two tuples run together."""
+    """BLAKE2b-256 over every part with its length, so that no two tuples collide by concatenation."""
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -78,8 +79,9 @@ Payloads = tuple[PixelPayload, ...]
 
 
 class PixelCache:
-    """An LRU cache of processed pictures, so that the same one is decoded once. Bounded in bytes of pixels. Safe from
-    any thread; no thread waits for what another one makes. Never keeps a failure."""
+    """An LRU cache of processed pictures, bounded by the bytes of their pixels (0: off). Requests that need the same
+    picture at the same time decode it once. Thread-safe; no thread waits for another's decoding. Never keeps a
+    failure."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -97,8 +99,8 @@ class PixelCache:
             return self._known(key)
 
     def get_or_make(self, key: bytes, make: Callable[[], Payloads]) -> Payloads | Future[Payloads]:
-        """Leaves what another thread is making to `made_elsewhere`. What `make` raises reaches everybody who waits for
-        this key, and the next call makes it again."""
+        """Returns the payloads, or a future for `made_elsewhere` if another thread is making them. An exception of
+        `make` reaches all who wait for this key; the next call makes it again."""
         if self.max_bytes == 0:
             return make()
         with self._lock:
@@ -106,11 +108,11 @@ class PixelCache:
             if known is not None:
                 return known
             mine = self._making[key] = Future()
-            mine.set_running_or_notify_cancel()  # whoever waits cannot cancel it for others
+            mine.set_running_or_notify_cancel()  # so that a waiter cannot cancel it for others
         return self._make(key, mine, make)
 
     def clear(self) -> None:
-        """Forgets everything; what is being made is kept when it is there."""
+        """Drops all entries; those being made are still added later."""
         with self._lock:
             self._entries.clear()
             self._num_bytes = 0
@@ -147,7 +149,7 @@ class PixelCache:
 
 
 async def made_elsewhere(promise: Future[Payloads]) -> Payloads:
-    """Waits for it on the loop."""
+    """Awaits payloads made in another thread."""
     try:
         return await asyncio.wrap_future(promise)
     except HydraError as error:
@@ -155,7 +157,7 @@ async def made_elsewhere(promise: Future[Payloads]) -> Payloads:
 
 
 def _copy(error: BaseException) -> BaseException:
-    """Of an error for a user: every request writes into its own where in the request it came from."""
+    """Copies a HydraError, since every request sets its own `param`."""
     return from_info(error.info()) if isinstance(error, HydraError) else error
 
 

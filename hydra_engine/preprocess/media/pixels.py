@@ -1,9 +1,9 @@
 """Decodes an inspected file to an upright 8-bit RGB picture, and cuts that, resized, into the views that a model needs.
 
-Alpha is blended over white, 16-bit values are scaled, animations give their first frame. Resizing is native, and
-Pillow's where the extension is missing; both give the same bits: Pillow's filters and rounding, with its order of the
-two passes. Runs in the decode child for untrusted files and in a thread for pictures in memory; imports little else so
-that the child starts quickly. Does not know models.
+Alpha is blended over white, 16-bit values are scaled, of animations the first frame is used. Resizing is native, and
+Pillow's if the extension is missing; both give the same bits: Pillow's filters and rounding, with its order of the two
+passes. Runs in the decode child for untrusted files and in a thread for pictures in memory; imports little else so that
+the child starts quickly. Does not know models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ try:
 except ImportError as error:  # not built here; `doctor` says so
     _C, _PROBLEM = None, str(error)
 
-Pixels = npt.NDArray[np.uint8]  # [height, width, 3], rows at any distance, pixels in a row next to each other
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3], rows at any stride, pixels of a row contiguous
 
 RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -41,7 +41,7 @@ RESAMPLING = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 _CODES = {name: code for code, name in enumerate(RESAMPLING)}
-# Since this version Pillow shrinks tall pictures down before across, which shows in the last bit.
+# From this version on Pillow shrinks tall pictures vertically first, which changes the last bit.
 _DOWN_FIRST_SINCE = 13
 
 
@@ -55,14 +55,15 @@ class Window(NamedTuple):
 
 
 def describe() -> str:
-    """What resizes here, and why it is not the native code if it is not."""
+    """Names the resizer in use, and the reason if it is not the native one."""
     if _C is None:
         return f"Pillow: the native extension cannot be loaded ({_PROBLEM}); run `make build`"
     return f"native, {_C.isa()}"
 
 
 def resize_into(source: Pixels, size: tuple[int, int], resample: str, window: Window, out: Pixels) -> None:
-    """`out` [window.height, window.width, 3] becomes the window of `source` resized to `size` (width, height)."""
+    """Resizes `source` to `size` (width, height) and writes the part in `window` to `out` [window.height, window.width,
+    3]."""
     assert out.shape == (window.height, window.width, 3) and out.strides[1:] == (3, 1)
     if _C is None:
         _resize_with_pillow(source, size, resample, window, out)
@@ -70,7 +71,7 @@ def resize_into(source: Pixels, size: tuple[int, int], resample: str, window: Wi
     height, width, _ = source.shape
     if source.strides[1:] != (3, 1) or source.strides[0] < 3 * width:
         source = np.ascontiguousarray(source)
-    stride = source.strides[0] if height > 1 else 3 * width  # numpy may say anything where nothing follows
+    stride = source.strides[0] if height > 1 else 3 * width  # numpy's value is arbitrary for one row
     _C.resize_rgb(
         *(source.ctypes.data, stride, width, height, *size),
         *(window.left, window.top, window.width, window.height, out.ctypes.data, out.strides[0]),
@@ -94,9 +95,9 @@ def _resize_with_pillow(source: Pixels, size: tuple[int, int], resample: str, wi
 
 Picture = Image.Image | Pixels  # RGB
 
-# What Pillow's plugins raise on broken files: SyntaxError and struct.error from the parsers of chunks, EOFError from
-# missing frames, IndexError, KeyError and TypeError from palettes, zlib.error from compressed text; OSError (with
-# UnidentifiedImageError) and ValueError elsewhere. MemoryError: a picture that this process may not hold.
+# Raised by Pillow's plugins for broken files: SyntaxError and struct.error by chunk parsers, EOFError for missing
+# frames, IndexError, KeyError and TypeError for palettes, zlib.error for compressed text; OSError (with
+# UnidentifiedImageError) and ValueError elsewhere. MemoryError: the picture exceeds this process's memory limit.
 PIL_ERRORS = (
     OSError,
     SyntaxError,
@@ -128,7 +129,7 @@ _SIXTEEN_TO_EIGHT = [(value + 128) // 257 for value in range(1 << 16)]
 
 
 def decode(container: Container) -> Pixels:
-    """Upright. Raises InvalidImage for data that is not what the header promised."""
+    """Returns upright pixels. Raises InvalidImage if the data contradicts the header or is damaged."""
     if container.format == "JPEG":
         pixels = _decode_jpeg(container)
         if pixels is not None:
@@ -148,8 +149,8 @@ def _decode_with_pillow(container: Container) -> Image.Image:
 
 
 def _decode_jpeg(container: Container) -> Pixels | None:
-    """In half of Pillow's time, the same pixels. None where Pillow must judge: rare colours, and data in which anything
-    is wrong, for it forgives some of that."""
+    """Returns Pillow's pixels in half of its time. None if Pillow must decide: for rare colour spaces, and for data
+    with any error, some of which it tolerates."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(container.data)
         if colours not in ("YCbCr", "Gray") or (width, height) != (container.width, container.height):
@@ -161,19 +162,20 @@ def _decode_jpeg(container: Container) -> Pixels | None:
 
 
 def num_bytes(views: Sequence[View]) -> int:
-    """Of all tiles of all views."""
+    """Bytes of all tiles of all views."""
     return sum(view.num_tiles * view.tile[0] * view.tile[1] * 3 for view in views)
 
 
 def render(sources: Sequence[Picture], views: Sequence[View], resample: str) -> bytes:
-    """All tiles of all views of RGB pictures, one after another: uint8 RGB, row-major."""
+    """Returns all tiles of all views of RGB pictures, concatenated: uint8 RGB, row-major."""
     out = np.empty(num_bytes(views), np.uint8)
     render_into(sources, views, resample, out)
     return out.tobytes()
 
 
 def render_into(sources: Iterable[Picture], views: Sequence[View], resample: str, out: npt.NDArray[np.uint8]) -> None:
-    """`render` into `out` [num_bytes(views)]. Takes one source after another, as far as views want them."""
+    """Renders as `render` does, into `out` [num_bytes(views)]. Consumes sources one by one, up to the last that views
+    need. Raises IndexError if there are too few."""
     tiles_of_source: dict[int, list[tuple[View, npt.NDArray[np.uint8]]]] = {}
     begin = 0
     for view in views:
@@ -185,7 +187,7 @@ def render_into(sources: Iterable[Picture], views: Sequence[View], resample: str
     for index, source in enumerate(islice(sources, num_sources)):
         for view, tiles in tiles_of_source.get(index, ()):
             _render_tiles(np.asarray(source), view, resample, tiles)
-    if index + 1 < num_sources:  # `out` would keep what was there before
+    if index + 1 < num_sources:  # `out` would keep old bytes
         raise IndexError(f"views name {num_sources} sources, but there are {index + 1}")
 
 
@@ -194,7 +196,7 @@ def _render_tiles(source: Pixels, view: View, resample: str, tiles: npt.NDArray[
     width, height = view.tile
     per_row = view.canvas[0] // width
     for index, tile in enumerate(tiles):
-        # The tile's place in the resized picture, and the part of it where there is a picture.
+        # The tile's position in the resized picture, and the part of the tile that the picture covers.
         x, y = index % per_row * width - left, index // per_row * height - top
         x0, x1 = max(x, 0), min(x + width, view.resize[0])
         y0, y1 = max(y, 0), min(y + height, view.resize[1])
@@ -206,7 +208,7 @@ def _render_tiles(source: Pixels, view: View, resample: str, tiles: npt.NDArray[
 
 
 def upright_pixels(pixels: Pixels, orientation: int) -> Pixels:
-    """As `upright`."""
+    """Undoes EXIF orientation 1 to 8, as `upright` does."""
     turned = pixels
     if orientation >= 5:
         turned = turned.transpose(1, 0, 2)
@@ -218,25 +220,25 @@ def upright_pixels(pixels: Pixels, orientation: int) -> Pixels:
         return pixels
     result = np.empty_like(turned, order="C")
     width = result.shape[1]
-    strip = _STRIP_PIXELS if orientation >= 5 else width  # few enough source rows that their cache lines stay
+    strip = _STRIP_PIXELS if orientation >= 5 else width  # few source rows, so that their cache lines stay
     for left in range(0, width, strip):
-        for channel in range(3):  # five times as fast as all at once
+        for channel in range(3):  # five times as fast as all channels at once
             result[:, left : left + strip, channel] = turned[:, left : left + strip, channel]
     return result
 
 
 def upright(image: Image.Image, orientation: Any) -> Image.Image:
-    """EXIF's orientation 1 to 8 undone; other values mean nothing."""
+    """Undoes EXIF orientation 1 to 8; ignores other values."""
     transposition = _TRANSPOSITIONS.get(orientation)
     return image if transposition is None else image.transpose(transposition)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A new image, or the same one where it is RGB without transparency."""
+    """Returns a new image, or the same one if it is RGB without transparency."""
     is_transparent = _is_transparent(image)
     if image.mode == "RGB" and not is_transparent:
         return image
-    if image.mode == "La":  # Pillow knows no direct way
+    if image.mode == "La":  # Pillow has no direct conversion
         image = image.convert("LA")
     if image.mode.startswith("I;16"):
         convert = _scaled
@@ -246,14 +248,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image.convert("RGB")
     result = Image.new("RGB", image.size)
     rows = max(1, _BAND_PIXELS // image.width)
-    for top in range(0, image.height, rows):  # in bands, because a large picture would exist several times
+    for top in range(0, image.height, rows):  # in bands, to avoid several copies of a large picture
         band = image.crop((0, top, image.width, min(top + rows, image.height)))
         result.paste(convert(band), (0, top))
     return result
 
 
 def _is_transparent(image: Image.Image) -> bool:
-    """A colour that is named for another mode, which conversions of Pillow leave behind, counts for nothing."""
+    """True if the image has transparency. Ignores a transparent colour of another mode, which Pillow's conversions
+    leave behind."""
     key = image.info.get("transparency")
     if key is None or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
         return image.has_transparency_data
@@ -263,7 +266,7 @@ def _is_transparent(image: Image.Image) -> bool:
 
 
 def _scaled(image: Image.Image) -> Image.Image:
-    """16 bits to 8; Pillow's own conversion would clip at 255."""
+    """Converts 16 bits to 8; Pillow's own conversion would clip at 255."""
     return image.convert("I").point(_SIXTEEN_TO_EIGHT, "L").convert("RGB")
 
 

@@ -1,8 +1,8 @@
-"""The pictures and videos that a user names: URLs, data URLs, files, objects in memory.
+"""The media that a request names: URLs, data URLs, files, objects in memory.
 
-`classify` decides what a reference is and whether it may be opened, before anything is; `read_local` opens what needs
-no network. A host is an address in whatever form it is written, and pictures are fetched from public ones. Does not
-resolve names, does not know pictures or videos beyond their limits; errors never quote what was read.
+`classify` decides what a reference is and whether it may be opened, before anything is; `read_local` reads those that
+need no network. A host may be written as an address in any form; pictures are fetched from public addresses only. Does
+not resolve names, does not know pictures or videos beyond their limits; errors never quote what was read.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden
 
 MAX_URL_CHARS = 8192
-MAX_AUTHORITY_BYTES = 320  # a name of 253 with a port; longer international ones take long to put into their ASCII form
+MAX_AUTHORITY_BYTES = 320  # a name of 253 with a port; longer international names are slow to convert to ASCII
 
 _BASE64_SLICE = 1 << 20  # characters
 _WHITE_SPACE = "\t\n\f\r "
 _NOT_BASE64 = re.compile(r"[^A-Za-z0-9+/_=\-\t\n\f\r ]")
 _AUTHORITY = re.compile(r"[\x00- ]*(?:[A-Za-z][A-Za-z0-9+.\-]*:)?//([^/?#]*)")
-_LEFT_OUT = dict.fromkeys(map(ord, "\t\n\r"))  # by readers of URLs, wherever it stands
-_STANDARD = bytes.maketrans(b"-_", b"+/")  # of the alphabet for URLs
-# What encoders of URLs make of base64. Replaced one after another, each in one pass, whatever is in there.
+_LEFT_OUT = dict.fromkeys(map(ord, "\t\n\r"))  # parsers of URLs ignore these anywhere
+_STANDARD = bytes.maketrans(b"-_", b"+/")  # from the URL-safe alphabet
+# Percent-encodings in base64, replaced one after the other, each in one pass.
 _ESCAPES = {form % ord(character): character for character in "+/=" + _WHITE_SPACE for form in ("%%%02X", "%%%02x")}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     url: URL
-    kind: str  # "image" or "video", here and below: which limits hold, and what messages call it
+    kind: str  # "image" or "video", here and below: selects limits and the word in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class DataUrl:
 @dataclass(frozen=True, slots=True)
 class LocalFile:
     path: str
-    below: str | None  # the file's real path must lie in this folder
+    below: str | None  # the file's real path must be in this folder
     kind: str
 
 
@@ -68,7 +68,7 @@ Source = RemoteFile | DataUrl | LocalFile | InMemory
 
 
 def classify(value: Any, config: MediaConfig, kind: str = "image") -> Source:
-    """What a reference is. Cheap and without I/O. Raises MediaForbidden or InvalidRequest."""
+    """Returns the source that a reference names. Cheap, without I/O. Raises MediaForbidden or InvalidRequest."""
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, str):
@@ -84,7 +84,8 @@ def classify(value: Any, config: MediaConfig, kind: str = "image") -> Source:
 
 
 def read_local(source: DataUrl | LocalFile | InMemory, config: MediaConfig) -> Any:
-    """Blocking. Bytes of an encoded image or video, or the object in memory as it is."""
+    """Returns the bytes of an encoded picture or video, or the object in memory unchanged. Blocking. Raises
+    InvalidImage, MediaForbidden or MediaFetchFailed."""
     match source:
         case DataUrl():
             return _read_data_url(source, config)
@@ -125,12 +126,12 @@ def _classify_file_url(text: str, config: MediaConfig, kind: str) -> LocalFile:
 
 
 def checked_url(text: str, config: MediaConfig, kind: str) -> URL:
-    """A URL whose host may be asked for as far as its spelling tells."""
+    """Parses a URL and checks all that its spelling shows. Raises MediaForbidden or InvalidRequest."""
     return redirected(None, text, config, kind)
 
 
 def redirected(url: URL | None, location: str, config: MediaConfig, kind: str) -> URL:
-    """The target of a redirect from `url`, checked as what a user names is."""
+    """The target of a redirect from `url`, with the checks of a URL in a request."""
     if len(location) > MAX_URL_CHARS:
         raise InvalidRequest(f"the {kind} URL may have at most {MAX_URL_CHARS} characters")
     authority = _AUTHORITY.match(location.translate(_LEFT_OUT))
@@ -144,7 +145,7 @@ def redirected(url: URL | None, location: str, config: MediaConfig, kind: str) -
 
 
 def _check_url(url: URL, config: MediaConfig, kind: str) -> URL:
-    host = url.raw_host  # as it is resolved and dialled
+    host = url.raw_host  # the form that is resolved and dialled
     if url.scheme not in ("http", "https") or not host:
         raise MediaForbidden(f"{kind}s are fetched by http and https only")
     if url.user is not None or url.password is not None:
@@ -161,7 +162,7 @@ def _check_url(url: URL, config: MediaConfig, kind: str) -> URL:
 
 
 def _plain(host: str) -> str:
-    """Of equal names the same, however they are written."""
+    """The canonical form of a host name; "" if it is invalid."""
     try:
         return (URL.build(scheme="http", host=host).raw_host or "").lower().rstrip(".")
     except ValueError:
@@ -202,8 +203,8 @@ def _read_data_url(source: DataUrl, config: MediaConfig) -> bytes:
 
 
 def _from_base64(text: str) -> bytes:
-    """Decodes as browsers do: white space counts for nothing and padding may be missing. In slices, because decoding
-    holds the interpreter lock."""
+    """Decodes as browsers do: white space is ignored and padding is optional. Raises ValueError. Works in slices,
+    because decoding holds the GIL."""
     decoded, rest, has_ended = [], b"", False
     for begin in range(0, len(text), _BASE64_SLICE):
         piece = text[begin : begin + _BASE64_SLICE].encode("ascii", "replace")
@@ -236,7 +237,7 @@ def _read_file(source: LocalFile, config: MediaConfig) -> bytes:
         path = source.path if source.below is None else os.path.realpath(source.path)
         _check_below(path, source.below)
         with open(path, "rb", opener=_open_without_waiting) as file:
-            # A folder on the way may have been replaced by a link meanwhile.
+            # A folder in the path may have been replaced by a link meanwhile.
             _check_below(os.path.realpath(f"/proc/self/fd/{file.fileno()}"), source.below)
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -244,13 +245,13 @@ def _read_file(source: LocalFile, config: MediaConfig) -> bytes:
             if status.st_size > most:
                 raise _too_large(kind, most)
             data = file.read(most + 1)
-            if len(data) > most:  # it has grown, or is one of those that have no size
+            if len(data) > most:  # it has grown, or is a file without a size
                 raise _too_large(kind, most)
             return data
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         if source.below is None:
             raise MediaFetchFailed(_why(error)) from error
-        # What lies in the folder of others is not told.
+        # The operator's folder must not be explored by errors.
         raise MediaFetchFailed(f"the {kind} file cannot be opened") from error
 
 
@@ -266,7 +267,7 @@ def _too_large(kind: str, most: int) -> InvalidImage:
 
 @contextmanager
 def naming(source: object) -> Iterator[None]:
-    """What is wrong with the caller's own file begins with its path."""
+    """Prefixes an error about the caller's own file with its path."""
     try:
         yield
     except InvalidRequest as error:
@@ -278,7 +279,7 @@ def naming(source: object) -> Iterator[None]:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Opening a pipe must not block."""
+    """Opens without blocking on a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -297,8 +298,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _ISATAP = (0x00005EFE, 0x02005EFE)
 # A host whose last label is a number is an address to some resolver: 127.1, 0x7f.0.0.1, 2130706433, 0177.0.0.1.
 _NUMBER = re.compile(r"(?:\d+|0[xX][0-9a-fA-F]*)")
-_NAME = re.compile(r"[A-Za-z0-9_\-.]{1,253}")  # international names come in their ASCII form
-_DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")  # younger than what some Pythons know
+_NAME = re.compile(r"[A-Za-z0-9_\-.]{1,253}")  # international names are in ASCII form here
+_DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")  # not in all Python versions
 
 
 def literal(host: str) -> IPAddress | None:
@@ -315,12 +316,12 @@ def literal(host: str) -> IPAddress | None:
 
 
 def is_port_for_media(port: int) -> bool:
-    """HTTP's own and those that any user's server may have: a GET must not be what a mail server or a shell reads."""
+    """True for HTTP's ports and unprivileged ones: a GET must not reach a mail server or a shell."""
     return port in (80, 443) or 1024 <= port <= 65535
 
 
 def is_public(address: IPAddress) -> bool:
-    """Globally routable, and so is every IPv4 address inside an IPv6 one."""
+    """True if the address, and every IPv4 address embedded in it, is globally routable."""
     if not address.is_global or address.is_multicast:
         return False
     if isinstance(address, ipaddress.IPv4Address):
@@ -332,7 +333,7 @@ def is_public(address: IPAddress) -> bool:
 
 
 def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """IPv4 addresses that a tunnel, a translator or the kernel would take out of this one."""
+    """IPv4 addresses that a tunnel, a translator or the kernel would extract from this one."""
     low = int(address) & 0xFFFFFFFF
     embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     if address in _NAT64 or int(address) >> 32 & 0xFFFFFFFF in _ISATAP:

@@ -1,4 +1,4 @@
-"""Videos as far as the frontend knows them: what may be decoded at all, limits, jobs for the decode child.
+"""Videos in the frontend process: formats and limits, and jobs for the decode child.
 
 An untrusted file is recognised by its first bytes here and parsed in a child process only; the child's answer is
 checked like any other input. A list of pictures is a video too. Does not know codecs or models.
@@ -23,13 +23,14 @@ _EBML = b"\x1a\x45\xdf\xa3"  # Matroska and WebM
 
 
 class ProbeJob(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
-    """What is this video?"""
+    """A request for a video's size, frame count and frame rate."""
 
     data: bytes
 
 
 class VideoJob(msgspec.Struct, frozen=True, array_like=True, tag="video"):
-    """Views of frames of a video: `View.source` is an index into `frames`, which does not decrease."""
+    """A request for views of frames of a video: `View.source` is an index into `frames`, whose numbers never
+    decrease."""
 
     data: bytes
     frames: tuple[int, ...]
@@ -38,7 +39,8 @@ class VideoJob(msgspec.Struct, frozen=True, array_like=True, tag="video"):
 
 
 def inspected(data: bytes, limits: MediaConfig) -> bytes:
-    """A file that a child may look at. Raises InvalidImage, InvalidRequest where this machine decodes no videos."""
+    """Returns the file if a child may parse it. Raises InvalidImage, and InvalidRequest if this server decodes no
+    videos."""
     if len(data) > limits.max_video_bytes:
         raise InvalidImage(f"the video is larger than {size(limits.max_video_bytes)}", code="video_too_large")
     if not _is_known(data):
@@ -59,7 +61,7 @@ def broken_video(reason: str) -> InvalidImage:
 
 
 def checked(info: VideoInfo, limits: MediaConfig) -> VideoInfo:
-    """What a child found in a file, if it may be decoded. Raises InvalidImage."""
+    """Returns what a child has found in a file if it may be decoded. Raises InvalidImage."""
     if info.num_frames < 1 or not (math.isfinite(info.fps) and 0 < info.fps <= _MAX_FPS):
         raise broken_video("it has no frames or no frame rate")
     check_size(info.width, info.height, limits)
@@ -68,7 +70,7 @@ def checked(info: VideoInfo, limits: MediaConfig) -> VideoInfo:
 
 
 def info_of_frames(sizes: Sequence[tuple[int, int]], fps: float, limits: MediaConfig) -> VideoInfo:
-    """Of a video that comes as pictures of these upright sizes, `fps` of them a second. Raises InvalidImage."""
+    """Describes a video given as pictures of these upright sizes, at `fps`. Raises InvalidImage."""
     if not sizes:
         raise broken_video("it has no frames")
     if len(set(sizes)) > 1:

@@ -1,8 +1,8 @@
-"""A GET over HTTP/1.1 whose answer may cost so much for each byte that it brings.
+"""A GET over HTTP/1.1 with bounds on the cost of an answer relative to its size.
 
-Reads, records of TLS, heads, header lines, chunks are steps; an answer has some steps and some bytes on the wire for
-free, and more of both only as its body grows. So small pieces, endless interim answers, headers or trailers end soon,
-whoever sends them. Does not know who asks, or which addresses may be asked.
+Reads, TLS records, heads, header lines and chunks are steps; an answer has some steps and wire bytes for free, and more
+of both only as its body grows. So small pieces, endless interim answers, headers or trailers end soon. Does not know
+clients, or which addresses are allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 T = TypeVar("T")
 
-PIECE_BYTES = 64 << 10  # of a body, handed over at once
+PIECE_BYTES = 64 << 10  # of a body, passed on at once
 MAX_HEAD_BYTES = 32 << 10  # of one head, trailer or line
 MAX_LOCATION_BYTES = 8192
 
@@ -31,16 +31,16 @@ _READ_BYTES = 64 << 10
 _SMALL_BYTES = 4 << 10  # a read that brings less is followed by a pause, in which more may come
 _UNPAUSED_READS = 64
 _PAUSE_S = 0.01
-_NEXT_ADDRESS_S = 0.25  # with no connection after so long, the next address is tried beside
+_NEXT_ADDRESS_S = 0.25  # without a connection after this, the next address is tried concurrently
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class Get(msgspec.Struct, frozen=True, array_like=True):
-    """A request for a file. Nothing but `addresses` is dialled."""
+    """A request for a file. Only `addresses` are dialled."""
 
     addresses: tuple[str, ...]
     port: int
-    tls_name: str | None  # what the certificate must be for, where there has to be one
+    tls_name: str | None  # the certificate's host name; None for http
     host: str  # the header
     target: str
     accept: str
@@ -48,7 +48,7 @@ class Get(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failed(Exception):
-    """An answer that is none: `why` is one of the kinds of fetch_child.Ended."""
+    """Raised for an unusable answer: `why` is one of the kinds of fetch_child.Ended."""
 
     def __init__(self, why: str, status: int = 0) -> None:
         super().__init__(why)
@@ -57,7 +57,7 @@ class Failed(Exception):
 
 
 class Costs:
-    """Counts what one answer has cost, and what it has brought for that."""
+    """The steps and bytes of one answer. Its methods raise Failed if they exceed the bounds."""
 
     def __init__(self) -> None:
         self.num_reads = 0
@@ -79,14 +79,14 @@ class Costs:
             raise Failed("wasteful")
 
     def body(self, num_bytes: int) -> int:
-        """All of it so far."""
+        """Counts bytes of the body and returns their sum so far."""
         self._body_bytes += num_bytes
         self.step()
         return self._body_bytes
 
 
 class Wire:
-    """A connection, plain or with TLS. Nothing is read before somebody asks for it."""
+    """A connection, plain or with TLS. Reads nothing ahead."""
 
     def __init__(self, connection: socket.socket, costs: Costs) -> None:
         self._socket = connection
@@ -99,7 +99,7 @@ class Wire:
         await self._step(self._tls.do_handshake)
 
     async def read(self) -> bytes:
-        """Some bytes; none at the end, which the body's length or its chunks have to agree with."""
+        """Returns some bytes, b"" at the end. A truncated body is found by its length or its chunks."""
         if self._tls is None:
             return await self._receive()
         tls = self._tls
@@ -142,12 +142,13 @@ class Wire:
         data = await asyncio.get_running_loop().sock_recv(self._socket, _READ_BYTES)
         self._costs.read(len(data))
         is_small = len(data) < _SMALL_BYTES and self._costs.num_reads > _UNPAUSED_READS
-        await asyncio.sleep(_PAUSE_S if is_small else 0)  # others have their turn
+        await asyncio.sleep(_PAUSE_S if is_small else 0)  # lets other tasks run
         return data
 
 
 async def get(request: Get, context: ssl.SSLContext, hand_over: Callable[[bytes], Awaitable[None]]) -> str | None:
-    """Hands over the body in pieces, or returns where a redirect points to. Raises Failed, OSError and h11's errors."""
+    """Passes the body to `hand_over` in pieces and returns None, or returns the target of a redirect. Raises Failed,
+    OSError and h11's errors."""
     costs = Costs()
     connection = await aiohappyeyeballs.start_connection(
         [_address_info(address, request.port) for address in request.addresses], happy_eyeballs_delay=_NEXT_ADDRESS_S

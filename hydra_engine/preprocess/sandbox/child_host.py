@@ -1,8 +1,8 @@
 """The parent's side of the sandboxed children: starts them when needed, gives them jobs, ends those that do not answer.
 
-A child that ends by itself, by a limit or a crash, does so because of its job, which is not tried again. One that
-somebody else has stopped or killed says nothing about its job, which is tried once more in a fresh one. Does not know
-what the jobs are.
+A child that ends because of a limit or a crash does so because of its job, which is not tried again. A child that was
+stopped or killed from outside says nothing about its job, which is tried once more in a new child. Does not know what
+the jobs are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONHOME", "PYTHON
 
 
 class ChildHost(Generic[A]):
-    """The children that run one command, as many as threads that call at the same time. Safe from any thread."""
+    """The children that run one command, one per concurrent caller. Thread-safe."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class ChildHost(Generic[A]):
         self._idle: list[Child] = []
 
     def run(self, job: object, seconds: float, num_pixel_bytes: int = 0) -> tuple[A, bytes]:
-        """Blocking. A child's answer and the pixels that it left. Raises ChildDied where the job has ended its child,
-        Unavailable where no child can be started or two were stopped or killed, what a child says about its setup,
-        EngineClosed."""
+        """Returns a child's answer and the `num_pixel_bytes` pixels that it has written. Blocking. Raises ChildDied if
+        the job has ended its child, Unavailable if no child can be started or two were stopped or killed, a child's
+        error about its setup, EngineClosed."""
         try:
             return self._run_once(self._started_child(), job, seconds, num_pixel_bytes)
         except ChildDied as death:
@@ -79,12 +79,12 @@ class ChildHost(Generic[A]):
             return child.run(job, seconds, num_pixel_bytes, self._max_answer_bytes, self._answer_type)
 
     def warm_up(self, num_children: int) -> None:
-        """Starts them and does not wait: the first jobs wait for what is left of that."""
+        """Starts children without waiting for them."""
         for _ in range(num_children):
             self._give_back(self._new_child())
 
     def start(self) -> None:
-        """Blocking. One child, ready. Raises as `run` does."""
+        """Starts one child and blocks until it is ready. Raises as `run` does."""
         try:
             with self._started_child():
                 pass
@@ -96,19 +96,20 @@ class ChildHost(Generic[A]):
             return [child.pid for child in self._children]
 
     def close(self) -> None:
-        """Ends all children now, whatever they do; whoever waits for one gets EngineClosed."""
+        """Ends all children now, whatever they do; callers that wait for one get EngineClosed."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
             busy = self._children.difference(idle)
         for child in busy:
-            child.kill()  # its descriptors are closed where it is waited for
+            child.kill()  # its descriptors are closed by the thread that waits for it
         for child in idle:
             self._end(child)
 
     @contextmanager
     def _started_child(self, *, fresh: bool = False) -> Iterator[Child]:
-        """Given back afterwards, or ended where something is raised. One that cannot start is not its job's fault."""
+        """Yields a child that is ready; it is kept afterwards, or ended on an exception. A failed start does not count
+        against the job."""
         child = (None if fresh else self._idle_child()) or self._new_child()
         try:
             try:
@@ -128,7 +129,7 @@ class ChildHost(Generic[A]):
         self._give_back(child)
 
     def _idle_child(self) -> Child | None:
-        """One that did not die since its last job."""
+        """An idle child that is still alive, None if there is none."""
         while True:
             with self._lock:
                 if self._closed:
@@ -141,10 +142,10 @@ class ChildHost(Generic[A]):
             self._end(child)
 
     def _new_child(self) -> Child:
-        """One that may still be starting."""
+        """A new child, which may still be starting."""
         try:
             child = Child(self._command, self._setup, self._environment, self._on_end)
-        except (OSError, RuntimeError) as error:  # no process, or no thread that waits for it
+        except (OSError, RuntimeError) as error:  # no process, or no thread to wait for it
             raise self._unavailable() from error
         with self._lock:
             if not self._closed:
@@ -166,7 +167,7 @@ class ChildHost(Generic[A]):
             self._children.discard(child)
 
     def _on_end(self, child: Child) -> None:
-        """Forgets a child that ended while nobody used it; whoever uses one notices. On the child's thread."""
+        """Drops an idle child that has ended; a busy one is noticed by its user. Runs on the child's thread."""
         with self._lock:
             if child not in self._idle:
                 return

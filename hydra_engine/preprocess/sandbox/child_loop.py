@@ -2,9 +2,8 @@
 its socket closes.
 
 Before the first job the process gives up what no job needs (`containment.py`). A frame in either direction is a length
-and a msgpack message. With a job may come a descriptor of shared memory, which is where a child leaves pixels. What a
-job does to its process costs that process alone. Both sides import this file, so it imports nothing heavy. Does not
-know what the jobs are.
+and a msgpack message. A job may come with a descriptor of shared memory, to which the child writes pixels. A job can
+harm its own process only. Both sides import this file, so it imports nothing heavy. Does not know what the jobs are.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _NO_LIMIT = 0.0
 
 
 class Started(msgspec.Struct):
-    """The first message of a child: it takes jobs, or the reason why no child with its setup ever will. `uncontained`:
-    why calls of the system are not forbidden to it."""
+    """The first message of a child: ready for jobs, or the `error` of its setup, which no child with this setup can
+    avoid. `uncontained`: why system calls are not forbidden to it."""
 
     error: ErrorInfo | None = None
     uncontained: str | None = None
@@ -51,8 +50,8 @@ def serve(
     *,
     network: bool = False,
 ) -> None:
-    """Answers jobs until the parent has gone. `start` loads what they need, may raise a HydraError, and returns what
-    answers them; an answer may leave pixels in the memory. `cpu_seconds` is what a job may take. Jobs start no
+    """Answers jobs until the parent has gone. `start` loads what jobs need, may raise a HydraError, and returns the
+    function that answers a job and may write pixels to the memory. `cpu_seconds` is the limit of a job. Jobs start no
     processes and change no files; with `network` they may make connections."""
     bind_to_parent()
     give_up_privileges()
@@ -79,14 +78,14 @@ def serve(
 
 
 def limit(what: int, value: int) -> None:
-    """One of resource.RLIMIT_..., for good."""
+    """Sets a resource limit, resource.RLIMIT_..., for good."""
     resource.setrlimit(what, (value, value))
 
 
 def send(
     connection: socket.socket, message: object, descriptors: Sequence[int] = (), look: Callable[[], None] | None = None
 ) -> None:
-    """`look`: as for `receive`."""
+    """Sends a message. `look`: as for `receive`."""
     data = msgspec.msgpack.encode(message)
     length = _LENGTH.pack(len(data))
     if descriptors:
@@ -105,8 +104,8 @@ def send(
 
 
 def receive(connection: socket.socket, max_bytes: int, look: Callable[[], None]) -> bytearray:
-    """The bytes of a message. Raises EOFError when the other side has gone, DecodeError for a length that nobody
-    expects. `look` is called after every part and every timeout of the connection, and may raise."""
+    """Returns the bytes of a message. Raises EOFError if the other side has gone, DecodeError for a length above
+    `max_bytes`. `look` is called after every part and every timeout of the connection, and may raise."""
     length = bytearray(_LENGTH.size)
     _fill(connection, memoryview(length), look)
     (size,) = _LENGTH.unpack(length)
@@ -118,7 +117,7 @@ def receive(connection: socket.socket, max_bytes: int, look: Callable[[], None])
 
 
 def _receive_job(connection: socket.socket) -> tuple[bytearray, list[int]] | None:
-    """A job's bytes and the descriptors that came with them; None when the parent has gone."""
+    """Returns a job's bytes and the descriptors that came with it; None if the parent has gone."""
     first, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     length = bytearray(_LENGTH.size)
     length[: len(first)] = first
@@ -154,8 +153,8 @@ def _map(descriptor: int) -> Memory:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """From now on. The timer is exact and ends the process; the limit, in whole seconds, also holds for processes that
-    a decoder in wrong hands would start."""
+    """Limits CPU time from now on. The timer is exact and ends the process; the limit, in whole seconds, also holds for
+    processes that a compromised decoder would start."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     ceiling = math.ceil(time.process_time() + seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (ceiling, resource.RLIM_INFINITY))

@@ -1,9 +1,9 @@
-"""One sandboxed child process as its parent sees it: started, given one job after another, watched, ended.
+"""A sandboxed child process as its parent sees it: started, given one job after another, watched, ended.
 
-Every wait has an end, and who is to blame for it is told: a limit, a crash or a strange answer is the child's, and so
-its job's; a signal that somebody sent, a stop, or a machine without time for it is not. Does not trust what a child
-says: an answer has a bounded size and a type, and pixels are as many bytes of shared memory as the parent expects,
-copied out before anybody looks at them. Does not know what the jobs are.
+Every wait has an end, and its cause is reported: a limit, a crash or an invalid answer is the fault of the child, and
+so of its job; a signal from outside, a stop, or lack of processor time is not. Does not trust a child's answers: they
+have a bounded size and a type, and pixels are as many bytes of shared memory as the parent expects, copied before they
+are used. Does not know what the jobs are.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ A = TypeVar("A")
 START_SECONDS = 180.0  # torch and transformers on a busy machine
 MAX_ANSWER_BYTES = 1 << 16
 
-_DEATH_SECONDS = 1.0  # from a socket that closes to a status
+_DEATH_SECONDS = 1.0  # from the closed socket to the exit status
 _LOOK_SECONDS = 0.25  # between two looks at a child that does not answer
-_MAX_STOPPED_LOOKS = 4  # that find a child stopped, one behind the other; then it is ended
-# How a process ends that crashes or exceeds its limits. Others send the rest, SIGKILL above all: the kernel when memory
-# is short, or a person.
+_MAX_STOPPED_LOOKS = 4  # consecutive looks at a stopped child before it is ended
+# Signals of a process that crashes or exceeds its limits. Other signals come from outside, SIGKILL above all: from the
+# kernel if memory runs out, or from a person.
 _OWN_SIGNALS = frozenset(
     (
         *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP),
@@ -49,12 +49,12 @@ _OWN_SIGNALS = frozenset(
     )
 )
 _MIN_BYTES = 4 << 20  # of shared memory
-_KEPT_BYTES = 64 << 20  # more is given back when the next answer needs less than half of it
+_KEPT_BYTES = 64 << 20  # larger memory is freed if the next answer needs less than half of it
 
 
 class ChildDied(Exception):
-    """A child did not answer its job, and has ended. The text is what follows a name in a sentence. `by_itself`: by a
-    limit or a crash or by what it answered, and not because it was stopped, starved or killed."""
+    """Raised if a child has ended without an answer. The text completes a sentence about the child. `by_itself`: by a
+    limit, a crash or an invalid answer, rather than stopped, starved or killed from outside."""
 
     def __init__(self, reason: str, by_itself: bool = False) -> None:
         super().__init__(reason)
@@ -62,7 +62,7 @@ class ChildDied(Exception):
 
 
 class Child:
-    """One process, for one thread at a time. Still starting when it is made."""
+    """A child process, which is still starting after creation. Not thread-safe, except for `kill`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Child:
         environment: Mapping[str, str],
         on_end: Callable[[Child], None],
     ) -> None:
-        """Raises OSError, RuntimeError."""
+        """Starts the process; `on_end` is called on its thread when it has ended. Raises OSError or RuntimeError."""
         self._memory: _SharedMemory | None = None
         self._has_started = False
         self._ended = threading.Event()
@@ -96,8 +96,8 @@ class Child:
         environment: Mapping[str, str],
         on_end: Callable[[Child], None],
     ) -> None:
-        """Starts the process, and reaps it when it ends. A thread of its own, because the kernel takes the end of the
-        one that starts a process for the end of the parent."""
+        """Starts the process, and reaps it when it ends. Needs its own thread, because for the kernel the end of the
+        thread that starts a process is the end of the parent."""
         try:
             process.set_result(
                 subprocess.Popen(
@@ -130,7 +130,7 @@ class Child:
         return describe_exit(self._process.wait())
 
     def wait_until_started(self) -> None:
-        """Raises ChildDied, or what the child says about its setup."""
+        """Blocks until the child is ready. Raises ChildDied, or the child's error about its setup."""
         if not self._has_started:
             with self._watched():
                 data = receive(self._socket, MAX_ANSWER_BYTES, _Patience(self.pid, START_SECONDS).look)
@@ -144,7 +144,7 @@ class Child:
     def run(
         self, job: object, seconds: float, num_pixel_bytes: int, max_answer_bytes: int, answer_type: type[A]
     ) -> tuple[A, bytes]:
-        """Raises ChildDied."""
+        """Returns the child's answer and `num_pixel_bytes` of pixels. Raises ChildDied."""
         with self._watched():
             look = _Patience(self.pid, seconds).look
             send(self._socket, job, self._new_memory(num_pixel_bytes), look)
@@ -153,7 +153,7 @@ class Child:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Tells how the child failed, and waits a moment for one that is dying."""
+        """Turns errors of the socket into ChildDied, after waiting a moment for the child's exit status."""
         try:
             yield
         except msgspec.MsgspecError as error:
@@ -165,7 +165,7 @@ class Child:
             raise ChildDied(self.how_it_ended, by_itself=status >= 0 or -status in _OWN_SIGNALS) from error
 
     def kill(self) -> None:
-        """Kills it, from any thread; whoever waits for an answer gets an error."""
+        """Kills the child; a caller that waits for an answer gets an error. Thread-safe."""
         self._process.kill()
         self._process.wait()
 
@@ -175,7 +175,8 @@ class Child:
         self._forget_memory()
 
     def _new_memory(self, size: int) -> list[int]:
-        """The descriptor of memory for `size` bytes of pixels, if the child does not have that."""
+        """Returns the descriptor of new shared memory for `size` bytes of pixels, [] if the child's present memory
+        fits."""
         memory = self._memory
         if size == 0 or (memory is not None and size <= memory.size <= max(_KEPT_BYTES, 2 * size)):
             return []
@@ -190,7 +191,7 @@ class Child:
 
 
 class _Patience:
-    """Bounds the wait for a child that has something to do: by a deadline, and sooner where somebody has stopped it."""
+    """Bounds the wait for a busy child: by a deadline, and earlier if the child was stopped."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         self._pid = pid
@@ -201,7 +202,7 @@ class _Patience:
         self._waited_before = waited_s(pid)
 
     def look(self) -> None:
-        """Raises ChildDied. Looks are counted, not seconds: this process may have been stopped itself."""
+        """Raises ChildDied. Counts looks, not seconds, since this process may have been stopped itself."""
         now = time.monotonic()
         if now >= self._deadline:
             raise ChildDied("did not answer in time", by_itself=not self._was_starved())
@@ -213,13 +214,13 @@ class _Patience:
             raise ChildDied("was stopped")
 
     def _was_starved(self) -> bool:
-        """It had no processor for half of the time. One that sleeps does so because of its job, as does one that has
-        worked all the time."""
+        """True if the child waited for a processor for at least half of the time. Sleeping, like working all the time,
+        is due to the job."""
         return longest_wait_s(self._pid, self._waited_before) >= self._seconds / 2
 
 
 class _SharedMemory:
-    """Shared with one child, whose pixels go there. Sealed, so its size is what it was made with."""
+    """Memory shared with one child, for its pixels. Sealed: its size is fixed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -233,7 +234,7 @@ class _SharedMemory:
             raise
 
     def read(self, size: int) -> bytes:
-        """The first `size` bytes as they are now."""
+        """Copies the first `size` bytes. Raises EOFError if there are fewer."""
         data = os.pread(self.descriptor, size, 0)
         if len(data) < size:
             raise EOFError
@@ -245,5 +246,5 @@ class _SharedMemory:
 
 @cache
 def tell_uncontained(reason: str) -> None:
-    """Once."""
+    """Logs a warning, once per reason."""
     logger.warning("calls of the system cannot be forbidden to the processes that read what clients send: %s", reason)

@@ -1,4 +1,4 @@
-"""What a child gives up before it takes jobs from strangers: privileges, being looked into, and calls of the system.
+"""Containment of a child before it takes untrusted jobs: privileges, access by other processes, and system calls.
 
 Does not know what the children do.
 """
@@ -13,12 +13,12 @@ from hydra_engine.core.processes.privacy import keep_others_out
 from hydra_engine.preprocess.sandbox import seccomp
 
 _CAPABILITY_VERSION = 0x20080522  # <linux/capability.h>
-_CAP_DAC_READ_SEARCH = 1 << 2  # modules that root reads later may belong to others
+_CAP_DAC_READ_SEARCH = 1 << 2  # kept, since modules imported later may be unreadable without it
 
 
 def give_up_privileges() -> None:
-    """Gives up those of root, and keeps other processes of the same user from reading this one's memory, environment or
-    descriptors, so one child that was taken over does not reach another."""
+    """Drops root's privileges, and keeps other processes of the same user from reading this one's memory, environment
+    or descriptors, so that a compromised child cannot reach another."""
     if sys.platform != "linux":
         return
     keep_others_out()
@@ -29,14 +29,14 @@ def give_up_privileges() -> None:
 
 
 def forbid_calls(*, network: bool) -> str | None:
-    """Forbids calls of the system that jobs do not need. Returns why that is not possible here, or None."""
+    """Forbids system calls that jobs do not need. Returns None, or the reason why that is not possible here."""
     if sys.platform != "linux":
         return f"there is no filter for {sys.platform}"
     return seccomp.forbid(network=network)
 
 
 def _effective_capabilities(libc: ctypes.CDLL) -> int:
-    """The first 32."""
+    """The first 32 effective capabilities, as bits."""
     sets = ctypes.create_string_buffer(24)
     libc.capget(struct.pack("=Ii", _CAPABILITY_VERSION, 0), sets)
     return int(struct.unpack("=6I", sets.raw)[0])

@@ -1,7 +1,6 @@
-"""Decoders of pictures and videos, in child processes: jobs in, pixels out.
+"""Decoders of pictures and videos in child processes: jobs in, pixels out.
 
-Does not trust what a child says: what is wrong with a file is said in the parent's own words. Does not know formats or
-models.
+Does not trust a child's answers: errors about a file are in the parent's own words. Does not know formats or models.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from hydra_engine.preprocess.sandbox.child_host import ChildHost
 from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.image_child import Decoded, FramesJob, ImageJob
 
-ANSWER_SECONDS = 30.0  # for a picture; the child's own limit is CPU time, this one is for a child that sleeps
+ANSWER_SECONDS = 30.0  # for a picture; the child's own limit is CPU time, this one ends a child that sleeps
 VIDEO_ANSWER_SECONDS = 180.0
 
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # whose stacks would count as memory
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # stacks of more threads would count as memory
 _COMMAND = launch.command("hydra_engine.preprocess.sandbox.image_child")
 _VIDEO_COMMAND = launch.command("hydra_engine.preprocess.sandbox.video_child")
 
@@ -29,8 +28,8 @@ _FAILED = "its decoder failed"
 
 
 class Decoders:
-    """Safe from any thread; as many children of a kind as threads that call at the same time. Pictures and videos have
-    children of their own, because a decoder of videos needs more memory and time than any picture may take."""
+    """The decode children, one of a kind per concurrent caller. Thread-safe. Videos have their own children, because
+    their decoders need more memory and time than a picture may take."""
 
     def __init__(
         self,
@@ -45,7 +44,8 @@ class Decoders:
         self._video_answer_seconds = video_answer_seconds
 
     def render(self, job: ImageJob | FramesJob | VideoJob) -> bytes:
-        """Blocking. The pixels of the job's views. Raises InvalidImage, Unavailable when no child can be started."""
+        """Returns the pixels of the job's views. Blocking. Raises InvalidImage, or Unavailable if no child can be
+        started."""
         size = num_bytes(job.views)
         if isinstance(job, VideoJob):
             return _run(self.videos, job, self._video_answer_seconds, broken_video, size)[1]
@@ -53,18 +53,18 @@ class Decoders:
         return _run(self.pictures, job, seconds, broken, size)[1]
 
     def probe_video(self, data: bytes) -> VideoInfo:
-        """Blocking. What a video file is; not checked against limits. Raises as `render` does."""
+        """Returns a video file's size, frames and rate, not checked against limits. Blocking. Raises as `render`
+        does."""
         answer, _ = _run(self.videos, ProbeJob(data), self._video_answer_seconds, broken_video)
         if answer.video is None:
             raise broken_video(_FAILED)
         return answer.video
 
     def warm_up(self, num_children: int) -> None:
-        """Starts them and does not wait: the first pictures wait for what is left of that."""
+        """Starts children for pictures without waiting for them."""
         self.pictures.warm_up(num_children)
 
     def close(self) -> None:
-        """Ends all children now."""
         self.pictures.close()
         self.videos.close()
 

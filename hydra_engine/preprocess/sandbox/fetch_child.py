@@ -1,7 +1,7 @@
-"""The fetch child, `launch.command(THIS) FD`: asks the hosts of pictures and videos, many at once.
+"""The fetch child, `launch.command(THIS) FD`: fetches pictures and videos from their hosts, many at once.
 
-What a host sends is read here and nowhere else, so it costs this process time and not the server's event loop. Which
-addresses may be dialled is decided by the parent, for every hop of a redirect. Does not know names or clients.
+Hosts' answers are read only here, so they cost this process time and not the server's event loop. The parent decides
+which addresses may be dialled, for every hop of a redirect. Does not know names or clients.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from hydra_engine.preprocess.sandbox.bounded_http import PIECE_BYTES, Failed, Ge
 from hydra_engine.preprocess.sandbox.child_loop import limit
 from hydra_engine.preprocess.sandbox.containment import forbid_calls, give_up_privileges
 
-MAX_MESSAGE_BYTES = PIECE_BYTES + 4096  # more than any message in either direction
+MAX_MESSAGE_BYTES = PIECE_BYTES + 4096  # no message in either direction is longer
 MEMORY_BYTES = 1 << 30  # of address space
 
-# What reaching a hostile host raises: the socket's errors and TLS's, which are OSErrors, and HTTP's.
+# Raised by a hostile host: errors of the socket and TLS, which are OSErrors, and of HTTP.
 _FETCH_ERRORS = (OSError, h11.ProtocolError, ValueError)
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """The answer is pieces and an end. `number` is a new one."""
+    """Starts a fetch under a new `number`; pieces and an end follow."""
 
     number: int
     get: Get
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Asks to end a fetch that nobody waits for any more."""
+    """Ends a fetch whose caller has gone."""
 
     number: int
 
@@ -48,8 +48,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """The body was all of the pieces, or `location` is asked for instead, or it failed: `why` is "connection",
-    "wasteful", "status" (which then is `status`), "compressed", "large" or "stopped"."""
+    """The end of a fetch: the body is complete (no field set), `location` must be fetched instead, or it failed: `why`
+    is "connection", "wasteful", "status" (see `status`), "compressed", "large" or "stopped"."""
 
     number: int
     location: str | None = None
@@ -58,7 +58,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """It takes questions now. `uncontained`: why calls of the system are not forbidden to it."""
+    """The child takes requests now. `uncontained`: why system calls are not forbidden to it."""
 
     uncontained: str | None = None
 
@@ -86,7 +86,8 @@ def client_context() -> ssl.SSLContext:
 
 
 async def serve(connection: socket.socket, context: ssl.SSLContext, ready: Ready) -> None:
-    """Serves until the parent has gone. `connection` keeps messages apart. What nobody expects ends the process."""
+    """Serves until the parent has gone. `connection` preserves message boundaries. An invalid message ends the
+    process."""
     connection.setblocking(False)
     loop, decoder, sending = asyncio.get_running_loop(), msgspec.msgpack.Decoder(ToChild), asyncio.Lock()
     tasks: dict[int, asyncio.Task[None]] = {}

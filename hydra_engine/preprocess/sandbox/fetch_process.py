@@ -1,7 +1,8 @@
-"""The parent's side of the fetch child: starts it, asks it, hands on what it sends, ends it when it does not answer.
+"""The parent's side of the fetch child: starts it, sends it requests, passes on its answers, ends it if it does not
+answer.
 
-There is one, for all fetches. One that was killed or does not answer has no host to blame: whoever waits gets ChildLost
-and may ask the next one. Does not trust what it says. Does not know what is fetched or who may be asked.
+There is one child for all fetches. If it is killed or does not answer, no host is at fault: callers get ChildLost and
+may ask the next child. Does not trust its answers. Does not know what is fetched or which hosts are allowed.
 """
 
 from __future__ import annotations
@@ -37,28 +38,29 @@ from hydra_engine.preprocess.sandbox.fetch_child import (
 logger = logging.getLogger(__name__)
 
 _MODULE = "hydra_engine.preprocess.sandbox.fetch_child"
-_INHERITED = ("SSL_CERT_FILE", "SSL_CERT_DIR")  # whom the operator trusts
+_INHERITED = ("SSL_CERT_FILE", "SSL_CERT_DIR")  # the certificates that the operator trusts
 _MESSAGES_A_TURN = 4  # of the loop
 
 Take = Callable[[bytes], None]
 
 
 class ChildLost(Exception):
-    """The fetch child has ended with this fetch unfinished, and not because of it as far as is known."""
+    """Raised if the fetch child has ended before the fetch, as far as known not because of it."""
 
 
 @dataclass(slots=True)
 class _Fetch:
     ended: asyncio.Future[Ended]
-    take: Take | None  # None: nobody waits for it any more
-    patience: asyncio.TimerHandle | None = None  # runs while the child is told to stop it
+    take: Take | None  # None: the caller has gone
+    patience: asyncio.TimerHandle | None = None  # runs from `Stop` to the child's answer
 
 
 class FetchProcess:
-    """The fetch child and its parent's end, for one event loop, whose thread has to live as long as the child."""
+    """The fetch child and the parent's end of its socket. Use it on one event loop, whose thread must live as long as
+    the child."""
 
     def __init__(self, answer_seconds: float) -> None:
-        """A child that is told to stop a fetch and does not answer for so long is ended."""
+        """`answer_seconds`: the child is ended if it takes longer to stop a fetch."""
         self._answer_seconds = answer_seconds
         self._decoder = msgspec.msgpack.Decoder(FromChild)
         self._numbers = itertools.count()
@@ -69,7 +71,7 @@ class FetchProcess:
         self._outgoing: deque[bytes] = deque()
 
     def start(self) -> None:
-        """Starts the child, if there is none, and does not wait until it is ready. Raises Unavailable."""
+        """Starts the child, if there is none, without waiting for it. Raises Unavailable."""
         if self._closed:
             raise _engine_closed()
         if self._connection is not None:
@@ -90,13 +92,13 @@ class FetchProcess:
         self._loop.add_reader(ours, self._receive, ours)
 
     async def wait_until_ready(self) -> None:
-        """Raises ChildLost, Unavailable."""
+        """Starts the child if needed and waits for it. Raises ChildLost or Unavailable."""
         self.start()
         await asyncio.shield(self._ready)
 
     async def get(self, get: Get, seconds: float, take: Take) -> Ended:
-        """How it ended, "stopped" where that took longer than `seconds`. `take` gets the body in pieces, and may raise
-        a RequestError, which ends the fetch as cancelling this does. Raises ChildLost, Unavailable."""
+        """Returns how the fetch ended, "stopped" after `seconds`. `take` receives the body in pieces, and may raise a
+        RequestError, which ends the fetch; so does cancellation. Raises ChildLost or Unavailable."""
         await self.wait_until_ready()
         number = next(self._numbers)
         fetch = self._fetches[number] = _Fetch(self._loop.create_future(), take)
@@ -114,7 +116,7 @@ class FetchProcess:
                 self._stop(number)
 
     def close(self) -> None:
-        """Ends the child now; whoever waits for it gets EngineClosed. On its loop."""
+        """Ends the child now; callers that wait for it get EngineClosed. Call it on the loop."""
         self._closed = True
         if self._connection is not None:
             self._end(_engine_closed())
@@ -141,11 +143,11 @@ class FetchProcess:
             self._loop.add_writer(connection, self._flush)
             return
         except OSError:
-            self._outgoing.clear()  # the child has gone, which is told where it is read from
+            self._outgoing.clear()  # the child has gone, which `_receive` reports
         self._loop.remove_writer(connection)
 
     def _receive(self, connection: socket.socket) -> None:
-        """A bounded part of what is there."""
+        """Handles up to `_MESSAGES_A_TURN` messages."""
         for _ in range(_MESSAGES_A_TURN):
             try:
                 data = connection.recv(MAX_MESSAGE_BYTES)
@@ -186,13 +188,13 @@ class FetchProcess:
             fetch.ended.set_result(message)
 
     def _lose(self, why: str | None) -> None:
-        """A child that has ended (None) or is of no use."""
+        """Ends a child that has ended (`why` None) or misbehaves."""
         assert self._process is not None
         status = self._end(ChildLost())
         logger.warning("the process that fetches pictures and videos %s", why or describe_exit(status))
 
     def _end(self, error: Exception) -> int:
-        """Ends the child, however it is; the next fetch starts another. Returns its status."""
+        """Ends the child in whatever state; the next fetch starts another. Returns its exit status."""
         process, connection = self._process, self._connection
         assert process is not None and connection is not None
         self._process = self._connection = None
@@ -209,7 +211,7 @@ class FetchProcess:
                 fetch.ended.set_exception(error)
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # there may be nobody who waits
+            self._ready.exception()  # retrieved here, since there may be no waiter
         return status
 
 

@@ -1,4 +1,4 @@
-"""The grammar child: `hydra_engine.preprocess.sandbox.grammar_child FD SETUP` compiles strangers' grammars.
+"""The grammar child: `hydra_engine.preprocess.sandbox.grammar_child FD SETUP` compiles untrusted grammars.
 
 A grammar that crashes or blocks the compiler harms only this process: each has limits of CPU time, memory and stack,
 and reaching one ends the process. Instances compile the grammars that pass, with the same code and higher limits.
@@ -22,24 +22,24 @@ from hydra_engine.guidance.guide import GrammarError, Guide
 from hydra_engine.guidance.reasons import NO_TEXT
 from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
 
-CPU_SECONDS = 1.0  # of one grammar; ordinary ones take a few milliseconds
-MEMORY_BYTES = 256 << 20  # of address space, besides what the tokenizer takes
+CPU_SECONDS = 1.0  # per grammar; ordinary ones take a few milliseconds
+MEMORY_BYTES = 256 << 20  # of address space, in addition to the tokenizer's
 STACK_BYTES = 1 << 20  # an instance's threads have eight times that
-NUM_TRIED_TOKENS = 16  # that are taken behind one another, to see that the grammar can be followed
+NUM_TRIED_TOKENS = 16  # length of the sample that must follow the grammar
 NO_TOKENIZER = "structured output is not available: this model's tokenizer cannot be used for grammars"
 
 _PAGE_BYTES = resource.getpagesize()
 
 
 class Setup(msgspec.Struct):
-    """What the child is started with, as JSON."""
+    """The child's argument, as JSON."""
 
     tokenizer_file: str
     eos_token_ids: tuple[int, ...]
 
 
 class Verdict(msgspec.Struct):
-    """On a grammar. None: it can be used."""
+    """The result of a check; `problem` is None if the grammar can be used."""
 
     problem: str | None = None
 
@@ -66,8 +66,8 @@ def start() -> Callable[[Grammar, Memory], Verdict]:
 
 
 def problem_of(guide: Guide, grammar: Grammar) -> str | None:
-    """What is wrong with it: it does not compile, has no text, or cannot be followed for its first tokens. Of one with
-    calls or reasoning the form is tried alone first."""
+    """Returns the grammar's problem, or None: it does not compile, has no text, or cannot be followed for its first
+    tokens. A grammar with calls or reasoning is first checked without them."""
     if grammar != grammar.alone:
         problem = problem_of(guide, grammar.alone)
         if problem is not None:
@@ -81,14 +81,14 @@ def problem_of(guide: Guide, grammar: Grammar) -> str | None:
             ids = np.flatnonzero(mask)
             if not ids.size:
                 return None if matcher.allowed().any() else NO_TEXT
-            matcher.accept([int(ids[step * 7919 % ids.size])])  # one here, one there
+            matcher.accept([int(ids[step * 7919 % ids.size])])  # spread over the allowed ids
     except GrammarError as error:
         return str(error)
     return None
 
 
 def _address_space() -> int:
-    """Bytes."""
+    """This process's address space in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * _PAGE_BYTES
 

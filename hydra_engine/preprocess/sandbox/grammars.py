@@ -22,9 +22,9 @@ from hydra_engine.preprocess.sandbox.child_host import ChildHost
 from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict
 
-ANSWER_SECONDS = 20.0  # the child's own limit is CPU time, this one is for a child that sleeps
-MAX_WAITING = 1 << 14  # grammars; how many requests may wait for anything is another, lower limit
-WAIT_SECONDS = 60.0  # for other requests' grammars
+ANSWER_SECONDS = 20.0  # the child's own limit is CPU time; this one ends a child that sleeps
+MAX_WAITING = 1 << 14  # grammars; `max_queue`, the limit on waiting requests, is lower
+WAIT_SECONDS = 60.0  # in the queue, behind other requests' grammars
 MAX_VERDICTS = 8192  # of all clients
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 8192
@@ -35,7 +35,8 @@ _MISSING = "structured output needs the package llguidance, which is not install
 
 
 class Grammars:
-    """Owned by one event loop. `tokenizer_file` None: the model has no tokenizer.json."""
+    """Grammar checks and a cache of their results. Use it on one event loop. `tokenizer_file` None: the model has no
+    tokenizer.json."""
 
     def __init__(
         self,
@@ -59,9 +60,9 @@ class Grammars:
         )
 
     async def check(self, grammar: Grammar, client: str = "", salt: str = "") -> None:
-        """Clients take turns, and verdicts are for one client and salt alone: how long one takes tells nothing of
-        others. Raises InvalidRequest that names the grammar's field, Unavailable when no child can be started or
-        others' grammars take too long."""
+        """Raises InvalidRequest that names the grammar's field, or Unavailable if no child can be started or other
+        requests' grammars take too long. Clients take turns, and results are cached per client and salt: durations
+        reveal nothing about other clients."""
         if not is_installed():
             raise InvalidRequest(_MISSING, param=grammar.param, code="unsupported_parameter")
         if not self._usable:
@@ -84,15 +85,16 @@ class Grammars:
         self._host.close()
 
     def _ask(self, key: bytes, grammar: Grammar) -> Verdict:
-        """Asks the child, from the pool's one thread, so there is one. A grammar that ended the child is wrong."""
-        verdict = self._verdicts.get(key)  # of one that was checked while this one waited
+        """Sends the grammar to the child, from the pool's only thread, so there is one child. A grammar that ended the
+        child is refused."""
+        verdict = self._verdicts.get(key)  # checked while this one waited
         if verdict is not None:
             return verdict
         try:
             verdict, _ = self._host.run(grammar, self._answer_seconds)
         except ChildDied:
             verdict = Verdict(TOO_COMPLEX)
-        except InvalidRequest as error:  # of the tokenizer
+        except InvalidRequest as error:  # the tokenizer cannot be used
             error.param = grammar.param
             raise
         self._verdicts[key] = verdict
@@ -106,7 +108,7 @@ def _key(grammar: Grammar, client: str, salt: str) -> bytes:
 
 
 def _check_form(grammar: Grammar) -> None:
-    """What can be said without compiling: it is text, JSON where that is asked for, and not too deep."""
+    """Checks that need no compiler: text, JSON where needed, and depth. Raises InvalidRequest."""
     try:
         grammar.source.encode()
     except UnicodeEncodeError:
@@ -134,7 +136,7 @@ def _json_of(grammar: Grammar) -> object:
 
 
 def _depth(value: object) -> int:
-    """Of nested arrays and objects, at most one more than MAX_DEPTH."""
+    """Depth of nested arrays and objects, at most MAX_DEPTH + 1."""
     depth, level = 0, [value]
     while level and depth <= MAX_DEPTH:
         inner: list[object] = []

@@ -1,6 +1,6 @@
-"""The decode child: `hydra_engine.preprocess.sandbox.image_child FD` turns files into small pictures.
+"""The decode child: `hydra_engine.preprocess.sandbox.image_child FD` turns files into the tiles of views.
 
-A decoder that crashes, loops or eats memory takes this process with it and nothing else. Does not know where files come
+A decoder that crashes, loops or exhausts memory ends this process and nothing else. Does not know where files come
 from.
 """
 
@@ -18,12 +18,12 @@ from hydra_engine.preprocess.media.pixels import decode, num_bytes, render_into
 from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
 
 MEMORY_BYTES = 1 << 30  # of address space; a WebP of 40 million pixels with transparency needs nine tenths of it
-CPU_SECONDS = 5  # of one picture; the largest take one
-MAX_CPU_SECONDS = 60  # of many pictures
+CPU_SECONDS = 5  # per picture; the largest take one
+MAX_CPU_SECONDS = 60  # for several pictures
 
 
 class ImageJob(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
-    """A picture's views."""
+    """A request for a picture's views."""
 
     container: Container
     views: tuple[View, ...]
@@ -31,7 +31,7 @@ class ImageJob(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
 
 
 class FramesJob(msgspec.Struct, frozen=True, array_like=True, tag="frames"):
-    """Views of several pictures, `View.source` says which."""
+    """A request for views of several pictures; `View.source` is an index into `containers`."""
 
     containers: tuple[Container, ...]
     views: tuple[View, ...]
@@ -39,7 +39,7 @@ class FramesJob(msgspec.Struct, frozen=True, array_like=True, tag="frames"):
 
 
 class Decoded(msgspec.Struct):
-    """The answer to every job for pixels, and with `video` to a question about a video file."""
+    """The answer to a job: pixels in shared memory, or `video` for a probe."""
 
     is_broken: bool = False
     video: VideoInfo | None = None
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def limit_memory(address_space: int) -> None:
-    """In bytes; and no files are written."""
+    """Limits memory to `address_space` bytes, and forbids writing files."""
     limit(resource.RLIMIT_AS, address_space)
     limit(resource.RLIMIT_FSIZE, 0)
 

@@ -1,6 +1,6 @@
-"""The parent's side of the processor child: pictures of models that run through transformers, to payloads and plans.
+"""The parent's side of the processor child: pictures to payloads and plans, for models that run through transformers.
 
-One child, because it holds torch. Does not import torch, does not know files or requests.
+There is one child, because it loads torch. Does not import torch, does not know files or requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed
 
 ANSWER_SECONDS = 60.0  # for a picture
-MAX_ARRAY_BYTES = 1 << 30  # of one picture's arrays
+MAX_ARRAY_BYTES = 1 << 30  # per picture
 
 _FOLDERS = ("HOME", "TMPDIR", "HF_HOME", "HF_MODULES_CACHE")  # where transformers keeps code that comes with models
 _SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -31,7 +31,7 @@ _COMMAND = launch.command("hydra_engine.preprocess.sandbox.processor_child")
 
 @dataclass(frozen=True, slots=True)
 class ProcessedPicture(PixelPayload):
-    """A payload, with what the prompt needs of it."""
+    """A payload, with the texts and counts that its placeholder's replacement needs."""
 
     before: str = ""
     behind: str = ""
@@ -40,7 +40,7 @@ class ProcessedPicture(PixelPayload):
     whole: bool = False
 
     def plan(self) -> MediaPlan:
-        """Text, the span, text."""
+        """The plan: text, the span, text."""
         item = ItemPlan(
             self.width, self.height, 1, self.num_patches, self.num_tokens, (1, 1, self.num_patches), whole=self.whole
         )
@@ -49,7 +49,7 @@ class ProcessedPicture(PixelPayload):
 
 
 class ImageProcessor:
-    """The model's own processor of pictures. For one thread at a time."""
+    """The model's own image processor. Not thread-safe."""
 
     def __init__(
         self, spec: ProcessorSpec, command: Sequence[str] = _COMMAND, answer_seconds: float = ANSWER_SECONDS
@@ -67,8 +67,8 @@ class ImageProcessor:
         )
 
     def process(self, digest: ImageDigest, size: tuple[int, int], pixels: bytes) -> ProcessedPicture:
-        """Blocking. An upright RGB picture of that (width, height), row by row. Raises InvalidImage where the processor
-        refuses it or fails on it, Unavailable when no child can be started."""
+        """Processes an upright RGB picture of `size` (width, height), row-major. Blocking. Raises InvalidImage if the
+        processor refuses it or fails on it, Unavailable if no child can be started."""
         try:
             answer, _ = self._host.run(Picture(*size, memoryview(pixels)), self._answer_seconds)
         except ChildDied as error:
@@ -93,7 +93,7 @@ class ImageProcessor:
         )
 
     def warm_up(self) -> None:
-        """Blocking. Starts the child, so that the first picture does not wait for it."""
+        """Starts the child and blocks until it is ready, so that the first picture need not wait."""
         self._host.start()
 
     def close(self) -> None:

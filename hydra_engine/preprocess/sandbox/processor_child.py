@@ -1,7 +1,7 @@
 """The processor child: `hydra_engine.preprocess.sandbox.processor_child FD SETUP` runs a model's processor.
 
-It needs torch and transformers, which the frontend process stays free of; and with --trust-remote-code it runs the code
-that comes with the model. It gets decoded pixels only, never untrusted files.
+It needs torch and transformers, which the frontend process does not import; with --trust-remote-code it runs the
+model's own code. It receives decoded pixels only, never untrusted files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydra_engine.preprocess.sandbox.child_loop import Memory, serve
 
 
 class Picture(msgspec.Struct):
-    """Upright, RGB, row by row."""
+    """An upright RGB picture, uint8, row-major."""
 
     width: int
     height: int
@@ -28,7 +28,7 @@ class Picture(msgspec.Struct):
 
 
 class Processed(msgspec.Struct):
-    """`before`, `token_ids`, `behind` take the place of the picture's placeholder. `data`: the bytes of each array."""
+    """A processed picture. `before`, `token_ids`, `behind` replace its placeholder. `data`: the bytes of each array."""
 
     error: ErrorInfo | None = None
     before: str = ""
@@ -46,10 +46,10 @@ def main() -> None:
 def start() -> Callable[[Picture, Memory], Processed]:
     spec = msgspec.json.decode(sys.argv[2], type=ProcessorSpec)
     gc.disable()
-    # Loads torch and transformers, and the parent imports this file.
+    # Imported here, since it loads torch and transformers and the parent imports this file.
     from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
 
-    gc.freeze()  # in what was read there is no garbage, so nobody looks for it
+    gc.freeze()  # the imports hold no garbage to look for
     gc.enable()
     processor = PictureProcessor.of(spec)
 

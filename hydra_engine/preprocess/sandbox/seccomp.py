@@ -1,9 +1,9 @@
-"""The filter of system calls of the sandboxed children, in the kernel's own language: what a decoder that was taken
-over could reach beyond its process is refused.
+"""The system call filter of the sandboxed children, as a BPF program: it refuses what a compromised decoder could use
+to reach beyond its process.
 
-It is a list of what is forbidden, because what the libraries need differs between their versions. Forbidden are the
-network, other programs and processes, changes to files, and what only administrators do; what is left reads files,
-uses memory and threads, and talks over descriptors that were there before. Does not know what the children do.
+It lists what is forbidden, since what the libraries need differs between versions. Forbidden are the network, other
+programs and processes, changes to files, and administrators' calls; what remains reads files, uses memory and threads,
+and communicates over existing descriptors. Does not know what the children do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import platform
 import struct
 from collections.abc import Iterator
 
-# Name, number on x86_64, number on aarch64; a dash where a machine does not have it.
+# Name, number on x86_64, number on aarch64; a dash if a machine does not have it.
 _NETWORK = "socket 41 198, socketpair 53 199, connect 42 203, bind 49 200"
 _FORBIDDEN = """
 listen 50 201, accept 43 202, accept4 288 242,
@@ -42,15 +42,15 @@ removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, removexattrat 466 
 shmget 29 194, shmat 30 196, shmctl 31 195, msgget 68 186, msgsnd 69 189, semget 64 190, semop 65 193,
 mq_open 240 180, mq_unlink 241 181
 """
-# Allowed for the calling process alone: their first argument names one.
+# Allowed only with the calling process as first argument.
 _OWN = (
     "kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, prlimit64 302 261"
 )
 _OPEN, _OPENAT, _CLONE, _CLONE3, _PRCTL, _IOCTL = (2, None), (257, 56), (56, 220), (435, 435), (157, 167), (16, 29)
 _SECCOMP = (317, 277)
 
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in the tables above, AUDIT_ARCH
-_X32 = 0x40000000  # numbers of a second table that x86_64 may have
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables above, AUDIT_ARCH
+_X32 = 0x40000000  # first number of x86_64's second table
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD = 0x10000
@@ -71,8 +71,8 @@ class _Program(ctypes.Structure):
 
 
 def forbid(*, network: bool) -> str | None:
-    """Installs the filter in all threads of this process; with `network` it may make connections. Returns why this
-    kernel cannot, or None."""
+    """Installs the filter in all threads of this process; with `network` it may make connections. Returns None, or the
+    reason why this kernel cannot."""
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         return f"there is no filter for {platform.machine()}"
@@ -100,7 +100,7 @@ def _filter(column: int, audit_arch: int, network: bool) -> Iterator[_Instructio
     for number in _numbers(_FORBIDDEN if network else f"{_FORBIDDEN}, {_NETWORK}", column):
         yield _EQUAL, 0, 1, number
         yield refuse
-    yield _EQUAL, 0, 1, _CLONE3[column]  # whose arguments cannot be seen; the C library takes clone instead
+    yield _EQUAL, 0, 1, _CLONE3[column]  # its arguments cannot be inspected; the C library falls back to clone
     yield _RETURN, 0, 0, _ERROR | errno.ENOSYS
     pid = os.getpid()
     for number in _numbers(_OWN, column):
@@ -118,7 +118,7 @@ def _filter(column: int, audit_arch: int, network: bool) -> Iterator[_Instructio
 def _where(
     number: int, argument: int, test: list[_Instruction], also: list[_Instruction] | None = None
 ) -> Iterator[_Instruction]:
-    """The test of the low half of an argument of one call; the call's number is loaded again behind it."""
+    """Instructions that test the low half of an argument of one call, then reload the call's number."""
     body = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument), *(also or ()), *test]
     yield _EQUAL, 0, len(body), number
     yield from body

@@ -1,7 +1,7 @@
 """The text child: `python -m hydra_engine.preprocess.sandbox.text_child FD SETUP` renders and tokenises prompts.
 
-Templates and tokenizers are programs of whoever made the model. What they do harms only this process: loading them and
-each prompt have limits of CPU time and memory, and reaching one ends the process or the prompt.
+Templates and tokenizers are programs by the model's author. They can harm this process only: loading them and each
+prompt have limits of CPU time and memory, and reaching one ends the process or the prompt.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
 LOAD_CPU_SECONDS = 30.0  # for the tokenizer; 150,000 tokens take one or two
 PROBE_CPU_SECONDS = 5.0  # for some short conversations
-CPU_SECONDS = 2.0  # of one prompt; ordinary ones take milliseconds
-CPU_SECONDS_PER_CHAR = 2e-5  # more, of a long one; tokenising takes a tenth of it
-MEMORY_BYTES = 768 << 20  # of address space, besides what an interpreter takes
-MAX_TOKEN_CHARS = 4096  # of a token of the vocabulary: streams show it on the event loop
+CPU_SECONDS = 2.0  # per prompt; ordinary ones take milliseconds
+CPU_SECONDS_PER_CHAR = 2e-5  # in addition; tokenising takes a tenth of it
+MEMORY_BYTES = 768 << 20  # of address space, in addition to the interpreter's
+MAX_TOKEN_CHARS = 4096  # of a token of the vocabulary: streams decode it on the event loop
 MAX_PROBE_CHARS = 1 << 20  # of a rendered short conversation
 
 _PAGE_BYTES = resource.getpagesize()
@@ -45,7 +45,7 @@ Method = Literal["encode", "place", "parts", "generation_prompt", "tokenizer"]
 
 
 class Setup(msgspec.Struct):
-    """The arguments of the child, as JSON."""
+    """The child's argument, as JSON."""
 
     model_dir: str
     spec: TextSpec
@@ -53,7 +53,7 @@ class Setup(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """`arguments`: of the writer's method, as JSON."""
+    """A call of a `Writer` method; `arguments` as JSON."""
 
     method: Method
     arguments: bytes
@@ -61,8 +61,8 @@ class Job(msgspec.Struct):
 
 
 class Written(msgspec.Struct):
-    """The result of a method: token ids, uint32, a text or the tokenizer. `error`: what is wrong with the request.
-    `exhausted`: it took more memory than it may."""
+    """The result of a method: token ids (uint32), a text or the tokenizer. `error`: the fault of the request.
+    `exhausted`: the memory limit was reached."""
 
     ids: list[bytes] = []
     text: str = ""
@@ -72,7 +72,7 @@ class Written(msgspec.Struct):
 
 
 def cpu_seconds(num_chars: int) -> float:
-    """Seconds of CPU time that one job may take."""
+    """The limit of one job, in seconds of CPU time."""
     return CPU_SECONDS + num_chars * CPU_SECONDS_PER_CHAR
 
 
@@ -95,7 +95,7 @@ def start() -> Callable[[Job, Memory], Written]:
         _probe(writer)
     except MemoryError:
         raise too_much() from None
-    time.localtime()  # reads the zone's file before files are out of reach
+    time.localtime()  # reads the time zone file while files can be opened
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def answer(job: Job, _memory: Memory) -> Written:
@@ -142,11 +142,11 @@ def too_much() -> CheckpointError:
 
 
 def _probe(writer: Writer) -> None:
-    """Some short conversations and a text, so that what never works is found before anybody is served."""
+    """Tries short conversations and a text, so that a model that never works is found before requests come."""
     for prompt in _prompts():
         try:
             writer.encode(prompt)
-        except InvalidRequest:  # which a template may say of any of them
+        except InvalidRequest:  # a template may refuse any of them
             continue
         if len(prompt.text) > MAX_PROBE_CHARS:
             raise CheckpointError(
@@ -176,7 +176,7 @@ def _prompts() -> Iterator[Prompt]:
 
 
 def _address_space() -> int:
-    """Bytes."""
+    """This process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE_BYTES
 
 

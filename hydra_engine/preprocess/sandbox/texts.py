@@ -1,7 +1,7 @@
-"""The parent's side of the text children: conversations and texts to token ids, in turns of clients.
+"""The parent's side of the text children: conversations and texts to token ids, with turns for clients.
 
-There are two children: long prompts have one of their own, so that short ones wait for nobody else's long one. Does not
-trust what a child says: token ids are those of the vocabulary. Does not know requests.
+There are two children, one of them for long prompts, so that short ones do not wait behind long ones. Does not trust a
+child's answers: ids must be those of the vocabulary. Does not know requests.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from hydra_engine.preprocess.text.wire import as_json, option_fields, plan_fields, prompt_fields
 from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
-MAX_WAITING_TEXTS = 1024  # in each of two queues; half of them of one client
+MAX_WAITING_TEXTS = 1024  # in each of two queues; one client may have half
 MAX_ANSWER_BYTES = 128 << 20  # a tokenizer, or the ids of the longest prompts
 MAX_ERROR_CHARS = 2000
-WAIT_SECONDS = 30.0  # for a child that sleeps; its own limit is CPU time
+WAIT_SECONDS = 30.0  # ends a child that sleeps; its own limit is CPU time
 
 _SETTINGS = {
     **{"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
@@ -39,16 +39,16 @@ _COMMAND = launch.command("hydra_engine.preprocess.sandbox.text_child")
 
 
 class Texts(Protocol):
-    """Token ids of prompts. Each method raises InvalidRequest for what is wrong with a request."""
+    """Token ids of prompts. Each method raises InvalidRequest for a fault of the request."""
 
     async def encode(self, client: str, prompt: Prompt) -> list[int]: ...
 
     async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
-        """Token ids with the texts that a model's processor writes around its pictures."""
+        """Returns token ids with the texts that a model's processor writes around pictures."""
         ...
 
     async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text by itself."""
+        """Returns the token ids of each text, tokenised separately."""
         ...
 
     async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str: ...
@@ -57,7 +57,7 @@ class Texts(Protocol):
 
 
 class OwnTexts:
-    """Reads prompts in this process, for a model whose files are the caller's own; long ones in a thread."""
+    """Reads prompts in this process, for a model whose files the caller trusts; long ones in a thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -82,7 +82,7 @@ class OwnTexts:
 
 
 class SandboxedTexts:
-    """Reads prompts in child processes. Owned by one event loop; `start` before anything else."""
+    """Reads prompts in child processes. Use it on one event loop; call `start` first."""
 
     def __init__(
         self, model_dir: Path, spec: TextSpec, chat_template_path: str | None = None, command: Sequence[str] = _COMMAND
@@ -92,8 +92,8 @@ class SandboxedTexts:
         self._short, self._long = (_Lane(length, setup, command) for length in ("short", "long"))
 
     async def start(self) -> Tokenizer:
-        """The model's tokenizer, for what needs no child. Raises CheckpointError where the model's files take more than
-        they may."""
+        """Returns the model's tokenizer, for work that needs no child. Raises CheckpointError if loading the model's
+        files exceeds a limit."""
         return await asyncio.get_running_loop().run_in_executor(None, self._start)
 
     def _start(self) -> Tokenizer:
@@ -103,7 +103,7 @@ class SandboxedTexts:
         return Tokenizer.of_parts(parts, self._model_dir)
 
     def warm_up(self) -> None:
-        """Starts the child for long prompts and does not wait."""
+        """Starts the child for long prompts without waiting for it."""
         self._long.host.warm_up(1)
 
     async def encode(self, client: str, prompt: Prompt) -> list[int]:
@@ -144,7 +144,7 @@ class SandboxedTexts:
 
 
 class _Lane:
-    """One child, and those who wait for it."""
+    """A child and its queue."""
 
     def __init__(self, length: str, setup: Setup, command: Sequence[str]) -> None:
         self.pool = WorkerPool(f"text-{length}", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
@@ -159,7 +159,7 @@ class _Lane:
         )
 
     def start(self) -> None:
-        """Blocking."""
+        """Starts the child and blocks until it is ready. Raises CheckpointError if its setup exceeds a limit."""
         try:
             self.host.start()
         except Unavailable as error:
@@ -168,7 +168,7 @@ class _Lane:
             raise
 
     def run(self, job: Job) -> Written:
-        """Runs a job, blocking. The next child starts at once where a job has ended its own."""
+        """Runs a job, blocking. If the job ends its child, the next child starts at once."""
         try:
             return self.host.run(job, WAIT_SECONDS + 2 * cpu_seconds(job.num_chars))[0]
         except ChildDied as death:

@@ -1,7 +1,7 @@
 """The decode child for videos, with PyAV: `hydra_engine.preprocess.sandbox.video_child FD`.
 
-Only listed containers and codecs are opened, so nothing in a file can name another file or an address. Does not know
-which frames are sampled.
+Opens only listed containers and codecs, so a file cannot name another file or an address. Does not know which frames
+are sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydra_engine.preprocess.sandbox.child_loop import Memory, serve
 from hydra_engine.preprocess.sandbox.image_child import Decoded, limit_memory
 
 MEMORY_BYTES = 3 << 30  # of address space: a decoder of large frames keeps up to 16 of them
-CPU_SECONDS = 60  # of one video
+CPU_SECONDS = 60  # per video
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif"
 _CODECS = (
@@ -35,13 +35,13 @@ _CODECS = (
     *("theora", "prores", "mjpeg", "ffv1", "png", "gif", "rawvideo"),
 )
 _MAX_FRAME_PIXELS = 40_000_000
-# A file may announce this many frames more than decode, because it was cut between frames that need each other. The
-# last frame stands for them.
+# A file may announce this many more frames than can be decoded, if it was cut between dependent frames. The last frame
+# replaces them.
 _MISSING_FRAMES = 2
-_VP8_SHOWN = 0x10  # in the first byte of a frame; the others are references that nobody sees
+_VP8_SHOWN = 0x10  # in a frame's first byte; frames without it are references only
 
 _ERRORS = (InvalidImage, av.FFmpegError, ValueError, MemoryError)
-# Counter-clockwise degrees to what EXIF calls the same turn.
+# Counter-clockwise degrees to EXIF orientation.
 _ORIENTATIONS = {0: 1, 90: 8, 180: 3, -180: 3, -90: 6}
 
 
@@ -66,11 +66,11 @@ def answer(job: ProbeJob | VideoJob, memory: Memory) -> Decoded:
 
 
 def probe(data: bytes) -> VideoInfo:
-    """Size and turn from the first frame, the number of frames by counting what is in the file."""
+    """Returns size and orientation from the first frame, and the number of frames by counting packets."""
     first: VideoFrame | None = None
     num_frames = num_left_out = 0
     with _open(data) as (container, stream):
-        for packet in container.demux(stream):  # the last one is empty and asks the decoder for what it still holds
+        for packet in container.demux(stream):  # the last one is empty and flushes the decoder
             if first is None:
                 first = next(iter(packet.decode()), None)
             if packet.size and _is_shown(packet):
@@ -89,7 +89,8 @@ def probe(data: bytes) -> VideoInfo:
 
 
 def frames(data: bytes, indices: Sequence[int]) -> Iterator[Pixels]:
-    """The frames at `indices`, upright. Decodes from the first frame on: where a frame is cannot be told without."""
+    """Yields the frames at `indices`, upright. Decodes from the first frame on, since positions are not known
+    otherwise."""
     with _open(data) as (container, stream):
         decoded = container.decode(stream)
         index, frame, pixels = -1, None, None
@@ -108,7 +109,7 @@ def frames(data: bytes, indices: Sequence[int]) -> Iterator[Pixels]:
 
 @contextmanager
 def _open(data: bytes) -> Iterator[Opened]:
-    """The first stream of moving pictures; covers of music and the like are none."""
+    """Opens the first video stream that is not an attached picture, such as a cover."""
     options = {"format_whitelist": _FORMATS, "codec_whitelist": ",".join(_CODECS), "protocol_whitelist": "none"}
     with av.open(io.BytesIO(data), "r", container_options=options, metadata_errors="replace") as container:
         moving = (s for s in container.streams.video if not s.disposition & Disposition.attached_pic)
@@ -125,7 +126,7 @@ def _is_shown(packet: av.Packet[VideoStream]) -> bool:
 
 
 def _orientation(frame: VideoFrame) -> int:
-    """EXIF's number for the turn that makes the frame upright; other angles than right ones are left alone."""
+    """EXIF's number for the rotation that makes the frame upright; ignores angles that are no multiple of 90."""
     return _ORIENTATIONS.get(frame.rotation, 1)
 
 

@@ -1,4 +1,4 @@
-"""Chat messages to the text of a prompt, through the model's own template.
+"""Renders chat messages as the text of a prompt, with the model's own template.
 
 Does not know token ids, and opens nothing: a picture is a placeholder here.
 """
@@ -31,18 +31,18 @@ _MAX_LOGGED_NAMES = 256
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PROBE = "hydra9probe"
 _PROBE_ID = "hydra9pro"  # nine letters and digits, as some templates demand
-# What operations inside a template raise when a conversation is not what it expects.
+# Raised by operations inside a template if a conversation is not what it expects.
 _RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _DEFAULTS = TemplateOptions()
-_MAX_ENDS = 256  # of prompts, by their options
+_MAX_ENDS = 256  # cached generation prompts
 _MAX_KEY_CHARS = 1024
 _PROBING = TemplateOptions(add_generation_prompt=False)
 
 
 class ChatTemplate:
-    """Renders conversations. Some templates read a message's content as a string, some as a list of parts, some differ
-    by role, and arguments of tool calls are objects to some and text to others: which of them is found out by rendering
-    a probe once per role. `has_processor` says that transformers would use a processor, not the tokenizer alone."""
+    """A model's chat template. Some templates read a message's content as a string, some as a list of parts, some
+    differ by role, and some read arguments of tool calls as objects, others as text: rendering a probe once per role
+    finds out which. `has_processor`: transformers would use a processor, not only the tokenizer."""
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class ChatTemplate:
         self._ignored: set[str] = set()
 
     def known(self, message: ChatMessage) -> ChatMessage:
-        """The message with those of its further fields that the template mentions, bounded. Raises InvalidRequest."""
+        """Returns the message with only those extra fields that the template mentions. Raises InvalidRequest if these
+        exceed a limit."""
         if not message.others:
             return message
         others = dict(message.others)
@@ -81,7 +82,7 @@ class ChatTemplate:
         return replace(message, others=read)
 
     def arranged(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-        """The conversation in turns that the template takes where they stand."""
+        """Returns the turns in an order that the template takes; see `turns.py`."""
         return tuple(messages) if self.text is None else arranged(messages, self._takes)
 
     def render(
@@ -90,7 +91,7 @@ class ChatTemplate:
         options: TemplateOptions = _DEFAULTS,
         quoting: Quoting | None = None,
     ) -> str:
-        """The prompt's text, spelled for `quoting` where there is one. Raises InvalidRequest."""
+        """Returns the prompt's text, spelled for `quoting` if given. Raises InvalidRequest."""
         if self.text is None:
             raise InvalidRequest(f"{NO_TEMPLATE}, or use completions (raw prompts)")
         if options.continue_final_message:
@@ -101,8 +102,8 @@ class ChatTemplate:
         return quoting.rendered(self._apply(hidden, options, quoting.hide))
 
     def generation_prompt(self, options: TemplateOptions = _DEFAULTS, role: Role = "user") -> str:
-        """What these options put behind the last message, a tool's or a user's, for the answer to begin. Empty where
-        there is no template, or one that cannot be rendered so."""
+        """The text that the template adds after a last message of the user or a tool, to start the answer. Empty
+        without a template, or if that cannot be rendered."""
         is_result = role == "tool"
         key = (
             json.dumps(options.variables, sort_keys=True),
@@ -134,7 +135,8 @@ class ChatTemplate:
         return text.rpartition(_PROBE)[2]
 
     def quoting_of(self, messages: Sequence[ChatMessage], options: TemplateOptions = _DEFAULTS) -> Quoting | None:
-        """What a conversation is rendered and encoded with where it quotes control tokens of this template."""
+        """The `Quoting` to render and encode a conversation with, None if it quotes no control token of this
+        template."""
         if self.text is None:
             return None
         texts = [[text] for text in texts_of((options.tools, options.variables))]
@@ -144,8 +146,8 @@ class ChatTemplate:
     def adds_special_tokens(
         self, rendered: str, options: TemplateOptions = _DEFAULTS, quoting: Quoting | None = None
     ) -> bool:
-        """Whether a rendered conversation is tokenised with what the tokenizer puts around every text (BOS as a rule).
-        By the rule of transformers: its processors do so unless BOS is there, its tokenizers by themselves never."""
+        """True if the rendered conversation is tokenised with special tokens around it (BOS as a rule). As in
+        transformers: its processors add them unless BOS is there, its tokenizers never do."""
         if options.add_special_tokens is not None:
             return options.add_special_tokens
         bos = self._tokenizer.bos_token
@@ -155,8 +157,8 @@ class ChatTemplate:
 
     @cached_property
     def _quoting(self) -> Quoting:
-        """Marks are the placeholders, what begins and ends a sequence, and the special tokens that the template writes;
-        others, as those of boxes and regions, are for users too."""
+        """The marks are placeholders, BOS, EOS and the special tokens that the template writes; others, such as those
+        of boxes and regions, are for users too."""
         written = "".join([self.text or "", *self._samples()])
         around = (self._tokenizer.bos_token, self._tokenizer.eos_token)
         special = [token for token in self._tokenizer.special_tokens if token in around or token in written]
@@ -164,7 +166,7 @@ class ChatTemplate:
         return Quoting(self._tokenizer, marks.union(token for token in self._known_marks if token))
 
     def _samples(self) -> Iterator[str]:
-        """What the template makes of a turn of each role, where it takes that."""
+        """Yields what the template makes of a turn of each role that it takes."""
         for role in ("system", "user", "assistant", "tool"):
             with suppress(TemplateError, *_RENDER_ERRORS):
                 turns = self._probe(role, str if self._reads_form(role, str) else list)
@@ -179,8 +181,8 @@ class ChatTemplate:
                 logger.info("the chat template does not read %r of messages; it is ignored", name[:64])
 
     def _fitting(self, message: ChatMessage) -> dict[str, Any]:
-        """The message as the template reads it: its content and the arguments of its calls in a form that it has a
-        place for."""
+        """Returns the message in the form that the template reads. Raises InvalidRequest if it cannot show tool
+        calls."""
         fitting: dict[str, Any] = {"role": message.role, "content": self._fitting_content(message)}
         about = {"tool_call_id": message.tool_call_id, "name": message.name}
         fitting |= {name: value for name, value in about.items() if value is not None}
@@ -209,7 +211,8 @@ class ChatTemplate:
         return [_part(text)] if not self._reads_form(role, str) and self._reads_form(role, list) else text
 
     def _reads_form(self, role: str, form: type) -> bool:
-        """`role` may be tool_calls, whose forms are those of arguments: dict and str."""
+        """True if the template shows this form: str or list for content of `role`, dict or str for arguments if `role`
+        is tool_calls."""
         known = self._reads.get((role, form))
         if known is None:
             probe = self._call_probe(form) if role == "tool_calls" else self._probe(role, form)
@@ -230,7 +233,7 @@ class ChatTemplate:
                     result.update(called[1] | {"content": result["content"]})
             try:
                 text = self._tokenizer.apply_template(turns, self.text or "", _PROBING).lower()
-                # What is said beside a call may be left out.
+                # Text beside a call may be left out.
                 shown = (word for word, turn in zip(words, turns, strict=True) if "tool_calls" not in turn)
                 self._taken[roles] = all(word in text for word in shown)
             except (TemplateError, *_RENDER_ERRORS):
@@ -242,12 +245,12 @@ class ChatTemplate:
     def _probe(self, role: str, form: type) -> list[dict[str, Any]]:
         content = _PROBE if form is str else [_part(_PROBE)]
         messages: list[dict[str, Any]] = [{"role": role, "content": content}]
-        if role != "user":  # most templates insist on a user's turn before an assistant's and after a system's
+        if role != "user":  # most templates require a user turn before the assistant's and after the system's
             messages = [*messages, self._user_turn()] if role == "system" else [self._user_turn(), *messages]
         return messages
 
     def _call_probe(self, form: type) -> list[dict[str, Any]]:
-        """The call is answered, because some templates count the answers."""
+        """A call with its answer, because some templates count the answers."""
         arguments = {_PROBE: _PROBE} if form is dict else json.dumps({_PROBE: _PROBE})
         call = {"id": _PROBE_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
         turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -256,7 +259,7 @@ class ChatTemplate:
         return [self._user_turn(), turn, result]
 
     def _user_turn(self) -> dict[str, Any]:
-        """Not empty: some templates look at a turn's first part."""
+        """A user turn that is not empty, because some templates look at its first part."""
         return {"role": "user", "content": self._fitting_text("user", "x")}
 
     def _shows(self, messages: list[dict[str, Any]]) -> bool:
@@ -272,7 +275,7 @@ class ChatTemplate:
         try:
             return self._tokenizer.apply_template(messages, self.text or "", options, hide)
         except TemplateError as error:
-            # Exactly this class is what a template raises by itself, in words meant for the user.
+            # A template's own exceptions have exactly this class, and words meant for the user.
             words = " ".join((error.message or "").split())[:200] if type(error) is TemplateError else ""
             raise InvalidRequest(
                 f"the chat template refused the messages: {words}" if words else "the chat template cannot be rendered"
@@ -283,7 +286,7 @@ class ChatTemplate:
 
 
 def texts_together(message: ChatMessage) -> Iterator[list[str]]:
-    """All texts of a message; those of one list may come right behind each other in a prompt."""
+    """Yields all texts of a message; those of one list may be adjacent in a prompt."""
     content = message.content
     yield [content] if isinstance(content, str) else [part.text for part in content if isinstance(part, TextPart)]
     named = (message.name, message.tool_call_id, message.others)
@@ -317,7 +320,7 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
-    """As the OpenAI API has it; some templates join arguments to other text."""
+    """The call in the OpenAI API's format; with arguments `as_text` for templates that join them to other text."""
     arguments = call.arguments
     if as_text and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -326,7 +329,7 @@ def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
 
 
 def _check_last(message: ChatMessage) -> None:
-    """What an answer can go on with ends in text."""
+    """Raises InvalidRequest unless an answer can continue the message: it must be the assistant's and end in text."""
     ends_in_text = isinstance(message.content, str) or isinstance(message.content[-1], TextPart)
     if message.role != "assistant" or not ends_in_text or message.tool_calls:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
-"""Incremental detokenization: whole characters only, and stop strings found wherever they begin.
+"""Incremental detokenization: emits whole characters only, and finds stop strings across tokens.
 
-The pieces of a request, joined, are exactly what decoding all its tokens at once gives, up to a stop string. Amortised
-constant time per token. Does not know end-of-sequence tokens, messages or sampling.
+The pieces of a request, joined, equal the decoding of all its tokens at once, up to a stop string. Amortised constant
+time per token. Does not know end-of-sequence tokens, messages or sampling.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from hydra_engine.core.logprobs import FIRST, SILENT
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.preprocess.text.tokenizer import REPLACEMENT, Tokenizer, name_of
 
-# A character has at most four bytes; more tokens than this that end in no character never become one.
+# A character has at most four bytes: more tokens than this that end in no character never complete one.
 _MOST_HELD_TOKENS = 8
 
 
 class IncrementalDetokenizer:
-    """One per request. After `stop_string` is set nothing more comes out.
+    """The detokenizer of one request. Emits nothing after `stop_string` is set.
 
     Text of the first `min_tokens - 1` tokens takes no part in a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self.stop_string: str | None = None
-        self.at_start = True  # no token has become a part of the text
+        self.at_start = True  # no token has added to the text
         self._skipped = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
         self.spelling = Spelling(tokenizer, self._skipped)
         self._decoder: _Decoder = _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer)
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
         self._num_tokens = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens make certain; empty while a character or a stop string may be in the making."""
+        """Returns the text that these tokens complete; empty while a character or a stop string may be incomplete."""
         return "".join([self.feed_one(token_id) for token_id in token_ids])
 
     def feed_one(self, token_id: int) -> str:
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
         return text if self._stops is None else self._matched(text)
 
     def flush(self) -> str:
-        """What was held back, at the end of the request. May still complete a stop string."""
+        """Returns the text held back, at the end of the request. May complete a stop string."""
         if self.stop_string is not None:
             return ""
         text = self._matched(self._decoder.flush())
@@ -67,14 +67,14 @@ class IncrementalDetokenizer:
 
 
 class Spelling:
-    """How tokens are shown in lists of log probabilities: the name of each, and the bytes that it adds to the text."""
+    """Spells tokens for lists of log probabilities: (name, bytes that it adds to the text)."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
 
     def __call__(self, token_id: int, place: int) -> tuple[str, bytes]:
-        """`place`: see `core/logprobs.py`."""
+        """`place`: flags of `core/logprobs.py`."""
         tokenizer = self._tokenizer
         if place & SILENT or token_id in self._skipped:
             return tokenizer.token_text(token_id), b""
@@ -83,17 +83,17 @@ class Spelling:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first, whatever the pieces in which the text comes (Knuth-Morris-Pratt)."""
+    """Finds the stop string that ends first, however the text is split into pieces (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._fallbacks = [_borders(stop) for stop in stops]
-        self._matched = [0] * len(stops)  # per stop: how many of its characters end the text so far
+        self._matched = [0] * len(stops)  # per stop: the number of its characters at the end of the text
         self._held = ""
         self._first_chars = frozenset(stop[0] for stop in stops)
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(text that is in no stop string, the stop string if one is complete)."""
+        """Returns (text that is in no stop string, the stop string if one is complete)."""
         if not self._held and self._first_chars.isdisjoint(text):
             return text, None
         text = self._held + text
@@ -111,7 +111,7 @@ class StopMatcher:
         return held
 
     def _step(self, char: str) -> str | None:
-        """Moves every stop on by one character; the longest of those that are now complete."""
+        """Advances every stop by one character. Returns the longest one that is now complete."""
         complete: str | None = None
         for index, stop in enumerate(self._stops):
             length, fallback = self._matched[index], self._fallbacks[index]
@@ -124,9 +124,9 @@ class StopMatcher:
         return complete
 
 
-@lru_cache(256)  # answers to one request have the same
+@lru_cache(256)  # shared by the answers to one request
 def _borders(stop: str) -> list[int]:
-    """For every prefix the length of its longest proper prefix that is also its suffix."""
+    """The length, per prefix, of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     for end in range(1, len(stop)):
         length = borders[end - 1]
@@ -143,13 +143,13 @@ class _Decoder(Protocol):
 
 
 class _ByteDecoder:
-    """For byte-level vocabularies: tokens are bytes, characters come out when their bytes are complete."""
+    """A decoder for byte-level vocabularies: emits a character when its bytes are complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes_of = tokenizer.token_bytes
         self._whole_texts = tokenizer.whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._between = True  # no character has begun
+        self._between = True  # no character is incomplete
 
     def feed(self, token_id: int) -> str:
         if self._between and (whole := self._whole_texts[token_id]) is not None:
@@ -164,9 +164,9 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """For any other vocabulary: decodes the newest tokens behind the ones before them and takes the difference.
+    """A decoder for other vocabularies: decodes the newest tokens after the ones before them and takes the difference.
 
-    `tokens[:context]` has been given out and is kept because decoders treat the first token of a text differently.
+    `tokens[:context]` has been emitted and is kept because decoders treat the first token of a text differently.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,8 +1,8 @@
-"""From the settings of a GGUF file to the tokenizer files of a Hugging Face directory: tokenizer.json,
-tokenizer_config.json and the chat template.
+"""Makes the tokenizer files of a Hugging Face directory from GGUF settings: tokenizer.json, tokenizer_config.json and
+the chat template.
 
-Two kinds of vocabularies: byte-level BPE ("gpt2"), whose merges the file lists and whose rule to split text it names;
-and SentencePiece's BPE ("llama"), whose merges follow from the scores of its tokens. Does not know models.
+Two kinds of vocabularies: byte-level BPE ("gpt2"), with merges and the name of a splitting rule in the file; and
+SentencePiece's BPE ("llama"), whose merges follow from the scores of its tokens. Does not know models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.gguf_config import CONTROL, PICTURE_TOKENS, special_token
 
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5  # of tokenizer.ggml.token_type
-_MAX_CUTS = 1 << 28  # characters of all parts of all tokens: a second
+_MAX_CUTS = 1 << 28  # sum of squared token lengths: about a second
 _SPACE = "\u2581"  # SentencePiece's
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -23,7 +23,7 @@ _LLAMA3 = (
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-# How text is split before merging, by tokenizer.ggml.pre; None is GPT-2's rule.
+# Regular expression that splits text before merging, by tokenizer.ggml.pre; None is GPT-2's rule.
 _SPLITS = {
     **dict.fromkeys(("default", "gpt-2"), None),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
@@ -33,8 +33,8 @@ _SPLITS = {
 
 
 def tokenizer_files(settings: Fields, *, pictures: bool) -> dict[str, Any]:
-    """The files by name: JSON objects, and the chat template as text where there is one. `pictures`: some token stands
-    for them, as `gguf_config.py` says which. Raises CheckpointError."""
+    """Returns the files by name: JSON objects, and the chat template, if any, as text. `pictures`: the vocabulary gets
+    a picture token if it has none (see `gguf_config.py`). Raises CheckpointError."""
     model = settings.text("tokenizer.ggml.model")
     tokens = _texts(settings, "tokenizer.ggml.tokens")
     kinds = settings.get("tokenizer.ggml.token_type") or [1] * len(tokens)
@@ -66,7 +66,7 @@ def tokenizer_files(settings: Fields, *, pictures: bool) -> dict[str, Any]:
 
 
 def _byte_level(settings: Fields, tokens: list[str], kinds: list[int]) -> tuple[dict[str, Any], bool]:
-    """And whether texts begin with BOS where the file does not say."""
+    """Returns (tokenizer.json's parts, whether texts begin with BOS by default)."""
     rule = settings.text("tokenizer.ggml.pre", "default")
     if rule not in _SPLITS:
         raise settings.wrong("tokenizer.ggml.pre", f"one of {', '.join(_SPLITS)}")
@@ -83,7 +83,7 @@ def _byte_level(settings: Fields, tokens: list[str], kinds: list[int]) -> tuple[
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, to_bytes]},
         "decoder": to_bytes,
         "post_processor": None,
-        "model": _bpe(tokens, kinds, pairs) | {"ignore_merges": whole},  # a word that is a token is that token
+        "model": _bpe(tokens, kinds, pairs) | {"ignore_merges": whole},  # a word that is a token needs no merges
     }, whole
 
 
@@ -116,7 +116,7 @@ def _sentence_piece(settings: Fields, tokens: list[str], kinds: list[int], unkno
 
 
 def _bpe(tokens: list[str], kinds: list[int], merges: list[list[str]]) -> dict[str, Any]:
-    """Ids of unused tokens, which fill a vocabulary up, have no name."""
+    """The BPE model. Unused tokens, which pad a vocabulary, are left out."""
     vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != _UNUSED}
     merges = [
         pair for pair in merges if pair[0] in vocabulary and pair[1] in vocabulary and "".join(pair) in vocabulary
@@ -125,7 +125,8 @@ def _bpe(tokens: list[str], kinds: list[int], merges: list[list[str]]) -> dict[s
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """All pairs of tokens that make a token, the likeliest token first; of one token the earliest pair first."""
+    """The pairs of tokens that form a token, the most likely token first; for one token the pair with the lowest ids
+    first."""
     ids = {token: index for index, token in enumerate(tokens)}
     if sum(len(token) ** 2 for token in ids) > _MAX_CUTS:
         raise CheckpointError("the tokens of the GGUF file are too long to find their merges")
@@ -139,7 +140,7 @@ def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
 
 
 def _added(tokens: list[str], kinds: list[int], unknown: int | None) -> Iterator[dict[str, Any]]:
-    """Tokens that are found in a text as they are written, before it is split."""
+    """Yields the tokens that are matched in a text as written, before it is split."""
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in (CONTROL, _UNKNOWN, _USER_DEFINED) or index == unknown:
             yield {

@@ -1,9 +1,9 @@
-"""Control tokens that a text only quotes, told from those that a chat template writes.
+"""Tells control tokens that a text quotes from those that a chat template writes.
 
-Marks are what a template writes around texts, and what stands for a picture or a video. Where a text of a conversation
-spells one, it is hidden while the template is rendered; then the template's own marks get spellings that nobody can
-guess, and a tokenizer that knows only these encodes everything in one piece. So what was quoted becomes the tokens of
-plain text, and what is around it keeps its own. Does not know templates or messages.
+Marks are the control tokens that a template writes around texts, and placeholders of pictures and videos. A mark in a
+conversation's text is hidden while the template is rendered; then the template's own marks get random spellings, and a
+tokenizer that knows only these encodes the whole. So quoted marks become plain-text tokens, and the text around them
+keeps its tokens. Does not know templates or messages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NONCE_DIGITS = 20
 
 
 class Quoting:
-    """Hides the control tokens of one template; `marks` are tokens of the vocabulary. Safe for several threads."""
+    """Hides the control tokens of one template; `marks` are tokens of the vocabulary. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
-        # Digits go through a template as they are, whatever it does with texts.
+        # Templates leave digits unchanged, whatever else they do with texts.
         nonce = str(10**_NONCE_DIGITS + secrets.randbelow(10**_NONCE_DIGITS))
         numbers = {mark: f"{nonce}{number:06}" for number, mark in enumerate(sorted(marks), 1)}
         self._hidden = {mark: f"{number}0" for mark, number in numbers.items()}
@@ -33,12 +33,12 @@ class Quoting:
         self._respelled = tokenizer.respelled(self._own)
 
     def quotes(self, texts: Sequence[str]) -> bool:
-        """Whether these, which a template may write one right behind the other, trimmed or not, hold a mark."""
+        """True if these texts hold a mark, also across adjacent texts, trimmed or not."""
         joined = {"".join(texts), "".join(text.strip() for text in texts)}
         return any(self._marks.search(text) for text in joined)
 
     def hide(self, value: Any) -> Any:
-        """Plain JSON without marks in its strings and names."""
+        """Returns plain JSON with the marks in its strings and names hidden."""
         if isinstance(value, str):
             return self._marks.sub(lambda found: self._hidden[found[0]], value)
         if isinstance(value, Mapping):
@@ -46,28 +46,28 @@ class Quoting:
         return [self.hide(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def hide_each(self, texts: Sequence[str]) -> list[str]:
-        """The same for texts that a template may write one right behind the other, which could be a mark together."""
+        """Hides marks in adjacent texts, also marks that they form together."""
         hidden: list[str] = [self.hide(text) for text in texts]
         return [self._with_border(text) for text in hidden] if self.quotes(hidden) else hidden
 
     def rendered(self, text: str) -> str:
-        """A rendered conversation with its own marks spelled for `encode`, and what was hidden shown."""
+        """Returns a rendered conversation with its own marks spelled for `encode`, and the hidden ones shown."""
         return self._stand_ins.sub(lambda found: self._shown[found[0]], self.own(text))
 
     def own(self, text: str) -> str:
-        """What a template or a processor writes, spelled for `encode`."""
+        """Spells the marks of a template or processor for `encode`."""
         return self._marks.sub(lambda found: self._own[found[0]], text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises InvalidRequest where a quoted mark would be that token all the same."""
+        """Returns token ids. Raises InvalidRequest if a quoted mark would become its token nevertheless."""
         return self._respelled.encode(text, add_special_tokens=add_special_tokens)
 
     def _with_border(self, text: str) -> str:
-        """Adds the border behind the last character, where trimming leaves it."""
+        """Inserts the border after the last non-space character, so that trimming keeps it."""
         end = len(text.rstrip())
         return f"{text[:end]}{self._border}{text[end:]}" if end else text
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """The longest one wins; without any, nothing matches."""
+    """A pattern of these words, the longest first; matches nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or r"(?!)")

@@ -1,5 +1,5 @@
-"""The chat template files of a model directory, in the order in which transformers looks. Reads files and renders
-nothing; imports neither torch nor transformers.
+"""The chat template files of a model directory, in transformers' order of precedence. Reads files and renders nothing;
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ NO_TEMPLATE = "the model has no chat template; give one with --chat-template FIL
 
 
 class ChatTemplates(NamedTuple):
-    """`with_tools` is for conversations with tools, where the directory has another one for them."""
+    """The templates of a model. `with_tools` is for conversations with tools, if the directory has a separate one."""
 
     default: str | None = None
     with_tools: str | None = None
 
 
 def find_templates(folder: Path) -> ChatTemplates:
-    """A processor's own goes before the tokenizer's. Raises CheckpointError for a file that is broken."""
+    """Returns the templates; the processor's takes precedence over the tokenizer's. Raises CheckpointError for a broken
+    file."""
     template = _checked(read_json(folder, "processor_config.json").get("chat_template"))
     if template is None and read_file(folder, _OLDER) is not None:
         template = _checked(read_json(folder, _OLDER).get("chat_template"))
@@ -44,7 +45,7 @@ def find_templates(folder: Path) -> ChatTemplates:
 
 
 def check_template(folder: Path, given: str | None) -> None:
-    """Raises where a chat could not be rendered: before a model is loaded for it."""
+    """Raises ConfigError or CheckpointError if no chat could be rendered. Call it before the model is loaded."""
     if given is not None:
         read_given(given)
     elif find_templates(folder).default is None:
@@ -52,7 +53,7 @@ def check_template(folder: Path, given: str | None) -> None:
 
 
 def read_given(path: str) -> str:
-    """The operator's own. Raises ConfigError."""
+    """Reads the operator's template. Raises ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -61,7 +62,7 @@ def read_given(path: str) -> str:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Of a file that may be missing. Raises CheckpointError."""
+    """Returns the object in a JSON file, {} if it is missing. Raises CheckpointError."""
     data = read_file(folder, name)
     try:
         parsed = {} if data is None else json.loads(data)
@@ -73,7 +74,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _checked(template: Any) -> Any:
-    """One that stands in another file is no longer than one in a file of its own."""
+    """Applies the size limit of template files to a template inside another file."""
     if isinstance(template, str) and len(template) > MAX_TEMPLATE_BYTES:
         raise CheckpointError(f"the chat template has more than {MAX_TEMPLATE_BYTES} characters")
     return template

@@ -1,8 +1,7 @@
-"""Text to token ids and back, over the model's own tokenizer files.
+"""Text to token ids and back, with the model's own tokenizer files.
 
-Knows transformers' tokenizer and the byte-level alphabet. Does not know chat templates beyond handing them over, stop
-strings or streaming. Importing it imports neither torch nor transformers. All methods are safe to call from several
-threads.
+Knows transformers' tokenizer and the byte-level alphabet. Does not know chat templates beyond rendering a given one,
+stop strings or streaming. Importing it imports neither torch nor transformers. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"
-LONG_TEXT_CHARS = 2000  # from here on tokenising is worth a thread
+LONG_TEXT_CHARS = 2000  # from this length tokenising is worth a thread
 
 _TOKENIZER_FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -33,8 +32,8 @@ _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "t
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
 
 
-# The classes that AutoTokenizer, which imports torch and is not asked, knows for model types with a specification here.
-# A class that the files name goes before these, unless the files of that type are known to name a wrong one.
+# AutoTokenizer's classes for model types with a spec here; it is not used since it imports torch. A class named in the
+# files takes precedence, unless files of that type are known to name a wrong one.
 _CLASSES = {
     "internvl": "Qwen2Tokenizer",
     "qwen2": "Qwen2Tokenizer",
@@ -45,13 +44,13 @@ _CLASSES = {
     "qwen3_5_text": "Qwen3_5Tokenizer",
 }
 _WRONGLY_NAMED = {"qwen2"}
-_PLAIN = {"llava", "llava_next", "minicpmv4_6", "mistral"}  # as tokenizer.json says, whatever class the files name
+_PLAIN = {"llava", "llava_next", "minicpmv4_6", "mistral"}  # tokenizer.json is used whatever class the files name
 
 
 def load_tokenizer(model_dir: str | Path, class_name: str | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory, of the class of transformers that AutoTokenizer takes: some make
-    another tokenizer of tokenizer.json than it says. `class_name` is that class where it is known. Raises
-    CheckpointError that names the missing file."""
+    """Loads the tokenizer of a Hugging Face directory, with the class that AutoTokenizer would use: some classes read
+    tokenizer.json differently. `class_name`: that class, if known. Raises CheckpointError for missing, broken or
+    oversized files."""
     folder = Path(model_dir)
     check_small_files(folder)
     if (data := read_file(folder, _TOKENIZER_FILE)) is not None:
@@ -76,8 +75,8 @@ def _file_of(folder: Path) -> Path | None:
 
 
 class TokenizerParts(msgspec.Struct):
-    """All that is needed of a tokenizer but for rendering templates, as one process tells another: tokenizer.json as
-    transformers made it of the model's files, special tokens, templates."""
+    """A tokenizer as it is sent between processes, all but rendering: tokenizer.json as transformers made it of the
+    model's files, special tokens, templates."""
 
     backend: str
     bos_token: str | None
@@ -89,7 +88,7 @@ class TokenizerParts(msgspec.Struct):
 
 
 class _Plain(NamedTuple):
-    """The part of transformers' class that `Tokenizer` uses."""
+    """The attributes of transformers' tokenizer class that `Tokenizer` uses."""
 
     backend_tokenizer: Backend
     bos_token: str | None
@@ -99,9 +98,9 @@ class _Plain(NamedTuple):
 
 
 class Tokenizer:
-    """`vocab_size` counts added tokens; the model's logits may be wider (padded), such ids decode to nothing. So do ids
-    below it that have no name, unless tokenizer_config.json has an `unnamed_text` for them, as those of the models
-    that ship without weights do: of them every token is seen."""
+    """The tokenizer of a model. `vocab_size` includes added tokens; ids from there up to the width of the model's
+    logits (padding) decode to nothing. Ids below it without a name decode to tokenizer_config.json's `unnamed_text` if
+    there is one, as in models that ship without weights: there every token shows."""
 
     def __init__(
         self,
@@ -124,22 +123,22 @@ class Tokenizer:
         self.eos_token: str | None = tokenizer.eos_token
         self.eos_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.chat_template = chat_template
-        self.tool_template = tool_template  # of conversations with tools, where the files have another one for them
-        self.file = file  # the tokenizer.json that it was read from, if there is one
-        # With this decoder a token is a fixed string of bytes and a text is their concatenation.
+        self.tool_template = tool_template  # for conversations with tools, if the files have a separate one
+        self.file = file  # the tokenizer.json it was read from, if any
+        # With this decoder a token is a fixed byte string and a text is their concatenation.
         self.is_byte_level = isinstance(self._backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
 
     def check_lengths(self, most: int) -> None:
-        """Raises CheckpointError where a token has more characters."""
+        """Raises CheckpointError if a token has more than `most` characters."""
         longest = max(map(len, self._backend.get_vocab()), default=0)
         if longest > most:
             raise CheckpointError(f"the tokenizer has a token of {longest} characters; at most {most} are taken")
 
     @classmethod
     def of_parts(cls, parts: TokenizerParts, model_dir: Path) -> Self:
-        """Renders no templates. Raises CheckpointError."""
+        """Makes a tokenizer that cannot render templates. Raises CheckpointError."""
         data = parts.backend.encode()
         check_tokenizer_file(data)
         backend: Backend = Backend.from_buffer(data)
@@ -148,7 +147,7 @@ class Tokenizer:
         return cls(plain, parts.chat_template, _file_of(model_dir), parts.tool_template)
 
     def parts(self) -> TokenizerParts:
-        """The parts of which `of_parts` makes the same tokenizer."""
+        """The parts from which `of_parts` makes the same tokenizer."""
         return TokenizerParts(
             self._backend.to_str(),
             self.bos_token,
@@ -160,11 +159,12 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written out in the text are parsed. Raises InvalidRequest for text that is not Unicode."""
+        """Returns token ids; special tokens spelled out in the text become these tokens. Raises InvalidRequest for text
+        that is not valid Unicode."""
         return list(_encode(self._backend, text, add_special_tokens=add_special_tokens).ids)
 
     def respelled(self, spellings: Mapping[str, str]) -> Respelled:
-        """The same tokenizer with other spellings of some tokens, whose own become plain text."""
+        """Returns this tokenizer with other spellings of some tokens, whose usual spellings become plain text."""
         return Respelled(self._backend, spellings)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -174,7 +174,7 @@ class Tokenizer:
             raise InvalidRequest("token ids must be integers from 0 to 4294967295") from error
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling, None outside it."""
+        """The spelling in the vocabulary, None for an id outside it."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
@@ -184,14 +184,14 @@ class Tokenizer:
         return [self.token(id) or "" for id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that this token stands for; possibly a part of a character."""
+        """The bytes that the token adds to a text; possibly a part of a character."""
         spelling = self._bytes.get(token_id)
         if spelling is None:
             spelling = self._bytes[token_id] = self._spell(token_id)
         return spelling
 
     def first_bytes(self, token_id: int) -> bytes:
-        """The same for a token that a text begins with: decoders of SentencePiece drop a space there."""
+        """The bytes of a text's first token: SentencePiece decoders drop a space there."""
         raw = self.token_bytes(token_id)
         if self.is_byte_level or self.whole_texts[token_id] is None:
             return raw
@@ -208,7 +208,8 @@ class Tokenizer:
         options: TemplateOptions | None = None,
         hide: Callable[[Any], Any] | None = None,
     ) -> str:
-        """Renders in transformers' sandbox; raises what the template raises. `hide` is done to tools and variables."""
+        """Renders in transformers' sandbox; raises what the template raises. `hide` is applied to tools and
+        variables."""
         options = options or TemplateOptions()
         tools: list[Any] = [dict(tool) for tool in options.tools]
         variables: dict[str, Any] = dict(options.variables)
@@ -239,14 +240,14 @@ class Tokenizer:
                 pass
         if token_id in self.special_ids:
             return token.encode()
-        # A decoder may drop the space before the first token, so it is decoded behind another one.
+        # A decoder may drop the space before the first token, so the token is decoded after itself.
         alone = self._backend.decode([token_id], skip_special_tokens=False)
         twice = self._backend.decode([token_id, token_id], skip_special_tokens=False)
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
 
 
 class Respelled:
-    """Shares the model of a tokenizer, has its added tokens with other spellings, and gives the same ids."""
+    """A tokenizer that shares another one's model and ids but spells some added tokens differently."""
 
     def __init__(self, backend: Backend, spellings: Mapping[str, str]) -> None:
         self._original = backend
@@ -261,7 +262,7 @@ class Respelled:
         self._respelled = {_id_of(backend, name): name for name in spellings}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises InvalidRequest also where plain text is one of the tokens that have another spelling."""
+        """Returns token ids. Raises InvalidRequest if plain text yields a respelled token, or is not valid Unicode."""
         encoding = _encode(self._backend, text, add_special_tokens=False)
         if add_special_tokens:
             encoding = self._original.post_process(encoding, None, True)
@@ -289,7 +290,7 @@ def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> Encodin
     try:
         if len(text) < LONG_TEXT_CHARS:
             return backend.encode(text, add_special_tokens=add_special_tokens)
-        # The batch form lets other threads run meanwhile.
+        # The batch form releases the GIL.
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
     except (UnicodeError, TypeError) as error:
         raise InvalidRequest("the text is not valid Unicode (lone surrogates)") from error
@@ -307,8 +308,8 @@ def _spelled(token: AddedToken, content: str) -> AddedToken:
 
 
 class _WholeTexts(dict[int, str | None]):
-    """What the bytes of each token say by themselves; None where they are a part of a character. A plain look-up once
-    they are known, as streams ask for every token."""
+    """The text of each token's bytes, None for a part of a character. A dict that fills itself, as streams look up
+    every token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer: Any = tokenizer
@@ -332,7 +333,8 @@ def name_of(raw: bytes) -> str:
 
 
 def bytes_of(token: str) -> bytes:
-    """A token of a byte-level vocabulary as bytes, by the decoder's rule: foreign characters stand for themselves."""
+    """The bytes of a token of a byte-level vocabulary; a token with characters outside the alphabet is UTF-8, as in the
+    decoder."""
     try:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:
@@ -358,7 +360,7 @@ def _class_name(folder: Path) -> str | None:
             raise CheckpointError(
                 f"{name} in config.json or tokenizer_config.json must be a text, not {str(value)[:40]!r}"
             )
-    if "auto_map" in settings:  # code of the model's own, which is not run
+    if "auto_map" in settings:  # the model's own code, which is not run
         return declared
     if model_type in _PLAIN:
         return None
@@ -367,12 +369,12 @@ def _class_name(folder: Path) -> str | None:
     if declared.removesuffix("Fast") == "LlamaTokenizer" and b'"ByteLevel"' in (
         read_file(folder, _TOKENIZER_FILE) or b""
     ):
-        return None  # Llama 3's: that class would take spaces for SentencePiece's
+        return None  # Llama 3: that class would treat spaces as SentencePiece does
     return declared
 
 
 def _named_class(name: str | None) -> type[PreTrainedTokenizerFast]:
-    # Half a second, which is another thread's while instances start.
+    # The import takes half a second; in a thread, while instances start.
     import transformers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
-"""What a tokenizer.json may hold, looked at before anybody builds a tokenizer of it: as many added tokens as real ones
-have, and a decoder that makes little text of a token, because streams decode on the event loop.
+"""Limits on a tokenizer.json, checked before a tokenizer is built from it: the number of added tokens, and how much
+text a decoder makes of a token, since streams decode on the event loop.
 
-Reads the file without building what is in it. Does not know tokenizers.
+Parses the file without building its parts. Does not know tokenizers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 from hydra_engine.errors import CheckpointError
 
 MAX_ADDED_TOKENS = 1 << 16
-MAX_GROWTH = 64  # of a text in a decoder or a normalizer, by all their steps together
+MAX_GROWTH = 64  # factor on a text's length by all steps of a decoder or normalizer
 MAX_STEPS = 64
-MAX_STEPS_BYTES = 4 << 20  # of a normalizer, with the table of SentencePiece's
-_MAX_REGEX = 64  # characters, of a decoder's
+MAX_STEPS_BYTES = 4 << 20  # per part; SentencePiece's normalizer has a table
+_MAX_REGEX = 64  # characters in a decoder
 _INNER = ("decoders", "normalizers", "pretokenizers")
 _NAME = "tokenizer.json"
 
@@ -31,11 +31,11 @@ class _File(msgspec.Struct):
 
 
 class _Added(msgspec.Struct, array_like=False):
-    """An entry of which nothing but the number counts."""
+    """An entry whose contents are ignored; entries are counted."""
 
 
 def check_tokenizer_file(data: bytes) -> None:
-    """Raises CheckpointError."""
+    """Raises CheckpointError if `data` is no tokenizer.json or exceeds a limit."""
     if data.lstrip()[:1] == b"[":
         raise CheckpointError(f"{_NAME} is not a JSON object")
     try:
@@ -61,7 +61,7 @@ def check_tokenizer_file(data: bytes) -> None:
 
 
 def _steps(name: str, raw: msgspec.Raw) -> Iterator[dict[str, Any]]:
-    """Yields the steps in order, and in place of a sequence those in it."""
+    """Yields the steps in order, with sequences flattened. Raises CheckpointError above a limit."""
     if len(bytes(raw)) > MAX_STEPS_BYTES:
         raise CheckpointError(f"the {name} of {_NAME} has more than {MAX_STEPS_BYTES >> 20} MiB")
     waiting, count = [msgspec.json.decode(raw)], 0
@@ -80,7 +80,7 @@ def _steps(name: str, raw: msgspec.Raw) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times as long a text may become; of what is put before or behind it, beside a character."""
+    """An upper bound of the step's factor on a text's length; for an inserted text, that of one character."""
     kind = step.get("type")
     if kind == "Replace":
         pattern, content = _pattern(step), str(step.get("content", ""))

@@ -1,8 +1,8 @@
-"""Turns that a chat template refuses, or leaves out, because of where they stand.
+"""Rearranges turns that a chat template refuses, or drops, in the order given.
 
-A system turn behind others becomes a user's turn in its place, so that the prompt before it stays the same, which may
-be cached. Turns of one role in a row become one, and a user's turn right behind a tool's result a part of that result.
-Whatever a template takes stays as it is. Does not know templates: it is told what one takes.
+A later system turn becomes a user turn in the same position, so that the prompt before it is unchanged and may be
+cached. Adjacent turns of one role are joined, and a user turn after a tool result becomes part of that result. Turns
+that the template takes are unchanged. Does not know templates: `takes` answers for them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from hydra_engine.core.call import ChatMessage, MediaPart, Role, TextPart
 
-# Whether a conversation of such turns is written with all their texts; None: it is refused. An assistant before a tool
-# calls it.
+# True: the template writes all texts of a conversation of these roles; False: it drops some; None: it refuses. An
+# assistant before a tool calls it.
 Takes = Callable[[tuple[Role, ...]], bool | None]
 _CALL: tuple[Role, ...] = ("user", "assistant", "tool")
 
@@ -45,7 +45,7 @@ def _meet(turns: Sequence[ChatMessage], role: Role, behind: Role) -> bool:
 
 
 def _joined(turns: Sequence[ChatMessage], role: Role, behind: Role) -> list[ChatMessage]:
-    """Turns of the second role are parts of those of the first one before them."""
+    """Returns the turns with each `behind` turn joined to the `role` turn before it."""
     found: list[ChatMessage] = []
     for turn in turns:
         if found and (found[-1].role, turn.role) == (role, behind):
@@ -80,6 +80,6 @@ def _content(content: Content, more: Content) -> Content:
 
 
 def _texts_of_both(others: Any, more: Any) -> dict[str, str]:
-    """Joined texts of the fields that both turns have, such as reasoning."""
+    """Joins the texts of fields that both turns have, such as reasoning."""
     names = [name for name in others if isinstance(others[name], str) and isinstance(more.get(name), str)]
     return {name: f"{others[name]}\n\n{more[name]}" for name in names if name != "name"}

@@ -1,5 +1,5 @@
-"""Prompts as JSON, for a process that renders and tokenises them: everything of them but pictures and videos, of which
-only the places count. Does not know processes.
+"""Prompts as JSON for the process that renders and tokenises them; media are reduced to their positions. Does not know
+processes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _SPAN = ItemPlan(0, 0, 0, 0, 0, (0, 0, 0))
 
 
 def as_json(value: Any) -> bytes:
-    """Encodes plain JSON, tuples and mappings of all kinds; lone surrogates stay what they are."""
+    """Encodes plain JSON, tuples and mappings of all kinds; keeps lone surrogates."""
     return json.dumps(value, default=dict).encode()
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """The fields of which `prompt_of` makes the same prompt."""
+    """The fields from which `prompt_of` makes the same prompt, without media."""
     return {
         "messages": [_message_fields(message) for message in prompt.messages],
         "text": prompt.text,
@@ -61,7 +61,7 @@ def options_of(fields: Mapping[str, Any]) -> TemplateOptions:
 
 
 def plan_fields(plans: Sequence[MediaPlan]) -> list[list[str | None]]:
-    """Texts, and None for each span."""
+    """Lists of texts, with None for each span."""
     return [[part if isinstance(part, str) else None for part in plan.parts] for plan in plans]
 
 

@@ -1,7 +1,7 @@
-"""From messages or raw text to token ids: the chat templates of a model and its tokenizer at work.
+"""Renders and tokenises messages or raw text, with a model's chat templates and tokenizer.
 
-Both are the model's, so this runs in a child process (`sandbox/text_child.py`) wherever a model is served. Does not
-know requests, pictures' pixels or processes.
+Both are model files, so a served model's run in a child process (`sandbox/text_child.py`). Does not know requests,
+pixels or processes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hydra_engine.preprocess.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Prompt:
-    """One of `messages`, `text` and `token_ids`, with the pictures that go into it."""
+    """A prompt: one of `messages`, `text` and `token_ids`, with its media."""
 
     media: list[MediaPart]
     messages: tuple[ChatMessage, ...] = ()
     text: str = ""
-    quoting: Quoting | None = None  # what the text is spelled for
+    quoting: Quoting | None = None  # whose spellings the text has
     token_ids: list[int] | None = None
     num_chars: int = 0
     add_special_tokens: bool = False
@@ -36,7 +36,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TextSpec:
-    """A model's spec as far as texts go."""
+    """The fields of a model's spec that texts need."""
 
     placeholder_id: int | None
     video_token_id: int | None
@@ -60,7 +60,7 @@ class TextSpec:
 
 
 class Writer:
-    """Used by one thread at a time."""
+    """Renders and tokenises prompts of one model. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, spec: TextSpec, chat_template_path: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -90,7 +90,7 @@ class Writer:
         return self.tool_template if options.tools else self.template
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids; a conversation's text is kept in the prompt. Raises InvalidRequest."""
+        """Returns token ids; stores a conversation's rendered text in the prompt. Raises InvalidRequest."""
         if prompt.messages:
             template, options = self.template_for(prompt.template), prompt.template
             messages = template.arranged(prompt.messages)
@@ -101,7 +101,7 @@ class Writer:
         return encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
 
     def place(self, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
-        """Token ids of a prompt, with the texts that a model's processor writes around its pictures."""
+        """Returns token ids with the texts that the model's processor writes around pictures."""
         self.encode(prompt)
         assert self._processor is not None, "models of other kinds take features alone"
         return place_in_text(
@@ -114,7 +114,7 @@ class Writer:
         )
 
     def parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of what comes between pictures."""
+        """Token ids of each text between pictures."""
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
