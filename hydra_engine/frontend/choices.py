@@ -92,7 +92,6 @@ class _Group:
                 dispatcher.submit(active, prepared.pixels, now, near=near)
 
     def _request(self, index: int) -> Request:
-        """The request for answer `index` alone."""
         request = self._prepared.request
         sampling = self._sampling if index else self._first_sampling
         return replace(request, id=self._numbers[index], seed=(request.seed + index) & SEED_MASK, sampling=sampling)
@@ -134,8 +133,6 @@ class _Group:
 
 
 class _Answer:
-    """The `Reader` of one answer."""
-
     def __init__(self, group: _Group, index: int) -> None:
         self.id = f"{group.handle.id}:{index}" if index else group.handle.id
         self._group = group

@@ -31,8 +31,8 @@ class Charge:
     """A request's share of an instance's load, counted from creation until `release`."""
 
     instance: InstanceLoad
-    prefill_tokens: int = 0  # to compute there
-    decode_tokens: int = 0  # whose KV is held there while it decodes
+    prefill_tokens: int = 0  # tokens to compute there
+    decode_tokens: int = 0  # tokens whose KV is there while it decodes
     patches: int = 0
 
     def __post_init__(self) -> None:
@@ -152,11 +152,11 @@ class Attempt:
 class Phase(Enum):
     """The phase of a request (docs/failures.md). Its attempt is None in WAITING and ENDED only."""
 
-    WAITING = "waiting"  # for an instance that can serve it, or, as a suspect, for its turn
+    WAITING = "waiting"  # waits for an instance that can serve it, or, as a suspect, for its turn
     PREFILLING = "prefilling"  # the attempt has no token yet; images are encoded by it or by others
     MOVING = "moving"  # its KV, or tokens older than the decoder's, are in transfer
     DECODING = "decoding"  # one instance sends token after token
-    CLOSING = "closing"  # the end is decided, work is aborted, and reports of what was done are waited for
+    CLOSING = "closing"  # the end is decided, work is aborted, and reports of its instances are awaited
     ENDED = "ended"  # the result is out
 
 

@@ -26,8 +26,8 @@ from hydra_engine.telemetry.workload import MOST_REQUESTS, Picture, Video, Workl
 
 BLOCK_TOKENS = 64  # of text; the granularity of shared prefixes
 MAX_WAITING = 4096  # ended requests that wait for an older one; above this the older one gets no line
-MAX_PICTURES = 1 << 16  # remembered
-MAX_BLOCKS = 1 << 17  # of text, remembered
+MAX_PICTURES = 1 << 16  # whose numbers are kept
+MAX_BLOCKS = 1 << 17  # of text, whose sessions are kept
 _MAX_BLOCKS_OF_PROMPT = 2048
 _KEY_BYTES = 16
 
@@ -52,9 +52,9 @@ class WorkloadRecorder:
         self._released_s = float("-inf")  # arrival of the latest request whose line is out
         self._waiting: dict[RequestId, _Ended] = {}
         self._order: list[tuple[float, RequestId]] = []  # a heap
-        self._numbers: OrderedDict[bytes, int] = OrderedDict()  # of pictures and videos
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()  # of pictures and videos, by key
         self._num_media = 0
-        self._sessions: OrderedDict[bytes, int] = OrderedDict()  # by blocks
+        self._sessions: OrderedDict[bytes, int] = OrderedDict()  # by key of a block
         self._num_sessions = 0
 
     @property

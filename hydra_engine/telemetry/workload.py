@@ -49,7 +49,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     also the first ones of an earlier request of the same `session` (a conversation, or one system prompt), so a prefix
     cache may have them. `kind` is a label for tables."""
 
-    at_s: float  # seconds since the recording began
+    at_s: float  # seconds since the load, or its recording, began
     prompt_tokens: int
     output_tokens: int
     pictures: tuple[Picture, ...] = ()

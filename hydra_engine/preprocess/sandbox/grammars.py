@@ -23,7 +23,7 @@ from hydra_engine.preprocess.sandbox.child_process import ChildDied
 from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict
 
 ANSWER_SECONDS = 20.0  # the child's own limit is CPU time; this one ends a child that sleeps
-MAX_WAITING = 1 << 14  # grammars; `max_queue`, the limit on waiting requests, is lower
+MAX_WAITING = 1 << 14  # grammars; `max_queue` as a rule limits requests to fewer
 WAIT_SECONDS = 60.0  # in the queue, behind other requests' grammars
 MAX_VERDICTS = 8192  # of all clients
 MAX_DEPTH = 64  # of a schema

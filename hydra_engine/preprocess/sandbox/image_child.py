@@ -23,8 +23,6 @@ MAX_CPU_SECONDS = 60  # for several pictures
 
 
 class ImageJob(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
-    """A request for a picture's views."""
-
     container: Container
     views: tuple[View, ...]
     resample: str

@@ -374,7 +374,7 @@ def _class_name(folder: Path) -> str | None:
 
 
 def _named_class(name: str | None) -> type[PreTrainedTokenizerFast]:
-    # The import takes half a second; in a thread, while instances start.
+    # Imported here, since the import takes half a second.
     import transformers
     from transformers import PreTrainedTokenizerFast
 
