@@ -415,8 +415,8 @@ class Frontend:
     # ---- roles at run time
 
     async def set_topology(self, text: str) -> None:
-        """Switches the running instances to the roles of `text`, each after it has finished its work. Raises
-        ConfigError, before anything changes, if that is impossible."""
+        """Switches the running instances to the roles of `text`, each after it has finished its work. Ends stand-ins.
+        Raises ConfigError, before any instance is drained, if that is impossible."""
         self._check_running()
         async with self._switching:
             self._placement.check(text)

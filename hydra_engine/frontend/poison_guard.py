@@ -18,7 +18,8 @@ LATE_S = 1.0
 
 
 class PoisonGuard:
-    """The counts of deaths per request. `requests` is a live view of all requests, by the user's number."""
+    """The suspects and the poison, by the deaths counted per request. `requests` is a live view of all requests, by the
+    user's number."""
 
     def __init__(self, requests: Mapping[RequestId, RequestInFlight], max_attempts: int) -> None:
         self._requests = requests

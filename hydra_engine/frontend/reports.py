@@ -124,7 +124,8 @@ def ledger_of(query_id: int, reports: Mapping[str, LedgerReport]) -> LedgerRepor
 
 
 class LedgerQueries:
-    """Ledger queries to all instances; one ends when each instance has answered or is gone. For the loop's thread."""
+    """Ledger queries to all instances; one ends when each instance has answered or is gone. Not thread-safe: for the
+    loop."""
 
     def __init__(self) -> None:
         self._open: dict[int, dict[str, asyncio.Future[LedgerReport | None]]] = {}
@@ -162,7 +163,7 @@ def _resolve(answer: asyncio.Future[LedgerReport | None] | None, report: LedgerR
 
 
 class Watch:
-    """Checks that requests are served and make progress, from the table of instances and their reports."""
+    """The check that requests are served and make progress, from the table of instances and their reports."""
 
     def __init__(self, dispatcher: Dispatcher, statuses: StatusTable) -> None:
         self._dispatcher = dispatcher

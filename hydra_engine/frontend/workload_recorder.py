@@ -43,7 +43,7 @@ class _Ended:
 
 
 class WorkloadRecorder:
-    """Records requests that arrive at `began_s` or later. `key`: random bytes, at most 64."""
+    """The recorder of requests that arrive at `began_s` or later. `key`: random bytes, at most 64."""
 
     def __init__(self, key: bytes, began_s: float) -> None:
         self.num_lines = 0

@@ -47,7 +47,7 @@ class Traced:
 
 
 class Tracer:
-    """Exports spans. Use it from one thread. Needs `hydra-engine[otel]`: raises ConfigError without it."""
+    """An exporter of spans. Use it from one thread. Raises ConfigError unless `hydra-engine[otel]` is installed."""
 
     def __init__(self, endpoint: str) -> None:
         try:

@@ -47,7 +47,8 @@ class Decode:
 
 
 class StealPolicy:
-    """Chooses what to steal. `max_num_seqs`: by instance name, how many requests can hold KV blocks at once."""
+    """The choice of decodes to steal. `max_num_seqs`: by instance name, how many requests can hold KV blocks at
+    once."""
 
     def __init__(self, max_num_seqs: Mapping[str, int]) -> None:
         self.max_num_seqs = dict(max_num_seqs)

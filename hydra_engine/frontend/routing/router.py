@@ -47,7 +47,8 @@ class Route:
 
 
 class Router:
-    """Chooses over `instances`, which the caller keeps up to date."""
+    """The choice of instances for requests, over `instances`, which the caller keeps up to date. `policy`:
+    least-loaded, affinity (prefers instances that may have a cache hit) or round-robin."""
 
     def __init__(self, instances: Mapping[str, InstanceLoad], policy: str = LEAST_LOADED) -> None:
         self._instances = instances
@@ -133,7 +134,8 @@ class Router:
         slack: int,
     ) -> InstanceLoad:
         """Returns the candidate with the least key; among equals, the one chosen longest ago. Prefers `known`, which
-        has a cache entry, unless the last part of its key exceeds `BUSIER` times the least one plus `slack`."""
+        has a cache entry, unless only it is nearly full or the last part of its key exceeds `BUSIER` times the least
+        one plus `slack`."""
 
         def turn(instance: InstanceLoad) -> int:
             return self._turns.get((stage, instance.name), 0)

@@ -57,7 +57,7 @@ def _is_own(address: IPAddress) -> bool:
 
 
 class MediaFetcher:
-    """Fetches RemoteFile sources. Tests replace `resolve`."""
+    """The fetcher of RemoteFile sources. Tests replace `resolve`."""
 
     def __init__(self, config: MediaConfig, resolve: Resolve | None = None) -> None:
         self._config = config

@@ -59,7 +59,7 @@ class Opened:
 
 
 class Opener:
-    """Opens media for one model. Thread-safe. Pictures go through `processor`, if there is one."""
+    """An opener of media for one model. Thread-safe. Pictures go through `processor`, if there is one."""
 
     def __init__(
         self, vision: VisionSpec, limits: MediaConfig, decoders: Decoders, processor: ImageProcessor | None

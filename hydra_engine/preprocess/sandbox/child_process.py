@@ -191,7 +191,7 @@ class Child:
 
 
 class _Patience:
-    """Bounds the wait for a busy child: by a deadline, and earlier if the child was stopped."""
+    """The limits of the wait for a busy child: a deadline, and less if the child was stopped."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         self._pid = pid

@@ -30,14 +30,14 @@ _FETCH_ERRORS = (OSError, h11.ProtocolError, ValueError)
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Starts a fetch under a new `number`; pieces and an end follow."""
+    """The start of a fetch under a new `number`; pieces and an end answer it."""
 
     number: int
     get: Get
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Ends a fetch whose caller has gone."""
+    """The request to end a fetch whose caller has gone."""
 
     number: int
 

@@ -39,7 +39,7 @@ _COMMAND = launch.command("hydra_engine.preprocess.sandbox.text_child")
 
 
 class Texts(Protocol):
-    """Token ids of prompts. Each method raises InvalidRequest for a fault of the request."""
+    """A reader of prompts: texts to token ids. Each method raises InvalidRequest for a fault of the request."""
 
     async def encode(self, client: str, prompt: Prompt) -> list[int]: ...
 
@@ -57,7 +57,7 @@ class Texts(Protocol):
 
 
 class OwnTexts:
-    """Reads prompts in this process, for a model whose files the caller trusts; long ones in a thread."""
+    """A reader of prompts in this process, for a model whose files the caller trusts; long ones run in a thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -82,7 +82,7 @@ class OwnTexts:
 
 
 class SandboxedTexts:
-    """Reads prompts in child processes. Use it on one event loop; call `start` first."""
+    """A reader of prompts in child processes. Use it on one event loop; call `start` first."""
 
     def __init__(
         self, model_dir: Path, spec: TextSpec, chat_template_path: str | None = None, command: Sequence[str] = _COMMAND

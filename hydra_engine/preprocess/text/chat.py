@@ -66,8 +66,8 @@ class ChatTemplate:
         self._ignored: set[str] = set()
 
     def known(self, message: ChatMessage) -> ChatMessage:
-        """Returns the message with only those extra fields that the template mentions. Raises InvalidRequest if these
-        exceed a limit."""
+        """Returns the message with only those extra fields that the template mentions. Raises InvalidRequest if one of
+        these is no JSON or too large."""
         if not message.others:
             return message
         others = dict(message.others)

@@ -67,7 +67,7 @@ class IncrementalDetokenizer:
 
 
 class Spelling:
-    """Spells tokens for lists of log probabilities: (name, bytes that it adds to the text)."""
+    """The spelling of tokens in lists of log probabilities: (name, bytes that it adds to the text)."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
@@ -83,7 +83,7 @@ class Spelling:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first, however the text is split into pieces (Knuth-Morris-Pratt)."""
+    """A search for the stop string that ends first, however the text is split into pieces (Knuth-Morris-Pratt)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops

@@ -60,7 +60,7 @@ class TextSpec:
 
 
 class Writer:
-    """Renders and tokenises prompts of one model. Not thread-safe."""
+    """A renderer and tokeniser of one model's prompts. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, spec: TextSpec, chat_template_path: str | None = None) -> None:
         self.tokenizer = tokenizer
