@@ -1,9 +1,9 @@
-"""Rows of a float type rounded to 8-bit floats (E4M3), a step for each row or for each 128 of its inputs.
+"""Rounds rows of a float type to 8-bit floats (E4M3), with a step per row or per 128 inputs of it.
 
     step = max |x| / 448        number = e4m3(x * (448 / max |x|)), ties to even
 
-They are what torch's `_scaled_mm` multiplies with a weight that `quantized_linear.pack` has laid out: its words hold
-inputs in an order of their own, in which the rows come out as well, so that one copy of a weight serves both kernels.
+torch's `_scaled_mm` multiplies them with a weight packed by `quantized_linear.pack`. Its words have a special order of
+inputs; the rows are written in the same order, so one copy of a weight serves both kernels.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hydra_kernels._checks import check_rows, described
 from hydra_kernels._common import row_launch
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
-PART = 32  # inputs: a word holds input j of a part and of the next one
+PART = 32  # inputs: a word holds input j of a part and of the next part
 BLOCK = 128  # inputs that share a step
 
 
 @triton.jit
 def _octets(values: tl.tensor) -> tl.tensor:
-    """values float32 of magnitudes up to 448 -> the bits of the nearest E4M3 numbers, int32; NaN stays NaN."""
+    """Bits of the nearest E4M3 numbers, int32, of float32 values of magnitudes up to 448; NaN stays NaN."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     wide = magnitude.to(tl.float32, bitcast=True)
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # exponents are 120 more, above 3 bits
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960  # 120 off the exponent, above 3 bits
     subnormal = (wide + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # steps of 2^-9, rounded by the addition
     octets = tl.where(wide < 0.015625, subnormal, normal)
     return tl.where(wide < 464.0, octets, 127) | ((bits >> 24) & 128)
@@ -48,7 +48,7 @@ def _round_rows_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (rows): a row, [GROUPS, COLUMNS] words, stays in registers. Rows from `num_rows` on are zeros."""
+    """Rounds a row, [GROUPS, COLUMNS] words, held in registers. Grid (rows). Rows from `num_rows` on are zeros."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = tl.arange(0, COLUMNS)
@@ -58,7 +58,7 @@ def _round_rows_kernel(
     end = tl.where(row < num_rows, K, 0)
     lower = tl.load(x + row * STRIDE_X + first, mask=inside & (first < end), other=0.0).to(tl.float32)
     upper = tl.load(x + row * STRIDE_X + first + PART, mask=inside & (first + PART < end), other=0.0).to(tl.float32)
-    # Magnitudes as integers, whose order they share: the largest is NaN where there is one.
+    # Magnitudes as integers, which have the same order, with NaN above all.
     bits = tl.maximum(lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF, upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     top = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
     tiny = top < 7.888609052210118e-31  # 2^-100
@@ -70,11 +70,12 @@ def _round_rows_kernel(
 
 
 def round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """x [M, K] of a float type, rows at any stride -> (numbers float8_e4m3fn [R, 2 * width], steps float32 [R, G]).
+    """Rounds x [M, K] of a float type, rows at any stride: (numbers float8_e4m3fn [R, 2 * width], steps float32 [R,
+    G]).
 
-    `width`: words of a row of the weight; `group_size` K, so that G is 1 and R is M, or 128, which divides K: then R is
-    M rounded up to a multiple of 4 by rows of zeros, and steps have stride (1, R), as tensor cores want them. A group
-    with a number that is not finite becomes NaN, one without a magnitude of 2^-100 zeros.
+    width: words of a row of the weight. group_size: K (G = 1, R = M), or 128, which divides K; then R is M rounded up
+    to a multiple of 4 with zero rows, and steps have strides (1, R), as tensor cores require. A group with a number
+    that is not finite becomes NaN; one without a magnitude of 2^-100 becomes zeros.
     """
     check_rows("x", x)
     num_rows, num_in = x.shape

@@ -1,13 +1,13 @@
-"""Products of few rows together with what follows them: a gated activation, or rotation and the write into a cache.
+"""Products of few rows fused with the next op: a gated activation, or rotation and the write into a cache.
 
-What follows needs two outputs of the product at once: gate and up of one place, or both halves of a rotary pair. A
-program computes such pairs side by side, as neighbouring columns of one tile, so that no other program is asked. The
-product is rounded to the dtype as if it had been stored; all else is as in the ops that are fused. Bound by memory:
-each weight is read once.
+The next op needs two outputs of the product at once: gate and up of one column, or both halves of a rotary pair. A
+program computes such pairs as neighbouring columns of one tile, so programs need not communicate. The product is
+rounded to the dtype as if it had been stored; all else is as in the ops that are fused. Bound by memory: each weight is
+read once.
 
-The RMSNorm before one row may be part of them: x @ W^T of normed x is (x * norm) @ W^T, divided by the root of the
-mean square of x, which every program finds while it reads x. The normed x is not rounded then. Several rows are normed
-by a launch of their own: each warp of a program would norm all of them, which takes longer than reading the weights.
+The RMSNorm before a single row can be fused too: x @ W^T of normed x is (x * norm) @ W^T divided by the root mean
+square of x, which every program computes while it reads x. The normed x is not rounded then. Several rows are normed by
+a launch of their own: each warp of a program would norm all of them, which takes longer than reading the weights.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _pairs(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """x @ weight[column]^T + bias, x normed where there is a `norm`, rounded: those of even and those of odd
-    places in `column` [2 * PAIRS], as two tensors [ROWS, PAIRS] float32."""
+    """Returns x @ weight[column]^T + bias, rounded, at even and at odd indices of `column` [2 * PAIRS]: two tensors
+    [ROWS, PAIRS] float32. x is normed if there is a `norm`."""
     SPAN: tl.constexpr = (K + DEPTH - 1) // DEPTH * DEPTH
     sums = few_rows_sums(
         x, norm, eps, weight, column, inside, num_rows, 0, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL
@@ -102,7 +102,7 @@ def _gated_linear_kernel(
     tl.store(out + row.to(tl.int64) * WIDTH + target, (activated * up).to(out.dtype.element_ty), mask=mask)
 
 
-# Slots and angles are parts of what was sent, or rows of them: the first at any multiple of 8 bytes.
+# Slots are views of a larger buffer, at any multiple of 8 bytes.
 @triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["slots"])
 def _rope_linear_kernel(
     x: tl.tensor,
@@ -136,8 +136,10 @@ def _rope_linear_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (heads * HALF / PAIRS,): a program has some pairs of one head, of queries, keys or values in this order.
-    Rows whose slot is not in the cache are not written."""
+    """Computes some pairs of one head of queries, keys or values, in this order. Grid (heads * HALF / PAIRS,).
+
+    Rows whose slot is not in the cache are not written.
+    """
     let_next_begin(PDL)
     TILES: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
     head = tl.program_id(0) // TILES
@@ -179,19 +181,18 @@ def _rope_linear_kernel(
 
 
 def can_norm(x: Tensor) -> bool:
-    """Whether a product of x may norm it."""
+    """True if a product can norm x itself: x has at most one row."""
     return x.shape[0] <= 1
 
 
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, act: str, norm: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """act(gate) * up with (gate, up) = x @ weight^T + bias for x [M, K], M at most 16, rows at any stride -> new
-    contiguous [M, F]. gate, up, act(gate) and the result are rounded to x's dtype.
+    """Returns act(gate) * up, new contiguous [M, F], with (gate, up) = x @ weight^T + bias.
 
-    weight [2 * F, K] contiguous of x's dtype, gate first; bias [2 * F] of x's dtype or float32; act one of
-    `activation.ACTIVATIONS`. norm [K] of x's dtype or float32, or None: x is taken as rms_norm(x, norm, eps), where
-    `can_norm` allows it.
+    x: [M, K], M at most 16, rows at any stride; weight: [2 * F, K] contiguous of x's dtype, gate first; bias: [2 * F]
+    of x's dtype or float32; act: one of `activation.ACTIVATIONS`. gate, up, act(gate) and the result are rounded to x's
+    dtype. norm: [K] of x's dtype or float32, or None: x becomes rms_norm(x, norm, eps), if `can_norm` allows it.
     """
     _check_product(x, weight, bias, norm)
     if act not in ACTIVATIONS:
@@ -220,13 +221,13 @@ def rope_linear(
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Queries, keys and values x @ weight^T + bias of x [M, K], M at most 16, rows at any stride, rounded. Pairs
-    (i, i + D/2) of queries and keys are turned in float32 and rounded. Writes keys and values, returns queries
-    [M, Hq, D], new and contiguous.
+    """Computes queries, keys and values, rotates queries and keys, writes keys and values to the cache, returns
+    queries.
 
-    weight [(Hq + 2 Hkv) * D, K] contiguous of x's dtype, bias of x's dtype or float32; cos, sin [M, D/2] float32, rows
-    at any stride; slots [M] int64, outside of the cache: not written. k_cache, v_cache [N, S, Hkv, D] as those of
-    `decode_attention`. norm and eps as those of `gated_linear`.
+    x: [M, K], M at most 16, rows at any stride; weight: [(Hq + 2 Hkv) * D, K] contiguous of x's dtype; bias: of x's
+    dtype or float32; cos, sin: [M, D/2] float32, rows at any stride; slots: [M] int64, skipped outside of the cache;
+    k_cache, v_cache: [N, S, Hkv, D] as in `decode_attention`; norm, eps: as in `gated_linear`. The product is rounded;
+    pairs (i, i + D/2) are rotated in float32 and rounded. Returns a new contiguous [M, Hq, D].
     """
     _check_product(x, weight, bias, norm)
     if k_cache.dim() != 4 or k_cache.dtype is not x.dtype or k_cache.device != x.device or k_cache.stride(3) != 1:
@@ -277,7 +278,8 @@ def _rope_launches(
     launch: LinearLaunch,
     device: torch.device,
 ) -> Launch:
-    """shape: heads, KV heads, half a head, slots of a block; strides: of heads in the caches, of cos and sin."""
+    """Builds the launch. shape: heads, KV heads, half a head dim, slots of a block. strides: heads of the caches, cos,
+    sin."""
     names = "HEADS", "KV_HEADS", "HALF", "BLOCK_SIZE", "STRIDE_HEAD", "STRIDE_COS", "STRIDE_SIN"
     return Launch(**dict(zip(names, (*shape, *strides), strict=True)), **_constants(num_in, stride, launch, device))
 
@@ -295,7 +297,7 @@ def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor 
 
 
 def _constants(num_in: int, stride: int, launch: LinearLaunch, device: torch.device) -> dict[str, Any]:
-    """`launch`: its columns are pairs."""
+    """Launch constants; `launch.columns` counts pairs."""
     return {
         "K": num_in,
         "STRIDE_X": stride,

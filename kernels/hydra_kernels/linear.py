@@ -1,9 +1,8 @@
-"""Linears: act(x @ W^T + bias) + residual in one launch, for steps of few tokens and for any number.
+"""Linears: act(x @ W^T + bias) + residual in one launch, for few tokens and for any number.
 
 `small_linear` is for decode steps and bound by memory: each weight is read once, 16 bytes at a time. `invariant_linear`
-computes a row in the same order whatever the step, so its bits depend neither on how many rows share the call nor on
-what they hold. Weights are used as they lie, [N, K] for N outputs and K inputs. Sums, bias, activation and residual are
-float32, rounded once.
+computes a row in the same order in every step, so its bits do not depend on the other rows of the call. Weights keep
+their layout, [N, K] for N outputs and K inputs. Sums, bias, activation and residual are float32, rounded once.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _small_linear_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (N / COLUMNS, K / SPAN): with more than one split `out` is [splits, num_rows, N] float32."""
+    """Grid (N / COLUMNS, K / SPAN). With split-K `out` is [splits, num_rows, N] float32."""
     let_next_begin(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
@@ -87,8 +86,11 @@ def _tiled_linear_kernel(
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Any grid (programs,): each takes every programs-th tile. `num_rows` is the only trace of the step's size, and is
-    not specialised for, so that every step runs the same machine code."""
+    """Computes every programs-th tile in each program. Grid (programs,), any number.
+
+    `num_rows` is the only parameter that depends on the step, and is not specialised for, so that every step runs the
+    same machine code.
+    """
     tiles_down = tl.cdiv(num_rows, ROWS)
     tiles_across = tl.cdiv(N, COLUMNS)
     for tile in range(tl.program_id(0), tiles_down * tiles_across, tl.num_programs(0)):
@@ -118,12 +120,12 @@ def small_linear(
     *,
     rounded: bool = False,
 ) -> Tensor:
-    """act(x @ weight^T + bias) + residual for x [M, K], M at most 16, rows at any stride -> new contiguous [M, N].
+    """Returns act(x @ weight^T + bias) + residual, new contiguous [M, N].
 
-    weight [N, K] contiguous of x's dtype; bias [N] of x's dtype or float32; residual [M, N] of the result's dtype, rows
-    at any stride; act "none" or one of `activation.ACTIVATIONS`; out_dtype, of the float types, is x's by default. With
-    `rounded` the product is rounded before the residual is added, as if it had been stored. A row depends on its own
-    values and on whether M is 1.
+    x: [M, K], M at most 16, rows at any stride; weight: [N, K] contiguous of x's dtype; bias: [N] of x's dtype or
+    float32; residual: [M, N] of the result's dtype, rows at any stride; act: "none" or one of `activation.ACTIVATIONS`;
+    out_dtype: a float type, x's by default. rounded: rounds the product before the residual is added, as if it had been
+    stored. A row depends on its own values and on whether M is 1.
     """
     out = _checked(x, weight, bias, residual, act, out_dtype)
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
@@ -153,10 +155,10 @@ def invariant_linear(
     *,
     num_sms: int | None = None,
 ) -> Tensor:
-    """What `small_linear` computes, for any M: row i of the result depends on row i of x and of the residual alone.
+    """Returns what `small_linear` does, for any M: row i depends on row i of x and of the residual alone.
 
-    Tiles and the order of sums follow from N, K, the dtype and the kind of GPU. `num_sms`: how many programs there are
-    at most, by default the SMs of the whole GPU; it changes no bit.
+    Tiles and the order of sums follow from N, K, the dtype and the kind of GPU. num_sms: the most programs, by default
+    the SMs of the GPU; it changes no bit.
     """
     out = _checked(x, weight, bias, residual, act, out_dtype)
     if out.numel() == 0:
@@ -192,7 +194,7 @@ def _small(
     *,
     rounded: bool = False,
 ) -> None:
-    """end: bias, residual and what is written."""
+    """Launches the kernel. end = (bias, residual, out)."""
     num_out, num_in = weight.shape
     strides = x.stride(0), stride_residual
     launches = _small_launches(num_out, num_in, strides, act, rounded, launch, x.device)
@@ -235,7 +237,7 @@ def _checked(
     act: str,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The result, not yet written."""
+    """Checks the arguments and allocates the result."""
     check_rows("x", x)
     check_weight(weight, x)
     return checked_output(x, weight.shape[0], bias, residual, act, out_dtype)

@@ -1,10 +1,10 @@
-"""Logits before and behind a draw: biases, penalties and masks of the rows that ask for them, and log probabilities.
+"""Logits before and after a draw: biases, penalties and masks of the rows that have them, and log probabilities.
 
-`adjust_logits` computes in float64 and rounds once, where hydra_engine/worker/language/sampler.py stays in float64: two
-tokens compare otherwise only where their adjusted logits are the same float32. A token that a mask leaves out gets the
-lowest finite number, whose weight is 0 at every temperature, so that `sample` still tells rows that are not finite from
-masks. `score_tokens` cuts a row into parts, whose best logits are listed by one launch and joined by the next. Rows
-that ask for nothing leave both at once. Does not know requests, seeds or draws.
+`adjust_logits` computes in float64 and rounds once; hydra_engine/worker/language/sampler.py stays in float64. Two
+tokens compare differently only if their adjusted logits are the same float32. A masked token gets the lowest finite
+number, whose weight is 0 at every temperature, so that `sample` can tell masks from rows that are not finite.
+`score_tokens` divides a row into parts: one launch lists the best logits of each, the next one merges them. Programs of
+rows that need nothing return at once in both. Does not know requests, seeds or draws.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hydra_kernels._checks import check_rows, check_vector, described
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
-LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # of tokens that are masked
+LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # of masked tokens
 
 _COLUMNS = 2048  # per program of `adjust_logits`
 _WARPS = 4
@@ -94,8 +94,11 @@ def _score_part_kernel(
     LISTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (B, PARTS). Of each part: its largest logit, the sum of exp(logit - that), how many tokens come before the
-    row's token (a larger logit, or the same and a lower id), and its `num_top` first tokens, best, in that order."""
+    """Scores one part of a row. Grid (B, PARTS).
+
+    Writes its largest logit, the sum of exp(logit - largest), the number of tokens that precede the row's token (a
+    larger logit, or an equal one and a lower id), and its first `num_top` tokens in order.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.load(num_top + row)
     if count < 0:
@@ -108,7 +111,7 @@ def _score_part_kernel(
     value = tl.where(tl.abs(value) < float("inf"), value, float("-inf"))
     token = tl.load(tokens + row)
     chosen = tl.load(source + token).to(tl.float32)
-    peak = tl.maximum(tl.max(value, axis=0), -_HIGHEST)  # a number, for differences from it
+    peak = tl.maximum(tl.max(value, axis=0), -_HIGHEST)  # finite, for differences from it
     index = row * PARTS + part
     tl.store(peaks + index, peak)
     tl.store(sums + index, tl.sum(tl.where(inside, tl.exp(value - peak), 0.0), axis=0))
@@ -139,7 +142,7 @@ def _score_kernel(
     LISTED: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
-    """Grid (B,): joins the parts. See `score_tokens`."""
+    """Merges the parts; see `score_tokens`. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_top + row)
     if count < 0:
@@ -177,15 +180,17 @@ def adjust_logits(
     masked: Tensor,
     masks: Tensor,
 ) -> Tensor:
-    """logits [B, V] of a float type, rows at any stride -> [B, V] float32, contiguous.
+    """Returns adjusted logits, [B, V] float32, contiguous, of logits [B, V] of a float type, rows at any stride.
 
-    In this order, with all arithmetic in float64: row b gets bias_values[i] added to token bias_ids[i] for each i in
-    [bias_begins[b], bias_ends[b]); where counted[b] is not -1, penalties[b] = (repetition, frequency, presence) act on
-    the tokens that counts[counted[b]] holds; where masked[b] is not -1, tokens whose bit masks[masked[b]] lacks get
-    LOWEST_LOGIT. A logit that is not finite stays. bias_begins, bias_ends, counted, masked [B] and bias_ids [N] int32,
-    bias_values [N] and penalties [B, 3] float64, masks [M, ceil(V / 32)] int32 with token t in bit t % 32 of word
-    t // 32, counts [S, V] int32: twice how often a request's output has the token, and 1 more if its prompt has it. All
-    contiguous, with valid entries wherever a row names them.
+    In this order, in float64: row b gets bias_values[i] added to token bias_ids[i] for i in [bias_begins[b],
+    bias_ends[b]); if counted[b] is not -1, penalties[b] = (repetition, frequency, presence) act on the tokens in
+    counts[counted[b]]; if masked[b] is not -1, tokens whose bit is 0 in masks[masked[b]] get LOWEST_LOGIT. A logit that
+    is not finite is kept.
+
+    bias_begins, bias_ends, counted, masked: [B] int32; bias_ids: [N] int32; bias_values: [N] and penalties: [B, 3]
+    float64; masks: [M, ceil(V / 32)] int32, token t is bit t % 32 of word t // 32; counts: [S, V] int32, 2 *
+    occurrences in the request's output, + 1 if the token is in its prompt. All contiguous. Entries that a row refers to
+    must be valid.
     """
     check_rows("logits", logits)
     batch, vocabulary = logits.shape
@@ -216,13 +221,12 @@ def adjust_logits(
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """logits [B, V] of a float type, rows at any stride, tokens [B] int64 -> (numbers [B, 3 + most] float32, places
-    [B, 1 + most] int32).
+    """Returns (numbers [B, 3 + most] float32, places [B, 1 + most] int32) of logits [B, V] of a float type.
 
-    For each row whose num_top [B] int32, at most `most`, is not -1: numbers are the token's logit, the largest, the sum
-    of exp(logit - largest), and the num_top largest, descending; places are the token's rank from 1 on and the ids of
-    the largest. Of equal logits the lower id comes first. What else is in both, and in rows that are not finite, has
-    any value, as ids beyond V have. V from 1 to 1048576.
+    logits: rows at any stride, V from 1 to 1048576; tokens: [B] int64; num_top: [B] int32, at most `most`, -1 skips the
+    row. numbers: logit of the token, largest logit, sum of exp(logit - largest), then the num_top largest, descending.
+    places: rank of the token, from 1, then the ids of the largest. Equal logits are ordered by id. Other entries, rows
+    that are not finite, and ids beyond V are undefined.
     """
     check_rows("logits", logits)
     batch, vocabulary = logits.shape

@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm, also behind a residual addition, and RMSNorm before a gate, over the last dimension.
+"""RMSNorm and LayerNorm over the last dimension, also after a residual addition, and RMSNorm with a gate.
 
 Rounding is that of transformers: RMSNorm rounds the normalised value to the dtype before the weight (LlamaRMSNorm), but
-not before a wider one (a float32 weight for values of 16 bits); LayerNorm rounds once at the end. Sums are float32. One
-program holds whole rows in registers, so every row is read once and depends on nothing but itself. Bound by memory.
+not before a wider weight (float32 for 16-bit values); LayerNorm rounds once at the end. Sums are float32. A program
+holds whole rows in registers, so every row is read once and depends on itself alone. Bound by memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hydra_kernels.activation import activate
 
 @triton.jit
 def _added(value: tl.tensor, place: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """value + what is at `place`, rounded to the dtype of both, and stored there."""
+    """Returns value + the value at `place`, rounded to the dtype of both, and stores it there."""
     total = value.to(tl.float32) + tl.load(place, mask=mask, other=0.0).to(tl.float32)
     rounded = total.to(value.dtype)
     tl.store(place, rounded, mask=mask)
     return rounded
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # changes from step to step: nothing is compiled while serving
+@triton.jit(do_not_specialize=["num_rows"])  # changes between steps: nothing is compiled while serving
 def _rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
@@ -104,10 +104,9 @@ def _layer_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """round(x / sqrt(mean(x^2) + eps)) * weight over the last dimension.
+    """Returns round(x / sqrt(mean(x^2) + eps)) * weight over the last dimension, new, contiguous, of x's shape.
 
-    x [T, C] or [T, H, D], tokens and heads at any stride; weight [C] or [D] of x's dtype or float32. Returns a new
-    contiguous tensor of x's shape.
+    x: [T, C] or [T, H, D], tokens and heads at any stride; weight: [C] or [D] of x's dtype or float32.
     """
     if x.dim() == 3:
         check_heads("x", x)
@@ -117,9 +116,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x, rounded to the dtype, in place; returns rms_norm(residual), new and contiguous.
+    """Adds x to `residual` in place, rounded to the dtype; returns rms_norm(residual), new and contiguous.
 
-    x, residual [T, C], rows at any stride; weight [C] of their dtype or float32.
+    x, residual: [T, C], rows at any stride; weight: [C] of their dtype or float32.
     """
     check_rows("x", x)
     check_rows("residual", residual, x)
@@ -127,9 +126,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """round(rms_norm(x) * silu(gate)), rms_norm(x) rounded too.
+    """Returns round(rms_norm(x) * silu(gate)), with rms_norm(x) rounded too, new and contiguous.
 
-    x, gate [T, H, D], tokens and heads at any stride; weight [D] of their dtype. Returns a new contiguous tensor.
+    x, gate: [T, H, D], tokens and heads at any stride; weight: [D] of their dtype.
     """
     check_heads("x", x)
     check_heads("gate", gate, x)
@@ -175,19 +174,19 @@ def _rms_launches(columns: int, heads: int, stride_head: int, stride_gate_head: 
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, rounded once; the variance is that of
-    the centred values, not a difference of squares.
+    """Returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, rounded once, new [T, C].
 
-    x [T, C], rows at any stride; weight, bias [C] of x's dtype. Returns a new contiguous [T, C].
+    x: [T, C], rows at any stride; weight, bias: [C] of x's dtype. The variance is computed from centred values, not
+    from a difference of squares.
     """
     check_rows("x", x)
     return _layer_norm(x, None, weight, bias, eps)
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """residual += x, rounded to the dtype, in place; returns layer_norm(residual), new and contiguous.
+    """Adds x to `residual` in place, rounded to the dtype; returns layer_norm(residual), new and contiguous.
 
-    x, residual [T, C], rows at any stride; weight, bias [C] of their dtype.
+    x, residual: [T, C], rows at any stride; weight, bias: [C] of their dtype.
     """
     check_rows("x", x)
     check_rows("residual", residual, x)

@@ -1,7 +1,7 @@
 """Bidirectional attention within the segments of packed rows: whole pictures and windows of vision towers.
 
-One program takes a tile of queries of one head and one segment and visits the segment's keys, all full tiles without a
-mask. Head dims 72 and 80 are computed as 64 + 16 columns. Bound by tensor cores.
+A program takes a tile of queries of one head and one segment and visits the segment's keys, full tiles without a mask.
+Head dims 72 and 80 are computed as 64 + 16 columns. Bound by tensor cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.tma_attention import packed_tma_kernel, scratch
 
 _LONG = 1 << 30  # rows: longer than any window
-_MAX_SEARCHED = 1024  # segments that every program goes through
+_MAX_SEARCHED = 1024  # segments that a program can search
 
 
 @triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["cu_seqlens"])
@@ -47,8 +47,11 @@ def _packed_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Grid (tiles of the longest segment, H, segments). With SEARCH, a power of two of at least `num_segments`, it
-    is (tiles of all segments at most, H), and a program looks up which segment its tile belongs to."""
+    """Grid (tiles of the longest segment, H, segments).
+
+    With SEARCH, a power of two of at least `num_segments`: grid (upper bound of all segments' tiles, H), and a program
+    looks up the segment of its tile.
+    """
     head = tl.program_id(1)
     segment, first_row = tile_of_segment(cu_seqlens, num_segments, ROWS, SEARCH)
     begin = tl.load(cu_seqlens + segment)
@@ -97,14 +100,15 @@ def packed_attention(
     search: bool = False,
     tma: bool = False,
 ) -> Tensor:
-    """softmax(scale * q K^T) V within each segment [cu_seqlens[i], cu_seqlens[i + 1]) -> new contiguous [P, H, D].
+    """Returns softmax(scale * q K^T) V within each segment [cu_seqlens[i], cu_seqlens[i + 1]), new contiguous [P, H,
+    D].
 
-    q, k, v [P, H, D], rows and heads at any stride (views of one fused projection); cu_seqlens [segments + 1] int32
-    rising from 0 to P, no segment longer than `max_length`; empty segments are legal. With `one_tile` a segment's
-    result does not depend on how long the others are. `search` is for a `max_length` that most segments stay far below,
-    as where only the device knows them: then programs are launched for as many tiles as P rows can have, and not for
-    the longest segment as often as there are segments. `tma` takes the kernel for Hopper, if `tma_attention.takes`
-    k and v. Nothing is read back from the device.
+    q, k, v: [P, H, D], rows and heads at any stride (views of one fused projection); cu_seqlens: [segments + 1] int32
+    rising from 0 to P, with no segment longer than `max_length`; empty segments are legal. one_tile: makes a segment's
+    result independent of the lengths of the other segments. search: for segments that are mostly much shorter than
+    `max_length`, or known to the device only: launches programs for as many tiles as P rows can have, not for the
+    longest segment times the number of segments. tma: uses the Hopper kernel, if `tma_attention.takes` k and v. Reads
+    nothing back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):
@@ -124,9 +128,9 @@ def packed_attention(
         return out
     launch = tma_launch(dim) if tma else packed_launch(dim, _LONG if one_tile else max_length, q.dtype)
     if tma:
-        triton.set_allocator(scratch)  # of this thread
+        triton.set_allocator(scratch)  # for this thread
     tiles = cdiv(max_length, launch.rows)
-    most_tiles = num_rows // launch.rows + segments  # each segment has at most one that is not full
+    most_tiles = num_rows // launch.rows + segments  # each segment has at most one partial tile
     search = search and segments <= _MAX_SEARCHED and most_tiles < segments * tiles
     grid = (most_tiles, num_heads, 1) if search else (tiles, num_heads, segments)
     strides, head_strides = (q.stride(0), k.stride(0), v.stride(0)), (q.stride(1), k.stride(1), v.stride(1))

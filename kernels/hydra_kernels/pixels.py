@@ -1,4 +1,4 @@
-"""Bytes of pixels as numbers: each is looked up under its colour. Bound by memory."""
+"""Converts bytes of pixels to floats by a table for each colour. Bound by memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydra_kernels._checks import FLOATS, described
 from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv
 
-_COLUMNS = 1024  # of one program
+_COLUMNS = 1024  # per program
 _WARPS = 4
 
 
@@ -25,7 +25,7 @@ def _pixel_rows_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """The table, 768 numbers, is read from the first cache all along."""
+    """Grid (P, WIDTH / COLUMNS). The table, 768 numbers, stays in the L1 cache."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     held = column < VALUES
@@ -35,9 +35,11 @@ def _pixel_rows_kernel(
 
 
 def pixel_rows(pixels: Tensor, table: Tensor, width: int) -> Tensor:
-    """table[b, c] for every byte b of colour c, zeros behind: pixels [P, K] uint8, K a multiple of 3 whose colours take
-    turns, rows at any stride -> new contiguous [P, width] of the table's dtype; table [256, 3] contiguous of a float
-    type, width >= K."""
+    """Returns table[b, c] for every byte b of colour c, then zeros: new contiguous [P, width] of the table's dtype.
+
+    pixels: [P, K] uint8 with three interleaved colours, K a multiple of 3, rows at any stride; table: [256, 3]
+    contiguous of a float type; width: K or more.
+    """
     dense = pixels.dim() == 2 and (pixels.stride(1) == 1 or pixels.shape[1] == 1)
     if not dense or pixels.dtype is not torch.uint8 or pixels.shape[1] % 3:
         raise ValueError(f"pixels: expected [P, 3 * pixels] uint8 with dense rows, got {described(pixels)}")

@@ -1,11 +1,11 @@
-"""Causal attention of a packed step over a paged cache: chunks of prompts and decode rows alike.
+"""Causal attention of a packed step over a paged cache: prompt chunks and decodes alike.
 
-One program takes a tile of rows of one request and one KV head. Row m of a tile is query head m % group of query token
-m // group, so that all heads of a group share the K and V that are read, and a row with one query (decode) fills a tile
-with its group. Tiles of keys start at position 0 whatever the chunk, and a row's sums do not depend on the other rows
-of its tile: a token gets the same result in every chunking and every batch. Bound by tensor cores.
+A program takes a tile of rows of one request and one KV head. Row m of a tile is query head m % group of query token m
+// group, so that all heads of a group share the K and V that are read, and a decode fills a tile with its group. Tiles
+of keys start at position 0 in every chunk, and a row's sums do not depend on the other rows of its tile: a token gets
+the same result in every chunking and every batch. Bound by tensor cores.
 
-Rows of one request are visited from the last tile to the first: the longest programs start first.
+A request's tiles are visited from last to first: the longest programs start first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.decode_attention import Scales
 from hydra_kernels.tma_attention import prefill_tma_kernel, scratch
 
-_MAX_SEARCHED = 1024  # requests that every program goes through
+_MAX_SEARCHED = 1024  # requests that a program can search
 
 
-# Changes from step to step, and lies anywhere, being what follows the decodes: nothing is compiled while serving.
+# Sizes change between steps, and tensors are views after the decodes, of any alignment: nothing is compiled while
+# serving.
 @triton.jit(
     do_not_specialize=["stride_table", "num_requests"],
     do_not_specialize_on_alignment=["block_tables", "cu_q", "num_context"],
@@ -62,15 +63,18 @@ def _prefill_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Grid (tiles of the longest request, Hkv, B). With SEARCH, a power of two of at least `num_requests`, it is (tiles
-    of all requests at most, Hkv), and a program looks up which request its tile belongs to."""
+    """Grid (tiles of the longest request, Hkv, B).
+
+    With SEARCH, a power of two of at least `num_requests`: grid (upper bound of all requests' tiles, Hkv), and a
+    program looks up the request of its tile.
+    """
     head = tl.program_id(1)
     if SEARCH > 0:
         index = tl.arange(0, SEARCH)
         begins = tl.load(cu_q + index, mask=index < num_requests, other=0)
         ends = tl.load(cu_q + index + 1, mask=index < num_requests, other=0)
         tiles = ((ends - begins) * GROUP + ROWS - 1) // ROWS
-        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # the requests whose tiles all come before this one
+        before = tl.cumsum(tiles, 0) <= tl.program_id(0)  # requests whose tiles all come before this one
         request = tl.sum(before.to(tl.int32), 0)
         if request >= num_requests:
             return
@@ -91,7 +95,7 @@ def _prefill_kernel(
     q0, q1 = load_parts(q, token.to(tl.int64) * stride_q + query_head * STRIDE_Q_HEAD, real, D, D0, D1)
     first_position = context - num_rows // GROUP
     row_position = first_position + row // GROUP
-    # All rows see the keys below `common`; none sees those from `end` on.
+    # All rows see keys below `common`; no row sees keys from `end` on.
     common = (first_position + tile * ROWS // GROUP + 1) // KEYS * KEYS
     end = tl.minimum(context, first_position + (tile * ROWS + ROWS - 1) // GROUP + 1)
     table = block_tables + request.to(tl.int64) * stride_table
@@ -145,18 +149,18 @@ def prefill_attention(
     most_requests: int = 0,
     scales: Scales | None = None,
 ) -> Tensor:
-    """softmax(scale * q K^T + causal mask) V of each request's queries over its context -> contiguous [T, Hq, D], `out`
-    or new.
+    """Returns softmax(scale * q K^T + causal mask) V of each request's queries over its context: contiguous [T, Hq, D].
 
-    q [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), the last of its
-    num_context[r] tokens, at most `max_q` of them. k_cache, v_cache [N, S, Hkv, D] strided views of a block-major
-    cache, block_tables [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context, cu_q [B + 1]
-    and num_context [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows behind cu_q[B] are not written; a query
-    of a context of 0, as rows that fill up a batch have it, gets zeros. `tma` takes the kernel for Hopper, if
-    `tma_attention.takes_cache` both caches. `most_requests` is for steps of which only the device knows the rows, and
-    which have queries for so many of up to 1024 requests at most: programs are launched for as many tiles as q can have
-    then, and not for the longest request as often as there are requests. Caches of
-    int8 come with `scales`, as in `decode_attention`. Nothing is read back from the device.
+    q: [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), at most `max_q`, the last
+    of its num_context[r] tokens. k_cache, v_cache: [N, S, Hkv, D], strided views of a block-major cache; block_tables:
+    [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context; cu_q: [B + 1] and num_context: [B]
+    int32. Query head h reads KV head h // (Hq / Hkv). Rows from cu_q[B] on are not written; a query with a context of 0
+    (padding) gets zeros. out: the result's tensor, a new one by default. scales: of int8 caches, as in
+    `decode_attention`.
+
+    tma: uses the Hopper kernel, if `tma_attention.takes_cache` both caches. most_requests: for steps whose rows are
+    known to the device only, the most of up to 1024 requests that have queries: launches programs for as many tiles as
+    q can have then, not for the longest request times the number of requests. Reads nothing back from the device.
     """
     group = check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     check_scale(scale)
@@ -172,7 +176,7 @@ def prefill_attention(
     dim = q.shape[2]
     launch = tma_launch(dim) if tma else prefill_launch(dim, q.dtype)
     if tma:
-        triton.set_allocator(scratch)  # of this thread
+        triton.set_allocator(scratch)  # for this thread
     tensors = (out, block_tables, cu_q, num_context, scale * LOG2_E)
     _, block_size, num_kv_heads, _ = k_cache.shape
     stride_block, stride_slot, stride_head, _ = k_cache.stride()
@@ -184,7 +188,7 @@ def prefill_attention(
     if tma:
         launches(prefill_tma_kernel, grid, q, k_cache, v_cache, *tensors, *strides, block_tables.stride(0))
         return out
-    if most_requests:  # each of which has at most one tile that is not full
+    if most_requests:  # each has at most one partial tile
         grid = q.shape[0] * group // launch.rows + most_requests, num_kv_heads, 1
     caches = (k_cache, v_cache, *(scales or (None, None)))
     stride_scales = 0 if scales is None else scales[0].stride(0)
@@ -196,7 +200,8 @@ def prefill_attention(
 def _launches(
     shape: tuple[int, int, int, int], stride_q_head: int, stride_head: int, launch: AttentionLaunch, search: int | None
 ) -> Launch:
-    """shape: heads, slots of a block, heads per KV head, head dim; search: None for the kernel for Hopper."""
+    """Builds the launch. shape: heads, slots of a block, heads per KV head, head dim. search: None for the Hopper
+    kernel."""
     heads, block_size, group, dim = shape
     return Launch(
         HEADS=heads,

@@ -1,9 +1,9 @@
-"""Keys and values into a paged cache of int8, with a float32 scale for each slot and head: rotated, normed and rounded
-once, in one launch with the rotation of the queries.
+"""Writes keys and values to a paged int8 cache, with a float32 scale per slot and head: normed, rotated and rounded in
+one launch, which also norms and rotates the queries.
 
     scale = max(max |x| / 127, 2^-126)        integer = round(x / scale), ties to even
 
-A head with an infinity or a NaN gets a NaN as its scale, and zeros. These are the rows of csrc/cpu/cache/quantize.h.
+A head with an infinity or a NaN gets zeros and a NaN as its scale. The format is that of csrc/cpu/cache/quantize.h.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from hydra_kernels._checks import described
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
-_TILE = 1024  # elements of half heads that a program holds: some heads of one token
+_TILE = 1024  # elements of half heads per program: some heads of one token
 
 
 @triton.jit
 def _loaded(
     source: tl.tensor, heads: tl.tensor, mask: tl.tensor, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of dense heads at `source`, float32 [R, PADDED]; the second has REST elements."""
+    """Loads both halves of dense heads at `source`, float32 [R, PADDED]; the second half has REST elements."""
     column = tl.arange(0, PADDED)[None, :]
     places = source + heads[:, None] * (HALF + REST) + column
     first = tl.load(places, mask=mask[:, None] & (column < HALF), other=0.0).to(tl.float32)
@@ -43,8 +43,8 @@ def _turned(
     PADDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """rotate(rms_norm(x)) of heads in halves; cos, sin: of their token; a norm of None is left out. What the norm makes
-    is rounded to DTYPE, as one of its own would store it."""
+    """rotate(rms_norm(x)) of heads in halves. cos, sin: of their token. norm None: no norm. The normed value is rounded
+    to DTYPE, as a separate norm would store it."""
     column = tl.arange(0, PADDED)
     inside = column < HALF
     if norm is not None:
@@ -72,8 +72,8 @@ def _store_rounded(
     REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """Heads into a cache's row and its scales, those of a head BLOCK_SIZE apart. Magnitudes are compared as integers,
-    whose order is theirs and ends with infinity and NaN."""
+    """Stores heads to a row of the cache, and their scales, BLOCK_SIZE apart. Magnitudes are compared as integers,
+    which have the same order, with infinity and NaN last."""
     bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     top = tl.max(bits, axis=1)
     finite = top < 0x7F800000
@@ -92,7 +92,7 @@ def _store_rounded(
     tl.store(scales + heads * BLOCK_SIZE, tl.where(finite, scale, float("nan")), mask=mask)
 
 
-# Steps follow each other with other numbers of tokens; slots lie anywhere in what was sent.
+# The number of slots is not specialised for; slots are a view of a larger buffer, of any alignment.
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
     q: tl.tensor,
@@ -125,8 +125,8 @@ def _write_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Grid (T, tiles of ROWS heads: of q, of k, of v). Without angles there is no q, and k is stored as it is. A slot
-    of -1, or one that does not exist, is skipped."""
+    """Grid (T, tiles of ROWS heads: of q, of k, of v). Without angles there is no q, and k is not rotated. A slot of
+    -1, or outside of the cache, is skipped."""
     token = tl.program_id(0).to(tl.int64)
     Q_TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     KV_TILES: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
@@ -171,8 +171,10 @@ def _write_kernel(
 
 
 def write_quantized(data: Tensor, scales: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """k, v [T, H, D] of a float type with dense heads -> slots [T] int64 of data [N, L, 2, S, H, D] int8, scales
-    [N, L, 2, H, S] float32, as `PagedCache.quantized` makes them. A slot of -1 is skipped."""
+    """Writes k, v [T, H, D] of a float type with dense heads to slots [T] int64; -1 is skipped.
+
+    data: [N, L, 2, S, H, D] int8 and scales: [N, L, 2, H, S] float32, of `PagedCache.quantized`.
+    """
     _launch(data, scales, layer, (None, k, v), (None, None), (None, None, 0.0), slots, None)
 
 
@@ -187,8 +189,11 @@ def rope_and_write_quantized(
     slots: Tensor,
     norms: tuple[Tensor | None, Tensor | None, float],
 ) -> Tensor:
-    """As `write_quantized`, of rotate(rms_norm(k)) in float32 and v; rotate(rms_norm(q)) -> new contiguous [T, Hq, D].
-    rotary: cosines and sines [T, D / 2] float32; norms: weights [D] of queries and keys, None: not normed, and eps."""
+    """Writes rotate(rms_norm(k)), rotated in float32 and rounded once, and v, as `write_quantized`; returns
+    rotate(rms_norm(q)), new contiguous [T, Hq, D].
+
+    rotary: cosines and sines [T, D / 2] float32. norms: weights [D] of queries and keys, None for no norm, and eps.
+    """
     if q.shape[2] % 2:
         raise ValueError(f"q: expected an even head dim, got {described(q)}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -2,10 +2,10 @@
 
     w[n, k] = scales[n, g] * number[n, k] + offsets[n, g]       g = k // group size; number: -128..127, -8..7, or E4M3
 
-Numbers are exact in every float type, so they are what the tensor cores multiply; scales meet the float32 sums of a
+Numbers are exact in every float type, so the tensor cores multiply them unscaled; scales multiply the float32 sums of a
 group, and offsets the sums of the group's x. Weights are never rounded to a 16-bit type. One kernel is launched in two
-ways: `small_quantized_linear` for decode steps, which is bound by reading the weights, and `invariant_quantized_linear`
-in whose results a row depends on nothing but itself.
+ways: `small_quantized_linear` for decode steps, bound by reading the weights, and `invariant_quantized_linear`, in
+whose results a row depends on itself alone.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from hydra_kernels._linear import GROUP, checked_output, finish_tile, join_split
 from hydra_kernels._sizes import cdiv
 
 MAX_SMALL_ROWS = 64
-_PART = 32  # inputs of one product at most: two steps of the tensor cores
+_PART = 32  # most inputs of one product: two steps of the tensor cores
 _WORD = 16  # bits
-_PACKED_ROWS = 4096  # that are laid out at once, so that little memory is needed besides
+_PACKED_ROWS = 4096  # rows that are packed at once, to bound temporary memory
 
 
 class PackedWeight(NamedTuple):
-    """A matrix [N, K] as the kernel reads it, which `pack` makes.
+    """A matrix [N, K] in the kernel's layout, made by `pack`.
 
-    words: int16 [N, P]. A block of 16 / num_bits parts of `part` inputs each is `part` words: word j has number j of
-    every part, the first part in the lowest bits; numbers of 4 bits are 8 more than they are worth. Rows end with a
-    whole block. scales: [G, N]; offsets: float32 [G, N], or None for zeros."""
+    words: int16 [N, P]. A block of 16 / num_bits parts with `part` inputs each is `part` words: word j has number j of
+    every part, the first part in the lowest bits; 4-bit numbers are stored + 8. Rows are padded to whole blocks.
+    scales: [G, N]; offsets: float32 [G, N], or None for zeros.
+    """
 
     words: Tensor
     scales: Tensor
@@ -52,7 +53,7 @@ class PackedWeight(NamedTuple):
     num_in: int
     num_bits: int
     part: int
-    floats: bool = False  # numbers of 8 bits are E4M3
+    floats: bool = False  # True: 8-bit numbers are E4M3
 
     @property
     def group_size(self) -> int:
@@ -60,8 +61,11 @@ class PackedWeight(NamedTuple):
 
 
 def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) -> PackedWeight:
-    """values: 8 bits: int8 or float8_e4m3fn [N, K]; 4 bits: uint8 [N, K / 2] of numbers + 8, that of the even k in the
-    lower half. scales [N, G] of a float type; offsets float32 [N, G]. G is 1, or groups are multiples of 16 inputs."""
+    """Packs a quantised matrix.
+
+    values: 8 bits: int8 or float8_e4m3fn [N, K]; 4 bits: uint8 [N, K / 2] of numbers + 8, the even k in the lower half.
+    scales: [N, G] of a float type; offsets: float32 [N, G] or None. G is 1, or groups are multiples of 16 inputs.
+    """
     num_out, num_in, groups = values.shape[0], values.shape[1] * 8 // num_bits, scales.shape[1]
     if num_bits not in (8, 4) or groups == 0 or num_in % groups or (groups > 1 and num_in // groups % 16):
         raise ValueError(
@@ -80,7 +84,7 @@ def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) 
 
 
 def _words(values: Tensor, num_bits: int, part: int, width: int) -> Tensor:
-    """values as those of `pack` -> int16 [N, width]"""
+    """Packs `values` of `pack` into int16 [N, width]."""
     numbers = values.view(torch.uint8) if num_bits == 8 else torch.stack((values & 15, values >> 4), dim=2).flatten(1)
     parts = _WORD // num_bits
     blocks = pad(numbers, (0, parts * width - numbers.shape[1])).view(-1, width // part, parts, part)
@@ -92,8 +96,8 @@ def _words(values: Tensor, num_bits: int, part: int, width: int) -> Tensor:
 
 @triton.jit
 def _fields(words: tl.tensor, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """128 (bfloat16) or 1024 (float16) + (words >> SHIFT & MASK): the field becomes the lowest bits of the fraction,
-    of two words at once. MASK has at most 7 bits, or is 128 alone, which doubles 128."""
+    """128 (bfloat16) or 1024 (float16) + (words >> SHIFT & MASK), two words at once: the field becomes the lowest bits
+    of the fraction. MASK has at most 7 bits, or is 128 alone, which doubles 128."""
     BASE: tl.constexpr = 0x43004300 if DTYPE.is_bf16() else 0x64006400
     MASKS: tl.constexpr = MASK * 0x10001
     fields = tl.inline_asm_elementwise(
@@ -109,11 +113,9 @@ def _fields(words: tl.tensor, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl
 
 @triton.jit
 def _float8_fields(words: tl.tensor, SHIFT: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """The E4M3 number in (words >> SHIFT & 255) times 2^-120 (bfloat16) or 2^-8 (float16), of two words at once: its
-    sign, exponent and fraction where those of DTYPE are, which holds subnormal numbers too."""
-    RIGHT: tl.constexpr = (
-        4 if DTYPE.is_bf16() else 1
-    )  # of the number's last seven bits, as if it were in the upper half
+    """The E4M3 number in (words >> SHIFT & 255) times 2^-120 (bfloat16) or 2^-8 (float16), two words at once: sign,
+    exponent and fraction are moved to where DTYPE has them, which is right for subnormal numbers too."""
+    RIGHT: tl.constexpr = 4 if DTYPE.is_bf16() else 1  # shift of the number's last seven bits, from the upper half
     MAGNITUDE: tl.constexpr = (0x7F << (8 - RIGHT)) * 0x10001
     MOVE: tl.constexpr = f"shr.b32 t, $1, {RIGHT};" if SHIFT == 8 else f"shl.b32 t, $1, {8 - RIGHT};"
     SIGN: tl.constexpr = "mov.b32 s, $1;" if SHIFT == 8 else "shl.b32 s, $1, 8;"
@@ -137,7 +139,7 @@ def _numbers(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    """One number of each word, exact in DTYPE; `ASM`: by a few instructions for two of 16 bits."""
+    """The number of each word at SHIFT, exact in DTYPE. ASM: converts two 16-bit words with a few instructions."""
     if FLOATS:
         if ASM:
             FACTOR: tl.constexpr = 2.0**120 if DTYPE.is_bf16() else 2.0**8
@@ -167,11 +169,11 @@ def _of_groups(
     STEP: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tl.tuple:
-    """What source [G, N] has for inputs k0, k0 + STEP and so on, [C] float32 each: loaded before the products that wait
-    for it."""
+    """Entries of source [G, N] for inputs k0, k0 + STEP, .., float32 [C] each: loaded before the products that need
+    them."""
     found = ()
     for index in tl.static_range(COUNT):
-        group = tl.minimum((k0 + index * STEP) // GROUP_SIZE, K // GROUP_SIZE - 1)  # x is 0 behind the last one
+        group = tl.minimum((k0 + index * STEP) // GROUP_SIZE, K // GROUP_SIZE - 1)  # x is 0 after the last one
         piece = tl.load(source + group * N + column, mask=column < N, other=0.0)
         found += (piece.to(tl.float32),)  # type: ignore[assignment]
     return found
@@ -206,14 +208,16 @@ def _quantized_linear_kernel(
     ASM: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Grid (programs, K / SPAN), each program takes every programs-th tile; with more than one split `out` is [splits,
-    num_rows, N] float32. Products are [COLUMNS, ROWS]: tensor cores take the left operand, the one that is made of
-    other numbers, from registers."""
+    """Computes every programs-th tile in each program. Grid (programs, K / SPAN). With split-K `out` is [splits,
+    num_rows, N] float32.
+
+    Products are [COLUMNS, ROWS]: tensor cores take the left operand, here the converted weights, from registers.
+    """
     PARTS: tl.constexpr = 16 // BITS
     BLOCK: tl.constexpr = PARTS * PART
     WIDTH: tl.constexpr = (K + BLOCK - 1) // BLOCK * PART
     GROUPS: tl.constexpr = K // GROUP_SIZE
-    # Parts that follow each other and share a group: all, or a number that divides both.
+    # Consecutive parts that share a group: all, or a common divisor.
     SHARED: tl.constexpr = (
         PARTS if GROUP_SIZE % BLOCK == 0 else (2 if GROUP_SIZE % (2 * PART) == 0 and BITS == 4 else 1)
     )
@@ -274,10 +278,10 @@ def small_quantized_linear(
     act: str = "none",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """act(x @ W^T + bias) + residual for x [M, K], M at most 64, rows at any stride -> new contiguous [M, N].
+    """Returns act(x @ W^T + bias) + residual, new contiguous [M, N].
 
-    bias [N] of x's dtype or float32; residual [M, N] of the result's dtype, rows at any stride; act "none" or one of
-    `activation.ACTIVATIONS`; out_dtype, of the float types, is x's by default.
+    x: [M, K], M at most 64, rows at any stride; bias: [N] of x's dtype or float32; residual: [M, N] of the result's
+    dtype, rows at any stride; act: "none" or one of `activation.ACTIVATIONS`; out_dtype: a float type, x's by default.
     """
     out = _checked(x, weight, bias, residual, act, out_dtype)
     num_rows, num_out = out.shape
@@ -307,8 +311,10 @@ def invariant_quantized_linear(
     *,
     num_sms: int | None = None,
 ) -> Tensor:
-    """What `small_quantized_linear` computes, for any M: row i of the result depends on row i of x and of the residual
-    alone. `num_sms`: how many programs there are at most, by default the SMs of the whole GPU; it changes no bit."""
+    """Returns what `small_quantized_linear` does, for any M: row i depends on row i of x and of the residual alone.
+
+    num_sms: the most programs, by default the SMs of the GPU; it changes no bit.
+    """
     out = _checked(x, weight, bias, residual, act, out_dtype)
     num_rows, num_out = out.shape
     if out.numel() == 0:
@@ -329,7 +335,7 @@ def _launch(
     programs: int,
     eviction: str,
 ) -> None:
-    """end: bias, residual and what is written; eviction: of the weight from caches."""
+    """Launches the kernel. end = (bias, residual, out). eviction: cache policy of the weight."""
     residual = end[1]
     form = weight.words.shape[0], weight.num_in, weight.num_bits, weight.floats, weight.group_size, weight.part
     strides = x.stride(0), 0 if residual is None else residual.stride(0)
@@ -347,7 +353,7 @@ def _launches(
     eviction: str,
     dtype: torch.dtype,
 ) -> Launch:
-    """form: outputs, inputs, bits, whether these are floats, inputs of a group and of a part; strides: of x and of the
+    """Builds the launch. form: outputs, inputs, bits, whether E4M3, inputs of a group and of a part. strides: x,
     residual."""
     num_out, num_in, num_bits, floats, group_size, part = form
     depth = max(launch.depth, _WORD // num_bits * part)
@@ -382,7 +388,7 @@ def _checked(
     act: str,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The result, not yet written."""
+    """Checks the arguments and allocates the result."""
     check_rows("x", x)
     if x.shape[1] != weight.num_in or x.device != weight.words.device:
         raise ValueError(f"x: expected [T, {weight.num_in}] on {weight.words.device}, got {described(x)}")

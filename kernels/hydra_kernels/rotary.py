@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys of towers, whose keys go to no cache. Bound by memory."""
+"""Rotary embedding of queries and keys of vision towers, without a cache. Bound by memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hydra_kernels._checks import check_heads, described
 from hydra_kernels._launch import Launch, kept
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
-_ELEMENTS = 2048  # of both halves in one program
+_ELEMENTS = 2048  # per program, of both halves
 _WARPS = 4
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # changes from step to step: nothing is compiled while serving
+@triton.jit(do_not_specialize=["num_rows"])  # changes between steps: nothing is compiled while serving
 def _rotate_kernel(
     x: tl.tensor,
     cos: tl.tensor,
@@ -31,7 +31,7 @@ def _rotate_kernel(
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Row r is head r % HEADS of token r // HEADS. Strides like 40 are constants so that their alignment is known."""
+    """Row r is head r % HEADS of token r // HEADS. Strides like 40 are constants, so that their alignment is known."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (row < num_rows) & (column < HALF)
@@ -47,10 +47,10 @@ def _rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[x1 * cos - x2 * sin | x2 * cos + x1 * sin] with halves x = [x1 | x2], in float32, rounded once.
+    """Returns [x1 * cos - x2 * sin | x2 * cos + x1 * sin] with halves x = [x1 | x2], in float32, rounded once.
 
-    x [T, H, D], tokens and heads at any stride, so queries and keys of a fused projection take one call; cos, sin
-    [T, D / 2] float32 with dense rows. Returns a new contiguous [T, H, D].
+    x: [T, H, D], tokens and heads at any stride, so queries and keys of a fused projection take one call; cos, sin: [T,
+    D / 2] float32 with dense rows. The result is new and contiguous, [T, H, D].
     """
     check_heads("x", x)
     num_tokens, num_heads, dim = x.shape
@@ -77,7 +77,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @kept
 def _launches(num_heads: int, half: int, strides: tuple[int, int, int]) -> tuple[int, Launch]:
-    """strides: of cos, of sin, of heads. Also how many rows a program has."""
+    """Returns (rows per program, launch). strides: cos, sin, heads."""
     padded = next_power_of_2(half)
     rows = max(1, _ELEMENTS // (2 * padded))
     return rows, Launch(

@@ -1,14 +1,14 @@
-"""Tokens from logits: the greedy choice, and draws behind top_k, top_p and min_p without a sort.
+"""Tokens from logits: greedy, and draws with top_k, top_p and min_p without a sort.
 
-A row is cut into parts of equal width, 1 to 32 by the size of the vocabulary alone, so that a step of one request is
-read by many programs and a row's token never depends on the batch. `_scan_kernel` reads the logits, `_narrow_kernel`
+A row is divided into parts of equal width, 1 to 32 by the size of the vocabulary alone, so that many programs read a
+step of one request and a row's token never depends on the batch. `_scan_kernel` reads the logits, `_narrow_kernel`
 lists what a filtered row can keep, mostly a few hundred ids, and `_draw_kernel` finds the exact threshold on that list
-by bisecting the order-preserving integers of float32.
+by bisection over the order-preserving integers of float32.
 
-Does not know penalties, masks, seeds or logprobs. Meaning and ties are those of
-hydra_engine/worker/language/sampler.py, which computes in float64 while weights and their sums are float32 here, in an
-order that the vocabulary fixes. Tokens differ only where `numbers`, top_p or min_p lies within that rounding of the
-boundary between two tokens.
+Does not know penalties, masks, seeds or logprobs. Meaning and ties are as in
+hydra_engine/worker/language/sampler.py, which computes in float64; here weights and sums are float32, in an order fixed
+by the vocabulary. Tokens differ only if `numbers`, top_p or min_p is within that rounding of the boundary between two
+tokens.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hydra_kernels._checks import check_rows, check_vector
 from hydra_kernels._draws import apply_filters, lower_bound, part_weights, scale_of, walk, weight_of
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
-_COLUMNS = 8192  # per step of a row
-_LISTED = 2048  # per step of a row's list
+_COLUMNS = 8192  # per loop step over a row
+_LISTED = 2048  # per loop step over a row's list
 _WARPS = 16
-_PART_COLUMNS = 2048  # per step of a part
+_PART_COLUMNS = 2048  # per loop step over a part
 _PART_WARPS = 4
 _MAX_PARTS = 32
-_MAX_WIDTH = 32752  # of a part: places in it are int16
-_GROUPS = 64  # of a step of a part's columns; the maximum of each bounds the k-th largest logit from below
-_BOUND_STEPS = 20  # of the bisection for that bound, which need not be exact
-# A number a row each, read one at a time. As columns of a captured step they lie at any multiple of 4 bytes.
+_MAX_WIDTH = 32752  # of a part: offsets in it are int16
+_GROUPS = 64  # groups of a part's columns; their maxima bound the k-th largest logit from below
+_BOUND_STEPS = 20  # bisection steps for that bound, which need not be exact
+# One number per row. As columns of a captured step they are at any multiple of 4 bytes.
 _ANYWHERE = ["temperatures", "top_k", "top_p", "min_p", "numbers"]
 
 
@@ -44,7 +44,8 @@ def _greedy_kernel(
     VOCABULARY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Every lane keeps its best value and where it first saw it; lanes are joined once at the end."""
+    """Greedy tokens: a lane keeps its best value and the first place of it; lanes are merged once at the end. Grid
+    (B,)."""
     row = tl.program_id(0).to(tl.int64)
     best, place, bad = _best(logits + row * stride_row, 0, VOCABULARY, VOCABULARY, COLUMNS)
     highest = tl.max(best, axis=0)
@@ -56,8 +57,8 @@ def _greedy_kernel(
 def _best(
     logits: tl.tensor, first: tl.tensor, end: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Per lane of columns [first, end), at most WIDTH of them: the largest value, the first column that has it, and 1
-    where a value is not finite."""
+    """Returns, per lane of columns [first, end), at most WIDTH: the largest value, its first column, and 1 if a value
+    is not finite."""
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     place = tl.zeros([COLUMNS], tl.int32)
     bad = tl.zeros([COLUMNS], tl.int32)
@@ -86,9 +87,12 @@ def _scan_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (B, PARTS). peaks [B, PARTS, GROUPS]: the largest logits of columns that share a group; places [B, PARTS]:
-    the lowest id with the part's largest logit, -1 where a logit is not finite; sums [B, PARTS]: of weights relative
-    to the part's largest, where they may be asked for."""
+    """Scans one part of a row. Grid (B, PARTS).
+
+    peaks: [B, PARTS, GROUPS], the largest logits of groups of columns; places: [B, PARTS], the lowest id with the
+    part's largest logit, -1 if a logit is not finite; sums: [B, PARTS], weights relative to the part's largest, of rows
+    that are drawn.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = logits + row * stride_row
     first = part * WIDTH
@@ -133,9 +137,11 @@ def _narrow_kernel(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Grid (B, PARTS). lowests [B]: a number that no kept logit is below; offsets [B, PARTS, WIDTH]: where in its part
-    each logit of at least that lies, ascending; counts [B, PARTS]: how many do, -1 for rows without a filter and for
-    those that are not drawn."""
+    """Lists the logits of one part that filters may keep. Grid (B, PARTS).
+
+    lowests: [B], a lower bound of kept logits; offsets: [B, PARTS, WIDTH], positions in the part of logits that reach
+    it, ascending; counts: [B, PARTS], their number, -1 for rows without a filter or a draw.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
@@ -185,7 +191,7 @@ def _draw_kernel(
     COLUMNS: tl.constexpr,
     PART_COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (B,): joins the parts, and draws first a part and then a token of it."""
+    """Merges the parts, and draws first a part and then a token of it. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     place = tl.load(places + row * PARTS + part)
@@ -214,7 +220,7 @@ def _draw_kernel(
             )
         else:
             count = tl.minimum(VOCABULARY - part * WIDTH, WIDTH)
-        # Never decreasing, and the same before and after a part of weight 0.
+        # Monotonic, and constant across parts of weight 0.
         up_to = tl.sum(tl.where(part[:, None] >= part[None, :], weights[None, :], 0.0), axis=1)
         mark = tl.load(numbers + row) * tl.max(up_to, axis=0)
         heavy = tl.max(tl.where(weights > 0.0, part, 0), axis=0)
@@ -242,10 +248,10 @@ def _draw_kernel(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [B, V] of a float type, rows at any stride -> (tokens [B] int64, finite [B] bool).
+    """Returns (tokens [B] int64, finite [B] bool) of logits [B, V] of a float type, rows at any stride.
 
-    A token is the lowest id with the row's highest logit; `finite` says that every logit of the row is a number. The
-    token of a row that is not finite is some valid id.
+    A token is the lowest id with the row's highest logit. finite: True if all logits of the row are. A row that is not
+    finite gets an arbitrary valid token.
     """
     batch, vocabulary = _checked(logits)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
@@ -260,12 +266,12 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 def sample(
     logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """logits [B, V] of a float type, rows at any stride -> (tokens [B] int64, finite [B] bool).
+    """Draws tokens: (tokens [B] int64, finite [B] bool) of logits [B, V] of a float type, rows at any stride.
 
-    Contiguous [B] each: temperatures float32, 0 for what `greedy` does whatever the other fields say; top_k int32, 0
-    for all; top_p float32, 1 for all; min_p float32, 0 for all; numbers float32 in [0, 1), where in the cumulative
-    distribution, in vocabulary order, the token lies. V at most 1048064. `finite` as for `greedy`. Takes up to 2 bytes
-    of memory per logit until it returns.
+    Contiguous [B] each: temperatures float32, 0 for `greedy`, whatever the other fields say; top_k int32, 0 for no
+    limit; top_p float32, 1 for no limit; min_p float32, 0 for no limit; numbers float32 in [0, 1), the point of the
+    cumulative distribution, in vocabulary order, that is drawn. V at most 1048064. finite: as in `greedy`. Takes up to
+    2 bytes of memory per logit until it returns.
     """
     batch, vocabulary = _checked(logits)
     device = logits.device
@@ -311,7 +317,7 @@ def sample(
 
 
 def _checked(logits: Tensor) -> tuple[int, int]:
-    """(B, V)"""
+    """Checks logits. Returns (B, V)."""
     check_rows("logits", logits)
     batch, vocabulary = logits.shape
     if vocabulary == 0:

@@ -1,12 +1,12 @@
-"""Attention kernels for Hopper, whose keys and values come through the Tensor Memory Accelerator, by descriptors.
+"""Attention kernels for Hopper that load keys and values by the Tensor Memory Accelerator (TMA), by descriptors.
 
-They are those of packed_attention.py and prefill_attention.py with other loads: a tile of keys or values is one
-instruction of one thread, no register holds an address, and rows behind the end of a segment are zeros. With head dims
-of up to 80 two programs of 8 warps fit on a multiprocessor: one computes its softmax while the other multiplies. Each
-program makes its descriptors in memory that the launcher asks `scratch` for.
+They are the kernels of packed_attention.py and prefill_attention.py with other loads: a tile of keys or values is one
+instruction of one thread, addresses take no registers, and rows after the end of a segment are zeros. With head dims of
+up to 80 two programs of 8 warps fit on an SM: one computes its softmax while the other multiplies. Each program makes
+its descriptors in memory that the launcher gets from `scratch`.
 
-Nothing here asks for warps to be specialised: Triton 3.6 and 3.9 do that on Blackwell alone (`tl.range` says so; for
-sm_90 the machine code with `warp_specialize` has as many warps and no `setmaxnreg`).
+Warp specialisation is not used: Triton 3.6 and 3.9 support it on Blackwell only (`tl.range` says so; for sm_90 the
+machine code with `warp_specialize` has as many warps and no `setmaxnreg`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor
 from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts, tile_of_segment
 from hydra_kernels._common import TMA_KEYS, TMA_WIDTH, capability_of, split_head_dim
 
-_ALIGNMENT = 16  # bytes, of where a descriptor begins and what it steps by
+_ALIGNMENT = 16  # bytes, of a descriptor's address and strides
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether these kernels read such [.., D]: of 16 bits, on a Hopper GPU, all steps and addresses whole 16 bytes."""
+    """True if these kernels can read such [.., D]: 16-bit, on a Hopper GPU, with a padded D of at most TMA_WIDTH,
+    strides and addresses of whole 16 bytes."""
     return all(
         x.dtype.itemsize == 2
         and sum(split_head_dim(x.shape[-1])) <= TMA_WIDTH
@@ -35,17 +36,17 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def takes_cache(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """The same of a paged cache [N, S, Hkv, D]: its blocks have to hold whole tiles of keys."""
+    """True if they can read a paged cache [N, S, Hkv, D]: as `takes`, with blocks of whole tiles of keys."""
     return k_cache.shape[1] % TMA_KEYS == 0 and takes(k_cache, v_cache)
 
 
 def scratch(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    """Triton's allocator: memory of the current device for one launch on its current stream. In a capture it is the
-    graph's."""
+    """Triton's allocator: memory of the current device for one launch on its current stream; in a capture, of the
+    graph."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-# Nothing is compiled while serving, however many pictures there are and wherever their list lies.
+# Number and alignment of segments are not specialised for: nothing is compiled while serving.
 @triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["cu_seqlens"])
 def packed_tma_kernel(
     q: tl.tensor,
@@ -71,7 +72,7 @@ def packed_tma_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Arguments and grid as those of `_packed_kernel`."""
+    """Arguments and grid as `_packed_kernel`."""
     head = tl.program_id(1)
     segment, first_row = tile_of_segment(cu_seqlens, num_segments, ROWS, SEARCH)
     begin = tl.load(cu_seqlens + segment)
@@ -84,7 +85,7 @@ def packed_tma_kernel(
     q0, q1 = load_parts(q, token * stride_q + head * STRIDE_Q_HEAD, real, D, D0, D1)
     keys = k + begin.to(tl.int64) * stride_k + head * STRIDE_K_HEAD
     values = v + begin.to(tl.int64) * stride_v + head * STRIDE_V_HEAD
-    # Rows behind the segment are zeros, not those of the next one, which may be NaN.
+    # Rows after the segment read as zeros, not as rows of the next segment, which may be NaN.
     keys0 = tl.make_tensor_descriptor(keys, [length, D], [stride_k, 1], [KEYS, D0])
     values0 = tl.make_tensor_descriptor(values, [length, D], [stride_v, 1], [KEYS, D0])
     keys1, values1 = keys0, values0
@@ -144,7 +145,7 @@ def prefill_tma_kernel(
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Arguments and grid as those of `_prefill_kernel`. KEYS divides BLOCK_SIZE."""
+    """Arguments and grid as `_prefill_kernel`, without SEARCH. KEYS divides BLOCK_SIZE."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin = tl.load(cu_q + request)
     num_rows = (tl.load(cu_q + request + 1) - begin) * GROUP
@@ -159,11 +160,11 @@ def prefill_tma_kernel(
     q0, q1 = load_parts(q, token.to(tl.int64) * stride_q + query_head * STRIDE_Q_HEAD, real, D, D0, D1)
     first_position = context - num_rows // GROUP
     row_position = first_position + row // GROUP
-    # All rows see the keys below `common`; none sees those from `end` on.
+    # All rows see keys below `common`; no row sees keys from `end` on.
     common = (first_position + tile * ROWS // GROUP + 1) // KEYS * KEYS
     end = tl.minimum(context, first_position + (tile * ROWS + ROWS - 1) // GROUP + 1)
     table = block_tables + request.to(tl.int64) * stride_table
-    # No table names a block that the cache does not have, so the descriptors need not know how many there are.
+    # Tables name blocks of the cache only, so the descriptors need no true number of blocks.
     keys, values, most = k_cache + head * STRIDE_HEAD, v_cache + head * STRIDE_HEAD, 2147483647
     keys0 = tl.make_tensor_descriptor(keys, [most, BLOCK_SIZE, D], [stride_block, stride_slot, 1], [1, KEYS, D0])
     values0 = tl.make_tensor_descriptor(values, [most, BLOCK_SIZE, D], [stride_block, stride_slot, 1], [1, KEYS, D0])
@@ -191,7 +192,7 @@ def prefill_tma_kernel(
     for start in tl.range(common, end, KEYS, num_stages=1):
         block, slot = tl.load(table + start // BLOCK_SIZE), start % BLOCK_SIZE
         position = start + tl.arange(0, KEYS)
-        # What lies in a block behind the context may be NaN: such scores are replaced, such values are 0 times 0.
+        # Slots after the context may hold NaN: their scores are masked, and their values are set to 0.
         valid = (position < context)[:, None]
         k0 = keys0.load([block, slot, 0]).reshape(KEYS, D0)
         v0 = tl.where(valid, values0.load([block, slot, 0]).reshape(KEYS, D0), 0.0)
