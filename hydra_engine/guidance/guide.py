@@ -1,8 +1,8 @@
-"""What llguidance is asked, in one place: a grammar and a tokenizer file to which tokens may come next.
+"""The interface to llguidance: compiles a grammar for a tokenizer file, and tells which tokens may come next.
 
 Used where a grammar is checked (a child of the frontend process) and where it is enforced (an instance), so that both
-compile the same thing under the same limits. llguidance is imported when the first grammar comes. Does not know
-requests, time limits or processes.
+compile the same thing under the same limits. llguidance is imported with the first grammar. Does not know requests,
+time limits or processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydra_engine.guidance.tokens import load_tokens
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
-_STATE = "\n<state>\n"  # what errors tell behind it
+_STATE = "\n<state>\n"  # precedes llguidance's internal state in an error text
 _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 _NO_TOKEN = (1 << 31) - 1
 # Measured over 40 kinds of grammars with mallinfo2: at most 6.9 bytes for a unit of the cost where that counts, and for
@@ -37,8 +37,10 @@ TokenMask = npt.NDArray[np.bool_]  # [vocabulary of the tokenizer]
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled or followed, or a tokenizer not used. The text is one bounded line, the second half
-    of a sentence."""
+    """Raised if a grammar cannot be compiled or followed, or a tokenizer cannot be used.
+
+    The text is one bounded line, the second half of a sentence.
+    """
 
 
 def is_installed() -> bool:
@@ -46,10 +48,10 @@ def is_installed() -> bool:
 
 
 class Guide:
-    """Compiles grammars for one tokenizer. Loading takes about a second for 150,000 tokens."""
+    """A compiler of grammars for one tokenizer. Loading takes about a second for 150,000 tokens."""
 
     def __init__(self, tokenizer_file: Path, eos_token_ids: Sequence[int]) -> None:
-        """Raises GrammarError for a tokenizer that llguidance cannot read."""
+        """Loads the tokenizer. Raises GrammarError if llguidance cannot read it."""
         try:
             self._tokenizer, self._special_tokens = load_tokens(tokenizer_file, sorted(eos_token_ids))
         except ValueError:
@@ -57,7 +59,7 @@ class Guide:
         self._limits = _limits()
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Raises GrammarError."""
+        """Compiles a grammar. Raises GrammarError."""
         from llguidance import LLMatcher
 
         try:
@@ -71,22 +73,24 @@ class Guide:
 
 
 class Matcher:
-    """A place in a grammar, which moves on with each token. Not for several threads at once."""
+    """A position in a compiled grammar, advanced by tokens. Not thread-safe."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], rule_bytes: int) -> None:
-        """`rule_bytes`: what has been compiled takes but for its lexer, or more."""
+        """Wraps a compiled grammar. rule_bytes: upper bound of its memory without the lexer."""
         self._matcher = matcher
         self._eos_token_ids = list(eos_token_ids)
         self._rule_bytes = rule_bytes
         self._check()
 
     def copy(self) -> Matcher:
-        """Another one at the same place. Copies share what has been compiled."""
+        """Another matcher at the same position. Copies share the compiled grammar."""
         return Matcher(self._matcher.deep_copy(), self._eos_token_ids, self._rule_bytes)
 
     def num_bytes(self) -> int:
-        """The memory that what has been compiled takes, or more: by the size of the grammar, and by what llguidance
-        counts while it makes a lexer of it, which only its errors tell."""
+        """An upper bound of the compiled grammar's memory in bytes.
+
+        Computed from the size of the grammar and llguidance's lexer cost, which only its error texts contain.
+        """
         probe = self._matcher.deep_copy()
         probe.compute_bitmask()
         probe.consume_tokens([_NO_TOKEN])
@@ -95,8 +99,8 @@ class Matcher:
         return self._rule_bytes + lexer_bytes
 
     def allowed(self) -> TokenMask:
-        """Which tokens may come next; end-of-sequence where the text is complete, and only there. Raises GrammarError
-        where it cannot be computed within the limits."""
+        """Tokens that may come next, [vocabulary] bool; end-of-sequence if and only if the text is complete. Raises
+        GrammarError if the limits do not allow to compute it."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask: TokenMask = np.unpackbits(bits, bitorder="little").astype(np.bool_)
@@ -104,12 +108,13 @@ class Matcher:
         return mask
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """The text goes on with these. Raises GrammarError, and then for ever, where they do not belong to it."""
+        """Advances by these tokens. Raises GrammarError, now and at every later call, if the grammar does not allow
+        them."""
         self._matcher.consume_tokens(list(token_ids))
         self._check()
 
     def ends(self) -> TokenMask:
-        """The end-of-sequence tokens."""
+        """A mask of the end-of-sequence tokens alone, [largest id + 1] bool."""
         mask: TokenMask = np.zeros(max(self._eos_token_ids) + 1, dtype=np.bool_)
         mask[self._eos_token_ids] = True
         return mask
@@ -120,7 +125,8 @@ class Matcher:
 
 
 def _limits() -> LLParserLimits:
-    """Limits of one compilation and of one step; the default of max_lexer_states would be hundreds of megabytes."""
+    """Limits of one compilation and of one step. llguidance's default max_lexer_states would allow hundreds of
+    megabytes."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

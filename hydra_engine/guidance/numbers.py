@@ -1,7 +1,7 @@
-"""Numbers of a schema, checked against what llguidance makes of them: it reads each as a float, and bounds of integers
-as 64 bits. What would come out as another number is refused here.
+"""Checks the numbers of a JSON schema: llguidance reads them as floats, and bounds of integers as 64 bits.
 
-Schemas are read with their digits: `parse` has ints and Decimals, `text_of` writes them again.
+Refuses numbers that llguidance would change. Schemas are read with their exact digits: `parse` returns ints and
+Decimals, `text_of` writes them again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ Number = int | Decimal
 LOWEST = -(1 << 63) + 1024  # the least integer that llguidance takes as a bound; the greatest is 2^63 - 1
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MOST_ALONE = (
-    10**18
-)  # from here on llguidance takes a bound of integers only where there is another one on its far side
+_MOST_ALONE = 10**18  # from here on llguidance takes a bound of integers only together with the opposite bound
 _MAX_SHOWN = 40  # digits
 _MAX_FACTOR = 1 << 32
 
 
 def parse(text: str) -> Any:
-    """Raises ValueError."""
+    """Parses JSON with numbers as int or Decimal. Raises ValueError."""
     return json.loads(text, parse_int=_integer, parse_float=_decimal, parse_constant=_no_number)
 
 
 def text_of(schema: dict[str, Any]) -> str:
-    """Raises ValueError for numbers that no float holds."""
+    """Writes a schema as JSON. Raises ValueError for numbers out of a float's range."""
     return json.dumps(schema, ensure_ascii=False, default=_as_float)
 
 
@@ -58,8 +56,8 @@ def _as_float(number: object) -> float:
 
 
 def settle_numbers(schemas: Iterable[dict[str, Any]]) -> None:
-    """Checks all numbers of schemas that mean something, and writes them as llguidance takes them: counts as integers,
-    and no bound below `LOWEST`. Raises ValueError that says what to write instead."""
+    """Checks the numbers of schemas, and changes them in place to what llguidance takes: counts become integers, lower
+    bounds of integers at least `LOWEST`. Raises ValueError that says what to write instead."""
     factors: set[Decimal] = set()
     for schema in schemas:
         for keyword in ("const", "enum"):
@@ -75,7 +73,7 @@ def settle_numbers(schemas: Iterable[dict[str, Any]]) -> None:
             factors.add(_factor(factor))
         if _is_of_integers(schema):
             _keep_above_lowest(schema)
-    # llguidance multiplies those that hold together as integers of 32 bits.
+    # llguidance multiplies factors that apply together as 32-bit integers.
     digits = max((-int(factor.as_tuple().exponent) for factor in factors), default=0)
     if len(factors) > 1 and math.prod(int(factor.scaleb(max(digits, 0))) for factor in factors) >= _MAX_FACTOR:
         raise ValueError(
@@ -99,7 +97,7 @@ def _numbers_in(value: object) -> Iterator[Number]:
 
 
 def _near(number: Number) -> float:
-    """The float that is nearest, if it is an infinite one."""
+    """The nearest float, which may be infinite."""
     return float(Decimal(number))
 
 
@@ -119,8 +117,10 @@ def _refuse(keyword: str, number: Number, way_out: str = "") -> ValueError:
 
 
 def _check_value(keyword: str, number: Number) -> None:
-    """Raises ValueError for a number of `enum` or `const` that llguidance would write in other digits: it writes the
-    double's own for an integer of 64 bits, and the shortest that mean the double for anything else."""
+    """Raises ValueError for a number of `enum` or `const` that llguidance would write with other digits.
+
+    It writes 64-bit integers with the double's own digits, and everything else with the shortest digits of the double.
+    """
     near = _near(number)
     if isinstance(number, int) and -(1 << 63) <= number < 1 << 63:
         kept = LOWEST <= number == min(int(near), (1 << 63) - 1)
@@ -153,7 +153,7 @@ def _check_bound(schema: dict[str, Any], keyword: str, bound: Number) -> None:
 def _check_bound_of_integers(schema: dict[str, Any], keyword: str, bound: Number) -> None:
     is_lower = keyword in _LOWER
     if not -(1 << 63) < bound < 1 << 63:
-        if is_lower == (bound < 0):  # no integer that is written lies beyond
+        if is_lower == (bound < 0):  # it excludes no 64-bit integer
             return
         raise _refuse(keyword, bound, "a string instead, with a pattern of its digits")
     near = _near(bound)
@@ -180,7 +180,7 @@ def _keep_above_lowest(schema: dict[str, Any]) -> None:
 
 
 def _factor(number: Number) -> Decimal:
-    """The number of a `multipleOf`, which llguidance splits into an integer of 32 bits and a power of ten."""
+    """The number of a `multipleOf`, which llguidance splits into a 32-bit integer and a power of ten."""
     value, digits = abs(_near(number)), 0
     while value < _MAX_FACTOR and value != math.floor(value):
         value, digits = value * 10.0, digits + 1

@@ -1,6 +1,6 @@
-"""Why a grammar cannot be used: llguidance's words as the second half of a sentence for whoever wrote the grammar.
+"""Reasons why a grammar cannot be used: llguidance's errors as the second half of a sentence, for the grammar's author.
 
-What it shows of its own state, and of what is written around a grammar here, stays out.
+Leaves out llguidance's internal state, and what this package adds around a grammar.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ NO_TEXT = "no text fits it"
 MAX_REASON_CHARS = 200
 
 _INNER_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
-# What llguidance says when a limit of its own is reached, in its own terms.
+# llguidance's words for a limit of its own that was reached.
 _LIMIT_WORDS = re.compile(r"fuel|limits\.|too many|too large|too complex|current row has|lexer error:", re.IGNORECASE)
-_NAMED = re.compile(r"Token range end|^Value ")  # among them, what names one number of the grammar
+_NAMED = re.compile(r"Token range end|^Value ")  # exceptions, which name a number of the grammar
 _PHRASES = [
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -49,12 +49,12 @@ _PHRASES = [
 
 
 def reason_of(text: str) -> str:
-    """One bounded line."""
+    """The reason in one bounded line, of an error text of llguidance."""
     if _LIMIT_WORDS.search(text) and not _NAMED.search(text):
         return TOO_COMPLEX
     if text.startswith("NoExtension"):
         return NO_TEXT
-    inner = _INNER_ERROR.search(text)  # what the parser of regular expressions says, below a drawing
+    inner = _INNER_ERROR.search(text)  # the regex parser's error, below its drawing
     return phrased(inner[1] if inner else text)
 
 

@@ -1,6 +1,6 @@
-"""A grammar in the form in which llguidance takes it.
+"""Translates a grammar to llguidance's format.
 
-Says no, with a sentence, to what llguidance would take as something else. Does not compile anything.
+Refuses, with a sentence, what llguidance would understand differently. Compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hydra_engine.guidance import numbers
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# White space between two JSON tokens. With more a model that was not trained on JSON writes nothing else; a schema may
-# ask for more ("x-guidance").
+# White space between two JSON tokens. If more were allowed, a model that was not trained on JSON could write nothing
+# else; a schema may allow more ("x-guidance").
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": " ?"}
 _OPTIONS = "x-guidance"  # the keyword of a schema with such options
-_ANNOTATIONS = ("default", "examples")  # of a schema; their values mean nothing here, whatever numbers they are
+_ANNOTATIONS = ("default", "examples")  # keywords without effect, whose numbers need no check
 
 
 def source_of(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
-    """The grammar in llguidance's form. Raises ValueError."""
+    """The grammar in llguidance's format, with calls and reasoning. Raises ValueError."""
     form = _form(grammar)
     if grammar.calls is None and grammar.reasoning is None:
         return json.dumps({"grammars": [form]})
@@ -36,7 +36,7 @@ def source_of(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
 
 
 def _form(grammar: Grammar) -> dict[str, object]:
-    """The form of the output alone, without calls or reasoning. Raises ValueError."""
+    """The grammar of the output alone, without calls or reasoning. Raises ValueError."""
     match grammar.kind:
         case "json_object":
             return _of_schema('{"type": "object"}')
@@ -54,8 +54,11 @@ def _form(grammar: Grammar) -> dict[str, object]:
 
 
 def _of_schema(text: str, options: Mapping[str, object] = MappingProxyType({})) -> dict[str, object]:
-    """Compiles a schema whose references, numbers and expressions mean the same to llguidance as to JSON Schema.
-    `options`: of another schema in the same grammar, whose white space this one has to share. Raises ValueError."""
+    """Translates a schema whose references, numbers and expressions llguidance understands as JSON Schema does.
+
+    options: "x-guidance" of another schema in the same grammar, whose white space this one must share. Raises
+    ValueError.
+    """
     from llguidance import LLMatcher
 
     schema = with_pointers(numbers.parse(text))
@@ -87,7 +90,7 @@ def _of_regex(expression: str) -> dict[str, object]:
 
 
 def _calls(grammar: Grammar, calls: Calls, special_tokens: Mapping[str, int]) -> list[dict[str, object]]:
-    """The grammars `calls` and `call`. Raises ValueError."""
+    """The grammars named `calls` and `call`. Raises ValueError."""
     marks = {"opening": calls.opening, "closing": calls.closing}
     rules = [f"{rule}: {_mark(mark, special_tokens)}" for rule, mark in marks.items() if mark]
     grammars: list[dict[str, object]] = [{"lark_grammar": "\n".join([calls.source, *rules]), "name": "calls"}]
@@ -98,39 +101,39 @@ def _calls(grammar: Grammar, calls: Calls, special_tokens: Mapping[str, int]) ->
 
 
 def _reasoning(reasoning: Reasoning, special_tokens: Mapping[str, int]) -> list[str]:
-    """Rules of Lark's form: reasoning, and `answer` behind it."""
+    """Lark rules: reasoning, then `answer`."""
     end = _special_token(reasoning.end, special_tokens)
-    if end is None:  # the first occurrence of the text
+    if end is None:  # ends at the first occurrence of the text
         thought = ["thought: free", f"free[lazy]: /(?s:.)*{_literal(reasoning.end)}/"]
-    else:  # the token; tokens of text that spell it would be read as the end, so they may not come
+    else:  # ends at the token; text tokens that spell it would be read as the end, so they are forbidden
         thought = [f"thought: FREE {end}", f"FREE: /(?s:.)*/ & ~/(?s:.)*{_literal(reasoning.end)}(?s:.)*/"]
     before = "thought space" if reasoning.opened else f"({_mark(reasoning.start, special_tokens)} thought space)?"
     return [f"start: {before} answer", *thought, r"space: /[ \t\r\n]{0,16}/"]
 
 
 def _mark(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Lark's form of a special token or a text."""
+    """A special token or a text in Lark's syntax."""
     return _special_token(text, special_tokens) or f"/{_literal(text)}/"
 
 
 def _special_token(text: str, special_tokens: Mapping[str, int]) -> str | None:
-    """Lark's form of the special token of this text. None: it is text."""
+    """The special token with this text in Lark's syntax; None if it is plain text."""
     return f"<[{special_tokens[text]}]>" if text in special_tokens else None
 
 
 def _check_end(expression: str) -> None:
-    """llguidance lets a backslash at the end escape what it writes behind the expression itself. Raises ValueError."""
+    """Raises ValueError for an unescaped backslash at the end: llguidance would let it escape what it appends."""
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
         raise ValueError("the regular expression ends in a single backslash, which escapes nothing; write two of them")
 
 
 def _literal(text: str) -> str:
-    """A regular expression for this text alone."""
+    """A regular expression that matches this text only."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _from_ebnf(source: str) -> str:
-    """llama.cpp's and SGLang's form as Lark's. Raises ValueError."""
+    """Converts llama.cpp's and SGLang's GBNF to Lark's syntax. Raises ValueError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

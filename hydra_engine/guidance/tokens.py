@@ -1,7 +1,7 @@
-"""The tokens of a model as llguidance takes them, with texts that are nothing but text.
+"""A model's tokens in llguidance's format, with forced text tokenised as plain text.
 
-A tokenizer makes a special token of each text that spells one. In what a grammar demands such a text is meant as text,
-`<s>` in HTML for example, so it is made of other tokens here.
+A tokenizer makes a special token of each text that spells one. Text that a grammar forces is meant as text, `<s>` in
+HTML for example, so it is made of other tokens here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PlainTokenizer:
     bos_token_id = None
 
     def __init__(self, file: Path, eos_token_ids: Sequence[int]) -> None:
-        """Raises ValueError for a file that llguidance cannot read."""
+        """Loads the tokenizer. Raises ValueError if llguidance cannot read it."""
         from llguidance import LLTokenizer
 
         base = LLTokenizer(str(file))
@@ -33,7 +33,7 @@ class PlainTokenizer:
             raise ValueError("none of these end-of-sequence tokens is in the vocabulary")
         self.eos_token_id = self.eos_token_ids[0]
         self.special_token_ids = [*self._pieces]
-        # An id without a name is spelled by its number, and no text has it.
+        # An id without a name is spelled by its number; no text contains it.
         self.tokens = [
             b"" if (content := decode([id])) == b"<[%d]>" % id and id not in self._pieces else content
             for id in range(base.vocab_size)
@@ -47,16 +47,16 @@ class PlainTokenizer:
         plain: list[int] = []
         for id in ids:
             plain += self._base.greedy_tokenize(self._pieces[id].decode()) if id in self._pieces else [id]
-        # Some special tokens take white space around them away.
+        # Some special tokens remove the white space around them.
         return plain if self._base.decode_bytes(plain) == text.encode() else self._base.greedy_tokenize(text)
 
 
 def load_tokens(file: Path, eos_token_ids: Sequence[int]) -> tuple[LLTokenizer, dict[str, int]]:
-    """The tokenizer, and the special tokens by their texts. Ids that the tokenizer does not have end nothing here.
-    Raises ValueError for a tokenizer that llguidance cannot read."""
+    """Returns (tokenizer, special tokens by text). Ids that the tokenizer does not have end nothing. Raises ValueError
+    if llguidance cannot read it."""
     from llguidance import LLTokenizer
 
     plain = PlainTokenizer(file, eos_token_ids)
     tokenizer = LLTokenizer(plain, eos_token=plain.eos_token_ids)  # type: ignore[arg-type]
-    plain.tokens.clear()  # which are in the tokenizer now
+    plain.tokens.clear()  # the tokenizer has copied them
     return tokenizer, plain.specials
