@@ -1,4 +1,4 @@
-// What every file in csrc/api offers to bindings.cpp: one function that adds its entry points to the module.
+// Each file in csrc/api exports one function to bindings.cpp, which adds its entry points to the module.
 // Entry points take raw addresses, sizes and strides as integers; they check them, release the GIL and call csrc/cpu.
 #pragma once
 

@@ -57,7 +57,7 @@ struct Plan {
   }
 };
 
-// Without addresses: a plan of nothing, which becomes another.
+// Makes a plan. Null addresses: an empty plan, to be assigned from another one (`become`).
 Plan make_plan(Address cu_q, Address num_context, Address block_tables, int64_t batch, int64_t max_blocks) {
   Plan plan{pointer<int32_t>(cu_q), pointer<int32_t>(num_context), pointer<int32_t>(block_tables), batch, max_blocks};
   if (cu_q) plan.read();

@@ -23,7 +23,7 @@ void register_cuda_ipc(py::module_& m) {
         return py::bytes(handle);
       },
       py::arg("address"), py::arg("device"));
-  // A std::string argument takes Python's bytes as they are.
+  // A std::string argument takes Python's bytes unchanged.
   m.def("cuda_ipc_open", &cuda::open_memory, py::arg("handle"), py::arg("nbytes"), py::arg("device"), ReleaseGil());
   m.def("cuda_ipc_close", &cuda::close_memory, py::arg("address"), py::arg("device"), ReleaseGil());
   m.def("cuda_pin", &cuda::pin_memory, py::arg("address"), py::arg("nbytes"), py::arg("device"), ReleaseGil());

@@ -7,10 +7,10 @@
 
 namespace hydra {
 
-// Addresses in the calls must stay valid; what lies there is read anew each time.
+// Addresses in the calls must stay valid; each replay reads the contents again.
 using Calls = std::vector<std::function<void()>>;
 
-// Where the calling thread keeps its calls; null: it does not record.
+// The calling thread's recording; null: it does not record.
 Calls*& recorded_calls();
 
 // `call` holds all that it needs by value, takes no lock of Python and checks the contents of what it reads itself.

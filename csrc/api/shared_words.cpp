@@ -1,7 +1,7 @@
 // Words in memory that two processes map: one writes a word, the other reads it, both in one order with what they do to
 // the memory around it. Addresses are the caller's duty (hydra_engine/backend/cpu/shared_memory.py).
 //
-// Whoever owns blocks stores "gone" and then overwrites them; whoever copies them loads the word afterwards. With a full
+// The owner of blocks stores "gone" and then overwrites them; a reader copies them, then loads the word. With a full
 // fence on both sides a copy that saw one byte of the new content also loads the new word. A sequentially consistent
 // store or load alone would not do: it does not hold back plain accesses that follow or precede it on every processor.
 #include "api/api.h"

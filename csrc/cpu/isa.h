@@ -1,4 +1,4 @@
-// Which instruction sets this machine (and operating system) lets us use, decided once at run time.
+// The instruction sets that this machine and its operating system support, detected once at run time.
 // Kernels are compiled per level with function-level target attributes, so one build runs on any x86-64.
 #pragma once
 

@@ -45,7 +45,7 @@ HYDRA_TARGET float sum_of_squares(const T* x, int64_t columns, float center) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// What a row is multiplied by to have a mean square of 1.
+// The factor that makes a row's mean square 1.
 template <class T>
 HYDRA_TARGET float rms_scale(const T* x, int64_t columns, float eps) {
   return 1.0f / std::sqrt(sum_of_squares(x, columns, 0.0f) / static_cast<float>(columns) + eps);

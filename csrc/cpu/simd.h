@@ -103,7 +103,7 @@ HYDRA_INLINE void store_pair(T* target, vf first, vf second) {
   store(target + kLanes, second);
 }
 
-// The first `count` lanes only; memory behind them is neither read nor written. Other lanes load as zero.
+// Only the first `count` lanes: memory after them is neither read nor written. Other lanes load as zero.
 #if HYDRA_LANES == 16
 HYDRA_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u << count) - 1); }
 

@@ -160,7 +160,7 @@ DeviceGuard::DeviceGuard(int device) {
 }
 
 DeviceGuard::~DeviceGuard() {
-  // An error that nobody can be told must not look like the failure of the next launch.
+  // A destructor cannot report an error; clear it, so that it does not look like a failure of the next launch.
   if (previous_ >= 0 && cudaSetDevice(previous_) != cudaSuccess) cudaGetLastError();
 }
 

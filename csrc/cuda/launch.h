@@ -1,5 +1,5 @@
-// What every launch needs: the device made current, errors as exceptions with file and line, the word where kernels
-// leave a fault. Only for files compiled with a CUDA toolkit.
+// Shared parts of launches: sets the current device, throws errors with file and line, has the word in which kernels
+// report a fault. Only for files compiled with a CUDA toolkit.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -29,7 +29,7 @@ struct RopeParams {
   uint32_t lanes, lanes_log2;  // per head, up to 32
 };
 
-// Where one head comes from and goes to; null norm: not normed.
+// Source and target of one head; null norm: not normed.
 template <class T>
 struct Head {
   const T* source;
@@ -73,7 +73,7 @@ __device__ float sum_of_squares(const Piece<T, kCount>& piece) {
   return sum;
 }
 
-// What the head is multiplied by to have a mean square of 1; all lanes of the head get it.
+// The factor that makes the head's mean square 1, returned to all lanes of the head.
 template <int kCount, class T>
 __device__ float rms_scale(const RopeParams<T>& p, const T* source, uint32_t lane) {
   float sum = 0;

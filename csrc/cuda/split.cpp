@@ -43,7 +43,7 @@ struct Driver {
       green<decltype(create_stream)>("cuGreenCtxStreamCreate", 12050);
 };
 
-// All groups of one split: only those of the same one may stand in one description.
+// All groups of one split: only groups of the same split can be combined in one description.
 struct Groups {
   std::vector<CUdevResource> groups;  // of equally many multiprocessors
   CUdevResource rest{};               // fewer than a group has; may be none
@@ -55,7 +55,7 @@ unsigned int sms_of(const std::vector<CUdevResource>& parts) {
   return count;
 }
 
-// What the driver makes groups of at least: 4 multiprocessors on compute capability 8.x, 8 from 9.0 on (CUDA programming
+// The driver's smallest group: 4 multiprocessors on compute capability 8.x, 8 from 9.0 on (CUDA programming
 // guide, green contexts).
 unsigned int least_group(int device) {
   int major = 0;
@@ -109,8 +109,8 @@ CUgreenCtx context_on(const Driver& driver, CUdevice device, std::vector<CUdevRe
   return context;
 }
 
-// Of a lane's groups, and of `rest` too where there is one and the driver takes it together with groups. Returns the
-// stream's multiprocessors.
+// Makes a stream on a lane's groups, and on `rest` if there is one and the driver accepts it together with groups.
+// Returns the stream's multiprocessors.
 int stream_on(const Driver& driver, CUdevice device, std::vector<CUdevResource> parts, const CUdevResource& rest,
               int priority, std::uintptr_t& made) {
   CUgreenCtx context = nullptr;

@@ -14,11 +14,11 @@ struct Split {
   int language_sms = 0, vision_sms = 0;
 };
 
-// For each count, at least so many multiprocessors for the language stream and the others for the vision stream. The
-// device is divided once, into the smallest groups that it makes, and all parts are made of these: of two counts the
-// smaller one's language part lies in the larger one's, and shares nothing with that one's vision part. `spread`: the
-// language stream gets every second group first, instead of those that the driver names first. What is left over when
-// the device is divided is the vision stream's, or nobody's where the driver does not take it together with groups.
+// Two streams for each count: at least that many SMs for the language stream, the rest for the vision stream. The
+// device is divided once, into the smallest groups that the driver makes, and all parts consist of these: the language
+// part of the smaller of two counts is a subset of the larger one's, and disjoint from the latter's vision part.
+// `spread`: the language stream gets every second group first, instead of the driver's first groups. SMs left over when
+// the device is divided are the vision stream's, or unused if the driver does not accept them together with groups.
 // All are green contexts, since work of ordinary streams runs on every multiprocessor. They stay until the process
 // ends. Throws std::runtime_error where the driver has no green contexts, std::invalid_argument for a count that leaves
 // nothing and where the device cannot be divided so.

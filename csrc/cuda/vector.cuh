@@ -12,19 +12,19 @@ namespace hydra::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// kCount elements held as they are stored. 16 bytes move as one access.
+// kCount elements in their storage type. 16 bytes move as one access.
 template <class T, int kCount>
 struct Piece {
   static_assert(kCount == 1 || kCount * sizeof(T) == 16);
   T values[kCount];
 
-  // For memory that this kernel only reads.
+  // Loads memory that this kernel never writes.
   static __device__ Piece load(const T* source) {
     if constexpr (kCount == 1) return {*source};
     return of(__ldg(reinterpret_cast<const uint4*>(source)));
   }
 
-  // For memory that this thread writes afterwards.
+  // Loads memory that this thread writes afterwards.
   static __device__ Piece load_own(const T* source) {
     if constexpr (kCount == 1) return {*source};
     const uint4 raw = *reinterpret_cast<const uint4*>(source);
@@ -84,7 +84,7 @@ __device__ void load_floats(const float* source, float (&values)[kCount]) {
   }
 }
 
-// Where slots lie, see CacheView. Slots and blocks fit in 31 bits (csrc/api/cuda_cache.cpp), so divisions are short.
+// Addresses of slots, see CacheView. Slots and blocks fit in 31 bits (csrc/api/cuda_cache.cpp), so divisions are short.
 struct SlotMap {
   uint32_t num_slots;
   uint32_t block_size;

@@ -125,7 +125,7 @@ struct FewColumns : Bf16Tiles {
     for (int64_t d = 0; d < dim; ++d) packed[(d / 2 * kLanes + column) * 2 + d % 2] = row[d];
   }
 
-  // Where 16 rows are evenly spaced and end at a whole chunk they are used in place, else copied and padded.
+  // Uses 16 rows in place if they are evenly spaced and end at a whole chunk, else copies and pads them.
   HYDRA_TARGET static KeyRows pack_keys(const bf16_t* const* rows, int count, int64_t dim, bf16_t* memory) {
     KeyRows keys;
     const int64_t stride = rows[1] - rows[0], width = query_width(dim);

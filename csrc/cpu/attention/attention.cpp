@@ -63,7 +63,7 @@ void run_merge(const AttentionCall& call, const AttentionTask& task) {
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How a call is shared out: its tasks, and what has to be merged when they are done.
+// The division of a call: its tasks, and the results to merge after them.
 class Cut {
  public:
   explicit Cut(const AttentionCall& call) : call_(call), threads_(num_threads()) {
@@ -94,7 +94,7 @@ class Cut {
 
   bool is_long(const Sequence& sequence) const { return sequence.num_queries * call_.group() > kColumnTile; }
 
-  // Whether one head of this sequence is more than a thread's share of the short ones, so that heads are not enough.
+  // True if one head of this sequence exceeds a thread's share of the short ones, so that it is divided into spans.
   bool spreads(const Sequence& sequence) const {
     return call_.causal && threads_ > 1 && sequence.num_keys > kSpanKeys &&
            sequence.num_keys * threads_ > short_keys_ * call_.num_kv_heads;

@@ -2,11 +2,11 @@
 //
 // The numerical contract: a query's result is a function of the query, its sequence's keys and values and its position,
 // bit for bit, whatever else is in the call. Keys are visited in tiles of kKeyTile aligned to position 0, with a
-// running softmax. What a query does not see has weights of exactly 0 and leaves its sums as they are, and the products
+// running softmax. Masked keys have weights of exactly 0 and leave a query's sums unchanged, and the products
 // of one query with one tile take the same operations in the same order in every shape of call.
 //
-// If causal, the running softmax starts anew at every multiple of kSpanKeys, and the spans' states are merged in order.
-// So the spans of a long context may be worked on by several threads, and the bits are those of one.
+// If causal, the running softmax restarts at every multiple of kSpanKeys, and the spans' states are merged in order.
+// So several threads can compute the spans of a long context, with the same bits as one thread.
 //
 // Knows addresses and sizes; knows no Python. Arguments were checked by the caller (csrc/api/attention.cpp).
 #pragma once
@@ -59,8 +59,8 @@ struct AttentionTask {
   const Sequence* sequence = nullptr;
   int64_t token_begin = 0, token_end = 0;
   int64_t head_begin = 0, head_end = 0;
-  // Where a sequence is cut by spans the task is span `span` alone and leaves its state here, [Hkv][columns]
-  // [partial_width]. A task that merges finds the states of all spans, span_stride floats apart.
+  // If a sequence is divided into spans, the task is span `span` alone and writes its state here, [Hkv][columns]
+  // [partial_width]. A task that merges reads the states of all spans, span_stride floats apart.
   float* partials = nullptr;
   int64_t span = 0;
   int64_t span_stride = 0;

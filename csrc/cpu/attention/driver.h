@@ -97,11 +97,11 @@ struct Driver : TaskColumns<Math> {
   }
 
  private:
-  // How far ahead of their use rows are asked for: the time that memory takes to answer.
+  // The prefetch distance for rows: it covers the latency of memory.
   static constexpr int64_t kAheadBytes = 32 << 10;
   static constexpr int kTurnsTaken = Math::kInTurns ? kTurns : 1;  // a group's first row, over this, is its first key
 
-  // Whether the tile that starts at `begin` belongs to the second span of this task or to one behind it.
+  // True if the tile that starts at `begin` belongs to the second span of this task or to a later one.
   HYDRA_INLINE bool in_later_span(int64_t begin) const { return call.causal && begin >= key_begin + kSpanKeys; }
 
   HYDRA_TARGET void reserve() {
@@ -145,7 +145,7 @@ struct Driver : TaskColumns<Math> {
     scores[0] = reinterpret_cast<float*>(take(tile_bytes));
     scores[1] = reinterpret_cast<float*>(take(tile_bytes));
     weights = reinterpret_cast<Element*>(take(tile_bytes));
-    std::memset(static_cast<void*>(weights), 0, static_cast<size_t>(tile_bytes));  // rows behind the last column
+    std::memset(static_cast<void*>(weights), 0, static_cast<size_t>(tile_bytes));  // rows after the last column
     char* zero = take(zero_bytes);
     std::memset(zero, 0, static_cast<size_t>(zero_bytes));
     zeros = reinterpret_cast<const Cached*>(zero);
@@ -162,7 +162,7 @@ struct Driver : TaskColumns<Math> {
     }
   }
 
-  // Addresses of head 0 of the tile's rows; none behind the task's last key.
+  // Addresses of head 0 of the tile's rows; none after the task's last key.
   HYDRA_TARGET void find_rows(int64_t begin, int slot) {
     const int64_t count = std::min<int64_t>(kKeyTile, key_end - begin);
     point_at_keys(begin, count, slot);
@@ -174,7 +174,7 @@ struct Driver : TaskColumns<Math> {
     }
   }
 
-  // Where the row of a tile's key stands in k_rows and v_rows.
+  // The index of a key's row in k_rows and v_rows.
   HYDRA_INLINE static int64_t place_of(int64_t key) {
     if constexpr (Math::kInTurns) return place_in_turns(key);
     return key;
@@ -204,7 +204,7 @@ struct Driver : TaskColumns<Math> {
     }
   }
 
-  // Of one head's tile; a key that is none has 0.
+  // Collects the scales of one head's tile; 0 for padding keys.
   HYDRA_TARGET void find_scales(int64_t head, int count, int slot) {
     if (!Math::kScaled) return;
     for (int x = 0; x < 2; ++x) {
@@ -213,7 +213,7 @@ struct Driver : TaskColumns<Math> {
     }
   }
 
-  // The tile behind the last one is the last one again: places that may be asked for.
+  // Repeats the last tile as the next one: addresses that can be prefetched.
   HYDRA_TARGET void repeat_tile(int slot) {
     std::copy_n(k_rows[slot], kKeyTile, k_rows[slot ^ 1]);
     std::copy_n(v_rows[slot], kKeyTile, v_rows[slot ^ 1]);
@@ -235,7 +235,7 @@ struct Driver : TaskColumns<Math> {
     const Cached* v[kKeyTile];
     const int used = count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;  // half tiles save work at the end of a context
     for (int j = 0; j < used; ++j) {
-      // A slot behind the last key may hold anything, NaN included, which a weight of 0 would not silence.
+      // A slot after the last key may hold anything, also NaN, which a weight of 0 would not cancel.
       k[j] = j < count ? reinterpret_cast<const Cached*>(k_rows[slot][j]) + head * dim : zeros;
       v[j] = j < count ? reinterpret_cast<const Cached*>(v_rows[slot][j]) + head * dim : zeros;
     }
@@ -273,7 +273,7 @@ struct Driver : TaskColumns<Math> {
                             scores[0] + index * tile + first / kTurnsTaken);
       }
     }
-    // In turns every quarter is multiplied, so all weights are made: 0 behind the last key.
+    // kInTurns multiplies every quarter, so all weights are computed: 0 after the last key.
     const int used = Math::kInTurns || count > kKeyTile / 2 ? kKeyTile : kKeyTile / 2;
     for (int64_t head = task.head_begin; head < task.head_end; ++head) {
       const int64_t index = head - task.head_begin;
@@ -291,8 +291,8 @@ struct Driver : TaskColumns<Math> {
     }
   }
 
-  // Asks for this head's share of a group of rows that are to be read later. Many heads share the rows one behind
-  // another, which memory answers faster than a piece of every row for every head; few heads take such pieces.
+  // Prefetches this head's share of a group of rows. Many heads take whole rows in turn, which memory serves faster
+  // than a piece of every row for every head; few heads take such pieces.
   HYDRA_INLINE void ask_for(const char* const* rows, int64_t head, int64_t head_bytes) const {
     const int64_t begin = task.head_begin * head_bytes, row_bytes = task.head_end * head_bytes - begin;
     const int64_t share = kRowGroup * head_bytes;

@@ -25,7 +25,7 @@ struct FewFloatColumns : FloatMath<T, C> {
   }
   static constexpr int block_keys(int columns) { return block_size(columns) < kLanes ? block_size(columns) : kLanes; }
   static constexpr int block_vectors(int columns) { return block_size(columns); }
-  // Of 16 registers four columns use fewer loads and conversions than two and two.
+  // With 16 registers four columns take fewer loads and conversions than two and two.
   static constexpr bool takes_four(int columns) { return !kManyRegisters && columns >= 4 && columns != 6; }
 
   HYDRA_INLINE static void pack_query(const T* row, int64_t dim, int64_t column, float* packed) {

@@ -12,7 +12,7 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// What both ways of multiplying have in common: queries and results of T, keys and values of C.
+// Shared parts of both kinds of products: queries and results of T, keys and values of C.
 template <class T, class C = T>
 struct FloatMath {
   using Stored = T;

@@ -1,8 +1,8 @@
 // Rows of a storage type as vectors of floats, in an order that is cheap to widen. Include after defining a level, see
 // cpu/simd.h.
 //
-// A row is a number of chunks, a chunk is kVectors steps of kLanes floats. Of bf16 a chunk is two steps, its even and
-// its odd dimensions, because a word of two becomes either by one instruction. What a row lacks of whole chunks is 0.
+// A row is a number of chunks, a chunk is kVectors steps of kLanes floats. A bf16 chunk is two steps, its even and its
+// odd dimensions, because one instruction widens either half of a word. Rows are zero-padded to whole chunks.
 #pragma once
 
 #include <type_traits>
@@ -46,7 +46,7 @@ HYDRA_INLINE const T* in_register(const T* address) {
   return address;
 }
 
-// Loads that stay where they are written: the compiler would rather move or repeat them, and then lacks registers.
+// Loads that the compiler cannot move or repeat, which would make it run out of registers.
 #if HYDRA_LANES == 8 && HYDRA_X86 && !defined(HYDRA_EMULATED)
 HYDRA_INLINE vf load_once(const float* source) {
   vf value;
@@ -85,7 +85,7 @@ HYDRA_INLINE void accumulate(vf& total, vf a, vf b) {
 #endif
 }
 
-// For rows of T; queries and results, of any type, follow their order.
+// Steps of rows of T; queries and results, of any type, have the same order.
 template <class T>
 struct FloatSteps {
   static constexpr int kVectors = 1;
@@ -200,7 +200,7 @@ HYDRA_INLINE void exchange_quarters(vf* rows) {
 }
 #endif
 
-// Of every 4 lanes: the first halves of both rows, units in turn, become the first row, the second halves the second.
+// Interleaves units in every 4 lanes: the first halves of both rows become the first row, the second halves the second.
 template <int kUnit, int... kLane>
 HYDRA_INLINE void interleave(vf& first, vf& second, std::integer_sequence<int, kLane...>) {
   const vi lower = {(kLane / 4 * 4 + (kUnit == 1 ? kLane % 4 / 2 : kLane % 2) + (kLane / kUnit % 2 ? kLanes : 0))...};

@@ -5,7 +5,7 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// Asks for memory ahead of its use, a few cache lines at a time between the steps of a computation: in a burst they
+// Prefetches memory ahead of its use, a few cache lines at a time between the steps of a computation: in a burst they
 // would wait for each other, and the computation for them.
 class Prefetcher {
  public:
@@ -13,7 +13,7 @@ class Prefetcher {
   HYDRA_INLINE Prefetcher(const char* const* keys, const char* const* values, int64_t count, int64_t first, int64_t end)
       : keys_(keys), values_(values), pieces_(2 * count), first_(first), end_(end) {}
 
-  // How many lines are left at the start.
+  // The number of cache lines in total.
   HYDRA_INLINE int64_t lines() const { return pieces_ * ((end_ - first_ + kLine - 1) / kLine); }
 
   HYDRA_INLINE void lines(int64_t count) {

@@ -121,7 +121,7 @@ HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {
   }
 }
 
-// Where lane `lane` of two merged rows comes from: every second unit of the first row, then of the second. A unit is a
+// The source of lane `lane` of two merged rows: every second unit of the first row, then of the second. A unit is a
 // lane inside of 4 lanes, or 4 lanes, so that one instruction moves a whole vector.
 template <int kBit>
 constexpr int merged_from(int lane) {

@@ -8,7 +8,7 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// What a task's columns are.
+// The columns of a task: its query tokens times the query heads per KV head.
 template <class Math>
 struct TaskColumns {
   using Stored = typename Math::Stored;  // of queries and results
@@ -27,7 +27,7 @@ struct TaskColumns {
     factor = call.scale * 1.44269504088896341f;
   }
 
-  // How many keys a column sees.
+  // The number of keys that a column attends to.
   HYDRA_INLINE int64_t limit(int64_t column) const {
     return call.causal ? sequence.first_position + task.token_begin + column / group + 1 : sequence.num_keys;
   }

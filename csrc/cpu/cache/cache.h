@@ -1,4 +1,4 @@
-// Where a slot of a paged cache lies, and the moves of rows and blocks into, out of and between caches. Copies are
+// Addresses of slots in a paged cache, and copies of rows and blocks into, out of and between caches. Copies move
 // bytes; only rotations and sums compute. Knows no Python. Slots were checked by the caller (csrc/api/cache.cpp).
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace hydra {
 
 // [N, L, X, S, H, D] contiguous, the layout of backend/base.py. A slot is block * S + offset. If `quantized`, an element
-// is an int8 and behind each plane [S, H, D] lie its scales, [H, S] float32: element = int8 * scale of its slot and head.
+// is an int8 and each plane [S, H, D] is followed by its scales, [H, S] float32: value = int8 * scale of slot and head.
 struct CacheView {
   char* data = nullptr;
   int64_t num_blocks = 0;
@@ -18,12 +18,12 @@ struct CacheView {
   int64_t block_size = 0;   // S
   int64_t num_heads = 0;
   int64_t head_dim = 0;
-  DType dtype = DType::f32;  // of rows as they are written, and of elements unless they are quantized
+  DType dtype = DType::f32;  // of rows that are written, and of elements unless `quantized`
   bool quantized = false;
 
   int64_t num_slots() const { return num_blocks * block_size; }
   int64_t row_bytes() const { return num_heads * head_dim * (quantized ? 1 : element_size(dtype)); }
-  // Where the scales of a plane begin.
+  // Offset of a plane's scales.
   int64_t scales_offset() const { return block_size * row_bytes(); }
   int64_t plane_bytes() const { return scales_offset() + (quantized ? block_size * num_heads * 4 : 0); }
   int64_t block_bytes() const { return num_layers * num_tensors * plane_bytes(); }
@@ -33,7 +33,7 @@ struct CacheView {
   char* row(char* plane, int64_t slot) const {
     return plane + slot / block_size * block_bytes() + slot % block_size * row_bytes();
   }
-  // Of head 0; those of other heads follow in steps of block_size.
+  // The scale of head 0; the scales of the next heads are block_size apart.
   float* scales(char* plane, int64_t slot) const {
     return reinterpret_cast<float*>(plane + slot / block_size * block_bytes() + scales_offset()) + slot % block_size;
   }
@@ -58,7 +58,7 @@ struct WriteCall {
 // even; a head with an infinity or a NaN gets a NaN as its scale.
 void write_rows(const WriteCall& call);
 
-// Row m of `out` (contiguous) <- slots[m]; slot -1 leaves the row as it is.
+// Row m of `out` (contiguous) <- slots[m]; slot -1 leaves the row unchanged.
 void gather_rows(const CacheView& cache, int64_t layer, int64_t tensor, const int64_t* slots, int64_t rows, char* out);
 
 struct MergeCall {
@@ -72,7 +72,7 @@ struct MergeCall {
 };
 
 // hidden[targets[m]] <- slots[m] of tensor 0, or, with `accumulate`, their float32 sum rounded once; slot -1 leaves the
-// row as it is.
+// row unchanged.
 void merge_rows(const MergeCall& call);
 
 // Block pairs[2 * i + 1] of `target` <- block pairs[2 * i] of `source`, all layers.

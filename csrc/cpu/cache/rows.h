@@ -1,4 +1,4 @@
-// What one instruction-set level computes on the way into caches (rotation, norm) and out of them (sums).
+// Computation of one instruction-set level on rows into caches (rotation, norm) and out of them (sums).
 // Include after defining a level, see cpu/simd.h.
 #pragma once
 

@@ -15,7 +15,7 @@ namespace hydra {
 
 #if HYDRA_X86
 
-// `finish_streams` must follow on the same thread before anybody else is told of the bytes.
+// `finish_streams` must follow on the same thread before another thread or process is notified of the bytes.
 inline void stream_copy(char* out, const char* in, int64_t bytes) {
   constexpr int64_t kLine = 64, kTurn = 4 * kLine, kAhead = 1024;
   const auto copy = [&](int64_t count) {
@@ -25,7 +25,7 @@ inline void stream_copy(char* out, const char* in, int64_t bytes) {
   if (bytes >= 2 * kTurn) {
     copy(-reinterpret_cast<std::intptr_t>(out) & (kLine - 1));
     for (; bytes >= kTurn; out += kTurn, in += kTurn, bytes -= kTurn) {
-      // Beyond the end it is only a hint: nothing is read that does not exist.
+      // Past the end this is only a hint: it never faults.
       for (int64_t i = 0; i < kTurn; i += kLine) _mm_prefetch(in + kAhead + i, _MM_HINT_NTA);
       __m128i values[kTurn / 16];
       for (int i = 0; i < kTurn / 16; ++i) values[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in) + i);
@@ -35,7 +35,7 @@ inline void stream_copy(char* out, const char* in, int64_t bytes) {
   copy(bytes);
 }
 
-// Streamed bytes are visible to whoever learns of them after this.
+// Makes streamed bytes visible to every thread that is notified after this.
 inline void finish_streams() { _mm_sfence(); }
 
 #else

@@ -62,7 +62,7 @@ struct RuleCall {
 void run_conv(const ConvCall& call);
 void run_rule(RuleCall call);
 
-// What one thread does at one level: channels [begin, end) in vectors of `lanes`; tokens [begin, end); tasks [begin,
+// The work of one thread at one level: channels [begin, end) in vectors of `lanes`; tokens [begin, end); tasks [begin,
 // end), one for each row, head and vector of value columns.
 #define HYDRA_DELTA_LEVEL(level)                                                \
   namespace level {                                                             \

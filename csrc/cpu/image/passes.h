@@ -8,7 +8,7 @@
 namespace hydra {
 
 constexpr int kRowsAtOnce = 4;
-constexpr int64_t kReadBeyond = 64;  // bytes that a pass may read or write behind the end of a padded row
+constexpr int64_t kReadBeyond = 64;  // bytes that a pass may read or write past the end of a padded row
 constexpr int32_t kHalf = 1 << (kWeightBits - 1);
 
 // Source rows to rows of the result's width, kRowsAtOnce of them. Pixels are bytes r, g, b.

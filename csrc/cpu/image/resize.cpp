@@ -23,7 +23,7 @@ const Level& best_passes() {
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Rows of `bytes` bytes with room behind each, where passes may read and write.
+// Rows of `bytes` bytes, each with padding that passes may read and write.
 class Buffer {
  public:
   Buffer(int64_t rows, int64_t bytes, int64_t beyond) : stride_(round_up(bytes + beyond, 64)), data_(rows * stride_) {}
@@ -35,7 +35,7 @@ class Buffer {
   std::vector<uint8_t> data_;
 };
 
-// The source's rows, of which `beyond` bytes behind the end may be read too: the last ones are copies.
+// The source's rows, which may be read `beyond` bytes past their end: the last ones are copies.
 class Source {
  public:
   Source(const ResizeCall& call, int64_t beyond)

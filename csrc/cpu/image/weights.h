@@ -1,4 +1,4 @@
-// Which source pixels make a result pixel along one axis, and with which weights.
+// Source pixels and weights of each result pixel along one axis.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace hydra {
 
-constexpr int kWeightBits = 22;  // of a weight behind the point; a sum of 255 times weights below 2 fits 32 bits
+constexpr int kWeightBits = 22;  // fraction bits of a weight; a sum of 255 times weights below 2 fits 32 bits
 
-// Result i is the sum over t of weight[i * taps + t] * source[first[i] + t]. Weights behind the last real one are zero,
-// their source pixels may lie behind the end of the source.
+// Result i is the sum over t of weight[i * taps + t] * source[first[i] + t]. Padding weights are zero; their source
+// pixels may be past the end of the source.
 struct Weights {
   int64_t taps = 0;  // per result, a multiple of 4
   std::vector<int32_t> first;

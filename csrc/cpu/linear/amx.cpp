@@ -78,7 +78,7 @@ HYDRA_INLINE void store_sums(float* sums) {
   }
 }
 
-// Where up to 32 rows of x are: element (row, k) of k block b at base + b * block_step + row * row_stride + k.
+// Addresses of up to 32 rows of x: element (row, k) of k block b at base + b * block_step + row * row_stride + k.
 struct TileRows {
   const bf16_t* base;
   int64_t row_stride, block_step;  // elements
@@ -110,7 +110,7 @@ struct Unfinished {
   }
 };
 
-// What happens beside the products of one panel, a little per k block.
+// Work done beside the products of one panel, a little per k block.
 struct Beside {
   Prefetch weights, rows;
   Unfinished before;
@@ -161,7 +161,7 @@ HYDRA_INLINE void add_blocks_of_two_panels(const bf16_t* x, int64_t stride_bytes
   }
 }
 
-// The last k % 32 of every row, padded with zeros: what lies behind a row must not be read. Null if there are none.
+// The last k % 32 of every row, zero-padded, since memory after a row must not be read. Null if there are none.
 HYDRA_TARGET const bf16_t* copy_tails(const LinearCall& call, int64_t begin, int64_t end, Scratch& scratch) {
   const int64_t full = call.weight.num_in / kPanel * kPanel, left = call.weight.num_in - full;
   if (left == 0) return nullptr;
@@ -204,7 +204,7 @@ HYDRA_TARGET void multiply_few(const LinearCall& call, const LinearPart& part) {
   }
 }
 
-// The next chunk of weights lies `distance` bytes behind the current one; a row block fetches `lines` cache lines per
+// The next chunk of weights is `distance` bytes after the current one; a row block fetches `lines` cache lines per
 // k block, after the `skip` bytes per k block of the row blocks before it, so that all of them together fetch it once.
 struct Ahead {
   int64_t distance, skip;
@@ -223,7 +223,7 @@ HYDRA_TARGET void multiply_row_block(const LinearCall& call, const TileRows& row
   const bf16_t* w = static_cast<const bf16_t*>(call.weight.data) + panel_begin * stride + begin * kBlock;
   Beside beside;
   beside.finish_rows = ceil_div(count, blocks);
-  if (call.packed_x) {  // the next row block's piece; behind the last one, prefetches that nobody needs are harmless
+  if (call.packed_x) {  // the next row block's piece; after the last one, useless prefetches are harmless
     beside.rows.next = reinterpret_cast<const char*>(x.base + stride);
     beside.rows.lines = static_cast<int>(ceil_div(kBlock * 2 / 64, panel_end - panel_begin));
   }

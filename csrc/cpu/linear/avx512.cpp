@@ -1,4 +1,4 @@
-// Products for processors with AVX-512, and all but those of bf16 rows for those with its BF16 instructions.
+// Products for processors with AVX-512; those with its BF16 instructions use them for all rows but bf16.
 #include "cpu/isa.h"
 
 #if HYDRA_X86

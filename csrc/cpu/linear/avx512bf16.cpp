@@ -14,9 +14,9 @@ namespace {
 constexpr int kBlock = kPanel * kPanel;  // elements of a panel's weights for 32 k
 constexpr int64_t kPieceBlocks = 8;      // of a piece of 16 KiB, which stays in the first-level cache
 
-// How a group of rows has its weights fetched. Up to kOrderedRows rows are as fast as memory is read, and it is read
-// fastest in the order of its addresses by the processor's own prefetchers; those of AMD's processors lose a pattern
-// that alternates between two tiles. Larger groups take both tiles at once, which loads each value of x only once, and
+// How a group of rows fetches its weights. Up to kOrderedRows rows are bound by memory, which is read fastest in the
+// order of its addresses, by the hardware prefetchers; those of AMD's processors lose a pattern that alternates between
+// two tiles. Larger groups take both tiles at once, which loads each value of x only once, and
 // ask for the next piece as they go: a group by itself for `both` lines of a pair, two groups for half of it each.
 enum class Fetch { ordered, half, both };
 constexpr int kOrderedRows = 8;
@@ -135,7 +135,7 @@ HYDRA_TARGET void multiply_panel(const PackedRows& x, const bf16_t* panel, float
 
 HYDRA_TARGET void linear_part_bf16(const LinearCall& call, const LinearPart& part) {
   static thread_local Scratch scratch, sums_scratch;
-  // As many rows as repay reading the weights again, and no more than a copy of them should take: 2 MiB.
+  // Enough rows to repay reading the weights again, and few enough that a copy of them takes at most 2 MiB.
   const int64_t wanted = (1 << 20) / std::max<int64_t>(call.weight.num_in, 1024);
   const int64_t most = std::max<int64_t>(wanted / kMaxRows, 4) * kMaxRows;
   for (int64_t begin = part.row_begin; begin < part.row_end; begin += most) {

@@ -7,7 +7,7 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// Where one panel of the result and what is added to it are: the first row, and elements between rows.
+// Addresses of one panel of the result and of what is added to it: the first row, and elements between rows.
 template <class Out>
 struct PanelRows {
   const float* bias;    // of this panel, or null

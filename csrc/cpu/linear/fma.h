@@ -11,10 +11,10 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// 12 rows x 2 vectors fill 24 of 32 registers of AVX-512, 6 x 2 fill 12 of 16 of the others.
+// 12 rows x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of the 16 of other levels.
 constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 
-// Where the pair of `column` is, and the pairs of kLanes columns, on the line of a bf16 block for one pair of k.
+// Address of the pair of `column`, and of kLanes columns' pairs, on the line of a bf16 block for one pair of k.
 HYDRA_INLINE const bf16_t* pairs_at(const bf16_t* line, int column) {
   return line + column / kTile * kTileElements + column % kTile * 2;
 }
@@ -48,8 +48,8 @@ HYDRA_INLINE void add_block(vf (&sums)[kRows][kVectors], const float* x, int64_t
   }
 }
 
-// Memory is asked for this much ahead of its use: the processor's own prefetchers stop at the end of a page. A single
-// row is as fast as they are.
+// The distance at which memory is prefetched: the hardware prefetchers stop at the end of a page. For a single row they
+// are enough.
 constexpr int64_t kPrefetchBytes = 4096;
 
 template <int kRows, int kVectors>
@@ -100,7 +100,7 @@ HYDRA_INLINE void store_sums(const vf (&sums)[kRows][kVectors], float* target) {
   }
 }
 
-// Many rows are as fast as they are multiplied: their sums stay in registers, and each value of x is loaded for two
+// Many rows are bound by multiplication: their sums stay in registers, and each value of x is loaded once for two
 // vectors.
 template <int kRows, class Weight>
 HYDRA_TARGET void multiply_rows(const float* x, int64_t x_stride, const Weight* panel, int64_t num_in, float* result) {

@@ -42,7 +42,7 @@ inline void transpose_tile(const char* rows, int64_t row_bytes, Put&& put) {
 
 // kTile columns by kTileWords words of k, the first of them `word`, of a panel's memory.
 void pack_tile(const PackedWeight& packed, const char* rows, int64_t row_bytes, int64_t word, int column, char* panel) {
-  if (packed.dtype == DType::bf16) {  // tiles lie one after another, those of 32 columns side by side
+  if (packed.dtype == DType::bf16) {  // tiles follow each other, the two of 32 columns side by side
     char* tile = panel + (word / kTileWords * 2 + column / kTile) * kTileLine;
     transpose_tile(rows, row_bytes, [&](int w, int row, Words words) {
       *reinterpret_cast<WordsInMemory*>(tile + w * kTileBytes + row * 4) = words;

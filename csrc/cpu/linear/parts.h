@@ -1,4 +1,4 @@
-// How a product is cut into one rectangle of its result per part of the work, for weights of any form.
+// Divides a product into rectangles of its result, one per part of the work, for weights of any format.
 #pragma once
 
 #include <algorithm>

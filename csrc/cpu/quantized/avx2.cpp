@@ -30,7 +30,7 @@ HYDRA_INLINE __m256i splat_word(const int8_t* source) {
   return _mm256_set1_epi32(word);
 }
 
-// As bytes, or as 16 bits in the order in which `dot8` takes them: of four inputs the first and third, then the others.
+// Stores bytes, or 16 bits in the order of `dot8`: of four inputs the first and third, then the second and fourth.
 HYDRA_INLINE void store_numbers(int8_t* target, vi numbers, int bytes) {
   const __m256i words = _mm256_packs_epi32((__m256i)numbers, (__m256i)numbers);
   const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);

@@ -32,7 +32,7 @@ HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_
                       const int32_t* from) {
   constexpr int64_t kStride = block_stride(kBits, 1), kSteps = kBits == 8 ? 2 : 1;
   constexpr int kSums = kRows <= 4 ? 2 : 1, kWords = kSteps * step_inputs(kBits) / 4;
-  // Where few products are between two lines, the processor's own prefetches are in time and ours only cost.
+  // With few products per cache line the hardware prefetcher is in time, and ours would only cost.
   const bool ahead = kRows > (kBits == 8 ? 4 : steps <= 4 ? 1 : 3);
   __m512i acc[kRows][kSums] = {};
 #pragma GCC unroll 8

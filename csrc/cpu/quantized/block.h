@@ -1,4 +1,4 @@
-// What is multiplied at a time, and how the integer sums of a group are added to the result. Include after defining a
+// The unit of a product, and how the integer sums of a group are added to the result. Include after defining a
 // level, see cpu/simd.h.
 #pragma once
 
@@ -48,7 +48,7 @@ struct Block {
   int64_t group_bytes;  // from one group to the next
   bool first, last;     // of the pieces of its group
   const uint8_t* scales;
-  int64_t scales_bytes;  // from those of one group to the next
+  int64_t scales_bytes;  // between the scales of consecutive groups
   int64_t offsets_at;    // from a group's scales; 0: there are none
   const int8_t* x;
   int64_t low;           // from the numbers of x to their lower bytes
@@ -85,7 +85,7 @@ struct GroupFactors {
   vf scales, offsets;
 };
 
-// Of columns `here` and on of a group whose scales are at `scales`.
+// Factors of the columns from `here` on, of a group whose scales are at `scales`.
 template <bool kOffsets, class Scale>
 HYDRA_INLINE GroupFactors factors_of(const Block& block, const Scale* scales, int here) {
   GroupFactors factors{load(scales + here), vf{}};

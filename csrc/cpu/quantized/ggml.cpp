@@ -38,7 +38,7 @@ struct Q8_0 {
   }
 };
 
-// Of Q4_K and Q5_K: d and dmin, and sc and m of eight groups, which have 6 bits each, in 12 bytes.
+// Unpacks Q4_K and Q5_K: d and dmin, then sc and m of eight groups, 6 bits each, in 12 bytes.
 void eight_groups(const uint8_t* block, int8_t* scales, int8_t* offsets, f16_t* block_scales) {
   std::memcpy(block_scales, block, 4);
   const uint8_t* bits = block + 4;

@@ -16,7 +16,7 @@ struct GgmlBlocks {
   uint8_t* values;  // as in a QuantizedWeight, block after block
   void* scales;         // of every group; Q4_0 and Q8_0: f16, others: int8
   int8_t* offsets;      // of every group of Q4_K and Q5_K
-  f16_t* block_scales;  // of every block of the others: one, or of Q4_K and Q5_K two
+  f16_t* block_scales;  // per block of Q6_K: one; of Q4_K and Q5_K: two
 };
 
 void decode_ggml(const GgmlBlocks& call);

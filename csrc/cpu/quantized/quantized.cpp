@@ -26,7 +26,7 @@ uint32_t spread(uint32_t word) {
 // Words of four bytes of each of 16 columns.
 using Words = uint32_t[kTile];
 
-// Of `columns` rows at `values`, `row_bytes` apart, the first `bytes` of each exist.
+// Gathers a word of each of `columns` rows at `values`, `row_bytes` apart; the first `bytes` of each exist.
 void gather(const uint8_t* values, int64_t row_bytes, int64_t bytes, int64_t columns, Words& words) {
   if (bytes >= 4) {
     for (int64_t column = 0; column < columns; ++column) std::memcpy(&words[column], values + column * row_bytes, 4);
@@ -125,7 +125,7 @@ void pack_panel(const PackedQuantized& packed, const QuantizedTensors& weight, i
 
 // ---- products
 
-// At the levels above AVX2 most processors have products of bytes; the others use AVX2.
+// At the levels above AVX2 most processors have products of bytes (VNNI); those without use AVX2.
 enum class Way { scalar, avx2, avx512vnni, amx };
 
 Way way_of(const QuantizedCall& call) {

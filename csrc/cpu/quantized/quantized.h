@@ -6,13 +6,13 @@
 // One layout for all levels, read in the order of its addresses. A step of a tile has for each of its 16 columns
 // (outputs) four bytes in one or, in 6 bits, three vectors of 64 bytes:
 //   8 bits: value + 128 of inputs k..k+3
-//   4 bits: in the lower halves the values of inputs k..k+3, in the upper ones those of k+4..k+7
+//   4 bits: the lower halves have the values of inputs k..k+3, the upper halves the values of k+4..k+7
 //   6 bits: twice the same with the lower four bits of value + 32; the upper two bits of k+i, k+4+i, k+8+i and k+12+i,
 //           from the lowest up, in byte i
-// A piece is up to 64 steps (6 bits: 16) of two tiles, which stay in the first-level cache while rows pass by. Columns
+// A piece is up to 64 steps (6 bits: 16) of two tiles, which stay in the L1 cache while rows are processed. Columns
 // are padded to 32, the inputs of an only group to 64:
 //   [N/32 panels][groups]{pieces{[2 tiles][steps][16 columns][4 bytes]}, scales [32], offsets float32 [32] if any}
-// Scales in two levels stand before the groups of every 256 inputs, padded to 64 bytes:
+// Two-level scales precede the groups of every 256 inputs, padded to 64 bytes:
 //   block scales f16 [1, with offsets 2][32], then for each group scales int8 [32] and, if any, offsets int8 [32]
 #pragma once
 
@@ -75,7 +75,7 @@ struct QuantizedTensors {
 // piece of a group, or as many whole groups as have the steps of a piece or share a block scale; at a distance that is
 // known to the compiler, the rows of a block need no registers for their addresses.
 struct QuantizedRows {
-  int8_t* numbers = nullptr;  // [blocks][rows][block_stride], zero behind num_in
+  int8_t* numbers = nullptr;  // [blocks][rows][block_stride], zero after num_in
   int8_t* low = nullptr;      // the same of the lower bytes of numbers with 16 bits; zeros where they have 8
   int number_bytes = 1;       // 2 where a level wants numbers of 16 bits, in an order of its own; there is no `low` then
   int64_t rows = 0;
@@ -92,9 +92,9 @@ constexpr int64_t block_stride(int num_bits, int number_bytes) {
   return piece_steps(num_bits) * step_inputs(num_bits) * number_bytes + 64;
 }
 
-// The line 8 KiB behind this one: with several rows the processor's own prefetches come too late. Past the end of the
-// weights it has no effect. Weights are read once a step and push less out of the caches this way: what others find in
-// them behind a step costs a fifth less. Always inline: the compiler may remove calls of a function that only prefetches.
+// Prefetches the line 8 KiB ahead: with several rows the hardware prefetcher is too late. No effect past the end of the
+// weights. Weights are read once a step and evict less from the caches this way: reading other data from them after a
+// step costs a fifth less. Always inline: the compiler may remove calls of a function that only prefetches.
 __attribute__((always_inline)) inline void prefetch_ahead(const uint8_t* line) {
   __builtin_prefetch(line + 8192, 0, 0);
 }
@@ -118,7 +118,7 @@ void pack_quantized(const PackedQuantized& packed, const QuantizedTensors& weigh
 
 void linear_quantized(const QuantizedCall& call);
 
-// Of every level: quantize_rows fills call.rows for rows [begin, end); quantized_part computes one rectangle.
+// Every level has these: quantize_rows fills call.rows for rows [begin, end); quantized_part computes one rectangle.
 namespace scalar {
 void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end);
 void quantized_part(const QuantizedCall& call, const LinearPart& part);

@@ -21,7 +21,7 @@ struct RoundingCall {
 
 void round_weight(const RoundingCall& call);
 
-// Of every level: rows [begin, end).
+// Every level has this: rows [begin, end).
 namespace scalar {
 void round_rows(const RoundingCall& call, int64_t begin, int64_t end);
 }

@@ -11,13 +11,13 @@ namespace hydra::HYDRA_LEVEL {
 
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: a small number plus it is rounded to an integer, ties to even
 
-// Keeps NaN, and separates a product from a sum behind it, which the compiler may not contract then.
+// Keeps NaN, and separates a product from the sum after it, so that the compiler cannot contract them.
 HYDRA_INLINE vf clamped(vf value, float low, float high) {
   value = value < splat(low) ? splat(low) : value;
   return value > splat(high) ? splat(high) : value;
 }
 
-// Of numbers within +-2^22.
+// Rounds numbers within +-2^22.
 HYDRA_INLINE vf to_integers(vf value) { return value + splat(kMagic) - splat(kMagic); }
 
 // ---- 8 bits
@@ -47,11 +47,11 @@ HYDRA_INLINE void round_row(const T* row, int64_t count, int8_t* values, T* scal
   }
 }
 
-// ---- 4 bits: as many groups at once as there are lanes, so that all sums are those of a lane
+// ---- 4 bits: as many groups at once as there are lanes, so that every sum stays within a lane
 
 constexpr int kGroup = static_cast<int>(kRoundingGroup);
 
-// Exchanges the lanes of `a` whose number has the bit kDistance for those of `b` whose number has not.
+// Exchanges the lanes of `a` whose index has the bit kDistance with the lanes of `b` whose index has not.
 template <int kDistance, int... kLane>
 HYDRA_INLINE void exchange(vf& a, vf& b, std::integer_sequence<int, kLane...>) {
   const vi low = {(kLane & kDistance ? kLane - kDistance + kLanes : kLane)...};
@@ -107,7 +107,7 @@ HYDRA_INLINE vf best_steps(const vf (&w)[kGroup]) {
   return steps;
 }
 
-// kLanes groups, one behind the other.
+// kLanes consecutive groups.
 template <class T>
 HYDRA_INLINE void round_groups(const T* groups, uint8_t* values, T* scales) {
   vf w[kGroup];

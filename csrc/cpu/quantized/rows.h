@@ -61,7 +61,7 @@ HYDRA_INLINE int32_t sum_of(vi values) {
 #endif
 }
 
-// Whether numbers of 8 bits are too coarse for most of a part: `energy` is the sum over its `count` numbers of
+// True if 8-bit numbers are too coarse for most of a part: `energy` is the sum over its `count` numbers of
 // min(|number|, 32)^2.
 HYDRA_INLINE bool needs_low(int32_t energy, int64_t count) { return energy < 64 * (count + 20); }
 

@@ -17,7 +17,7 @@ void store_numbers(int8_t* target, vi numbers, int) {
   for (int lane = 0; lane < kLanes; ++lane) target[lane] = static_cast<int8_t>(numbers[lane]);
 }
 
-// Of input k of a step, columns of vector v.
+// The values of input k of a step, for the columns of vector v.
 template <int kBits>
 vi values_of(const uint8_t* step, int v, int k) {
   const auto halves = [&](int vector) {

@@ -5,8 +5,8 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// Of the groups that share a block scale: scales [32] and offsets [32] of each, in a place that stays in the
-// first-level cache while rows pass by.
+// Scales [32] and offsets [32] of each group that shares a block scale, in memory that stays in the L1 cache while
+// rows are processed.
 struct alignas(64) WideScales {
   static constexpr int64_t kMostGroups = 16, kGroupBytes = 2 * kPanel * 4;
   float scales[kMostGroups * 2 * kPanel];
@@ -24,8 +24,8 @@ HYDRA_INLINE vf wide_bytes(const int8_t* source) {
 #endif
 }
 
-// Of the `groups` groups of a block whose scales are at `packed`: block scale * scale, and
-// zero * (block scale * scale) - second block scale * offset, every product rounded; the zero times a scale is exact.
+// Widens the scales of the `groups` groups of a block at `packed`: block scale * scale, and
+// zero * (block scale * scale) - second block scale * offset, every product rounded; zero times a scale is exact.
 template <int kBits, bool kOffsets>
 HYDRA_TARGET void widen(const uint8_t* packed, int64_t groups, WideScales& wide) {
   constexpr int64_t kPlanes = kOffsets ? 2 : 1;

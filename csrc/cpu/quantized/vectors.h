@@ -13,10 +13,10 @@
 
 namespace hydra::HYDRA_LEVEL {
 
-// How many of the rows have lower bytes in a part, or in a block.
+// The number of rows that have lower bytes in a part, or in a block.
 inline int count_low(const uint8_t* flags, int rows) { return static_cast<int>(std::count(flags, flags + rows, 1)); }
 
-// Of the lower bytes of one row.
+// Sums of the lower bytes of one row.
 template <int kBits, int kVectors>
 __attribute__((noinline)) HYDRA_TARGET void dot_row(vi (&sums)[1][kVectors], const int8_t* x, const uint8_t* tile,
                                                     int64_t steps, const int32_t* from) {
@@ -37,7 +37,7 @@ HYDRA_INLINE void dot_low(vi (&low)[kRows][kVectors], const Block& block, const 
   }
 }
 
-// Whether parts of so many steps are whole groups.
+// True if parts of so many steps are whole groups.
 constexpr bool is_only(int num_bits, int steps) { return steps > 0 && steps < part_steps(num_bits); }
 
 // Adds what a group makes of rows and columns `column` and on to their sums.
