@@ -44,8 +44,8 @@ class CudaProbe:
     status: Status
     problem: str  # a sentence, empty if ok
     codes: tuple[str, ...]  # targets of the extension: "sm_80", "compute_90" (PTX)
-    runtime_version: int  # 13000 is 13.0; 0 where built without CUDA
-    driver_version: int  # the newest CUDA that the driver runs; 0 where unknown
+    runtime_version: int  # 13000 is 13.0; 0 if built without CUDA
+    driver_version: int  # the newest CUDA that the driver runs; 0 if unknown
     devices: tuple[CudaDeviceInfo, ...]
 
 

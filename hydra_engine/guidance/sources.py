@@ -138,5 +138,5 @@ def _from_ebnf(source: str) -> str:
 
     try:
         return gbnf_to_lark(source)
-    except Exception as error:  # noqa: BLE001 - the converter raises Exception itself, and others where text ends early
+    except Exception as error:  # noqa: BLE001 - the converter raises Exception itself, and others if text ends early
         raise ValueError(str(error) or "it ends too early") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 
 def cdiv(size: int, part: int) -> int:
-    """ceil(size / part)."""
     return -(-size // part)
 
 

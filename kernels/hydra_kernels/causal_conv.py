@@ -26,8 +26,6 @@ MAX_TAPS = 16  # at most TILE, so that only the first tile of a row reads the st
 
 
 class _Launch(NamedTuple):
-    """Channels of a program and its warps."""
-
     channels: int
     warps: int
 

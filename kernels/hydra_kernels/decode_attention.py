@@ -255,8 +255,6 @@ def new_counters(device: torch.device) -> Tensor:
 
 
 class _Prepared(NamedTuple):
-    """A kernel with its arguments and launch."""
-
     kernel: Any
     arguments: tuple[Any, ...]
     launch: Launch

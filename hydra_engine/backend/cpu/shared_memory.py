@@ -49,7 +49,7 @@ class SharedPool:
             self._descriptor = os.memfd_create("hydra-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._descriptor, num_bytes)
             self._map = mmap.mmap(self._descriptor, num_bytes)
-            with suppress(OSError):  # as numpy does; most systems have no large pages for memory of this kind
+            with suppress(OSError):  # as numpy does; most systems have no huge pages for memfds
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             _seal(self._descriptor, peers_write=peers_write)
         except OSError as error:
@@ -66,7 +66,6 @@ class SharedPool:
         return self._descriptor
 
     def tensor(self) -> Tensor:
-        """The memory as uint8 [num_bytes]."""
         if self._map is None:
             raise ValueError("tensor: the pool is closed")
         return torch.frombuffer(self._map, dtype=torch.uint8)  # it keeps the mapping
@@ -86,7 +85,6 @@ class MappedPool:
         self._map: mmap.mmap | None = mapping
 
     def tensor(self) -> Tensor:
-        """The memory as uint8 [num_bytes]."""
         if self._map is None:
             raise ValueError("tensor: the peer's pool is closed")
         return torch.from_numpy(np.asarray(_Window(self._map)))

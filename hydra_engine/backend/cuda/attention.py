@@ -273,7 +273,7 @@ def _scales(cache: PagedCache, layer: int) -> Scales | None:
     return None if cache.scales is None else (cache.scales[:, layer, 0], cache.scales[:, layer, 1])
 
 
-# ---- where no kernel fits
+# ---- fallback for head dims above MAX_HEAD_DIM
 
 
 def _paged_by_torch(

@@ -88,7 +88,7 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
-        """The peak includes what other lanes allocate meanwhile."""
+        """Runs `job` and returns the peak, which includes what other lanes allocate meanwhile."""
         torch.cuda.synchronize(self._index)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._index)
@@ -130,7 +130,7 @@ class CudaDevice:
     # ---- asynchronous work
 
     def finish(self) -> None:
-        """Raises BackendError where the device failed."""
+        """Waits for the current stream. Raises BackendError if the device failed."""
         try:
             torch.cuda.current_stream(self.torch_device).synchronize()
         except RuntimeError as error:

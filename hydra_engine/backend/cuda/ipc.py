@@ -72,7 +72,6 @@ class DevicePool:
         return self._handle
 
     def tensor(self) -> Tensor:
-        """The memory as uint8 [num_bytes]."""
         return _tensor(self, self._address, self.num_bytes)
 
     def close(self) -> None:
@@ -84,7 +83,7 @@ class OpenedPool:
 
     def __init__(self, pools: PeerPools, handle: PoolHandle, num_bytes: int, device: int, address: int) -> None:
         self.num_bytes = num_bytes
-        self.device = device  # ours, whose kernels read it
+        self.device = device  # of this process, whose kernels read the pool
         self.address = address  # 0 once closed
         self._pools = pools
         self._handle = handle

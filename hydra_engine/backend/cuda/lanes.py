@@ -74,7 +74,6 @@ class CudaLane(ThreadLane):
             logger.exception("lane %s: the device failed before the lane was closed", self.name)
 
     def _begin(self, threads: int) -> None:
-        """Sets the lane thread's device and stream."""
         self._set_host_threads(threads)
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)
