@@ -194,7 +194,6 @@ def _resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str, device: str)
 
 
 def describe_cpu() -> dict[str, Any]:
-    """Facts on CPU and extension that `doctor` prints."""
     extension, problem = load_extension()
     return {
         "extension": None if extension is None else extension.__file__,

@@ -183,8 +183,6 @@ class ControlWords(_Words):
 
 
 class PeerWords(_Words):
-    """The control words of a peer."""
-
     def __init__(self, descriptor: int, num_words: int) -> None:
         """Maps a peer's words. Raises TransferError as `map_pool`, and BackendError as `ControlWords`."""
         self._load = _accessors()[1]

@@ -22,7 +22,7 @@ from hydra_engine.backend.device import Send
 # A schedule needs a few words per block of its largest launch; a wrapper's own buffer would be 16 times as large.
 SCHEDULE_BYTES = 512 << 10
 _TILES = (16, 64, 128)  # rows of a query tile: FlashInfer takes the first that holds the group
-_BLOCKS_PER_SM = 2  # that its tensor-core kernels divide their work into
+_BLOCKS_PER_SM = 2  # blocks that its tensor-core kernels plan per SM
 
 
 class Pages(NamedTuple):

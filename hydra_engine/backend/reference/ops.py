@@ -109,7 +109,6 @@ class ReferenceOps(ComposedOps):
         return tuple(OpChoice(op, "reference", self._reason) for op in ALL_OPS)
 
     def recorded(self, decode: Decode) -> Decode:
-        """Returns `decode`: nothing is recorded."""
         return decode
 
     # ---- linear algebra
