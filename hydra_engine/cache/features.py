@@ -47,7 +47,7 @@ class FeatureCache:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that could be allocated, including those of features without users."""
+        """Number of blocks that could be allocated, including blocks of features without users."""
         return self._blocks.num_free
 
     @property

@@ -1,4 +1,4 @@
-"""One call of the engine, typed: what a client of the server or a user of `Engine` asks for, with its chat messages.
+"""A call of the engine, typed: what a client of the server or a user of `Engine` asks for, with its chat messages.
 
 Every dialect of the server and every method of `Engine` builds these structs, which check themselves; the preprocessor
 receives them, and the chat template renders the messages. Every struct has its place in the request (`param`), which
@@ -108,8 +108,7 @@ def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mappi
 
 
 class PastCalls:
-    """A counter of the JSON values in all calls of one conversation, because a conversation may have many calls and its
-    client pays for one request only."""
+    """A counter of the JSON values in all tool calls of one conversation, which bounds the work for one request."""
 
     def __init__(self) -> None:
         self._num_values = 0

@@ -68,8 +68,8 @@ class Slowdowns:
 
 @dataclass(frozen=True, slots=True)
 class CostSurface:
-    """Costs in seconds. `language_error` and `vision_error` bound 90 % of the relative residuals of the fit,
-    `corun_error` those of steps beside the other lane."""
+    """Costs in seconds. Error bars: `language_error` and `vision_error` bound 90 % of the relative residuals of the fit
+    of a lane alone, `corun_error` the same of both lanes together."""
 
     rows: Curve  # of a language step, by its rows
     per_key_s: float

@@ -26,11 +26,11 @@ class TopLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """One token as the API shows it, with its natural log probability and those of the best candidates.
+    """A token as the API shows it, with its natural log probability and its best alternatives.
 
     `token`: its text or its name; `bytes:\\xb1` for a part of a character. `raw`: the bytes that it adds to the text,
     empty for a token that is not shown, such as the end of the sequence; all `raw` together are the text. `rank`: 1 is
-    the most likely.
+    the most likely. `top`: the best candidates, the most likely first.
     """
 
     token_id: int
@@ -106,7 +106,7 @@ class Logprobs(_Lazy[TextLogprob]):
         self._places = bytearray()
 
     def append(self, entry: TokenLogprobs, place: int = 0) -> None:
-        """Appends an entry. `place`: the flags FIRST and SILENT."""
+        """Appends an entry. `place`: a sum of the flags FIRST and SILENT."""
         self._ids.append(entry.token_id)
         self._values.append(entry.logprob)
         for token_id, logprob in entry.top:
@@ -161,7 +161,7 @@ def bare(entries: Sequence[E]) -> Iterator[E]:
 
 
 def joined(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
-    """A new sequence of both."""
+    """A new sequence of both: a copy, so neither argument changes."""
     return gathered(gathered((), first), second)
 
 

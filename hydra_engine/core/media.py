@@ -15,10 +15,8 @@ from hydra_engine.core.ids import ImageDigest
 class RopeSpan:
     """Multimodal rotary positions of one span, for models that have them.
 
-    Token i of the span has position (time, row + i
-
-    columns, column + i % columns). Text behind the span, up to the next one or the end of the prompt, has on all three
-    axes its place in the prompt plus `text_delta`.
+    Token i of the span has position (time, row + i // columns, column + i % columns). Text behind the span, up to the
+    next one or the end of the prompt, has on all three axes its place in the prompt plus `text_delta`.
     """
 
     time: int
@@ -30,7 +28,7 @@ class RopeSpan:
 
 @dataclass(frozen=True, slots=True)
 class ImageItem:
-    """One image span of a prompt: prompt tokens [start, start + num_tokens) are placeholders for its features.
+    """An image span of a prompt: prompt tokens [start, start + num_tokens) are placeholders for its features.
 
     `digest` covers everything that determines the features (source, part of it, identity of the processor), so equal
     digests mean equal features. `num_patches`: patches that the vision tower computes, the unit of the image budget.
@@ -55,7 +53,7 @@ class ImageItem:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """One array inside a payload: name, numpy dtype, shape. The bytes of the arrays are concatenated."""
+    """An array inside a payload: name, numpy dtype, shape. The bytes of the arrays are concatenated."""
 
     name: str
     dtype: str

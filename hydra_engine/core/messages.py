@@ -37,7 +37,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """Encodes images of a request on instance `target`, and offers the features there.
+    """Encodes images of a request that is on instance `target`, and offers the features to that instance.
 
     `request` has an id of its own, no prompt, and only these images; its image i is image `indices[i]` of request
     `target_request`. Ends with Finished(reason="moved") when all features have been pulled or refused.
@@ -238,7 +238,7 @@ class NeedDecoder(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerState(msgspec.Struct, frozen=True, tag=True):
-    """Reports if blocks can be exchanged with another instance, which is named with its incarnation."""
+    """Reports whether blocks can be exchanged with another instance, which is named with its incarnation."""
 
     name: str
     incarnation: int
@@ -247,7 +247,7 @@ class PeerState(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """Counts of an instance's exchanges with others, since its start and now."""
+    """Counts of an instance's transfers to and from its peers: live ones now, and totals since its start."""
 
     offers: int = 0  # live offers, whose blocks are held for others
     staged: int = 0  # pieces of offers in host memory, or being copied there

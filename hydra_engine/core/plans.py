@@ -2,9 +2,8 @@
 is made; lanes read and write the blocks.
 
 Shapes: a `BlockTable` array is int32 [capacity]; the first `num_blocks` entries are valid and do not change while a
-plan that names them is in flight. Slot of token position p in a request: `block_ids[p
-
-S] * S + p % S`, with S the block size.
+plan that names them is in flight. Slot of token position p in a request: `block_ids[p // S] * S + p % S`, with S the
+block size.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class EncodeItem:
 
 @dataclass(frozen=True, slots=True)
 class VisionPlan:
-    """One vision step."""
+    """A vision step: the images to encode."""
 
     step_id: StepId
     items: tuple[EncodeItem, ...]
@@ -124,7 +123,7 @@ class ChunkRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguagePlan:
-    """One language step. Rows are numbered across both parts: decodes first, then chunks.
+    """A language step. Rows are numbered across both parts: decodes first, then chunks.
 
     While the step runs, the vision lane may run for `vision_s` seconds and then pauses until the step has ended. On a
     divided device the step runs on part `partition` of it while the vision lane has work, and vision runs all along on
@@ -147,8 +146,8 @@ class LanguagePlan:
 
     @property
     def load(self) -> LanguageLoad:
-        """The cost model's view of the step. A chunk of one token, behind KV that was moved or cached, counts as a
-        decode."""
+        """The work of the step for the cost model. A chunk of one token, behind KV that was moved or cached, counts as
+        a decode."""
         chunks = [row for row in self.chunks if len(row.token_ids) > 1]
         single_keys = sum(row.start + 1 for row in self.chunks if len(row.token_ids) == 1)
         return LanguageLoad(

@@ -32,8 +32,8 @@ class PoolLayout:
 
 @dataclass(frozen=True, slots=True)
 class PoolExport:
-    """One pool as its owner shares it. `transport`: "memfd", mapped by file descriptor number `descriptor` of those
-    sent with the message, or "cuda-ipc", mapped by `handle`."""
+    """A pool as its owner shares it. `transport`: "memfd", mapped by file descriptor number `descriptor` of those sent
+    with the message, or "cuda-ipc", mapped by `handle`."""
 
     layout: PoolLayout
     transport: str

@@ -149,7 +149,7 @@ def looked_through(value: object, max_chars: int) -> tuple[int, str | None]:
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """All strings in plain JSON, including the names in objects."""
+    """The strings in plain JSON, including the names in objects."""
     return (one for one, _ in _values_of(value) if isinstance(one, str))
 
 

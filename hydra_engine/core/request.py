@@ -104,8 +104,8 @@ class SamplingParams:
         self.check_answers(self.n, "n")
 
     def check_answers(self, num_answers: int, fields: str) -> None:
-        """Raises InvalidRequest if the token lists, which every answer holds while it runs, are too long for
-        `num_answers`. `fields`: names of the fields that set the number of answers."""
+        """Raises InvalidRequest if `num_answers` answers, each of which holds the lists of tokens while it runs, exceed
+        `MAX_LISTED_TOKENS`. `fields`: names of the fields that set the number of answers."""
         num_each = len(self.allowed_token_ids) + len(self.logit_bias)
         if num_answers * num_each > MAX_LISTED_TOKENS:
             raise InvalidRequest(
@@ -223,7 +223,7 @@ class Slo:
     tpot_s: float | None = None
 
     def with_defaults(self, ttft_s: float | None, tpot_s: float | None) -> Slo:
-        """These limits, with the given ones for None."""
+        """A copy with the given limits, in seconds, in place of None."""
         return Slo(
             self.ttft_s if self.ttft_s is not None else ttft_s,
             self.tpot_s if self.tpot_s is not None else tpot_s,
@@ -232,8 +232,8 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The tokens of earlier attempts: times of the first and the latest, the number of late gaps between them, and the
-    kind of `DelayCause` for the time until the next attempt's first token."""
+    """Facts on the tokens of earlier attempts: times of the first and the latest, the number of late gaps between them,
+    and the kind of `DelayCause` for the time until the next attempt's first token."""
 
     first_token_s: float
     last_token_s: float

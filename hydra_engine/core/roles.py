@@ -113,8 +113,8 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Parses a topology. Raises ConfigError if it cannot be read or misses P or D; `check_serves` also requires E
-        for a vision model."""
+        """Parses a topology. Raises ConfigError if it cannot be read, or has no instance for P or D; `check_serves`
+        also requires E for a vision model."""
         # "1E3P4D" is short for "1E+3P+4D": every digit opens a new part.
         spread = re.sub(r"(?<=[EPD])(?=[0-9]+[EPD])", "+", text.strip())
         instances: list[InstanceSpec] = []
@@ -215,8 +215,8 @@ def _check_stages(topology: Topology, needed: Role) -> None:
 
 
 def _nearest(topology: Topology) -> int:
-    """Index of the instance that can take another stage most cheaply: one with P or D has the decoder's weights
-    already."""
+    """Index of the instance that can take another stage most cheaply: one that prefills or decodes has the decoder's
+    weights."""
     for stage in (Role.P, Role.D, Role.E):
         for index, spec in enumerate(topology.instances):
             if stage in spec.role:

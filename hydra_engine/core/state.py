@@ -279,8 +279,8 @@ class RequestState:
 
     @property
     def num_computable(self) -> int:
-        """End of the positions that can be computed now: the first image without features, or `num_tokens`. Equals
-        `num_planned` while KV comes from elsewhere."""
+        """Number of leading positions that are computed or can be computed now: up to the first image without features.
+        Equals `num_planned` while KV comes from elsewhere."""
         if self.remote_kv is not None:
             return self.num_planned
         for image, progress in zip(self.request.images, self.images, strict=True):

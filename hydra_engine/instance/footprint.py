@@ -1,8 +1,7 @@
 """The memory that the instances of a topology would need, from the model's JSON files and the configuration alone.
 
-Uses the formulas that decide at start (`worker/memory/plan.py`), so the sizes of tensors are those of a started
-instance; the working memory of steps on a GPU, which is measured at start, is an estimate. Loads no weights and
-allocates nothing.
+Uses the formulas that decide at start (`worker/memory/plan.py`), so sizes of tensors are exact; the working memory of
+steps on a GPU, which is measured at start, is an estimate. Loads no weights and allocates nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One engine instance: the loop between a scheduler, a worker, a channel and connections to other instances.
+"""An engine instance: the loop between a scheduler, a worker, a channel and connections to other instances.
 
 The loop waits for an event (a message or a lane's result), then runs one turn: drain messages, collect results, plan
 for idle lanes, send what happened. Each lane is fed by itself; nothing waits for all lanes. With look-ahead the next

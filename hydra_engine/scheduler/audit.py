@@ -93,7 +93,7 @@ def _check_images(requests: RequestTable, state: RequestState) -> int:
 def check_in_flight(
     requests: RequestTable, vision: Iterable[VisionPlan], language: Iterable[LanguagePlan], pulls: Iterable[PullPlan]
 ) -> None:
-    """Checks that plans in flight name live requests only, as often as these count, and that slots are unchanged."""
+    """Checks that each request's `plans_in_flight` is the number of plans that name it, and its slot unchanged."""
     plans: dict[RequestId, int] = {}
     steps = list(language)
     for encode in vision:

@@ -41,7 +41,8 @@ class NewTokens(NamedTuple):
 
 
 class RowsInFlight(NamedTuple):
-    """The rows of a plan in flight. With an `id_list`, and while `num_left` is unchanged, row i belongs to member i."""
+    """The rows of a plan in flight. With an `id_list`, row i belongs to member i while no member has left since
+    (`num_left`)."""
 
     rows: DecodeRows
     id_list: list[int] | None  # request ids of the rows, if every member has one

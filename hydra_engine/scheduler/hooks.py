@@ -88,7 +88,7 @@ class Connector:
         """Called before a vision step is filled."""
 
     def may_encode(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
-        """True if an image of an encode job may have `num_blocks`, after evicting those of later jobs if needed and
+        """True if an image of an encode job may have `num_blocks`, after evicting features of later jobs if needed and
         `may_evict`."""
         return True
 

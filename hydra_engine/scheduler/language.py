@@ -123,7 +123,8 @@ class LanguagePlanner:
     # ---- running prefills
 
     def _continue_prefills(self, builder: StepBuilder) -> RequestState | None:
-        """Adds the chunks of running prefills; returns the first prefill that misses blocks, or None.
+        """Adds the chunks of running prefills; returns the first prefill for whose chunk too few blocks are free, or
+        None.
 
         A prefill with more to compute uses up the budget, so a request that starts on the rest of the budget finds the
         blocks of all running prefills allocated. A prefill stalled at an image reserves nothing and delays no other.
@@ -235,8 +236,8 @@ def _computable(state: RequestState) -> int:
 
 
 def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
-    """(tokens, patches) to compute before the first token of `due`: its own, those of the running prefills ahead of it
-    and, if it has not started, those of more urgent requests."""
+    """(tokens, patches) to compute before the first token of `due`: for itself, for the running prefills ahead of it
+    and, if it has not started, for more urgent requests."""
     first = [due]
     if due.request.id in requests.kv.tables:
         first += (state for state in islice(requests.prefilling, MAX_SEEN) if state.order < due.order)

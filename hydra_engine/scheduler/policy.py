@@ -119,7 +119,8 @@ def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: i
 
 
 def may_insist(state: RequestState, *, head: bool) -> bool:
-    """True if a waiting request may preempt younger prefills that are stalled at an image."""
+    """True if a waiting request may preempt younger prefills that are stalled at an image: if it waits for no image, or
+    is the `head` (the oldest that waits for images) and its first image has features."""
     return not state.waits_for_images or (head and state.images[0] > ImageProgress.ENCODING)
 
 
@@ -231,7 +232,7 @@ class Limits:
 
 def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
     """Raises InvalidRequest or RequestTooLarge if these stages of the request (default: all of the role) cannot run to
-    their end even alone on this instance, and Unavailable if its role lacks a stage."""
+    their end even alone on this instance, and Unavailable if its role does not have a stage."""
     stages = limits.role if stages is None else stages
     if stages & limits.role != stages:
         raise Unavailable(

@@ -79,14 +79,14 @@ class Admission:
         return len(self._kv.tables) >= self._max_seqs
 
     def _is_overdue(self, state: RequestState) -> bool:
-        """True if `max_bypass` younger requests have started before this one."""
+        """True if at least `max_bypass` younger requests have started since this one began to wait."""
         return self._requests.overtaken(state) >= self._max_bypass
 
     def _find_room(
         self, state: RequestState, builder: StepBuilder | None, next_victim: Callable[[], RequestState | None]
     ) -> list[int] | None:
-        """Cached blocks of a request that may start, after preempting victims if a step is being built; None if slots
-        or free blocks are missing."""
+        """The cached blocks of a request for which a slot and enough other blocks are free, after preempting victims if
+        a step is being built; None if they are not."""
         num_tokens, reserve = policy.kv_tokens_to_admit(state), len(self._requests.decoding)
         found: list[int] | None = None
         while True:
@@ -115,8 +115,8 @@ class PrefillStarter(Admission):
 
     def start(self, builder: StepBuilder, short: RequestState | None) -> None:
         """Admits waiting requests while budget, slots and blocks last, but none younger than `short`, a running prefill
-        that misses blocks. Every running decode keeps one free block in reserve, or admission would only cause
-        preemption."""
+        for whose chunk too few blocks are free. Every running decode keeps one free block in reserve, or admission
+        would only cause preemption."""
         requests = self._requests
         if not requests.waiting and not requests.encoding:
             return
@@ -208,18 +208,18 @@ class PrefillStarter(Admission):
             return head
         return first
 
-    # ---- room
+    # ---- blocks
 
     def _room_for(self, state: RequestState, insists: bool, builder: StepBuilder) -> list[int] | None:
-        """Finds free blocks for everything that the request has to prefill. If it `insists`, it preempts younger
-        prefills that are stalled at an image."""
+        """The cached blocks of a request for whose prefill enough other blocks are free; None if they are not. With
+        `insists`, younger prefills that are stalled at an image are preempted for it."""
         prefilling = self._requests.prefilling
         return self._find_room(
             state, builder, lambda: policy.stalled_younger_than(state, prefilling) if insists else None
         )
 
     def _admit(self, state: RequestState, found: Sequence[int], builder: StepBuilder) -> None:
-        """Starts a request: adopts its cached blocks and allocates those of the first chunk, or of everything.
+        """Starts a request: adopts its cached blocks, and allocates the blocks of the first chunk, or of everything.
 
         Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features before it
         are freed, which the image may be waiting for.

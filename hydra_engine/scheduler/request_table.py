@@ -254,7 +254,7 @@ class RequestTable:
         self.connector.on_start(state)
 
     def overtaken(self, state: RequestState) -> int:
-        """How many younger requests have started since this one began to wait for its start."""
+        """Number of younger requests that have started since this one began to wait for its start."""
         now = self._started.younger_than(state.order)
         if state.starts_seen is None:  # it waits for images, and is considered for the first time
             state.starts_seen = now

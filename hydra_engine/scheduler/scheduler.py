@@ -221,7 +221,8 @@ class StageScheduler:
         return ahead or now - self._language_ended_s < self._patience_s
 
     def tidy(self) -> None:
-        """Does bookkeeping while the lanes compute, so that it takes no time between two steps."""
+        """Publishes computed blocks to the prefix cache while the lanes compute, so that it takes no time between two
+        steps."""
         self._requests.prefixes.publish()
 
     def expected_s(self, plan: LanguagePlan) -> float | None:
@@ -329,8 +330,7 @@ def _work(plan: VisionPlan) -> Work:
 
 
 def _stage_reports(requests: RequestTable) -> tuple[StageReport, ...]:
-    """Reports, for a user who watches, the stage of each request that gets no tokens now; the first `MAX_REPORTS` by
-    arrival."""
+    """The stage of each request that gets no tokens now, for a user who watches; the first `MAX_REPORTS` by arrival."""
     calm = RequestPhase.DECODING, RequestPhase.ENDED
     waiting = (state for state in requests.states.values() if state.phase not in calm)
     return tuple(map(_stage_report, islice(waiting, MAX_REPORTS)))

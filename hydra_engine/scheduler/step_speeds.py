@@ -1,7 +1,7 @@
 """The speed of this instance, measured on its own steps: moving means of their seconds, by kind and size.
 
-The frontend compares them with those of other instances at equal sizes, so that a device with large steps is not taken
-for a slow one. Reads no clock; times are arguments.
+The frontend compares instances at equal sizes, so that a device with large steps is not taken for a slow one. Reads no
+clock; times are arguments.
 """
 
 from __future__ import annotations

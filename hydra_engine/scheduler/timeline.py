@@ -1,8 +1,8 @@
 """The timeline of a request, and the token times of running decodes.
 
 Consecutive decode steps are one span; a gap that a reader would notice splits it and is recorded with its cause. While
-a request decodes, `DecodeTimes` keeps its open span and its gaps together with those of all decodes. A timeline has at
-most `MAX_SPANS` spans however long the request runs. Reads no clock; times are arguments.
+a request decodes, its open span and its gaps are in the arrays of `DecodeTimes`. A timeline has at most `MAX_SPANS`
+spans however long the request runs. Reads no clock; times are arguments.
 """
 
 from __future__ import annotations

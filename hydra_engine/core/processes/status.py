@@ -1,4 +1,4 @@
-"""The state of another process on Linux: if it is stopped, and how long it has worked and waited."""
+"""The state of another process on Linux: whether it is stopped, and how long it has worked and waited."""
 
 from __future__ import annotations
 

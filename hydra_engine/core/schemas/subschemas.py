@@ -35,8 +35,8 @@ class Subschema(NamedTuple):
 
 
 def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
-    """The schema itself and all schemas within it, found by keywords and references. Excludes values, such as those of
-    `enum`, and property names. Raises ValueError for an identifier that is too long."""
+    """The schema itself and all schemas within it, found by keywords and references. Excludes values (such as the
+    entries of `enum`) and property names. Raises ValueError for an identifier that is too long."""
     stack = [Subschema(root, "", "", "")]
     seen: set[int] = set()
     while stack:
@@ -129,7 +129,7 @@ def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[
 
 
 def is_of_objects(schema: Any, root: dict[str, Any]) -> bool:
-    """True if no value of the schema can be anything but an object, as far as it is stated: without a type True."""
+    """True unless a keyword shows that the schema allows a value that is no object; a schema without a type passes."""
     return _is_of_objects(schema, root, 0, set())
 
 

@@ -74,7 +74,7 @@ class PeerConnector(Connector):
             self.offers.offer_kv(state, now, ends=sampled)
 
     def part_tokens(self, step_s: float) -> int:
-        """The tokens whose KV takes as long to copy as the cheapest step.
+        """Number of tokens whose KV takes at least `step_s` seconds to copy; 0 before the first copy.
 
         Like EPD-Serve's groups, of tokens instead of layers: a part is copied while the next one is computed, so a
         split saves the copy of the first part and costs one more step's read of the weights.

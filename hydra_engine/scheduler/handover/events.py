@@ -36,7 +36,7 @@ class FeaturesGoneEvent:
 class KvEvent:
     """More KV of a request that moves on can be fetched, until `KvGoneEvent` or `release_kv`.
 
-    The blocks follow those of the request's earlier KvEvents. Only the very last block may be partly filled. With `end`
+    The blocks follow the blocks of its earlier KvEvents. Only the very last block may be partly filled. With `end`
     nothing more comes.
     """
 
@@ -79,7 +79,7 @@ class RemoteEvents:
         self._needs.setdefault(request_id, set()).add(image_index)
 
     def forget_needs(self, request_id: RequestId) -> None:
-        """Drops the needs of a request that has ended, as far as they have not been taken."""
+        """Drops the unsent needs of a request that has ended."""
         self._needs.pop(request_id, None)
 
     def take(self) -> list[RemoteEvent]:

@@ -30,8 +30,8 @@ _KV = -1  # key of the KV in `HandoverState.offered_s`; keys from 0 are images
 
 
 class Offers:
-    """What this instance offers to others. Methods that take ids ignore unknown ids and ended requests. Methods that
-    return messages have ended the request."""
+    """The offers of this instance. Methods that take ids ignore unknown ids and ended requests. Methods that return
+    messages have ended the request."""
 
     def __init__(self, requests: RequestTable, events: RemoteEvents, finish: Finish) -> None:
         self._requests = requests
@@ -139,7 +139,7 @@ class Offers:
         return self._finish([state], now)
 
     def _close_offers(self, state: RequestState, now: float, cause: str | None) -> None:
-        """Records in the timeline how long each offer of the request stood, with the cause of its end."""
+        """Records in the timeline how long each offer of the request lasted. `cause`: why it was not fetched."""
         timeline, offered_s = self._requests.timelines[state.request.id], handover_of(state).offered_s
         for index, since_s in offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens

@@ -167,7 +167,7 @@ class StepHistory(StepObserver):
     def explain(self, request_id: RequestId, since_s: float, until_s: float, limit_s: float) -> tuple[DelayCause, ...]:
         """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
         next one at `until_s`, which is longer than `limit_s`. The last step in the gap computed the token; its decodes'
-        own time is left out if it is within the limit. With it, the causes sum to the gap."""
+        own time is left out if it is within the limit. Together with that time the causes sum to the gap."""
         away = self._was_away(request_id, since_s, until_s)
         question = since_s, until_s, limit_s, self._serial
         answer = self._answer

@@ -190,7 +190,8 @@ class LatencyBudgets(Budgets):
         return _largest(lambda count: step.beside(count, work), allowed, want, low=own, guess=guess)
 
     def _fed(self, pending: PendingWork, budget: StepBudget, want: int) -> StepBudget:
-        """The budget, with a chunk for a prefill that has starved for `STARVED_STEPS` steps."""
+        """The budget, or after `STARVED_STEPS` steps with too few tokens for a waiting prefill, a budget with a chunk
+        for it."""
         if budget.tokens >= min(MIN_CHUNK, want):
             self._starved = 0
             return budget
