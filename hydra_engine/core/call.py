@@ -28,8 +28,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # content parts of one message
 MAX_CALL_ID_CHARS = 256
 MAX_CALL_VALUES = 100_000  # JSON values in the arguments of all calls of a conversation
-MAX_NAME_CHARS = 128  # of a called function
-MAX_FIELD_CHARS = 1 << 20  # of one further field of a message
+MAX_NAME_CHARS = 128  # name of a called function
+MAX_FIELD_CHARS = 1 << 20  # one further field of a message
 REASONING = ("reasoning_content", "thinking", "reasoning")  # field names for reasoning in clients and templates
 
 Role = Literal["system", "user", "assistant", "tool"]

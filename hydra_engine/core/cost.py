@@ -71,20 +71,20 @@ class CostSurface:
     """Costs in seconds. Error bars: `language_error` and `vision_error` bound 90 % of the relative residuals of the fit
     of a lane alone, `corun_error` the same of both lanes together."""
 
-    rows: Curve  # of a language step, by its rows
+    rows: Curve  # seconds of a language step by its rows
     per_key_s: float
     per_pair_s: float
     per_chunk_s: float
-    patches: Curve  # of a vision step, by its patches
+    patches: Curve  # seconds of a vision step by its patches
     per_patch_pair_s: float
-    decode_slowdown: float = 1.0  # of a step of decodes while the vision lane runs, at least 1
-    prefill_slowdown: float = 1.0  # of what chunks add
-    vision_slowdown: float = 1.0  # of a vision step while the language lane runs
+    decode_slowdown: float = 1.0  # factor on decodes while the vision lane runs, at least 1
+    prefill_slowdown: float = 1.0  # factor on the time that chunks add
+    vision_slowdown: float = 1.0  # factor on a vision step while the language lane runs
     language_error: float = 0.0
     vision_error: float = 0.0
     corun_error: float = 0.0
     per_decode_s: float = 0.0  # extra cost of a decode over a token of a chunk: logits and sampling
-    splits: tuple[Slowdowns, ...] = ()  # of the device's partitions from 1 on; partition 0 is the undivided device
+    splits: tuple[Slowdowns, ...] = ()  # slowdowns of partitions 1, 2, ..; partition 0 is the undivided device
 
     def on(self, partition: int) -> CostSurface:
         """The surface with the slowdowns of a partition; self for partition 0 or an undivided device."""

@@ -35,7 +35,7 @@ class ImageItem:
     """
 
     digest: ImageDigest
-    width: int  # of the upright picture that the user gave, pixels
+    width: int  # pixels of the user's picture, upright
     height: int
     num_patches: int
     num_tokens: int

@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
 class Departure(StrEnum):
     """Reasons why an instance has finished its part of a request that continues, or may continue, elsewhere."""
 
-    MOVED = "moved"  # what it computed has been pulled and acknowledged
+    MOVED = "moved"  # its features or KV have been pulled and acknowledged
     RETURNED = "returned"  # preempted, and its prefill cannot run on this instance
     WITHDRAWN = "withdrawn"  # its offer was not fetched: the lease expired, or the other instance is gone
 

@@ -193,8 +193,8 @@ class LanguageResult:
     started_s: float
     ended_s: float
     token_ids: Int64s  # [num_rows]
-    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, ..) of rows that asked for them
-    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why)
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, log probabilities) if asked for
+    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, error)
     vision_s: float = 0.0
     scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (row, log probabilities) of scored chunks
     deferred: tuple[int, ...] = ()  # rows
@@ -233,7 +233,7 @@ class PullJob:
     target_blocks: BlockIds  # [n]
     slot: int
     word: int
-    checksums: tuple[int, ...] = ()  # of the source blocks, where transfers are checked
+    checksums: tuple[int, ...] = ()  # one for each source block if transfers are checked
     sequence: int = 0
     ticket: int = 0
 
@@ -249,7 +249,7 @@ class PullResult:
     valid: bool
     num_bytes: int
     problem: str | None = None
-    ticket: int = 0  # the job's
+    ticket: int = 0  # ticket of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class StagingJob:
     number: int
     pool: str  # a `core.pools.PoolKind`
     blocks: tuple[int, ...]
-    staging_blocks: tuple[int, ...]  # one for each
+    staging_blocks: tuple[int, ...]  # one for each of `blocks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +285,9 @@ LaneResult = VisionResult | LanguageResult | PullResult | StagingResult | ReadyR
 class KvEnd:
     """The end of the KV of a request that moves: the target continues after token `token_id`, which has no KV yet."""
 
-    num_tokens: int  # whose KV is offered
+    num_tokens: int  # number of tokens whose KV is offered
     token_id: int
     token_s: float  # when it was sampled
-    first_token_s: float  # when the request's first one was
+    first_token_s: float  # when the request's first token was sampled
     late_gaps: int = 0
     earlier_token_ids: tuple[int, ...] | None = None  # generated before `token_id`; None: the target knows them

@@ -29,7 +29,6 @@ _WIDTH, _LEFT, _RIGHT, _ROW = 760, 150, 90, 18
 
 
 def result_html(result: Result) -> str:
-    """The HTML fragment of a result."""
     answers = result.choices or (result,)
     texts = "".join(f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{_text(one)}</div>' for one in answers)
     facts = escape(" · ".join(result.facts()))

@@ -48,7 +48,7 @@ class PendingWork(NamedTuple):
     prefill_tokens: int = 0
     num_prefills: int = 0
     prefill_context: int = 0  # tokens of the first prefill that are computed already
-    encode_patches: int = 0  # waiting and in flight
+    encode_patches: int = 0  # patches of images that wait or are being encoded
     ttft_due_s: float = math.inf  # absolute; earliest deadline of a first token that is still ahead
     due_tokens: int = 0
     due_patches: int = 0
@@ -57,7 +57,7 @@ class PendingWork(NamedTuple):
 class StepBudget(NamedTuple):
     """The limits of one language step. The planner keeps it with the plan and returns it with the result."""
 
-    tokens: int  # of prefill
+    tokens: int  # prefill tokens
     vision_s: float  # seconds that the vision lane may run beside it; infinite: no limit
     limit_s: float = math.inf  # tightest TPOT limit among its decodes
     target_s: float = math.inf  # longest duration, with the pause before it; above `limit_s`: stretched
@@ -86,7 +86,7 @@ class Budgets:
         self._config = config
         self._latest_tokens = config.most_tokens
         self._decode_steps = self._full_steps = 0
-        self._typical = TypicalSteps(), TypicalSteps()  # without vision beside them, and with it
+        self._typical = TypicalSteps(), TypicalSteps()  # steps without vision, steps beside vision
 
     def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; called once per step."""

@@ -31,7 +31,7 @@ class ImageTracker:
         connector: Connector,
         requeue: Callable[[RequestState], None],
     ) -> None:
-        self.patches_waiting = 0  # of images that need an encode here, once for each request that needs it
+        self.patches_waiting = 0
         self._features = features
         self._states = states
         self._timelines = timelines

@@ -30,7 +30,7 @@ class StepBuilder:
 
     def __init__(self, requests: RequestTable, now: float, *, ahead: bool, handover_tokens: int = 0) -> None:
         self.chunks: list[tuple[RequestState, int]] = []
-        self.left: int = 0  # tokens
+        self.left: int = 0  # tokens of the budget that are left
         self.now = now
         self._requests = requests
         self._ahead = ahead

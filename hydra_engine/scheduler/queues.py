@@ -127,7 +127,7 @@ class StartedOrders:
     started since it began to wait. Orders that no waiting request needs are dropped."""
 
     def __init__(self) -> None:
-        self._orders: list[Order] = []  # of the requests that have started, ascending
+        self._orders: list[Order] = []  # orders of started requests, ascending
 
     def started(self, order: Order, oldest_waiting: Order | None) -> None:
         """Records a start. `oldest_waiting`: order of the oldest request that still waits; None if none waits."""

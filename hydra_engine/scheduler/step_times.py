@@ -52,7 +52,6 @@ class StepTimes:
         self.typical_s = 0.0
 
     def record(self, duration_s: float, num_tokens: int) -> None:
-        """Records a step that computed `num_tokens` tokens."""
         size = num_tokens.bit_length()
         before_s = self._by_size.get(size, duration_s)
         self._by_size[size] = before_s + _NEW_SHARE * (duration_s - before_s)

@@ -200,10 +200,12 @@ class DecodeTimes:
 
     def __init__(self, num_slots: int) -> None:
         self._watched: list[_Watched] = []
-        self._limits, self._first_s, self._last_s = self._floats = np.zeros((3, num_slots))  # of tokens, 0.0: none
+        self._limits, self._first_s, self._last_s = self._floats = np.zeros(
+            (3, num_slots)
+        )  # times of tokens; 0.0: none yet
         self._late_gaps = np.zeros(num_slots, dtype=np.int64)
         self._num_limited = 0
-        self._num_steps = self._num_rows = 0  # of all steps with decodes so far
+        self._num_steps = self._num_rows = 0  # totals of steps with decodes so far
         self._latest_batch = 0
 
     # ---- coming and going

@@ -26,8 +26,6 @@ J = TypeVar("J")
 
 @dataclass(slots=True)
 class _Client(Generic[J]):
-    """The jobs, use and ticks of one client."""
-
     jobs: deque[J] = field(default_factory=deque)
     next_since: int = 0  # tick of the queue at which its next job became the next
     begun_at: int = -1  # tick at which its latest job began
@@ -99,7 +97,6 @@ class FairQueue(Generic[J]):
         state.used_s, state.used_at = self._used(state, now) + used_s, now
 
     def remove(self, client: str, job: J) -> None:
-        """Removes a waiting job."""
         state = self._waiting[client]
         was_next = state.jobs[0] is job
         state.jobs.remove(job)

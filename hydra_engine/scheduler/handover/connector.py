@@ -88,7 +88,7 @@ class PeerConnector(Connector):
             if state.remote_kv is not None:
                 continue
             if state.handover is None or not state.handover.borrowed:
-                return False  # on most instances the first one
+                return False  # usually at the first request
             some = True
         return some and not requests.waiting
 

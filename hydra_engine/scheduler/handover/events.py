@@ -18,8 +18,8 @@ from hydra_engine.core.state import HandoverState, RequestState
 class FeaturesEvent:
     """Features of an encode job can be fetched from these blocks until `FeaturesGoneEvent` or `release_features`."""
 
-    request_id: RequestId  # of the job
-    image_index: int  # within the job
+    request_id: RequestId  # id of the job
+    image_index: int  # index within the job
     block_ids: tuple[int, ...]
 
 

@@ -123,7 +123,7 @@ class Pulls:
         state = self._requests.states.get(request_id)
         remote_kv = None if state is None else state.remote_kv
         if state is None or remote_kv is None or state.ending is not None:
-            if remote_kv is None or remote_kv.copied_offer != offer:  # else it is kept until the copy has ended
+            if remote_kv is None or remote_kv.copied_offer != offer:  # otherwise kept until the copy has ended
                 self._events.add(UnneededEvent(offer))
             return
         if remote_kv.offer != offer:
