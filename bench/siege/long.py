@@ -1,8 +1,8 @@
 """The long form: mixed traffic under faults for as long as one likes, in pieces that resume and add up.
 
-Each piece of three minutes, or of what is left, has one topology of up to five instances and a server of its own; after
-an hour every topology has had its piece, in an order drawn by the seed. What a piece found is added to a file of JSON,
-so that a run that was ended goes on with its next piece.
+Each piece has one topology of up to five instances, in an order drawn by the seed, and a server of its own. In the
+first hour each topology has three minutes, from then on half an hour, over which memory must stay flat. What a piece
+found is added to a file of JSON, so that a run that was ended goes on with its next piece.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bench.siege.oracles import Finding
 from bench.siege.stage import Stage
 
 PIECE_S = 180.0
+LONG_PIECE_S = 1800.0
 FAULT_EVERY_S = 2.5
 ROUND_S = 60.0  # of traffic between two looks at what is held and how large it is
 TOPOLOGIES = (
@@ -109,11 +110,12 @@ async def piece(seed: str, tally: Tally, seconds: float, *, has_networks: bool) 
     print(f"siege: {topology} for {seconds:.0f} s", flush=True)
     try:
         await stage.start()
-        before = oracles.footprints(stage.server)
+        before = None
         while (left_s := seconds - (time.monotonic() - began)) > 1.0:
             await _round(stage, tally, rng, min(ROUND_S, left_s), before)
             if not processes.is_running(stage.server.pid):
                 break
+            before = before or oracles.footprints(stage.server)  # the first round fills caches
             tally.front_mib.append(round(processes.resident_mib(stage.server.pid), 1))
     finally:
         stage.close()
@@ -121,7 +123,7 @@ async def piece(seed: str, tally: Tally, seconds: float, *, has_networks: bool) 
 
 
 async def _round(
-    stage: Stage, tally: Tally, rng: random.Random, seconds: float, before: dict[str, oracles.Footprint]
+    stage: Stage, tally: Tally, rng: random.Random, seconds: float, before: dict[str, oracles.Footprint] | None
 ) -> None:
     faults = tuple(rng.choice(FAULTS) for _ in range(max(int(seconds / FAULT_EVERY_S), 1)))
     log_before = stage.server.log_bytes
@@ -130,7 +132,7 @@ async def _round(
         return
     if not await stage.server.wait_whole(120):
         tally.note(Finding("ends", f"not every instance has come back: {stage.server.log[-300:]!r}"))
-    for finding in await oracles.footprint(stage.server, before, log_before, within_s=20.0):
+    for finding in await oracles.footprint(stage.server, before or {}, log_before, within_s=20.0):
         tally.note(finding)
 
 
@@ -138,7 +140,8 @@ def run(seed: str, path: Path, seconds: float, *, has_networks: bool) -> bool:
     """Whether nothing was found. `seconds` of all pieces, those in the file too."""
     tally = load(path)
     while (left_s := seconds - tally.seconds) > 5.0:
-        asyncio.run(piece(seed, tally, min(PIECE_S, left_s), has_networks=has_networks))
+        piece_s = PIECE_S if tally.pieces < len(TOPOLOGIES) else LONG_PIECE_S
+        asyncio.run(piece(seed, tally, min(piece_s, left_s), has_networks=has_networks))
         save(path, tally)
         print(f"siege: {json.dumps(tally.summary())}", flush=True)
     return not tally.findings
