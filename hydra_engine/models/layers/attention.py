@@ -1,6 +1,6 @@
 """Attention modules: causal over a paged cache (decoders) and bidirectional over packed segments (vision towers).
 
-Do not know blocks, batches or which rows are decodes.
+Does not know blocks, batches or which rows are decodes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PagedAttention:
         places: Places,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """What `out` takes, [T, Hq * D], or only the given rows of it: the keys and values of all rows are written in
-        any case."""
+        """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Keys and values of all rows are
+        written in any case."""
         norms = None
         if self._q_norm is not None and self._k_norm is not None:
             norms = HeadNorms(self._q_norm.tensor, self._k_norm.tensor, self._eps)
@@ -55,9 +55,11 @@ _QK_NORM_EPS = 1e-6  # no config names it
 
 
 class PackedAttention:
-    """All heads read all rows of their own segment. `qkv` names the checkpoint's one or three input projections,
-    `out` its output projection, which has a bias; `qkv_bias` says so of the others. `qk_norm` names two RMS norms of
-    whole queries and keys, before they are cut into heads; `out_scale` a factor for each output (layer scale)."""
+    """Bidirectional attention within packed segments: a row attends to all rows of its own segment.
+
+    `qkv` names the checkpoint's input projections, one (fused) or three, with biases if `qkv_bias`; `out` names the
+    output projection, which always has a bias. `qk_norm` names two RMS norms of whole queries and keys, applied before
+    the split into heads; `out_scale` names a vector with a factor per output (layer scale)."""
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class PackedAttention:
         self.out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
 
     def mix(self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices) -> Tensor:
-        """What `project` gives, [P, 3 * C] -> [P, C]: what every row takes from the others. `rotary` turns queries and
-        keys: at once where they still lie beside each other."""
+        """Attention on the output of `project`, [P, 3 * C] -> [P, C], the input of `out`. `rotary` is applied to
+        queries and keys, in one launch unless they are normalised."""
         q, k, v = projected.unflatten(1, (3, self._num_heads, -1)).unbind(1)  # each [P, H, D]
         if self._norms:
             q, k = (norm(part.flatten(1)).view(q.shape) for norm, part in zip(self._norms, (q, k), strict=True))

@@ -1,6 +1,6 @@
 """Layers that hold weights: linear (several checkpoint matrices fused into one), norms, embedding, MLPs.
 
-Each declares its slots when built and is ready once they are filled. All arithmetic is in the backend's ops.
+A layer declares its slots when it is built and is ready after they are filled. All arithmetic is in the backend's ops.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from hydra_engine.models.loading.quantize import quantized_matrix
 
 
 class Linear:
-    """act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs, stacked in order.
+    """A linear layer: act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs,
+    stacked in order.
 
-    `scale` names a vector of the checkpoint with a factor per output, for weights and biases alike (layer scale); it is
-    multiplied into them once, when they are loaded. `arrange` makes one of the parts' weights, or biases, in another
-    order than one after another, the same for both; where checkpoints have more dimensions than two, `num_in` names all
-    but the first. Any part may come quantised. `spare_out` outputs of zeros follow those of each part;
-    `spare_in` inputs, which are zeros in every x, follow the others."""
+    `scale` names a checkpoint vector with one factor per output (layer scale); it is multiplied into weights and biases
+    once, at load. `arrange` combines the parts' weights, and likewise their biases, in another order than stacked.
+    `num_in` lists all dimensions but the first if the checkpoint's weight has more than two. Any part may be quantised.
+    `spare_out` zero outputs are appended to each part; `spare_in` zero columns are appended to W, for inputs that are
+    zero in every x."""
 
     packed: tuple[PackedLinear, ...]  # one for all parts, unless they are quantised in several ways
 
@@ -55,7 +56,7 @@ class Linear:
         for name, num_out in parts.items():
             fill = partial(self._fill_weight, f"{name}.weight")
             quantized = fill if len(shape_in) == 1 else None
-            whole = scale is None  # a factor makes numbers that 16 bits cannot hold
+            whole = scale is None  # scaled weights need more than 16 bits
             scope.want(f"{name}.weight", (num_out, *shape_in), fill, fill_quantized=quantized, matrix=whole)
             if bias:
                 scope.want(f"{name}.bias", (num_out,), partial(self._fill_vector, f"{name}.bias"))
@@ -92,7 +93,7 @@ class Linear:
         self._pack_if_complete()
 
     def _pack_if_complete(self) -> None:
-        """Packs when the last part has come; until then at most one layer's parts are kept twice."""
+        """Packs after the last part has arrived; until then at most one layer's parts exist twice."""
         weights, vectors = self._weights_arrived, self._vectors_arrived
         if len(weights) < len(self._weights) or len(vectors) < len(self._biases) + (self._scale is not None):
             return
@@ -108,15 +109,15 @@ class Linear:
         self.packed = tuple(map(self._ops.pack_linear, joined, biases, repeat(self._dtype)))
 
     def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
-        """Neighbours of one form as one weight. Parts whose outputs are mixed must have one form: several become
-        tensors."""
+        """Joins adjacent parts of one quantisation format. With `arrange` all parts must have one format, so a mixture
+        is dequantised first."""
         groups = [list(group) for _, group in groupby(parts, _form)]
         if len(groups) > 1 and self._arrange is not _stacked:
             groups = [[part.dequantized(self._dtype) if isinstance(part, QuantizedWeight) else part for part in parts]]
         return [self._join(group) for group in groups]
 
     def _join(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-        """Of one form."""
+        """Joins parts of one quantisation format."""
         weights = [part for part in parts if isinstance(part, QuantizedWeight)]
         if not weights:
             return self._arrange([part for part in parts if isinstance(part, Tensor)])
@@ -133,7 +134,7 @@ def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor
 
 
 def _padded(weight: Tensor | QuantizedWeight, num_out: int, num_in: int) -> Tensor | QuantizedWeight:
-    """With so many more outputs and inputs."""
+    """Appends `num_out` zero outputs and `num_in` zero inputs."""
     if not num_out and not num_in:
         return weight
     if isinstance(weight, QuantizedWeight):
@@ -146,14 +147,14 @@ def _form(weight: Tensor | QuantizedWeight) -> object:
 
 
 def _scaled(weight: Tensor | QuantizedWeight, factors: Tensor) -> Tensor | QuantizedWeight:
-    """Each output times its factor."""
+    """Multiplies each output by its factor."""
     if isinstance(weight, QuantizedWeight):
         return weight.scaled(factors)
     return _scaled_tensor(weight, factors[:, None])
 
 
 def _scaled_tensor(tensor: Tensor, factors: Tensor) -> Tensor:
-    """The product in float32, rounded once."""
+    """Multiplies in float32 and rounds once, to the tensor's dtype."""
     return (tensor.float() * factors.float()).to(tensor.dtype)
 
 
@@ -162,7 +163,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 class Weight:
-    """One tensor of the checkpoint, kept as it is, or as `transform` makes it."""
+    """One tensor of the checkpoint, kept unchanged or as the result of `transform`."""
 
     tensor: Tensor
 
@@ -196,7 +197,7 @@ class Weight:
 
 
 class RmsNorm:
-    """`centred`: the checkpoint holds the difference from 1, which is kept in float32."""
+    """RMS norm. `centred`: the checkpoint stores weight - 1; the weight is then kept in float32."""
 
     def __init__(self, scope: Scope, num_channels: int, eps: float, *, centred: bool = False) -> None:
         self._ops = scope.ops
@@ -207,12 +208,12 @@ class RmsNorm:
         return self._ops.rms_norm(x, self._weight.tensor, self._eps)
 
     def behind(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor | Normed, Tensor]:
-        """(norm(linear(x) + residual), linear(x) + residual); `residual` must not be used afterwards."""
+        """Returns (norm(y), y), y = linear(x) + residual. `residual` must not be used afterwards."""
         (packed,) = linear.packed
         return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
 
     def of_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(linear(x) + residual), linear(x) + residual)"""
+        """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written."""
         (packed,) = linear.packed
         return self._ops.linear_add_norm(x, packed, residual, RowNorm(self._weight.tensor, None, self._eps))
 
@@ -234,15 +235,15 @@ class LayerNorm:
         return self._ops.layer_norm(x, self._weight.tensor, self._bias.tensor, self._eps)
 
     def of_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of `RmsNorm`."""
+        """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written."""
         (packed,) = linear.packed
         norm = RowNorm(self._weight.tensor, self._bias.tensor, self._eps)
         return self._ops.linear_add_norm(x, packed, residual, norm)
 
 
 class Head:
-    """Logits in float32. Tied heads are filled by the embedding, others have a slot of their own. Quantised, where
-    matrices are quantised when they are loaded, to 8 bits, however many those have."""
+    """The output projection, with logits in float32. Tied heads are filled by the embedding, others have a slot of
+    their own. If matrices are quantised at load, the head gets 8 bits, whatever width they get."""
 
     packed: PackedLinear
 
@@ -270,8 +271,8 @@ class Head:
 
 
 class Embedding:
-    """The token table, whose rows are given in the compute dtype; `tied_head` shares its tensor,
-    quantised if the checkpoint has it so. `substitute`: as of `Scope.want`."""
+    """The token table, with rows in the compute dtype. `tied_head` shares its weight, quantised if the checkpoint's is.
+    `substitute`: see `Scope.want`."""
 
     table: Tensor
 
@@ -307,7 +308,8 @@ class Embedding:
 
 
 class GatedMlp:
-    """down(act(gate(x)) * up(x)) + residual. Between the two products are spare zeros, as wide as the device wants."""
+    """A gated MLP: down(act(gate(x)) * up(x)) + residual. The inner width is padded with zeros to a multiple of the
+    device's `width_step`."""
 
     def __init__(self, scope: Scope, num_channels: int, num_inner: int, act: str, *, bias: bool = False) -> None:
         self._ops = scope.ops
@@ -321,17 +323,17 @@ class GatedMlp:
         return self.down(self.inner(x), residual=residual)
 
     def under(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The result under a norm, and as it is."""
+        """Returns (norm(y), y), y = mlp(x) + residual. `residual` is not written."""
         return norm.of_sum(self.down, self.inner(x), residual)
 
     def inner(self, x: Tensor | Normed) -> Tensor:
-        """What `down` takes."""
+        """Returns act(gate(x)) * up(x), the input of `down`."""
         return self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act)
 
 
 class Mlp:
-    """second(act(first(x))) + residual; `names` of the two layers. `scale` as that of `Linear`, of the second. Spare
-    zeros as in `GatedMlp`: act(0) is 0."""
+    """A two-layer MLP: second(act(first(x))) + residual. `names` are those of the two layers, `scale` is the second
+    layer's (see `Linear`). The inner width is padded with zeros as in `GatedMlp`: act(0) is 0."""
 
     def __init__(
         self,
@@ -354,5 +356,5 @@ class Mlp:
         return self._second(self._first(x, self._act), residual=residual)
 
     def under(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The result under a norm, and as it is."""
+        """Returns (norm(y), y), y = mlp(x) + residual. `residual` is not written."""
         return norm.of_sum(self._second, self._first(x, self._act), residual)

@@ -1,7 +1,7 @@
 """The Llama decoder (also mistral, qwen2, qwen3) and qwen3_5's hybrid one: tokens and image features in, float32 logits
 of the wanted rows out.
 
-Features in further planes of the image cache are added behind the first layers (DeepStack, as in Qwen3-VL). Does not
+Features in further planes of the image cache are added after the first layers (DeepStack, as in Qwen3-VL). Does not
 know requests, sampling or how the cache's blocks were chosen.
 """
 
@@ -24,7 +24,7 @@ from hydra_engine.models.specs.base import LanguageSpec, LayerKind
 
 
 class Decoder:
-    """`scope` is the place of `model.*` and `lm_head.*`."""
+    """A decoder with its embedding and head. `scope` is the module that contains `model.*` and `lm_head.*`."""
 
     def __init__(self, scope: Scope, spec: LanguageSpec) -> None:
         self._ops = scope.ops
@@ -38,11 +38,11 @@ class Decoder:
             tied_head=self._head if tied else None,
             substitute=scope.named(head) if tied else None,
         )
-        # Files that say "tied" and hold a head all the same mean that head, as transformers 5 reads them.
+        # If the config says "tied" but the files contain a head, the head counts, as in transformers 5.
         fill = self._fill_tied_head if tied else self._head.fill
         scope.want(head, shape, fill, optional=tied, fill_quantized=fill, matrix=True)
         self._layers = tuple(_layers(model, spec))
-        # Each layer's sum is followed by a norm: the next layer's, and at the end the final one.
+        # The norm after each layer's sum: the next layer's, or the final one.
         final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
         self._rotary = RotaryTable(spec, scope.device)
@@ -50,14 +50,15 @@ class Decoder:
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def _fill_tied_head(self, weight: Tensor | QuantizedWeight) -> None:
-        """Fills the head, or the embeddings too where the files hold the shared tensor under the head's name alone."""
+        """Fills the head; if the checkpoint stores the shared tensor only under the head's name, fills the embedding
+        too."""
         if self._embed.is_filled:
             self._head.fill(weight)
         else:
             self._embed.fill(weight)
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
-        """[B', V] float32, until the next call"""
+        """Returns the logits of `batch.logit_rows`, [B', V] float32, valid until the next call."""
         wanted, places = batch.logit_rows, Places(batch.slots, batch.attention, batch.states)
         plain = batch.scored is None and batch.image_rows is None
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
@@ -95,7 +96,8 @@ class Decoder:
         wanted: Tensor | None = None,
         merge: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """The layers, each followed by `merge`, and the final norm: [T, C], or only the `wanted` rows of it."""
+        """Runs the layers, calling `merge` in each, and the final norm. Returns [T, C], or only the `wanted` rows of
+        it."""
         hidden: Tensor | Normed = self._layers[0].input_norm(residual)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -105,13 +107,12 @@ class Decoder:
                 residual = residual.index_select(0, rows)
             hidden, residual = layer.post_norm.behind(layer.mix.out, mixed, residual)
             inner = layer.mlp.inner(hidden)
-            if merge is not None:  # into a sum that the norm is no longer asked of
+            if merge is not None:  # `hidden` is already consumed, so its sum may change
                 merge(index, residual)
             hidden, residual = self._next_norms[index].behind(layer.mlp.down, inner, residual)
         return computed(self._ops, hidden)
 
     def reserve_positions(self, end: int) -> None:
-        """As `RotaryTable.reserve`."""
         self._rotary.reserve(end)
 
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
@@ -123,20 +124,20 @@ class Decoder:
         return hidden
 
     def _merge(self, hidden: Tensor, batch: LanguageInput, images: PagedCache | None, *, plane: int) -> None:
-        """Features of plane 0 replace image rows, those of other planes are added to them."""
+        """Writes features of plane 0 over the image rows; adds those of other planes to them."""
         if images is None or batch.image_rows is None or batch.image_slots is None:
             raise ValueError("image_rows: expected their slots and an image cache to read from")
         self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots, plane)
 
 
 def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:
-    """How many layers get features behind them in this step; fewer than there are layers, so that the last one may
-    drop rows."""
+    """Number of layers followed by a DeepStack merge in this step. It is less than the number of layers, so that the
+    last one may drop rows."""
     return 0 if images is None or batch.image_rows is None else images.data.shape[1] - 1
 
 
 def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
-    """Each knows its number among the layers of its kind."""
+    """Builds the layers; `index` of a layer counts within its kind."""
     counts: dict[LayerKind, int] = {"attention": 0, "delta": 0}
     for index, scope in enumerate(model.each("layers", spec.num_layers, "num_hidden_layers")):
         kind: LayerKind = spec.layer_kinds[index] if spec.layer_kinds else "attention"
@@ -148,8 +149,7 @@ class DecoderLayer:
     def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
         size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
         self.input_norm = RmsNorm(scope.at("input_layernorm"), size, eps, centred=centred)
-        # [T, C] -> what its `out` takes, or only the given rows of it: what all rows leave in the caches is written in
-        # any case.
+        # [T, C] -> the input of its `out`, or only the given rows of it. Caches are written for all rows in any case.
         self.mix: PagedAttention | GatedAttention | DeltaNet
         if kind == "attention":
             attention = GatedAttention if spec.output_gate else PagedAttention

@@ -1,9 +1,9 @@
 """Layers of qwen3_5_text: gated delta nets, which keep one state per request instead of keys and values, and full
 attention, causal over the paged cache, with a gate per output and rotary positions for part of a head.
 
-The backend's `rope_and_write` turns pairs (i, i + D/2) of whole heads. Heads of queries and keys are stored here in an
-order in which the pairs that turn are such pairs; the others turn by angle 0. Scalar products do not care about order.
-Does not know blocks, batches or which request has which state.
+The backend's `rope_and_write` rotates pairs (i, i + D/2) of whole heads. Heads of queries and keys are therefore
+permuted at load so that rotated pairs are D/2 apart; all other pairs rotate by angle 0. Scalar products do not depend
+on the order. Does not know blocks, batches or which request has which state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydra_engine.models.specs.base import DeltaShape, LanguageSpec
 
 
 class DeltaNet:
-    """`layer` counts the layers of this kind."""
+    """A gated delta net. `layer` is its index among the delta-net layers."""
 
     def __init__(self, scope: Scope, shape: DeltaShape, hidden_size: int, eps: float, layer: int) -> None:
         self._ops, self._shape, self._eps, self._layer = scope.ops, shape, eps, layer
@@ -40,8 +40,8 @@ class DeltaNet:
     def __call__(
         self, x: Tensor | Normed, rotary: Rotary, cache: PagedCache, places: Places, rows: Tensor | None = None
     ) -> Tensor:
-        """[T, C] -> what `out` takes, [T, Hv * Dv], or only the given rows of it; moves the states of all rows on.
-        `rotary` and `cache` are for layers of attention."""
+        """Returns the input of `out`, [T, Hv * Dv], or only the given rows of it; advances the states of all rows.
+        Ignores `rotary` and `cache`, which attention layers need. Raises ValueError if the step has no states."""
         if places.states is None:
             raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
         shape, ops, states = self._shape, self._ops, places.states
@@ -64,7 +64,7 @@ class DeltaNet:
 
 
 class GatedAttention:
-    """`layer` counts the layers that have keys and values."""
+    """Causal attention with a sigmoid gate per output. `layer` is its index among the layers with keys and values."""
 
     def __init__(self, scope: Scope, spec: LanguageSpec, layer: int) -> None:
         self._ops, self._layer, self._head_dim, self._eps = scope.ops, layer, spec.head_dim, spec.rms_eps
@@ -88,8 +88,8 @@ class GatedAttention:
         places: Places,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """What `out` takes, [T, Hq * D], or only the given rows of it: the keys and values of all rows are written in
-        any case."""
+        """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Keys and values of all rows are
+        written in any case."""
         ops = self._ops
         projected = self._qkv(computed(ops, x)).unflatten(1, (-1, self._head_dim))
         q, k, v, gate = projected.split(self._heads, dim=1)
@@ -103,19 +103,19 @@ class GatedAttention:
         return ops.sigmoid_mul(mixed, gate).flatten(1)
 
     def _arranged(self, parts: list[Tensor]) -> Tensor:
-        """Queries, keys, values, gates. In the checkpoint every head's query is followed by its gate."""
+        """Reorders outputs to queries, keys, values, gates. The checkpoint stores each head's gate after its query."""
         q, k, v = (part.unflatten(0, (-1, self._head_dim)) for part in parts)
         pairs = q.unflatten(0, (-1, 2))
         q, gate = pairs[:, 0], pairs[:, 1]
         return torch.cat([part.flatten(0, 1) for part in (q[:, self._order], k[:, self._order], v, gate)])
 
     def _from_difference(self, weight: Tensor) -> Tensor:
-        """Stored as the difference from 1."""
+        """Adds 1 (the checkpoint stores weight - 1) and permutes to `_order`."""
         return (1.0 + weight)[self._order]
 
 
 def paired_order(head_dim: int, rotary_dim: int) -> Tensor:
-    """[D] int64: of the first `rotary_dim` numbers, i turns with i + rotary_dim / 2; here they stand D/2 apart."""
+    """Permutation of a head, [D] int64, that moves the rotated pairs (i, i + rotary_dim / 2) to a distance of D/2."""
     half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
     turning, still = torch.arange(head_dim).split((rotary_dim, head_dim - rotary_dim))
     return torch.cat((turning[:half], still[:rest], turning[half:], still[rest:]))

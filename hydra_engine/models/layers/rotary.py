@@ -1,6 +1,6 @@
 """Rotary positions: cosines and sines by position, for the rope types `default`, `linear`, `llama3` and `yarn`.
 
-They lie in a table, because a row's bits must not depend on its batch. Does not rotate anything: that is the backend's.
+They are read from a table, so that a row's bits do not depend on its batch. Rotates nothing: the backend does.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ _TABLE_ROWS = 4096
 
 
 class GrowingTable(ABC):
-    """Rows by position, for one lane. Subclasses call `__init__` when they can make rows."""
+    """A table with one row per position that grows on demand, for one lane. Subclasses call `__init__` last, since it
+    makes the first rows."""
 
     def __init__(self) -> None:
         self._rows = self._rows_from(0)
-        # The first one stays: it was made outside of the lane that reads it, so a device could give its memory away
-        # while the lane still does.
+        # The first table is kept: it was made outside the lane that reads it, so a device could reuse its memory while
+        # the lane still reads.
         self._reserved = [self._rows]
 
     @abstractmethod
     def _rows_from(self, begin: int) -> Tensor:
-        """The rows from there on, always as many: their bits must not depend on how the table grew."""
+        """Makes a fixed number of rows from position `begin` on, so that their bits do not depend on how the table
+        grew."""
 
     def up_to(self, end: int) -> Tensor:
-        """Rows 0 to at least `end` - 1."""
+        """Returns the table with at least `end` rows; grows it if needed."""
         while end > self._rows.shape[0]:
             self._rows = torch.cat((self._rows, self._rows_from(self._rows.shape[0])))
         return self._rows
 
     def reserve(self, end: int) -> None:
-        """Keeps the rows below `end` at one address from now on, also for captured launches that are replayed after the
+        """Keeps the current table alive, with rows below `end`: graphs captured with its address stay valid after the
         table has grown."""
         rows = self.up_to(end)
         if not any(kept is rows for kept in self._reserved):
@@ -44,19 +46,20 @@ class GrowingTable(ABC):
 
 
 class RotaryTable(GrowingTable):
-    """[multiple of _TABLE_ROWS, D]: cosines, then sines. One per decoder."""
+    """The cosine and sine table of one decoder: [multiple of _TABLE_ROWS, D], cosines in the first half of the
+    columns."""
 
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self._frequencies = frequencies(spec)
         self._factor = _number(spec, "attention_factor") if "attention_factor" in spec.rope_parameters else 1.0
         self._device = device
-        self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: which axis a pair turns by
-        self._still = (spec.head_dim - (spec.rotary_dim or spec.head_dim)) // 2  # pairs that do not turn
+        self._axes = None if spec.rope_sections is None else _axes(spec).to(device)  # [D/2]: axis of each pair
+        self._still = (spec.head_dim - (spec.rotary_dim or spec.head_dim)) // 2  # pairs that are not rotated
         super().__init__()
 
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos, sin, each [T, D/2] float32; positions [T], or [3, T] where pairs turn by different axes; `end` is more
-        than the largest of them."""
+        """Returns (cos, sin), each [T, D/2] float32. `positions` is [T], or [3, T] with multimodal axes; `end` is
+        larger than any of them."""
         table = self.up_to(end)
         if self._axes is None:
             return rows_of(table, positions)
@@ -72,14 +75,14 @@ class RotaryTable(GrowingTable):
 
 
 def rows_of(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As a `RotaryTable` of this table where the positions [T] hold for all axes."""
+    """Returns (cos, sin), each [T, D/2], for positions [T] that hold for all axes."""
     cos, sin = table.index_select(0, positions).chunk(2, dim=1)
     return cos, sin
 
 
 def _axes(spec: LanguageSpec) -> Tensor:
-    """[D/2] int64: 0 time, 1 row, 2 column. In runs (Qwen2-VL), or in turns with time taking what the sections of rows
-    and columns leave (Qwen3-VL)."""
+    """Axis of each pair, [D/2] int64: 0 time, 1 row, 2 column. Contiguous sections (Qwen2-VL), or interleaved, with
+    time in the pairs that rows and columns leave (Qwen3-VL)."""
     assert spec.rope_sections is not None
     if not spec.rope_interleaved:
         return torch.repeat_interleave(torch.arange(3), torch.tensor(spec.rope_sections))
@@ -90,7 +93,7 @@ def _axes(spec: LanguageSpec) -> Tensor:
 
 
 def frequencies(spec: LanguageSpec) -> Tensor:
-    """[D/2] float32, of the pairs that turn, with the arithmetic of transformers."""
+    """Inverse frequencies of the rotated pairs, [rotary_dim / 2] float32, with the arithmetic of transformers."""
     dim = spec.rotary_dim or spec.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / (spec.rope_theta**exponents)
@@ -114,8 +117,8 @@ def frequencies(spec: LanguageSpec) -> Tensor:
 
 
 def _yarn_ramp(spec: LanguageSpec) -> Tensor:
-    """[D/2] float32: 0 for pairs that turn more than beta_fast times in the original context, 1 for those that turn
-    less than beta_slow times."""
+    """YaRN's ramp over the pairs, float32: 0 for pairs that turn more than beta_fast times in the original context, 1
+    for pairs that turn less than beta_slow times."""
     length, base = _number(spec, "original_max_position_embeddings"), spec.rope_theta
     dim = spec.rotary_dim or spec.head_dim
 

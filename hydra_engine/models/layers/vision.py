@@ -1,7 +1,7 @@
-"""What vision towers are made of: pixels as rows, patches with a class token and positions, pre-norm layers, mergers of
-patches; and whole towers for pictures of one size. One byte per colour comes to the device.
+"""Parts of vision towers: pixel normalisation, patch embedding, pre-norm layers, patch mergers, and whole towers for
+pictures of one size. Pixels arrive on the device as one byte per colour.
 
-Names of weights are parameters, because the towers differ in little else. Does not know how a user's picture became
+Weight names are parameters, because the towers differ in little else. Does not know how a user's picture became
 pictures of this size.
 """
 
@@ -29,7 +29,8 @@ from hydra_engine.models.specs.vision import SquareTowerSpec, SquareVisionSpec, 
 
 
 class PixelNormaliser:
-    """(x * rescale - mean) / std in float32, the product rounded once, exactly as transformers' processors do."""
+    """Computes (x * rescale - mean) / std in float32, with the product rounded once, exactly as transformers'
+    processors do."""
 
     def __init__(self, spec: PreprocessSpec, device: torch.device) -> None:
         self._rescale = spec.rescale
@@ -37,13 +38,13 @@ class PixelNormaliser:
         self._std = torch.tensor(spec.std, dtype=torch.float32, device=device)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """uint8 [..., 3] -> float32"""
+        """Normalises uint8 [..., 3] to float32 of the same shape."""
         return pixels.to(torch.float64).mul_(self._rescale).to(torch.float32).sub_(self._mean).div_(self._std)
 
 
 class PixelRows:
-    """Patches as rows of the compute dtype, normalised, with zeros up to a width. What each of 256 bytes is under each
-    colour is worked out once, on the host."""
+    """Normalised patches as rows of the compute dtype, zero-padded to `width`. The normalised values of all 256 bytes
+    of each colour are tabulated once, on the host."""
 
     def __init__(self, scope: Scope, preprocess: PreprocessSpec, width: int) -> None:
         self._ops, self._width = scope.ops, width
@@ -52,13 +53,13 @@ class PixelRows:
         self._table = table.to(scope.device)
 
     def __call__(self, patches: Tensor) -> Tensor:
-        """uint8 [P, pixels * 3] -> [P, width]"""
+        """Converts uint8 [P, pixels * 3] to [P, width]."""
         return self._ops.pixel_rows(patches, self._table, self._width)
 
 
 class PatchProjection:
-    """Normalised patches through the matrix of a convolution whose steps are its kernel's size. Spare zeros behind them
-    make rows as wide as the device wants."""
+    """The patch embedding: a convolution whose stride is its kernel size, as one matrix product over normalised
+    patches. Rows are zero-padded to a multiple of the device's `width_step`."""
 
     def __init__(
         self,
@@ -78,18 +79,19 @@ class PatchProjection:
         )
 
     def __call__(self, patches: Tensor, residual: Tensor | None = None) -> Tensor:
-        """uint8 [P, num_values] -> [P, C]"""
+        """Projects uint8 [P, num_values] to [P, C]."""
         return self._linear(self._rows(patches), residual=residual)
 
 
 def _as_in_memory(parts: list[Tensor]) -> Tensor:
-    """[C, 3, *kernel] -> [C, kernel * 3], the order of pixels; a bias [C] as it is."""
+    """Reorders a kernel [C, 3, *kernel] to [C, kernel * 3], the order of pixels in memory. A bias [C] is unchanged."""
     (tensor,) = parts
     return tensor if tensor.dim() == 1 else tensor.movedim(1, -1).flatten(1)
 
 
 class PatchNames(NamedTuple):
-    """`patch` is a convolution. `leading`: how many dimensions of 1 class token and positions begin with."""
+    """Checkpoint names of the patch embedding. `patch` is a convolution; `leading` counts the leading dimensions of
+    size 1 of class token and positions."""
 
     patch: str
     class_token: str
@@ -98,7 +100,7 @@ class PatchNames(NamedTuple):
 
 
 class PatchEmbeddings:
-    """Normalised patches through one matrix, the class token before them, positions added."""
+    """Projects patches, prepends the class token and adds the learned positions."""
 
     def __init__(self, scope: Scope, spec: SquareTowerSpec, preprocess: PreprocessSpec, names: PatchNames) -> None:
         size, patch = spec.hidden_size, spec.patch_size
@@ -110,7 +112,7 @@ class PatchEmbeddings:
         self.num_values = self._project.num_values
 
     def __call__(self, patches: Tensor, slices: Slices) -> Tensor:
-        """What `cut` gives -> [I * rows per picture, C]"""
+        """Embeds the patches that `cut` wrote: [I * rows per picture, C]."""
         size = self._spec.hidden_size
         positions = self._positions.tensor.view(-1, size)
         projected = slices.rows(self._project, patches).view(-1, self._spec.num_patches, size)
@@ -120,16 +122,16 @@ class PatchEmbeddings:
         return rows.view(-1, size)
 
     def cut(self, pixels: Tensor, patches: Tensor) -> None:
-        """uint8 [I, height, width, 3] -> `patches`, uint8 [I * patches, patch * patch * 3] contiguous; pixels beyond
-        the last whole patch are dropped, as a convolution does."""
+        """Cuts uint8 [I, height, width, 3] into `patches`, uint8 [I * patches, patch * patch * 3] contiguous. Pixels
+        beyond the last whole patch are dropped, as a convolution does."""
         side, patch = self._spec.grid_side, self._spec.patch_size
         whole = pixels[:, : side * patch, : side * patch].unflatten(1, (side, patch)).unflatten(3, (side, patch))
         patches.view(-1, side, side, patch, patch, 3).copy_(whole.transpose(2, 3))
 
 
 class LayerNames(NamedTuple):
-    """`scales` multiply what attention and MLP add to the rows (layer scale; CaiT, section 2.1). A gated MLP has names
-    of its own."""
+    """Checkpoint names of one tower layer. `scales` are factors of the outputs of attention and MLP (layer scale; CaiT,
+    section 2.1). `mlp` is ignored by a gated MLP, which has fixed names."""
 
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
     attention: str = "self_attn"
@@ -140,8 +142,8 @@ class LayerNames(NamedTuple):
 
 
 class VisionLayer:
-    """x + attention(norm(x)), and then x + mlp(norm(x)). `then` is the first norm of the layer behind, if it takes what
-    this one gives; see `chained`."""
+    """A pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). `then` is the first norm of the next
+    layer, if that layer is chained to this one; see `chained`."""
 
     then: LayerNorm | RmsNorm | None = None
 
@@ -176,8 +178,9 @@ class VisionLayer:
         *,
         normed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[P, C] -> new memory, and the same under `then`; `x` is not written. `normed`: x under the first norm, where
-        the layer before has computed it. In the pieces of `slices`; all that is not attention goes row by row."""
+        """Returns (y, then(y)), or (y, None) without `then`; y is new memory, [P, C], and `x` is not written. `normed`
+        is norm1(x) if the previous layer has computed it. Computes in the pieces of `slices`: everything but attention
+        is row-wise."""
         if normed is None:
             projected = slices.rows(lambda rows: self._attention.project(self.norm1(rows)), x)
         else:
@@ -198,28 +201,30 @@ class VisionLayer:
 
 
 def chained(layers: Sequence[VisionLayer]) -> Sequence[VisionLayer]:
-    """Layers each of which takes what the one before gives, so that norms and sums before them can be one launch."""
+    """Links each layer to the first norm of the next, so that a residual sum and the norm after it can be one
+    launch."""
     for layer, behind in pairwise(layers):
         layer.then = behind.norm1
     return layers
 
 
 class PatchMerger:
-    """The rows of one token, side by side, through an MLP; the norm is of each row, or, `norm_merged`, of all of
-    them."""
+    """Concatenates the rows of one token and applies an MLP. The norm is of the concatenated rows if `norm_merged`,
+    else of each single row."""
 
     def __init__(self, norm: LayerNorm | RmsNorm, mlp: Mlp, width: int, *, norm_merged: bool) -> None:
         self._norm, self._mlp, self._width, self._norm_merged = norm, mlp, width, norm_merged
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[P, C], the rows of a token behind one another -> [P * C / width, C of the decoder]"""
+        """Merges [P, C], with the rows of a token contiguous, to [P * C / width, C of the decoder]."""
         if self._norm_merged:
             return self._mlp(self._norm(x.view(-1, self._width)))
         return self._mlp(self._norm(x).view(-1, self._width))
 
 
 class TowerNames(NamedTuple):
-    """Of a tower for pictures of one size. `unread`: how names begin of which it has no use."""
+    """Checkpoint names of a tower for pictures of one size. `unread`: prefixes of tensors that the model does not
+    use."""
 
     patches: PatchNames
     layers: str
@@ -230,8 +235,8 @@ class TowerNames(NamedTuple):
 
 
 class SquareVision:
-    """`Vision` of `vlm.py` but for the call, for towers that take pictures of one size, each with a class token, up to
-    the last hidden state that is read. Layers behind it are neither loaded nor computed."""
+    """A tower with a class token for pictures of one size: implements `Vision` of `vlm.py` except its call. Stops at
+    the last hidden state that is read; layers after it are neither loaded nor computed."""
 
     def __init__(self, scope: Scope, vision: SquareVisionSpec, names: TowerNames) -> None:
         self._spec, spec = vision, vision.tower
@@ -247,7 +252,7 @@ class SquareVision:
         scope.skip(*names.unread, *(f"{names.layers}.{i}." for i in range(num_active, spec.num_layers)))
         scope.skip(*(f"{name}." for name, held in norms if name and not held))
         self.granule, self.num_values = spec.num_patches, self._embed.num_values
-        self.num_slices = num_active + 2  # the layers, and what comes before and behind them
+        self.num_slices = num_active + 2  # the layers, and the work before and after them
 
     def reserve(self, room: int) -> None:
         """Does nothing: what a call reads does not depend on the room."""
@@ -268,7 +273,7 @@ class SquareVision:
             self._embed.cut(pictures, rows)
 
     def _states(self, inputs: TowerInput) -> Tensor:
-        """Pictures, each a segment -> [I, rows per picture, C * feature layers]"""
+        """Runs the tower with one segment per picture: [I, rows per picture, C * feature layers]."""
         slices, (cu_seqlens,), spec = inputs.slices, inputs.segments, self._spec.tower
         state = self._embed(inputs.patches, slices)  # [I * rows, C]
         if self._pre_norm is not None:

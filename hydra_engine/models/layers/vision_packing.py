@@ -1,8 +1,8 @@
-"""How the pictures of a batch stand in a tower: integers that the host works out, as many as the batch needs or as
-many as a given room has, so that a tower's launches can be captured for that room and replayed for other pictures.
+"""Packing of a batch's pictures for a tower: integers computed on the host, sized for the batch or for a given room, so
+that a tower's launches can be captured for a room and replayed for other pictures.
 
-What fills a room up are pictures of padding behind the real ones: they attend to themselves alone, and their features
-are not read. Does not know layers, pixels' values or caches.
+A room is filled up with padding pictures at the end: they attend only to themselves, and their features are not read.
+Does not know layers, pixel values or caches.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _FILLERS = 2  # pictures of padding at most
 
 
 class Packing(NamedTuple):
-    """A batch in a room. Of two batches in rooms of one size all arrays have the same lengths."""
+    """The layout of a batch, exact or padded to a room. For rooms of one size all arrays have the same lengths."""
 
     num_patches: int
-    num_features: int  # rows that the tower gives; those of padding come last
-    indices: tuple[Int64s, ...]  # in an order that the tower knows
+    num_features: int  # rows of the tower's output, padding last
+    indices: tuple[Int64s, ...]  # in the tower's own order
     bounds: tuple[Int64s, ...]  # cu_seqlens of each kind of attention; empty segments behind the last in a room
-    longest: tuple[int, ...]  # no segment of each kind is longer
+    longest: tuple[int, ...]  # upper bound of a segment's length, by kind
     end: int = 0  # more than the largest row or column of a patch in its picture
 
 
 @dataclass(frozen=True, slots=True)
 class TowerInput:
-    """What a tower computes features from. Everything that depends on the pictures is in the tensors."""
+    """The inputs of a tower. Everything that depends on the pictures is in the tensors."""
 
     patches: Tensor  # [P, values] uint8
     indices: tuple[Tensor, ...]  # int64, as `Packing.indices`
@@ -51,7 +51,8 @@ class TowerInput:
 def tower_input(
     packing: Packing, batch: VisionInput, cut: Callable[[Sequence[Tensor], Tensor], None], num_values: int
 ) -> TowerInput:
-    """Of a batch that is computed at once: segments stay on the host. `cut` and `num_values` as those of the tower."""
+    """Builds the input of a batch that is computed eagerly: segments stay on the host. `cut` and `num_values` are the
+    tower's."""
     if batch.send is not None:
         indices = batch.send(packing.indices)
     else:
@@ -68,13 +69,13 @@ def tower_input(
 
 
 def spans_in(room: int, granule: int) -> int:
-    """Segments that a list of whole pictures has in a room of so many patches, if pictures have `granule` or more."""
+    """Number of segments in a room of `room` patches for pictures of at least `granule` patches, padding included."""
     return min(room // granule, _MAX_SPANS) + _FILLERS
 
 
 def filled(grids: Sequence[Grid], room: int, merge: int) -> list[Grid] | None:
-    """The grids, and behind them at most two of padding, about square, up to `room` patches, which are a multiple of
-    merge * merge as those of every grid are. None where the grids do not fit."""
+    """Appends at most two padding grids, about square, so that all have `room` patches together. `room` is a multiple
+    of merge * merge, as is every grid's number of patches. None if the grids do not fit."""
     left = room - sum(rows * columns for _, rows, columns in grids)
     if left < 0 or len(grids) > min(room // merge**2, _MAX_SPANS):
         return None
@@ -86,7 +87,8 @@ def filled(grids: Sequence[Grid], room: int, merge: int) -> list[Grid] | None:
 
 
 def bounds_of(lengths: Sequence[int] | Int64s, room: int = 0) -> Int64s | None:
-    """cu_seqlens of segments of these lengths, with empty ones up to `room` of them. None where there are more."""
+    """Returns cu_seqlens of segments of these lengths, padded with empty segments to `room` of them (0: no padding).
+    None if there are more."""
     count = len(lengths)
     if room and count > room:
         return None
@@ -97,9 +99,9 @@ def bounds_of(lengths: Sequence[int] | Int64s, room: int = 0) -> Int64s | None:
 
 
 def packed(grids: Sequence[Grid], room: int, merge: int) -> tuple[list[Grid], Packing] | None:
-    """Pictures of any size, whose sides are multiples of `merge` patches and of which `merge` squared patches become a
-    feature, each a segment; with padding up to `room` patches, 0: without. Indices are still to come. None where they
-    do not fit."""
+    """Packs pictures of any size, one segment each, padded to `room` patches (0: no padding); `indices` are left
+    empty. Sides are multiples of `merge` patches, and merge * merge patches make a feature. None if the pictures do
+    not fit."""
     fitted = filled(grids, room, merge) if room else list(grids)
     if fitted is None:
         return None
@@ -114,24 +116,23 @@ def packed(grids: Sequence[Grid], room: int, merge: int) -> tuple[list[Grid], Pa
 
 
 def sizes_of(grids: Sequence[Grid]) -> list[int]:
-    """Patches of each picture."""
+    """Number of patches of each picture."""
     return [rows * columns for _, rows, columns in grids]
 
 
 def longest_side(room: int, merge: int) -> int:
-    """In patches: that of a picture of one row of tokens that fills the room."""
+    """Longest side, in patches, of a picture that fills the room: one row of tokens."""
     return room // merge
 
 
 def in_merge_order(grid: Tensor, merges: Sequence[int]) -> Tensor:
-    """[rows, columns, ...] -> [rows * columns, ...]: row by row of blocks that become one token, every block row by row
-    of the blocks of the merge before, down to single patches. `merges`: how many neighbours along a side each merge
-    takes, the last one first. So what will merge is neighbours on every level, and every merge is a view."""
+    """Reorders [rows, columns, ...] to [rows * columns, ...] so that the patches that merge are contiguous at every
+    level, and every merge is a view. `merges`: the factor of each merge along a side, last merge first."""
     return _in_levels(grid, merges).reshape(-1, *grid.shape[2:])
 
 
 def _in_levels(grid: Tensor, merges: Sequence[int]) -> Tensor:
-    """The same, a view of as many dimensions as that takes."""
+    """Returns `in_merge_order` as a view, with two dimensions for each level of merging."""
     count = len(merges)
     levels = grid.unflatten(1, (-1, *merges)).unflatten(0, (-1, *merges))
     pairs = [axis for level in range(count + 1) for axis in (level, count + 1 + level)]
@@ -142,8 +143,8 @@ def _in_levels(grid: Tensor, merges: Sequence[int]) -> Tensor:
 def cut_in_merge_order(
     pixels: Sequence[Tensor], patches: Tensor, patch_size: int, merges: Sequence[int], depth: int = 1
 ) -> None:
-    """uint8 [pictures, height, width, 3] of each span -> `patches`, uint8 [P, depth * patch * patch * 3] contiguous, in
-    one copy a span; a single picture stands in all `depth` slots of time."""
+    """Cuts uint8 [pictures, height, width, 3] of each span into `patches`, uint8 [P, depth * patch * patch * 3]
+    contiguous, with one copy per span. A single picture is repeated in all `depth` temporal positions."""
     begin = 0
     for pictures in pixels:
         cut = pictures.unflatten(2, (-1, patch_size)).unflatten(1, (-1, patch_size))

@@ -1,11 +1,11 @@
-"""How an encode is cut into pieces, so that a vision step can wait between them: at layers, and inside large ones.
+"""Cuts an encode into pieces, so that a vision step can wait between them: at layers, and inside large ones.
 
-Where a step waits never changes a result, and what is computed in pieces is row-wise (or head by head), so that with
-deterministic ops the cut changes none either. Does not know what a wait is for.
+Waiting never changes a result. Computation inside a layer is cut by rows (or heads), so with deterministic ops the cuts
+change no result either. Does not know what a wait is for.
 
-What a piece can cost. Between layers a piece is a layer of the whole batch. With `piece_rows` it is that many rows of a
-layer's products, or the attention of a few segments or heads with about as many (query, key) pairs as those products
-have multiplications; one head of one picture is not cut.
+The cost of a piece: without `piece_rows` a layer of the whole batch. With `piece_rows` that many rows of a layer's
+products, or attention of some segments or heads with about as many (query, key) pairs as those products have
+multiplications; one head of one picture is not cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 class AttentionPiece(NamedTuple):
-    """Segments [first, last) of a packed batch, heads [head, head_end)."""
+    """Segments [first, last) and heads [head, head_end) of a packed batch."""
 
     first: int
     last: int
@@ -33,28 +33,29 @@ class AttentionPiece(NamedTuple):
 
 
 class Slices:
-    """`checkpoint` is called between pieces. `piece_rows`: most rows of a layer in one piece, 0: layers stay whole."""
+    """Runs computations in pieces, with `checkpoint` called between them. `piece_rows`: most rows of a layer in one
+    piece; 0: layers are not cut."""
 
     def __init__(self, checkpoint: Callable[[], None], piece_rows: int = 0) -> None:
         self.checkpoint = checkpoint
         self._piece_rows = piece_rows
 
     def between(self, parts: Iterable[T]) -> Iterator[T]:
-        """The parts of a tower, with a checkpoint before each and one behind the last: n parts make n + 1 pieces of
-        what is computed from before the first until behind the last."""
+        """Yields the parts of a tower, with a checkpoint before each and one after the last: n parts make n + 1 pieces,
+        the work before the first and after the last included."""
         for part in parts:
             self.checkpoint()
             yield part
         self.checkpoint()
 
     def rows(self, compute: Callable[..., Tensor], *tensors: Tensor, group: int = 1) -> Tensor:
-        """compute(*tensors), where rows of the result follow from the same rows of the tensors, or from `group` rows
-        that lie together. Pieces are as equal as they can be."""
+        """Computes compute(*tensors) in pieces of nearly equal size. Rows of the result depend only on the same rows of
+        the tensors, or on the same `group` adjacent rows."""
         results = self._pieces(compute, tensors, group)
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def row_pairs(self, compute: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """As `rows`, of two results at once."""
+        """Like `rows`, for a function with two results."""
         results = self._pieces(compute, tensors, group=1)
         if len(results) == 1:
             return results[0]
@@ -76,8 +77,8 @@ class Slices:
         return results
 
     def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
-        """mix(q, k, v, cu_seqlens) [P, H, D] for `Ops.attention_packed`, whose segments and heads do not mix.
-        Segments of a plan are never cut."""
+        """Computes mix(q, k, v, cu_seqlens), [P, H, D], in pieces of segments and heads, which do not interact
+        (`Ops.attention_packed`). Planned segments (`PackedPlan`) are never cut."""
         num_rows, num_heads, head_dim = q.shape
         # Of products with the 9 C * C weights behind attention: R * 9 C * C = pairs * heads * 2 D, with C = H * D.
         most = self._piece_rows * 9 * num_heads * num_heads * head_dim // 2
@@ -95,8 +96,8 @@ class Slices:
 
 
 def attention_pieces(cu_seqlens: Sequence[int], num_heads: int, most: int) -> Iterator[AttentionPiece]:
-    """Each with at most `most` (query, key) pairs, counted once per head, where one head of a segment has no more. The
-    heads of a run of segments are cut into pieces as equal as they can be."""
+    """Yields pieces with at most `most` (query, key) pairs over all their heads, or a single head if one has more. The
+    heads of a run of segments are divided as equally as possible."""
     runs: list[tuple[int, int, int]] = []  # segments [first, last) and the pairs of one head
     for segment, (begin, end) in enumerate(pairwise(cu_seqlens)):
         first, pairs = segment, (end - begin) ** 2
