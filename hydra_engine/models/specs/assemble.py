@@ -1,4 +1,5 @@
-"""The JSON files of a model directory that a spec is made from, and what every family makes of them alike."""
+"""The JSON files of a model directory that a spec is built from, and the parts of a spec that all families build
+alike."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from hydra_engine.models.specs.quantization import read_quantization
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """`images` and `videos` are the settings of the processors, None where the directory has none."""
+    """The parsed files of a model directory. `images` and `videos` are the processors' settings; None if there are
+    none."""
 
     model_dir: Path
     architecture: str
@@ -27,8 +29,8 @@ class ModelFiles:
 
 
 def read_files(model_dir: Path, options: SpecOptions) -> ModelFiles:
-    """Newer directories nest the processors' settings in processor_config.json, older ones have a file for each.
-    `architecture` is still empty."""
+    """Reads a model directory. Newer directories nest the processors' settings in processor_config.json, older ones
+    have a file for each. `architecture` is left empty."""
     processor = read_json_if_present(model_dir, "processor_config.json")
     nested_images = nested_videos = None
     if processor is not None:
@@ -47,15 +49,15 @@ def read_files(model_dir: Path, options: SpecOptions) -> ModelFiles:
 
 
 def nested_language(files: ModelFiles, model_type: str) -> tuple[Fields, LanguageSpec]:
-    """The text part of a nested config.json, of that type where it names none, and its decoder; embeddings are tied
-    where either level says so."""
+    """Returns the text part of a nested config.json and the decoder's spec. `model_type` is used if the text part has
+    none. Embeddings are tied if either level says so."""
     text = typed(files.config.section("text_config"), model_type)
     tie = files.config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
     return text, build_language(text, tie_embeddings=tie, nested=True)
 
 
 def typed(text: Fields, model_type: str) -> Fields:
-    """A part of config.json as the family's config class completes it."""
+    """Adds `model_type` to a part of config.json that has none."""
     return text if "model_type" in text else Fields({**text.values, "model_type": model_type}, text.where)
 
 
@@ -69,7 +71,8 @@ def model_spec(
     image_token_id: int | None = None,
     video_token_id: int | None = None,
 ) -> ModelSpec:
-    """`text` is the part of config.json that the decoder was built from."""
+    """Completes a spec with special tokens, dtype and quantisation. `text` is the part of config.json with the
+    decoder."""
     bos, pad, eos = special_tokens(files.generation, files.config, text)
     return ModelSpec(
         family=family,

@@ -1,4 +1,4 @@
-"""What a model family is, without torch: shapes, image geometry, positions, byte and FLOP formulas.
+"""The spec of a model, without torch: shapes, image geometry, positions, byte and FLOP formulas.
 
 A spec is parsed from config.json (and the processor's config) alone. Preprocessing, admission, budgets and the planner
 work from it; `models/` builds modules that agree with it. Does not know tensors, weights or files other than JSON.
@@ -20,11 +20,10 @@ LayerKind = Literal["attention", "delta"]
 
 
 class View(NamedTuple):
-    """How pictures for the tower are cut out of a source picture, as integers.
+    """The cut of one source picture into pictures for the tower, as integers.
 
-    The source is resized to `resize`, laid with its corner at (left, top) on a black canvas (negative: cut off there),
-    and the canvas is cut into tiles of one size, row by row. Sizes are (width, height) in pixels.
-    """
+    The source is resized to `resize` and placed with its corner at (left, top) on a black canvas (negative: cropped);
+    the canvas is cut into tiles of one size, row by row. Sizes are (width, height) in pixels."""
 
     resize: tuple[int, int]
     canvas: tuple[int, int]
@@ -34,7 +33,7 @@ class View(NamedTuple):
 
     @classmethod
     def whole(cls, width: int, height: int, source: int = 0) -> View:
-        """The source stretched to one picture."""
+        """Stretches the source to one picture."""
         return cls((width, height), (width, height), (0, 0), (width, height), source)
 
     @property
@@ -43,7 +42,7 @@ class View(NamedTuple):
 
 
 class ItemPlan(NamedTuple):
-    """One span of features to come: the next `num_pictures` pictures that the views make, of size width x height."""
+    """One planned span of features: the next `num_pictures` pictures of the views, of size width x height."""
 
     width: int
     height: int
@@ -59,9 +58,9 @@ class ItemPlan(NamedTuple):
 
 
 class MediaPlan(NamedTuple):
-    """What a picture or a video of some size becomes. `parts` take the placeholder's place in the prompt, in order:
-    text (tokenised, special tokens understood) and spans. `number` is text around the picture's number in its prompt,
-    which then comes before the parts."""
+    """The plan of one picture or video. `parts` replace the placeholder in the prompt, in order: text (tokenised,
+    with special tokens) and spans. `number` is the text around the picture's number in its prompt, which precedes
+    the parts."""
 
     views: tuple[View, ...]
     parts: tuple[str | ItemPlan, ...]
@@ -72,7 +71,8 @@ class MediaPlan(NamedTuple):
         return tuple(part for part in self.parts if isinstance(part, ItemPlan))
 
     def parts_of(self, number: int) -> tuple[str | ItemPlan, ...]:
-        """`parts` of the picture (video) before which a prompt has `number` others of its kind."""
+        """Returns `parts`, with the number if the plan has one. `number` counts the earlier pictures (videos) of the
+        prompt."""
         if self.number is None:
             return self.parts
         opening, closing = self.number
@@ -80,7 +80,7 @@ class MediaPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Rows of features; text around them is not counted."""
+        """Number of feature rows; text tokens between them are not counted."""
         return sum(item.num_tokens for item in self.items)
 
     @property
@@ -89,7 +89,7 @@ class MediaPlan(NamedTuple):
 
 
 class VideoInfo(NamedTuple):
-    """A video as its file or its list of frames says."""
+    """Size, length and frame rate of a video, as stated by its file or its list of frames."""
 
     width: int
     height: int
@@ -98,7 +98,7 @@ class VideoInfo(NamedTuple):
 
 
 class VideoPlan(NamedTuple):
-    """Which source frames are decoded (`View.source` is an index into `frames`) and what they become."""
+    """The source frames to decode (`View.source` is an index into `frames`) and the plan of their spans."""
 
     frames: tuple[int, ...]
     media: MediaPlan
@@ -106,10 +106,9 @@ class VideoPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreprocessSpec:
-    """What happens to pixels besides resizing, which views say: `resample`, then x * rescale, - mean, / std.
+    """Pixel processing besides the views' resizing: filter `resample`, then (x * rescale - mean) / std.
 
-    `identity` goes into every digest: it names the family and all settings that change pixels.
-    """
+    `identity` goes into every digest: it names the family and all settings that change pixels."""
 
     resample: str  # "bicubic", "bilinear", "lanczos", "nearest"
     rescale: float
@@ -119,7 +118,7 @@ class PreprocessSpec:
 
 
 class DeltaShape(NamedTuple):
-    """A gated delta-net layer, which keeps one state per request instead of keys and values."""
+    """Shape of a gated delta-net layer, which keeps one state per request instead of keys and values."""
 
     num_key_heads: int
     num_value_heads: int
@@ -137,16 +136,17 @@ class DeltaShape(NamedTuple):
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: queries, keys and values of all heads."""
+        """Channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_width + self.value_width
 
     @property
     def num_outputs(self) -> int:
-        """Of the layer's input projections: channels, gates, decays and strengths."""
+        """Outputs of the input projections: channels, gates, decays and strengths."""
         return self.num_channels + self.value_width + 2 * self.num_value_heads
 
     def state_bytes(self, dtype_bytes: int) -> int:
-        """The last inputs of the convolution, and the recurrent state in float32."""
+        """Bytes of one request's state in one layer: the convolution's last inputs, and the recurrent state in
+        float32."""
         recurrent = self.num_value_heads * self.key_dim * self.value_dim * 4
         return recurrent + (self.num_taps - 1) * self.num_channels * dtype_bytes
 
@@ -190,15 +190,16 @@ class LanguageSpec:
         return self.layer_kinds.count("delta")
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, scaled: bool = False) -> int:
-        """`scaled`: with a float32 scale for each head of a token's keys and of its values."""
+        """Bytes of keys and values of one token in all layers. `scaled`: with a float32 scale per head for keys and for
+        values."""
         return self.num_kv_layers * 2 * self.num_kv_heads * (self.head_dim * dtype_bytes + 4 * scaled)
 
     def state_bytes(self, dtype_bytes: int) -> int:
-        """What a request keeps besides keys and values, however long it is."""
+        """Bytes of one request's delta-net states, independent of its length; 0 without delta nets."""
         return 0 if self.delta is None else self.num_state_layers * self.delta.state_bytes(dtype_bytes)
 
     def num_matrix_parameters(self) -> int:
-        """Weights of the matrices of all layers."""
+        """Number of weights in the matrices of all layers."""
         c = self.hidden_size
         matrices = self.num_kv_layers * c * (self._attention_width + self.num_heads * self.head_dim)
         if self.delta is not None:
@@ -206,7 +207,7 @@ class LanguageSpec:
         return matrices + self.num_layers * 3 * c * self.intermediate_size
 
     def num_parameters(self) -> int:
-        """Weights of the decoder with embeddings and head."""
+        """Number of weights of the decoder, embeddings and head included."""
         c, d = self.hidden_size, self.head_dim
         biases = self._attention_width * self.attention_bias + c * self.output_bias
         vectors = self.num_kv_layers * (biases + 2 * d * self.qk_norm)
@@ -223,7 +224,7 @@ class LanguageSpec:
         return (self.num_heads * (1 + self.output_gate) + 2 * self.num_kv_heads) * self.head_dim
 
     def flops_per_token(self, num_context: int) -> int:
-        """Multiply-adds times two of one token through the layers (head not counted) with that much context."""
+        """FLOPs (two per multiply-add) of one token with this much context through all layers, without the head."""
         c, d = self.hidden_size, self.head_dim
         linear = c * ((2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads) * d
         work = self.num_kv_layers * (linear + 2 * num_context * self.num_heads * d)
@@ -237,7 +238,7 @@ class LanguageSpec:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSpec:
-    """A model's own processor of pictures, from transformers: how it is loaded, and where pictures stand in prompts."""
+    """A model's own image processor, from transformers: how it is loaded, and its tokens in prompts."""
 
     model_dir: str
     model_type: str
@@ -252,7 +253,7 @@ class ProcessorSpec:
 
 
 class TowerAttention(NamedTuple):
-    """What a tower's layers attend within; `window` is the rows of one, 0 where there are none."""
+    """Attention shape of a tower's layers. `window` is the number of rows of a window, 0 without windows."""
 
     num_heads: int
     head_dim: int
@@ -262,7 +263,7 @@ class TowerAttention(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec(ABC):
-    """A family's tower: geometry and cost. Concrete dataclasses live beside their family."""
+    """Geometry and cost of a family's vision tower. Concrete dataclasses are in the family's package."""
 
     feature_size: int  # C of the image cache
     preprocess: PreprocessSpec
@@ -270,18 +271,18 @@ class VisionSpec(ABC):
 
     @property
     def num_planes(self) -> int:
-        """Feature planes per image: 1 but for deepstack models."""
+        """Feature planes per image: 1 except for DeepStack models."""
         return 1
 
     @property
     def attention(self) -> TowerAttention | None:
-        """None where transformers computes the tower."""
+        """Attention shape of the tower; None if transformers computes the tower."""
         return None
 
     @property
     @abstractmethod
     def max_tokens_per_image(self) -> int:
-        """Of all spans of one picture together, separators between them not counted."""
+        """Most feature rows of all spans of one picture together, without text between them."""
 
     @property
     def max_tokens_per_item(self) -> int:
@@ -293,25 +294,27 @@ class VisionSpec(ABC):
 
     @abstractmethod
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
-        """For a decoded (orientation applied) picture; raises InvalidImage for a shape the family cannot take. Whatever
-        the budget, nothing becomes more than the maxima above."""
+        """Plans a decoded picture (orientation applied). No plan exceeds the maxima above, whatever the budget. Raises
+        InvalidImage if the family cannot take the shape."""
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
-        """Raises InvalidRequest where the family takes no videos, InvalidImage for a shape that it cannot take."""
+        """Plans a video. Raises InvalidRequest if the family takes no videos, InvalidImage if it cannot take the
+        shape."""
         raise no_videos()
 
     @abstractmethod
     def num_parameters(self) -> int:
-        """Of tower and projector, as far as they are held: layers that are not read are not."""
+        """Number of weights of tower and projector in memory; layers that are not read are not loaded and not
+        counted."""
 
     @abstractmethod
     def flops(self, num_patches: int) -> int:
-        """Of whole pictures (tiles) of the tower with that many patches together."""
+        """FLOPs of whole pictures (tiles) with `num_patches` patches in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One checkpoint's shape. `vision` is None for text-only checkpoints."""
+    """The shape of one checkpoint. `vision` is None for text-only checkpoints."""
 
     family: str  # "llava", ...
     architecture: str  # architectures[0] of config.json
@@ -335,22 +338,23 @@ class ModelSpec:
 
     @property
     def quantized_as(self) -> str:
-        """In a few words; empty: not."""
+        """Short description of the quantisation; empty if there is none."""
         kept = self.at_load or self.quantization
         if kept is None:
             return ""
         return f"{kept.method}, {' and '.join(map(str, kept.num_bits))} bits"
 
     def held_on(self, device: str) -> ModelSpec:
-        """As weights are held on "cpu" or "cuda:N": a GPU keeps 8-bit floats that are not to be quantised further."""
+        """Returns the spec for weights on "cpu" or "cuda:N": a GPU keeps 8-bit floats, unless they are quantised
+        further at load."""
         if device == "cpu" or self.quantization is None or self.at_load is not None:
             return self
         return replace(self, quantization=replace(self.quantization, keeps_floats=True))
 
     def language_bytes(self, dtype_bytes: int, compute_bytes: int) -> int:
-        """Of the decoder's weights where they are held in a dtype of `dtype_bytes`, and those that become the compute
-        dtype in one of `compute_bytes`. Of checkpoints that are quantised, all matrices of layers are taken to be so,
-        and the head not."""
+        """Estimates the bytes of the decoder's weights. `dtype_bytes`: size of a weight that is not quantised;
+        `compute_bytes`: size of a quantised weight that is converted to the compute dtype. In quantised checkpoints all
+        layer matrices count as quantised, and the head as not."""
         language, kept = self.language, self.at_load or self.quantization
         total = language.num_parameters() * dtype_bytes
         if kept is not None:
@@ -370,5 +374,5 @@ class ModelSpec:
 
     @property
     def placeholder_id(self) -> int | None:
-        """Of one picture in a rendered prompt."""
+        """Token id of one picture in a rendered prompt."""
         return self.image_token_id if self.processor is None else self.processor.placeholder_id

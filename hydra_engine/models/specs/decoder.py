@@ -31,13 +31,12 @@ MOST_HEAD_DIM = 2048  # a table of rotary positions is made before weights are r
 @dataclass(frozen=True, slots=True)
 class DecoderDefaults:
     """transformers' defaults of one text model type (it writes a nested config without the fields that equal them), and
-    what the type has whatever a config says.
+    the type's fixed properties.
 
-    `biases`: "qkv" always there and nowhere else; "option": of all four projections, where attention_bias says so.
-    `windowed`: whether sliding_window counts always, where use_sliding_window says so, or never. `rotary_share`: of a
-    head's numbers, where a config may say it. `hybrid`: most layers are delta nets, attention is gated, norms are
-    centred at zero.
-    """
+    `biases`: "qkv" has biases of queries, keys and values only; "option": all four projections, if attention_bias is
+    set. `windowed`: sliding_window applies "always", if use_sliding_window is set ("option"), or "never".
+    `rotary_share`: rotated fraction of a head, if a config may set it. `hybrid`: most layers are delta nets, attention
+    is gated, norms are centred at zero."""
 
     intermediate_size: int
     num_kv_heads: int | None  # None: as many as query heads
@@ -114,7 +113,7 @@ DECODERS = {
 
 
 def decoder_type(config: Fields) -> str:
-    """model_type of a text config, checked to be one that `build_language` knows."""
+    """Returns model_type of a text config. Raises CheckpointError if `build_language` does not know it."""
     model_type = config.text("model_type", "llama")
     if model_type not in DECODERS:
         raise CheckpointError(
@@ -125,7 +124,7 @@ def decoder_type(config: Fields) -> str:
 
 
 def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> LanguageSpec:
-    """`nested` says that fields which equal transformers' defaults may be absent."""
+    """Builds the decoder's spec. `nested`: fields that equal transformers' defaults may be absent."""
     model_type = decoder_type(config)
     defaults = DECODERS[model_type]
     hidden = config.integer("hidden_size", defaults.hidden_size if nested else None)
@@ -179,7 +178,7 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
 
 
 def _biases(config: Fields, defaults: DecoderDefaults, model_type: str) -> tuple[bool, bool]:
-    """Whether queries, keys and values have biases, and whether the output projection has one."""
+    """Returns two flags: biases of queries, keys and values, and bias of the output projection."""
     biased = config.flag("attention_bias", False)
     if config.flag("mlp_bias", False) or (biased and defaults.biases == "none"):
         raise CheckpointError(
@@ -198,7 +197,7 @@ def activation(config: Fields, name: str, default: str) -> str:
 
 
 def _window(config: Fields, defaults: DecoderDefaults, longest: int) -> int:
-    """The longest context for which causal attention over everything is what the model computes."""
+    """Longest context that fits the sliding window: up to it, full causal attention is exact."""
     windowed = defaults.windowed == "option" and config.flag("use_sliding_window", False)
     if not windowed and defaults.windowed != "always":
         return longest
@@ -210,8 +209,8 @@ def _window(config: Fields, defaults: DecoderDefaults, longest: int) -> int:
 def special_tokens(
     generation: Fields | None, config: Fields, text: Fields
 ) -> tuple[int | None, int | None, tuple[int, ...]]:
-    """(BOS, padding, all EOS). generation_config.json decides, then the top level of config.json, then its text part
-    with its defaults. -1 is none, whatever the next of them says."""
+    """Returns (BOS, padding, all EOS). generation_config.json takes precedence, then the top level of config.json, then
+    its text part and its defaults. -1 means none and ends the search."""
 
     def token_ids(name: str, default: int | None) -> tuple[int, ...]:
         for source in (generation, config, text):
@@ -234,7 +233,7 @@ def stored_dtype(config: Fields, text: Fields) -> str:
 
 
 def layer_kinds(config: Fields, num_layers: int) -> tuple[LayerKind, ...]:
-    """From layer_types, or full_attention_interval in configs without it."""
+    """Reads layer_types, or full_attention_interval if there is none."""
     names = config.get("layer_types")
     if names is None:
         interval = config.integer("full_attention_interval", INTERVAL)
@@ -248,7 +247,7 @@ def layer_kinds(config: Fields, num_layers: int) -> tuple[LayerKind, ...]:
 
 
 def delta_shape(config: Fields) -> DeltaShape:
-    """The defaults are those of Qwen3_5TextConfig."""
+    """Reads the delta-net shape. Defaults are those of Qwen3_5TextConfig."""
     shape = DeltaShape(
         num_key_heads=config.integer("linear_num_key_heads", 16),
         num_value_heads=config.integer("linear_num_value_heads", 32),

@@ -1,6 +1,6 @@
-"""Reading JSON files of a model directory and taking typed values out of them.
+"""Reading JSON files of a model directory with type checks.
 
-Every complaint is a `CheckpointError` of one sentence that names the file and the field. Does not know what any field
+Every error is a `CheckpointError` of one sentence that names the file and the field. Does not know what any field
 means.
 """
 
@@ -15,7 +15,7 @@ from hydra_engine.errors import CheckpointError
 
 
 def read_json(directory: Path, name: str) -> Fields:
-    """The object in `directory/name`; a missing file is an error."""
+    """Reads the object in `directory/name`. Raises CheckpointError if the file is missing."""
     fields = read_json_if_present(directory, name)
     if fields is None:
         raise CheckpointError(f"the model directory has no {name}")
@@ -45,10 +45,9 @@ ELSEWHERE = "; --model-impl transformers runs what transformers can load"
 
 
 class Fields:
-    """One JSON object with checked access. `null` counts as absent, but for the fields of which `is_null` asks.
+    """A JSON object with checked access. `null` counts as absent, except in `is_null`.
 
-    `default=None` in the typed getters means that the field must be there.
-    """
+    `default=None` in the typed getters makes the field mandatory."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values = values
@@ -58,11 +57,11 @@ class Fields:
         return self.values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether it is there and says nothing."""
+        """True if the field is present with the value null."""
         return name in self.values and self.values[name] is None
 
     def get(self, *names: str) -> Any:
-        """The first of `names` that is present and not null."""
+        """Returns the first of `names` that is present and not null; None if there is none."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def section(self, name: str) -> Fields:
@@ -86,14 +85,14 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+        """Returns a finite number above zero."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not 0 < value <= LARGEST_NUMBER:
             raise self.wrong(name, f"a number above 0 and up to {LARGEST_NUMBER:g}")
         return float(value)
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """As many finite numbers as `default` has."""
+        """Returns as many finite numbers as `default` has."""
         value = self._value(name, list(default))
         numbers = value if isinstance(value, list) else []
         if len(numbers) != len(default) or not all(_is_finite(n) for n in numbers):
@@ -107,7 +106,7 @@ class Fields:
         return value
 
     def token_text(self, name: str, default: str | None = None) -> str:
-        """Of a token, which some files describe by an object."""
+        """Returns a token's text; some files store an object with the text in `content`."""
         return self.section(name).text("content") if isinstance(self.get(name), dict) else self.text(name, default)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -117,7 +116,7 @@ class Fields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
-        """A token id or a list of them, each once; -1 stands for none. None when absent."""
+        """Returns a token id or a list of them without duplicates; -1 is dropped. None if absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -142,7 +141,7 @@ class Fields:
 
 
 class Asked(Fields):
-    """Remembers of which fields it was asked."""
+    """Fields that record which names were read."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         super().__init__(values, where)
@@ -153,7 +152,7 @@ class Asked(Fields):
         return super().get(*names)
 
     def unread(self, prefix: str) -> list[str]:
-        """Names with this prefix that nobody has asked for."""
+        """Names with this prefix that were never read."""
         return [name for name in self.values if name.startswith(prefix) and name not in self._asked]
 
 

@@ -1,7 +1,7 @@
-"""From generation_config.json, as the model's authors ship it, to how requests are sampled that do not say.
+"""Default sampling parameters and token rules from generation_config.json, as the model's authors ship it.
 
-Special tokens, which are in the same file, are read in `decoder.py`. What the file asks for and nobody here follows is
-named, where it would change an answer.
+Special tokens, which are in the same file, are read in `decoder.py`. Settings that would change an answer and are not
+supported here are listed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _MAX_LENGTH, _UNSET_LENGTH = "max_length", 20  # what transformers writes where 
 
 
 class Generation(NamedTuple):
-    """`unfollowed`: keys of the file, or of config.json where there is none, that would change an answer."""
+    """Sampling defaults of a model. `unfollowed`: unsupported keys that would change an answer, of
+    generation_config.json or, without that file, of config.json."""
 
     sampling: SamplingParams
     rules: TokenRules
@@ -55,11 +56,10 @@ class Generation(NamedTuple):
 
 
 def read_generation(model_dir: Path, override: str | None = None, *, use_file: bool = True) -> Generation:
-    """`override` is a JSON object that wins over the file.
+    """Reads generation_config.json. `override` is a JSON object that takes precedence over the file.
 
-    `do_sample: false` is temperature 0, unless a temperature is given over it. Raises CheckpointError and, for the
-    override, ConfigError, each naming the file or the option, the key and the value.
-    """
+    `do_sample: false` means temperature 0, unless the override sets a temperature. Raises CheckpointError for the file
+    and ConfigError for the override; each names the file or the option, the key and the value."""
     fields = read_json_if_present(model_dir, _FILE) if use_file else None
     shipped = _checked({} if fields is None else fields.values, _wrong_in_file)
     overrides = _checked(_parsed(override), _wrong_in_override)
@@ -76,7 +76,7 @@ def read_generation(model_dir: Path, override: str | None = None, *, use_file: b
 
 
 def _rules(chosen: Mapping[str, Any], fields: Fields | None) -> TokenRules:
-    """transformers leaves bad words out that are an end of sequence."""
+    """Builds the token rules. Like transformers, ignores bad words that are an end of sequence."""
     found = {name: chosen.get(key, ()) for key, name in _RULES.items()}
     ends = () if fields is None else fields.token_ids("eos_token_id") or ()
     found["last"] = tuple(sorted(found["last"])[:1])  # which it would choose of several
@@ -85,8 +85,8 @@ def _rules(chosen: Mapping[str, Any], fields: Fields | None) -> TokenRules:
 
 
 def _unfollowed(model_dir: Path, fields: Fields | None, chosen: Mapping[str, Any]) -> list[str]:
-    """Keys that would change an answer and are not followed; of config.json where there is no generation_config.json,
-    as before transformers 5."""
+    """Unsupported keys that would change an answer. Without generation_config.json those of config.json count, as
+    before transformers 5."""
     config = read_json_if_present(model_dir, "config.json") or Fields({}, "config.json")
     text = config.section_if_present("text_config") or config
     found = []
@@ -123,7 +123,7 @@ def _parsed(override: str | None) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any], wrong: Callable[[str, object], HydraError]) -> dict[str, Any]:
-    """The keys that say how to sample and are not null; of the rules, tuples of token ids."""
+    """Returns the supported keys that are not null, with rules as tuples of token ids."""
     fields = {key: values[key] for key in _KEYS if values.get(key) is not None}
     for key, value in fields.items():
         if key == _DO_SAMPLE:
@@ -149,7 +149,7 @@ def _checked(values: dict[str, Any], wrong: Callable[[str, object], HydraError])
 
 
 def _token_ids(key: str, values: list[Any], wrong: Callable[[str, object], HydraError]) -> tuple[int, ...]:
-    """-1 is no token."""
+    """Checks token ids and drops -1, which means none."""
     if any(type(token) is not int or not -1 <= token < 1 << 31 for token in values):
         raise wrong(f"{key} must hold token ids", values)
     return tuple(token for token in values if token >= 0)

@@ -1,4 +1,4 @@
-"""Arithmetic of picture sizes that several families share, and the refusals that go with it. Integers in and out."""
+"""Arithmetic of picture sizes that several families share, and its errors. Integers in and out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_picture(width: int, height: int) -> None:
 
 
 def check_frames(num_frames: int, fps: float) -> None:
-    """Refuses a video that says impossible things of itself."""
+    """Raises InvalidImage for a video without frames or with an impossible frame rate."""
     if num_frames < 1:
         raise InvalidImage("the video has no frames")
     if not 1 / RATES <= fps <= RATES:
@@ -28,7 +28,7 @@ def no_videos() -> InvalidRequest:
 
 
 def shortest_edge_size(width: int, height: int, shortest_edge: int) -> tuple[int, int]:
-    """(width, height): the shorter side becomes `shortest_edge`; the other one keeps the aspect, rounded down."""
+    """Returns (width, height) with the shorter side scaled to `shortest_edge` and the other one rounded down."""
     if width <= height:
         return shortest_edge, int(shortest_edge * height / width)
     return int(shortest_edge * width / height), shortest_edge
@@ -37,8 +37,8 @@ def shortest_edge_size(width: int, height: int, shortest_edge: int) -> tuple[int
 def within_budget(
     sizes: Sequence[tuple[int, int]], budget: PixelBudget, unit_pixels: int = 1
 ) -> Sequence[tuple[int, int]]:
-    """The sizes that a budget allows, their sides in units whose squares have so many pixels; the smallest ones where
-    it allows none, the largest ones where it demands more."""
+    """Filters the sizes that a budget allows; sides are in units of `unit_pixels` pixels of area. Returns the smallest
+    sizes if none is small enough, the largest ones if none is large enough."""
     areas = [width * height * unit_pixels for width, height in sizes]
     most = max(areas) if budget.max_pixels is None else max(budget.max_pixels, min(areas))
     allowed = [area for area in areas if area <= most]

@@ -1,8 +1,8 @@
-"""From the settings of GGUF files to what a Hugging Face directory says of the same model: config.json,
+"""From the settings of GGUF files to the files of a Hugging Face directory of the same model: config.json,
 generation_config.json and preprocessor_config.json, from which the families' specs are built.
 
-A text model and, for pictures, its mmproj: a file with the vision tower and the projector. What neither file says is
-what the family's published checkpoints have. Does not know tokenizers or weights.
+Input is a text model and, for pictures, its mmproj: a file with the vision tower and the projector. Values that neither
+file has are those of the family's published checkpoints. Does not know tokenizers or weights.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ _QUANTIZED = {
 
 
 def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[float, ...] = ()) -> JsonFiles:
-    """The files by name. `rope_factors`: the numbers of rope_freqs.weight. Raises CheckpointError naming the file and
-    the setting."""
+    """Returns the files by name. `rope_factors`: the values of rope_freqs.weight. Raises CheckpointError naming the
+    file and the setting."""
     architecture = text.settings.text("general.architecture")
     if architecture not in _TEXT_ALONE:
         raise CheckpointError(
@@ -116,7 +116,7 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
 
 
 def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, Any]:
-    """What config.json says of the types of the layers' matrices; nothing where none is quantised."""
+    """Returns the quantization_config of the layers' matrices; empty if none is quantised."""
     matrices = [tensor for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
     forms = {tensor.type.name: _QUANTIZED[tensor.type.name] for tensor in matrices if tensor.type.name in _QUANTIZED}
     if not forms:
@@ -138,8 +138,8 @@ def _kept_bytes(matrix: GgufTensor) -> float:
 
 
 def _placeholders(settings: Fields, model_type: str) -> dict[str, int]:
-    """The tokens that stand for a picture and a video in prompts. Of a vocabulary that has none for pictures, the
-    unknown token, which no text becomes where every byte has a token; the tokenizer calls it <image>."""
+    """Returns the placeholder tokens of pictures and videos in prompts. A vocabulary without a picture token uses the
+    unknown token, which no text produces if every byte has a token; the tokenizer calls it <image>."""
     if model_type == "internvl":
         return {"image_token_id": _token(settings, _TILE_TOKENS)}
     tokens = settings.get("tokenizer.ggml.tokens")
@@ -185,7 +185,7 @@ def _family(architecture: str, mmproj: GgufHeader) -> str:
 
 
 def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, ...]) -> dict[str, Any]:
-    """The text part of config.json, without its model_type."""
+    """Returns the text part of config.json, without its model_type."""
     settings = header.settings
 
     def named(name: str) -> str:
@@ -234,7 +234,7 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
 
 
 def _delta_nets(settings: Fields, architecture: str, num_layers: int) -> dict[str, Any]:
-    """Older files say every how many layers one is attention, newer ones which are not."""
+    """Returns the delta-net settings. Older files have an interval of attention layers, newer ones a flag per layer."""
     taps, key_dim, key_heads, value_heads, width = (
         settings.integer(f"{architecture}.ssm.{name}")
         for name in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
@@ -254,14 +254,14 @@ def _delta_nets(settings: Fields, architecture: str, num_layers: int) -> dict[st
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Of activations where the user does not say: that of the first layer's plain matrices, else bfloat16."""
+    """Default dtype of activations: that of the first layer's plain matrices, else bfloat16."""
     names = ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "token_embd.weight")
     kind = next(header.tensors[name] for name in names if name in header.tensors).type.name
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
 
 
 def _generation(settings: Fields) -> dict[str, Any]:
-    """Special tokens. Every control token that ends an answer is an end."""
+    """Returns the special tokens. Every control token that ends an answer counts as an end of sequence."""
     tokens, kinds = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):
         raise settings.missing("tokenizer.ggml.tokens")
@@ -278,6 +278,7 @@ def _generation(settings: Fields) -> dict[str, Any]:
 
 
 def special_token(settings: Fields, key: str, num_tokens: int) -> tuple[int, ...]:
-    """One or none. What lies beyond the vocabulary is none: converters write -1 as an unsigned number."""
+    """Returns the token id or an empty tuple. Ids outside the vocabulary mean none: converters write -1 as an unsigned
+    number."""
     found = settings.integer(f"tokenizer.ggml.{key}_token_id", num_tokens, at_least=-1, at_most=2**32 - 1)
     return (found,) if 0 <= found < num_tokens else ()

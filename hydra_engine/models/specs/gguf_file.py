@@ -1,8 +1,8 @@
 """The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): settings and tensor table,
 checked to the last tensor's last byte.
 
-Every complaint is a `CheckpointError` that names the file. Nothing in the file is believed before it is compared with
-the file's size, so a hostile one costs at most the memory of a header. Does not know what settings or names mean.
+Every error is a `CheckpointError` that names the file. All counts and offsets are checked against the file's size
+before use, so a hostile file costs at most the memory of a header. Does not know what settings or names mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_ALIGNMENT = 1 << 20
 
 
 class TensorType(NamedTuple):
-    """A block of `num_values` numbers of a row takes `num_bytes`."""
+    """A block format: `num_values` numbers of a row in `num_bytes` bytes."""
 
     name: str
     num_values: int
@@ -76,7 +76,7 @@ class GgufHeader(NamedTuple):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Raises CheckpointError."""
+    """Reads the header. Raises CheckpointError if it is damaged."""
     try:
         with open_weights(path) as file:
             return _read(path, _Cursor(path.name, file))
@@ -115,7 +115,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
 
 
 def _tensor(cursor: _Cursor) -> GgufTensor:
-    """With its place relative to the first byte of data."""
+    """Reads one entry of the tensor table; its offset is relative to the data section."""
     name, num_dims = cursor.text(), cursor.number("I")
     if not 1 <= num_dims <= _MAX_DIMS:
         raise CheckpointError(f"tensor {name[:120]} in {cursor.name} has {num_dims} dimensions")
@@ -135,7 +135,7 @@ def _tensor(cursor: _Cursor) -> GgufTensor:
 
 
 def _check_places(file: str, tensors: dict[str, GgufTensor], num_bytes: int) -> None:
-    """Within the file and apart from each other."""
+    """Raises CheckpointError unless all tensors are inside the file and do not overlap."""
     position = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
         if tensor.begin < position:
@@ -147,7 +147,7 @@ def _check_places(file: str, tensors: dict[str, GgufTensor], num_bytes: int) -> 
 
 
 class _Cursor:
-    """Walks over a header that is read piece by piece; what lies beyond the file's end is never asked for."""
+    """A reader of a header in pieces, which never reads beyond the end of the file."""
 
     def __init__(self, name: str, file: BinaryIO) -> None:
         self.name = name
@@ -207,7 +207,7 @@ class _Cursor:
         return [_shortest(value) for value in values] if kind == _FLOAT32 and count <= _MAX_DIMS else list(values)
 
     def _step(self, count: int) -> int:
-        """Where the next `count` bytes begin, once they are read."""
+        """Reads the next `count` bytes into the buffer and returns their offset."""
         begin, end = self.position, self.position + count
         if end > len(self._bytes):
             if end > self.file_bytes:
@@ -226,7 +226,7 @@ class _Cursor:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that rounds to a float32: what was meant."""
+    """Shortest decimal that rounds to this float32, which is the number that was meant."""
     if not math.isfinite(value):
         return value
     short = (float(f"{value:.{digits}g}") for digits in range(1, 10))

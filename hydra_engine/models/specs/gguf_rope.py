@@ -1,6 +1,6 @@
-"""From the rotary settings of a GGUF text model to the rope_parameters of config.json, as llama.cpp's loader has it.
+"""From the rotary settings of a GGUF text model to the rope_parameters of config.json, as in llama.cpp's loader.
 
-Below `rope.scaling.` every key has a meaning: one that is not known here would change the answer, and is refused.
+Every key below `rope.scaling.` has a meaning, so unknown keys are refused: they would change the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCALING = {
 
 
 def rope_parameters(settings: Fields, architecture: str, head_dim: int, divisors: tuple[float, ...]) -> dict[str, Any]:
-    """`divisors`: the numbers of rope_freqs.weight, by which frequencies are divided."""
+    """Returns rope_parameters. `divisors`: the values of rope_freqs.weight, which divide the frequencies."""
     prefix = f"{architecture}.rope."
     _check_scaling(settings, f"{prefix}scaling.")
     theta = settings.number(f"{prefix}freq_base", 10000.0)
@@ -60,7 +60,7 @@ def _check_scaling(settings: Fields, prefix: str) -> None:
 
 
 def _factor(settings: Fields, prefix: str) -> float:
-    """0 is as if it were not there."""
+    """Returns the linear scaling factor, 1.0 if it is absent or 0."""
     for name in (f"{prefix}scaling.factor", f"{prefix}scale_linear"):
         if name in settings:
             return settings.number(name) if settings.get(name) != 0 else 1.0
@@ -68,7 +68,7 @@ def _factor(settings: Fields, prefix: str) -> float:
 
 
 def _is_ramped(settings: Fields, name: str) -> bool:
-    """Whether pairs that turn often keep their frequency; a negative number stands for what the type says."""
+    """True if pairs of high frequency are kept (YaRN's ramp); absent or negative values mean the type's default."""
     share = settings.get(name)
     if share is None or share == 1 or (isinstance(share, float) and share < 0):
         return True
@@ -95,8 +95,8 @@ def _yarn(settings: Fields, prefix: str, factor: float, magnitude: float) -> dic
 
 
 def _llama3(settings: Fields, theta: float, head_dim: int, factors: tuple[float, ...]) -> dict[str, Any]:
-    """The file has only what each frequency is divided by: the parameters are those of the published models, if they
-    give these numbers."""
+    """Returns the parameters of the published Llama 3 models if they give these factors; the file has only the
+    factors."""
     rope = {"rope_type": "llama3", "factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 8192
     expected = llama3_factors(theta, head_dim, max(factors), 8192)
@@ -108,7 +108,7 @@ def _llama3(settings: Fields, theta: float, head_dim: int, factors: tuple[float,
 
 
 def llama3_factors(theta: float, head_dim: int, factor: float, original: int) -> list[float]:
-    """What Llama 3.1 divides each of the head_dim / 2 frequencies by, with low and high factors of 1 and 4."""
+    """Llama 3.1's divisors of the head_dim / 2 frequencies, with low and high factors of 1 and 4."""
     found = []
     for pair in range(0, head_dim, 2):
         length = 2 * math.pi * theta ** (pair / head_dim)

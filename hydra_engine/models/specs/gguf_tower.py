@@ -1,7 +1,7 @@
 """From the settings of an mmproj file, the vision tower and projector of a GGUF model, to the vision_config of
 config.json and the preprocessor_config.json of the same model in a Hugging Face directory.
 
-What the file does not say is what the family's published checkpoints have. Does not know text models.
+Values that the file does not have are those of the family's published checkpoints. Does not know text models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAST = ("mm.2.weight", "mm.model.mlp.3.weight")  # of the projector
 
 
 def describe_tower(mmproj: GgufHeader, model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says of it, and preprocessor_config.json. Raises CheckpointError."""
+    """Returns the tower's part of config.json, and preprocessor_config.json. Raises CheckpointError."""
     settings = mmproj.settings
     colours = {name: _colours(settings, f"clip.vision.{name}") for name in ("image_mean", "image_std")}
     if model_type == "llava":
@@ -44,7 +44,7 @@ def describe_tower(mmproj: GgufHeader, model_type: str) -> tuple[dict[str, Any],
 
 
 def check_width(mmproj: GgufHeader, hidden_size: int) -> None:
-    """CheckpointError where its features, by the projector's last matrix, are not as wide as the decoder's rows."""
+    """Raises CheckpointError if the projector's output width is not the decoder's hidden size."""
     last = next((mmproj.tensors[name] for name in _LAST if name in mmproj.tensors), None)
     if last is not None and last.shape[0] != hidden_size:
         raise CheckpointError(
@@ -54,8 +54,8 @@ def check_width(mmproj: GgufHeader, hidden_size: int) -> None:
 
 
 def num_layers(header: GgufHeader, name: str, tensor: str, besides: int = 0) -> int:
-    """Of which the last has a tensor of this name, so that nothing is built for layers that are not there. `besides`:
-    of those that are counted, how many at the end are of another kind."""
+    """Returns the number of layers, less `besides` layers of another kind at the end. Raises CheckpointError if the
+    last one has no tensor named `tensor`, so that no layers without weights are built."""
     count = header.settings.integer(name) - besides
     if tensor.format(count - 1) not in header.tensors:
         raise CheckpointError(
@@ -71,7 +71,7 @@ def _llava_tower(mmproj: GgufHeader) -> dict[str, Any]:
 
 
 def _plain_tower(mmproj: GgufHeader) -> dict[str, Any]:
-    """For pictures of one size."""
+    """Returns the settings of a tower for pictures of one size."""
     tower = mmproj.settings
     return _tower(mmproj) | {
         "intermediate_size": _inner_size(mmproj),
@@ -84,7 +84,8 @@ def _plain_tower(mmproj: GgufHeader) -> dict[str, Any]:
 
 
 def _intern_tower(mmproj: GgufHeader) -> dict[str, Any]:
-    """Of two kinds: 300M has biases, 6B has root mean square norms, also of queries and keys. Tensors tell them."""
+    """Returns the settings of either InternViT: 300M has biases, 6B has RMS norms, also of queries and keys. Tensors
+    distinguish them."""
     held = mmproj.tensors
     return _plain_tower(mmproj) | {
         "model_type": "internvl_vision",
@@ -157,7 +158,7 @@ def _activation(tower: Fields) -> str:
 
 
 def _inner_size(mmproj: GgufHeader) -> int:
-    """Of the tower's MLPs, by a matrix: some converters write another width into the settings."""
+    """Inner size of the tower's MLPs, from a matrix: some converters write a wrong width into the settings."""
     up = mmproj.tensors.get("v.blk.0.ffn_up.weight")
     if up is None or len(up.shape) != 2:
         raise CheckpointError(f"{mmproj.path.name} has no matrix v.blk.0.ffn_up.weight")

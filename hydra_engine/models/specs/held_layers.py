@@ -1,4 +1,4 @@
-"""How many layers the names of a checkpoint's tensors tell of, against how many its config.json names."""
+"""Compares the number of layers in a checkpoint's tensor names with the number in its config.json."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SHOWN = 4  # runs of layers
 
 
 def check_held(names: Collection[str], stack: str, count: int, said_by: str) -> None:
-    """Raises CheckpointError unless `count` layers below `stack` have a tensor, as many as the field `said_by` of
-    config.json says. Numbers and not the last one are counted, so that two names cannot stand for a thousand layers.
-    Where none has, tensors may have other names, of which a list of those that are missing tells more: that is left to
-    others unless there are more layers than tensors."""
+    """Raises CheckpointError if the weights have fewer than `count` layers below `stack`. `said_by` is the field of
+    config.json with that count. Distinct layer numbers are counted, so that two names cannot stand for a thousand
+    layers. If no layer is found, the tensors may have other names; then the list of missing tensors, made elsewhere,
+    says more, so this raises only if `count` exceeds the number of tensors."""
     begin = f"{stack}."
     numbers = (_NUMBER.match(name, len(begin)) for name in names if name.startswith(begin))
     held = {int(number[1]) for number in numbers if number is not None}
@@ -33,7 +33,7 @@ def too_many(count: int, said_by: str, stack: str, held: Iterable[int]) -> Check
 
 
 def _runs(numbers: Iterable[int]) -> str:
-    """ "0 to 4, 6 to 9" of ascending numbers"""
+    """Formats ascending numbers as "0 to 4, 6 to 9"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -1,10 +1,10 @@
-"""Multimodal rotary positions (M-RoPE) of a prompt with spans in it, in integers (Qwen2-VL, section 2.1).
+"""Multimodal rotary positions (M-RoPE) of a prompt with spans, in integers (Qwen2-VL, section 2.1).
 
-Text counts on all three axes alike. A span begins at the next position; its rows and columns count from there, its
-temporal patches too; what follows begins behind the largest position on any axis, and so do generated tokens.
+Text advances all three axes alike. A span begins at the next position, from which its rows, columns and temporal
+patches count. The next text, or generated token, follows the largest position on any axis.
 
-transformers 5.3 to 5.23 lets text behind a video begin past its rows and columns alone, so that the two differ once a
-video lasts longer than it is wide; the models were trained with the paper's rule, which is the one here.
+In transformers 5.3 to 5.23 text after a video follows its rows and columns only, so results differ if a video lasts
+longer than it is wide. The models were trained with the paper's rule, which is implemented here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hydra_engine.models.specs.base import ItemPlan
 
 
 def place_spans(spans: Sequence[tuple[int, ItemPlan]]) -> tuple[tuple[RopeSpan, ...], int]:
-    """`spans`: (first token in the prompt, plan) in order. Returns their positions and what is to be added to the place
-    of a token behind the prompt."""
+    """Returns the positions of `spans`, (first token in the prompt, plan) in order, and the offset from a token's index
+    to its position after the last span."""
     placed: list[RopeSpan] = []
     end = origin = following = 0  # place behind the last span; its origin; position of what follows it
     for start, item in spans:

@@ -1,7 +1,7 @@
-"""How a checkpoint's weights are quantised, from `quantization_config` of config.json, and what --quantization asks.
+"""Quantisation of a checkpoint's weights, from `quantization_config` of config.json, and by `--quantization`.
 
-Which matrices are quantised is what the files hold, so `ignore`, `targets` and `modules_to_not_convert` are not looked
-at; what is read here are the numbers that tensors do not tell. Does not know tensors.
+Which matrices are quantised follows from the files, so `ignore`, `targets` and `modules_to_not_convert` are not read;
+only the numbers that tensors do not show are read here. Does not know tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantiz
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`num_bits` and `group_sizes` (inputs; ROW) are those that matrices may have. `floats`: weights of 8 bits are
-    floating-point numbers, with scales of blocks of `block` (outputs, inputs), rows, or whole matrices. `scattered`:
-    groups of inputs that are not neighbours (act-order)."""
+    """A quantisation scheme. `num_bits` and `group_sizes` (inputs; ROW) are the values that occur among the matrices.
+    `floats`: 8-bit weights are floating-point numbers, with scales per block of `block` (outputs, inputs), per row or
+    per matrix. `scattered`: the inputs of a group are not adjacent (act-order)."""
 
     method: str
     num_bits: tuple[int, ...]
@@ -52,13 +52,13 @@ class Quantization:
 
     @property
     def stays(self) -> bool:
-        """Weights are computed with as they are stored; scattered groups become the compute dtype, and so do 8-bit
-        floats where they are not kept."""
+        """True if weights stay quantised in memory. Scattered groups are converted to the compute dtype, and so are
+        8-bit floats unless `keeps_floats`."""
         return (self.keeps_floats or not self.floats) and not self.scattered
 
     @property
     def bytes_per_weight(self) -> float:
-        """With scales of two bytes, and offsets of four; scales of 8-bit floats have four."""
+        """Bytes per stored weight: scales have two bytes (four for 8-bit floats), offsets four."""
         if self.mean_bytes is not None:
             return self.mean_bytes
         if self.floats:
@@ -67,19 +67,19 @@ class Quantization:
         return min(self.num_bits) / 8 + ((2 + 4 * self.has_zeros) / group if group else 0)
 
     def held_bytes(self, compute_bytes: int) -> float:
-        """Of a weight in memory, where the compute dtype has `compute_bytes`."""
+        """Bytes per weight in memory; the compute dtype has `compute_bytes`."""
         widened = (0 if self.keeps_floats else self.float_share) if self.stays else 1
         return widened * compute_bytes + (1 - widened) * self.bytes_per_weight
 
 
 def at_load(name: str) -> Quantization:
-    """What `--quantization int8|int4` makes of the decoder's matrices."""
+    """The scheme of the decoder's matrices with `--quantization int8|int4`."""
     bits = AT_LOAD[name]
     return Quantization("quantised at start", (bits,), (AT_LOAD_GROUP if bits == 4 else ROW,))
 
 
 def check_wish(wanted: str, stored: Quantization | None) -> None:
-    """Raises ConfigError where --quantization does not fit what the checkpoint has."""
+    """Raises ConfigError if --quantization does not fit the checkpoint."""
     has = "not quantised" if stored is None else f"quantised by {stored.method}"
     if wanted in METHODS and (stored is None or stored.method != wanted):
         hint = "; leave --quantization out" if stored else "; --quantization int8 or int4 quantises it while it is read"
@@ -91,8 +91,8 @@ def check_wish(wanted: str, stored: Quantization | None) -> None:
 
 
 def read_quantization(model_dir: Path, config: Fields, text: Fields | None = None) -> Quantization | None:
-    """None for a checkpoint that is not quantised. Raises CheckpointError, naming what is supported, for others.
-    `model_dir` is where ModelOpt's first versions have a file of their own."""
+    """Returns the checkpoint's scheme, or None if it is not quantised. Raises CheckpointError, naming the supported
+    schemes, for others. `model_dir` may contain the separate file of ModelOpt's first versions."""
     for place in (config, text):
         for name in PLACES:
             if place is not None and (section := place.section_if_present(name)) is not None and section.values:
@@ -105,7 +105,8 @@ def read_quantization(model_dir: Path, config: Fields, text: Fields | None = Non
 
 
 def _float_share(model_dir: Path, quantization: Quantization) -> float:
-    """By the headers of the weights files, which are checked where they are loaded."""
+    """Share of 8-bit floats among the quantised weights, from the headers of the weights files; 1 if one cannot be
+    read."""
     counts = {"F8_E4M3": 0.0, "I8": 0.0, "I32": 0.0}
     for path in filter(Path.is_file, model_dir.glob("*.safetensors")):
         try:
@@ -195,7 +196,7 @@ def _gptq(section: Fields) -> Quantization:
 
 
 def _auto_round(section: Fields) -> Quantization:
-    """Its first versions have the layout in `backend`."""
+    """Reads auto-round's settings. Its first versions have the layout in `backend`."""
     layout = section.text("packing_format", section.text("backend", "auto"))
     if (kind := section.text("data_type", "int")) != "int":
         raise CheckpointError(f"auto-round weights of data_type {kind[:40]!r} are not supported; supported is int")
@@ -213,7 +214,7 @@ def _auto_round(section: Fields) -> Quantization:
 
 
 def _words(section: Fields, overrides: str, *, zero_offset: int) -> Quantization:
-    """GPTQ's layout."""
+    """Reads settings in GPTQ's layout."""
     bits, sizes = _widths(section, overrides)
     if unread := set(bits) - {4, 8}:
         raise CheckpointError(f"GPTQ weights of {min(unread)} bits are not supported; supported are 4 and 8")
@@ -225,7 +226,7 @@ def _words(section: Fields, overrides: str, *, zero_offset: int) -> Quantization
 
 
 def _widths(section: Fields, overrides: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bits and group sizes, with those that single modules have by `overrides`."""
+    """Returns the bits and group sizes that occur, per-module `overrides` included."""
     common, size = section.integer("bits"), _group_size(section)
     bits, sizes = {common}, {size}
     modules = section.get(overrides)
@@ -268,7 +269,7 @@ def _modelopt(section: Fields) -> Quantization:
 
 
 def _gguf(section: Fields) -> Quantization:
-    """Written by `gguf_config.describe`; the files themselves say how each tensor is quantised."""
+    """Reads the section that `gguf_config.describe` writes; the files hold each tensor's own type."""
     bits = section.get("bits")
     if not isinstance(bits, list) or not bits or not set(bits) <= {4, 6, 8}:
         raise section.wrong("bits", "a list of 4, 6 and 8")

@@ -28,7 +28,8 @@ SpecBuilder = Callable[[ModelFiles], ModelSpec]
 
 
 def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
-    """Raises `CheckpointError` with one sentence when the directory cannot be served."""
+    """Loads the spec of a model directory. Raises `CheckpointError` with one sentence if the directory cannot be
+    served."""
     if not model_dir.is_dir():
         raise CheckpointError(f"there is no model directory {str(model_dir)[:200]!r}")
     files = read_files(model_dir, options or SpecOptions())
@@ -57,8 +58,8 @@ def build_text_only(files: ModelFiles) -> ModelSpec:
 
 
 class Family(NamedTuple):
-    """`vision` is the class of the vision model, below `hydra_engine.models`; it is imported where weights are, because
-    it needs torch. Text-only families have none."""
+    """A model family. `vision` is the path of its vision class below `hydra_engine.models`, imported only where weights
+    are, because it needs torch; empty for text-only families."""
 
     architecture: str
     build_spec: SpecBuilder
@@ -83,7 +84,7 @@ FAMILIES = {
 
 
 def _family(config: Fields) -> Family:
-    """By architectures[0]; files without it say the same in model_type."""
+    """Finds the family by architectures[0], or by model_type if there are no architectures."""
     architectures = config.get("architectures")
     if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
         name = architectures[0]

@@ -1,6 +1,6 @@
 """Rotary settings of a text config: both generations of layouts, scaling types, sections of multimodal positions.
 
-Says what a checkpoint asks for, in numbers; turning them into angles is `models/layers/rotary.py`.
+Returns the settings as numbers; `models/layers/rotary.py` turns them into angles.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """`parameters` always has rope_type ("default", "linear", "llama3" or "yarn") and rope_theta, then what the type
-    needs. `sections` None: one position per token."""
+    """Rotary settings. `parameters` always has rope_type ("default", "linear", "llama3" or "yarn") and rope_theta, then
+    the type's own. `sections` None: one position per token."""
 
     parameters: dict[str, object]
     theta: float
@@ -42,9 +42,9 @@ def rope_settings(
     max_position: int,
     share: float | None = None,
 ) -> Rope:
-    """From `rope_section` and what lies beside it; the keywords are what the model type has where the config is silent.
-    `share` of a head's numbers turn, None where the type knows only all of them; a type that has it is served with one
-    position per token, for which sections change nothing."""
+    """Reads `rope_section` and the fields beside it; keywords are the model type's defaults. `share` is the rotated
+    fraction of a head, None if the type always rotates whole heads. Types with a share get one position per token, for
+    which sections change nothing."""
     values = rope_section(config)
     kind = values.text("rope_type", values.text("type", "default"))
     if kind == "mrope":  # what configs with sections called the default before sections were a field beside the type
@@ -82,14 +82,14 @@ def rope_settings(
 
 
 def rope_section(config: Fields) -> Fields:
-    """`rope_scaling`, the older name, or else `rope_parameters`: a config that has both was saved with the one and had
-    the other added by hand, and transformers takes what was added."""
+    """Returns `rope_scaling`, the older name, else `rope_parameters`. If a config has both, `rope_scaling` was added by
+    hand, and transformers prefers it too."""
     names = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
     return config.section(names[0]) if names else Fields({}, config.where)
 
 
 def _say_what_is_left_out(config: Fields, theta: float) -> None:
-    """A base is lost, to transformers too, where it is in the section that does not count."""
+    """Warns if rope_theta is in the ignored section, where transformers loses it too."""
     other = config.get("rope_parameters")
     if config.get("rope_scaling") and isinstance(other, dict) and other.get("rope_theta") not in (None, theta):
         logger.warning(
@@ -114,13 +114,13 @@ def _rotary_dim(config: Fields, values: Fields, head_dim: int, share: float | No
 
 
 def _original_length(config: Fields, values: Fields, max_position: int) -> int:
-    """How long contexts were when the model was trained without scaling."""
+    """Context length of the training without scaling."""
     name = "original_max_position_embeddings"
     return (config if name in config else values).integer(name, max_position)
 
 
 def _yarn(values: Fields, theta: float, factor: float) -> dict[str, object]:
-    """The ramp between kept and slowed pairs, and the factor of cosines and sines (YaRN, section 3.4)."""
+    """Returns the ramp between kept and slowed pairs, and the factor of cosines and sines (YaRN, section 3.4)."""
     fast, slow = values.number("beta_fast", 32.0), values.number("beta_slow", 1.0)
     if fast < slow or theta <= 1:
         raise CheckpointError(f"yarn in {values.where} needs beta_fast not below beta_slow and rope_theta above 1")
@@ -153,7 +153,7 @@ def _sections(values: Fields, head_dim: int, default: Sections | None) -> Sectio
 
 
 def _interleaved(values: Fields, of_type: bool) -> bool:
-    """The model type decides; a config that says otherwise describes another model."""
+    """Returns the model type's value. Raises CheckpointError if the config contradicts it."""
     if values.flag("mrope_interleaved", of_type) is not of_type:
         raise values.wrong("mrope_interleaved", f"{str(of_type).lower()} for this text model type")
     return of_type

@@ -1,5 +1,5 @@
-"""What the vision towers of several families have in common: shape and cost of their layers, towers for pictures of one
-size, and what is read of a tower's config and of an image processor's settings. Does not know how a picture is cut.
+"""Shared parts of vision specs: shape and cost of tower layers, towers for pictures of one size, and reading of a
+tower's config and an image processor's settings. Does not know how a picture is cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Colour = tuple[float, float, float]  # red, green, blue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSpec:
-    """The pre-norm layers of a vision tower."""
+    """Shape of the pre-norm layers of a vision tower."""
 
     hidden_size: int
     num_layers: int  # in the checkpoint
@@ -50,15 +50,15 @@ class TowerSpec:
         return attention + mlp + 2 * self.norm_parameters + 2 * c * (self.qk_norm + self.layer_scale)
 
     def layer_work(self, num_rows: int, num_keys: int) -> int:
-        """Multiply-adds of so many rows that see so many rows each."""
+        """Multiply-adds of one layer for `num_rows` rows that each attend to `num_keys` rows."""
         c, f = self.hidden_size, self.intermediate_size
         return num_rows * (4 * c * c + (3 if self.gated else 2) * c * f + 2 * num_keys * c)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SquareTowerSpec(TowerSpec):
-    """A tower for pictures of one size, with a class token. `feature_layers` are the hidden states that are read: n is
-    the output of n layers, 0 the embeddings. Layers behind the last of them are never computed."""
+    """A tower with a class token for pictures of one size. `feature_layers` are the hidden states that are read: n is
+    the output of n layers, 0 the embeddings. Later layers are never computed."""
 
     image_size: int
     patch_size: int
@@ -78,12 +78,12 @@ class SquareTowerSpec(TowerSpec):
 
     @property
     def num_patches(self) -> int:
-        """Of one picture."""
+        """Patches of one picture."""
         return self.grid_side**2
 
     @property
     def num_rows(self) -> int:
-        """Features of one picture."""
+        """Feature rows of one picture."""
         return self.num_patches + int(self.keep_cls)
 
     @property
@@ -91,14 +91,14 @@ class SquareTowerSpec(TowerSpec):
         return len(self.feature_layers) * self.hidden_size
 
     def num_parameters(self) -> int:
-        """Of what is held: the tower up to its last active layer."""
+        """Number of weights in memory: the tower up to its last active layer."""
         c = self.hidden_size
         embeddings = c * (3 * self.patch_size**2 + self.patch_bias + 1 + self.num_patches + 1)
         norms = 2 * c * (self.pre_norm + self.final_norm)
         return embeddings + norms + self.num_active_layers * self.layer_parameters()
 
     def flops(self) -> int:
-        """Of one picture."""
+        """FLOPs of one picture."""
         rows = self.num_patches + 1
         patches = self.num_patches * 3 * self.patch_size**2 * self.hidden_size
         return 2 * (patches + self.num_active_layers * self.layer_work(rows, rows))
@@ -106,7 +106,7 @@ class SquareTowerSpec(TowerSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SquareVisionSpec(VisionSpec):
-    """Such a tower, and two linear layers over `merge` x `merge` of its features side by side."""
+    """A `SquareTowerSpec` with a projector of two linear layers over `merge` x `merge` concatenated features."""
 
     tower: SquareTowerSpec
     merge: int = 1
@@ -119,12 +119,12 @@ class SquareVisionSpec(VisionSpec):
 
     @property
     def num_tokens(self) -> int:
-        """Of one picture of the tower."""
+        """Feature rows of one picture after the projector."""
         return self.tower.num_rows // self.merge**2
 
     @property
     def merged_size(self) -> int:
-        """What the projector takes."""
+        """Input width of the projector."""
         return self.tower.feature_size * self.merge**2
 
     def num_parameters(self) -> int:
@@ -137,7 +137,7 @@ class SquareVisionSpec(VisionSpec):
 
 
 def tower_config(config: Fields, model_type: str) -> Fields:
-    """`vision_config`, of that model type where it names one."""
+    """Returns `vision_config`. Raises CheckpointError if it names another model type."""
     tower = config.section("vision_config")
     name = tower.text("model_type", model_type)
     if name != model_type:
@@ -146,7 +146,7 @@ def tower_config(config: Fields, model_type: str) -> Fields:
 
 
 def tower_shape(tower: Fields, defaults: TowerSpec) -> dict[str, Any]:
-    """The first six fields of a TowerSpec; transformers leaves out what equals the defaults of its config class."""
+    """Reads the first six fields of a TowerSpec; transformers omits values that equal its config class's defaults."""
     hidden_size = tower.integer("hidden_size", defaults.hidden_size)
     num_heads = tower.integer("num_attention_heads", defaults.num_heads)
     if hidden_size % num_heads:
@@ -184,7 +184,7 @@ def normalisation(
     std: Colour = CLIP_STD,
     resample: int = 3,
 ) -> PreprocessSpec:
-    """resample, rescale, mean and std of an image processor's settings; the defaults are those of its class."""
+    """Reads resample, rescale, mean and std of an image processor's settings; the defaults are those of its class."""
     filter_name = RESAMPLE.get(images.integer("resample", resample, at_least=0))
     if filter_name is None:
         raise images.wrong("resample", "0, 1, 2 or 3")
