@@ -64,7 +64,7 @@ def _run(given: list[str]) -> int:
 
 
 def _with_help(given: list[str]) -> list[str]:
-    """`help`, `help serve` and `--help serve` as argparse knows them; help too where nothing was asked for."""
+    """Rewrites `help`, `help serve` and `--help serve` for argparse; no arguments give the help too."""
     from hydra_engine.cli.commands import command_of
 
     if not given or given == ["help"]:
@@ -79,13 +79,14 @@ def _on_hangup(*_: object) -> None:
 
 
 def _leave_to_the_system() -> None:
-    """What was loaded ends with the process anyway. Triton prints what of it was not collected, so there it is."""
+    """Skips the collection at exit, since memory is freed with the process. Triton prints errors about uncollected
+    objects, so with Triton it runs."""
     if "triton" not in sys.modules:
         gc.freeze()
 
 
 def _without_switches(extra: Sequence[str]) -> list[str]:
-    """Drops switches of other engines that change nothing here, and says why."""
+    """Drops switches of other engines that have no effect here, with a note on standard error."""
     if not extra:
         return []
     from hydra_engine.cli.settings.other_engines import taken_anyway
@@ -103,7 +104,7 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
 
 
 def _refuse(parser: Parser, extra: Sequence[str]) -> NoReturn:
-    """Says which argument nobody knows, and what was perhaps meant."""
+    """Ends with an error that names the unknown argument and its nearest name."""
     from hydra_engine.cli.parser import unknown_flags
     from hydra_engine.cli.sources import unknown_name
 
