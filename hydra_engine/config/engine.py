@@ -152,7 +152,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of an engine. `model` is a Hugging Face directory, a GGUF file or a folder of one, a hub id such as
+    """The settings of an engine. `model` is a Hugging Face directory, a GGUF file or a folder of one, a hub id such as
     org/name, the word `demo` or one of SHAPES. `model_folder` is the folder with the files of a hub id, or with those
     converted from GGUF; `find_model_files` sets it. Raises ConfigError for a value or combination that is wrong.
 

@@ -10,7 +10,7 @@ SECRET_VARIABLES = frozenset({"HYDRA_API_KEY", "HYDRA_ADMIN_KEY"})  # only the f
 
 
 def environment_settings() -> dict[str, str]:
-    """All HYDRA_* variables that have a value, by their full names."""
+    """The HYDRA_* variables that have a value, by their full names."""
     return {name: value for name, value in os.environ.items() if name.startswith("HYDRA_") and value}
 
 

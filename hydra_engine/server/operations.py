@@ -27,9 +27,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route's entry. `answer` is the JSON of a 200, None for text; `events` is the data of a stream's events,
-    `done` is True if [DONE] ends it; `errors` are statuses besides those of every route; `others` maps statuses to
-    answers with another form."""
+    """A route's entry. `answer` is the JSON of a 200, None for text; `events` is the data of a stream's events, `done`
+    is True if [DONE] ends it; `errors` are statuses besides those of every route; `others` maps statuses to answers
+    with another form."""
 
     tag: str
     summary: str

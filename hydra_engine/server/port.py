@@ -89,7 +89,7 @@ class EnginePort(Protocol):
 
     @property
     def summaries(self) -> Sequence[InstanceSummary]:
-        """One summary per instance, in the topology's order; empty while the model loads."""
+        """A summary per instance, in the topology's order; empty while the model loads."""
         ...
 
     def instances(self) -> tuple[InstanceState, ...]:

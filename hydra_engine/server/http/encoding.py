@@ -68,7 +68,7 @@ def _written(entries: Iterable[object]) -> Iterator[bytes]:
 
 
 def event(data: bytes, name: str = "") -> bytes:
-    """One server-sent event; OpenAI's events have no name."""
+    """A server-sent event; OpenAI's events have no name."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + _one_line(data) + b"\n\n"
 
@@ -87,7 +87,7 @@ def _one_line(data: bytes) -> bytes:
 
 
 def json_event(data: msgspec.Struct) -> bytes:
-    """One event, named by the tag of its data if that has one."""
+    """A server-sent event, named by the tag of its data if that has one."""
     tag = data.__struct_config__.tag
     return event(_encode(data), tag if isinstance(tag, str) else "")
 

@@ -117,7 +117,8 @@ def _struct_of(members: dict[str, msgspec.Raw], structs: list[inspect.StructType
 
 @functools.cache
 def strict(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """`kind` reduced to the fields that lead to its objects, with unknown names forbidden; other values are skipped."""
+    """Returns `kind` reduced to the fields that lead to its objects, with unknown names forbidden; other values are
+    skipped."""
     info = plain_types(kind)[0]
     assert isinstance(info, inspect.StructType)
     return _strict_struct(info)

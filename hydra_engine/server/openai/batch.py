@@ -52,7 +52,7 @@ class BatchAnswer(msgspec.Struct, frozen=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """One line of the output. `custom_id` is null if it cannot be read. `error` repeats the error of the body."""
+    """A line of the output. `custom_id` is null if it cannot be read. `error` repeats the error of the body."""
 
     id: str
     custom_id: str | None

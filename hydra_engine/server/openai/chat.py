@@ -44,7 +44,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 class _Choice:
-    """One choice of a stream: converts its pieces to deltas."""
+    """A choice of a stream: converts its pieces to deltas."""
 
     def __init__(self, use: ToolUse, thinking: Thinking) -> None:
         self._parser = use.parser(thinking)

@@ -142,8 +142,8 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One event. `time_s` is on the monotonic clock, like all times of statuses and requests. `number` counts ended
-    requests: a viewer that reconnects passes it as `since`."""
+    """An event of the live view. `time_s` is on the monotonic clock, like all times of statuses and requests. `number`
+    counts ended requests: a viewer that reconnects passes it as `since`."""
 
     time_s: float
     state: str

@@ -100,8 +100,8 @@ def turns_of(items: Sequence[InputItem]) -> tuple[ChatMessage, ...]:
 
 
 def _joined(turn: ChatMessage, more: ChatMessage, kind: str) -> ChatMessage | None:
-    """One turn from two items that belong together: reasoning and what follows it, or a message and the calls after it.
-    None if they do not."""
+    """The single turn of two items that belong together: reasoning and what follows it, or a message and the calls
+    after it. None if they do not."""
     if turn.role != "assistant" or more.role != "assistant":
         return None
     is_thought = turn.others and not turn.content and not turn.tool_calls
