@@ -1,7 +1,7 @@
-"""What two instances say to each other. The source offers blocks, the target pulls them and says so.
+"""The messages between two instances of a transfer: the source offers blocks, the target pulls and acknowledges them.
 
-Every offer is named by its source's incarnation and a sequence number that is never used again; neither side ever names
-blocks of the other when it lets something go. Encoded like all frames (`cluster/wire.py`).
+An offer is identified by its source's incarnation and a sequence number that is never reused; messages that release
+something name the offer, not blocks. Encoded like all frames (`cluster/wire.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """Source to target: blocks may be read, as long as word `slot` of the source holds `word`.
+    """Source to target: blocks may be read, as long as control word `slot` of the source holds `word`.
 
-    `image_index` of `request_id` (the target's id), or its KV where it is None. `blocks` of the source, in order, as
-    many as are ready; KV grows by `More`.
+    `request_id` is the target's id; `image_index` None means its KV. `blocks` are the source's block ids, in order, as
+    many as are ready; `More` adds blocks of KV.
     """
 
     incarnation: int
@@ -43,8 +43,8 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class More(msgspec.Struct, frozen=True, tag=True):
-    """Source to target: these blocks follow those already offered. With `end` they are the last ones. `number` counts
-    what is added to one offer, from 1, so that none is taken twice and none is left out unseen."""
+    """Source to target: blocks that follow the blocks already offered; with `end` they are the last. `number` counts
+    the messages of one offer from 1, so that a lost or doubled one is noticed."""
 
     incarnation: int
     sequence: int
@@ -71,8 +71,8 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Target to source: everything has been copied and was valid; the source may forget the offer. `block_s`: seconds
-    that a block of KV takes the target to copy, on the mean; 0 where none has been, or for features."""
+    """Target to source: all blocks have been copied and were valid; the source may forget the offer. `block_s`: mean
+    seconds that the target takes to copy a block of KV; 0 before the first copy, and for features."""
 
     incarnation: int
     sequence: int
@@ -80,8 +80,8 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """Target to source: not wanted (found in a cache, or its request is gone). As good as an acknowledgement, unless
-    `failed`: then it is wanted, but could not be copied or is not what was offered; the request has to begin again."""
+    """Target to source: the offer is not wanted (prefix cache hit, or its request is gone). Counts as an `Ack`
+    unless `failed`: then the copy failed or its checksums did not match, and the request has to restart."""
 
     incarnation: int
     sequence: int
@@ -89,8 +89,8 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Target to source: copy these blocks of an offer to where I can read them. `ticket` names the piece; the target
-    never uses it again."""
+    """Target to source: copy these blocks of an offer into the staging pool. `ticket` identifies the piece; the target
+    never reuses it."""
 
     incarnation: int
     sequence: int
@@ -99,8 +99,8 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """Source to target: they have been copied into these blocks of the staging pool, one each, and stay there until
-    they are taken or the offer is over."""
+    """Source to target: the piece has been copied into these blocks of the staging pool, in order, and stays until
+    it is taken or the offer is over."""
 
     incarnation: int
     sequence: int

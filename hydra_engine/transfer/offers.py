@@ -1,11 +1,11 @@
-"""What this instance offers to others, as a table of leases and control words.
+"""The offers of this instance to other instances: a table of leases and control words.
 
 An offer is live from `offer` until exactly one of: acknowledged or refused by its target, withdrawn by its owner, its
-lease over, its target lost. Whatever ends it, the control word says so before the caller hears of it, and only then may
-the caller let anything else write to the blocks. The source takes its blocks back without asking: a target that
-reads too late finds that out from the word.
+lease expired, its target lost. In each case the control word is invalidated before the caller is notified, and only
+then may the caller reuse the blocks. The source takes its blocks back without asking: a target that reads too late
+learns it from the control word.
 
-Does not know what is in the blocks or which requests hold them, and sends nothing itself.
+Does not know what is in the blocks or which requests hold them. Sends nothing itself.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class _Live:
 
 
 class Source:
-    """Offers of one incarnation of an instance. `now` is in seconds and never goes back from call to call.
+    """The source's table of live offers, of one incarnation of an instance. `now` is in seconds and never decreases.
 
-    `set_word(slot, word)` writes a control word where peers read it. `lease_s`: an offer that has not been renewed for
-    this long is taken back.
+    `set_word(slot, word)` writes a control word where peers read it. `lease_s`: seconds without a renewal after which
+    an offer expires.
     """
 
     def __init__(self, incarnation: int, num_slots: int, set_word: Callable[[int, int], None], lease_s: float) -> None:
         self.offered = 0
         self.acknowledged = 0  # refusals included
         self.withdrawn = 0
-        self.expired = 0  # of those withdrawn
+        self.expired = 0  # included in `withdrawn`
         self.ignored = 0
         self._incarnation = incarnation
         self._num_slots = num_slots
@@ -80,9 +80,9 @@ class Source:
         end: KvEnd | None = None,
         checksums: tuple[int, ...] = (),
     ) -> Offer | None:
-        """To be sent to `peer`, which knows what is offered as `image_index` of `request_id` (None: its KV). The blocks
-        must be computed: they may be read before this returns. None, and no change, while every control word is
-        taken."""
+        """Makes an offer, which the caller sends to `peer`. `request_id` and `image_index` (None: KV) are the peer's
+        names of the content. The blocks must be computed: they may be read before this returns. Returns None, without
+        any change, while no control word is free."""
         assert owner not in self._sequence_of, f"{owner} has a live offer; withdraw it before offering again"
         if not self._free_slots:
             return None
@@ -108,7 +108,8 @@ class Source:
     def more(
         self, owner: Owner, blocks: Sequence[int], *, end: KvEnd | None = None, checksums: tuple[int, ...] = ()
     ) -> More | None:
-        """The message to the offer's peer. With `end` nothing more comes. None if the owner has no live offer."""
+        """Adds blocks of KV. Returns the message to the offer's peer; None if the owner has no live offer. With `end`
+        the offer is complete."""
         if owner not in self._sequence_of:
             return None
         live = self._live[self._sequence_of[owner]]
@@ -118,8 +119,8 @@ class Source:
         return More(self._incarnation, live.sequence, live.num_mores, tuple(blocks), end, checksums)
 
     def withdraw(self, owner: Owner) -> tuple[str, Withdraw] | None:
-        """Takes the blocks back: from here on they may be overwritten. The message only spares the peer the attempt.
-        None if the owner has no live offer."""
+        """Takes the blocks back: they may be overwritten after this call. Returns (peer, message), which only saves the
+        peer a useless copy; None if the owner has no live offer."""
         if owner not in self._sequence_of:
             return None
         live = self._live[self._sequence_of[owner]]
@@ -128,9 +129,10 @@ class Source:
     # ---- what targets say
 
     def on_ack(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
-        """The owner whose blocks are free now; None if the message is about nothing that is live."""
+        """Returns the owner whose blocks are free now; None, counted as ignored, if the offer is not live or not
+        complete."""
         live = self._find(peer, incarnation, sequence)
-        # Not everything can have been copied before it was offered: such a message is not about what is here.
+        # An incomplete offer cannot have been copied completely, so the message must be about another one.
         if live is None or not live.complete:
             self.ignored += 1
             return None
@@ -138,7 +140,7 @@ class Source:
         return self._end(live)
 
     def on_refuse(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
-        """Like `on_ack`, at any time: the target does not want it."""
+        """Ends an offer that the target does not want. Like `on_ack`, but valid for an incomplete offer too."""
         live = self._find(peer, incarnation, sequence)
         if live is None:
             self.ignored += 1
@@ -147,8 +149,8 @@ class Source:
         return self._end(live)
 
     def on_renew(self, peer: str, renew: Renew, now: float) -> None:
-        """Leases start again, but not of an offer whose target has not heard of what was added to it before its last
-        renewal: that message is lost, and only the end of the lease ends the waiting on both sides."""
+        """Restarts leases, except for an offer whose target still misses a `More` that was sent before its previous
+        renewal: that message is lost, and only the end of the lease ends the wait on both sides."""
         for sequence, heard in zip(renew.sequences, renew.heard, strict=False):
             live = self._find(peer, renew.incarnation, sequence)
             if live is None:
@@ -162,8 +164,8 @@ class Source:
     # ---- what time and death do
 
     def expire(self, now: float) -> list[tuple[Owner, str, Withdraw]]:
-        """Takes back what has not been renewed in time. Take in what peers have sent before calling this: after a pause
-        of this process renewals may be waiting to be read."""
+        """Takes back offers that were not renewed in time. Returns (owner, peer, message) of each. The caller reads all
+        pending messages first: after a pause of this process, renewals may be waiting to be read."""
         over = []
         while self._live:
             live = next(iter(self._live.values()))
@@ -183,13 +185,13 @@ class Source:
         return owners
 
     def next_deadline(self) -> float:
-        """The time at which `expire` has something to do unless a renewal comes; infinite if never."""
+        """The time at which the next offer expires without a renewal; infinite if none is live."""
         return next(iter(self._live.values())).deadline_s if self._live else math.inf
 
     # ---- looking
 
     def owner_of(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
-        """Whose offer to `peer` that is; None if it is not live."""
+        """The owner of the offer; None if it is not live."""
         live = self._find(peer, incarnation, sequence)
         return None if live is None else live.owner
 
@@ -201,7 +203,7 @@ class Source:
         return len(self._live)
 
     def check(self) -> None:
-        """AssertionError if the tables disagree."""
+        """Raises AssertionError if the tables disagree."""
         assert {live.owner: live.sequence for live in self._live.values()} == self._sequence_of, "owners and offers"
         slots = [live.slot for live in self._live.values()]
         assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or given out twice"
@@ -228,7 +230,8 @@ class Source:
         return Withdraw(self._incarnation, live.sequence)
 
     def _end(self, live: _Live) -> Owner:
-        """The word first: once the owner knows, its blocks may be overwritten."""
+        """Ends the offer and frees its slot. Writes the control word first: once the owner is notified, its blocks may
+        be overwritten."""
         self._write(live.slot, gone_word(live.sequence))
         del self._live[live.sequence]
         del self._sequence_of[live.owner]

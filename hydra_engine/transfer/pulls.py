@@ -1,17 +1,17 @@
-"""What other instances offer to this one, and how far it has been copied.
+"""The offers of other instances to this one, and how much of each has been copied.
 
-An offer goes through these states; each one that was reported to the owner (`Offered`) ends for it exactly once:
+An offer goes through these states; each offer that was reported to the owner (`Offered`) ends exactly once:
 
     unclaimed   its request is not known here (yet): recorded, not renewed
     wanted      `Offered` was given out, no copy of it is in flight; ends by `Gone`, `refuse` or `forget`
     copying     at least one copy is in flight; ends by `Committed`, or is wanted again after its last copy for now
     cancelled   copying, but withdrawn, refused, invalid, or its source lost; ends by `Gone` with its last copy
 
-A copy in flight is never cut and its target blocks stay what they are until it has ended. Whether a copy was in time is
-not decided here: the lane that copies reads the source's control word afterwards, and `end` gets the answer.
+A copy in flight is never interrupted, and its target blocks stay reserved until it has ended. Whether a copy was in
+time is not decided here: the lane that copies reads the source's control word afterwards, for `end`.
 
-Messages may be lost, doubled, late and out of order: what does not fit is counted and ignored, and the source's lease
-ends what cannot go on. Sends nothing itself, does not know why a request wants what it wants.
+Messages may be lost, doubled, late and out of order: a message that does not fit is counted and ignored, and an offer
+that cannot continue ends with the source's lease. Sends nothing itself; does not know why a request wants the blocks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ RENEWALS_UNCLAIMED = 10  # an unclaimed offer is forgotten after so many periods
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Blocks for a request of this instance can be pulled, `num_blocks` in all. KV (`image_index` None) may grow until
-    `end` is known: it is reported again, under the same handle."""
+    """The event that blocks for a request of this instance can be pulled, `num_blocks` in all. KV (`image_index` None)
+    may grow until `end` is known: it is reported again, under the same handle."""
 
     handle: int
     request_id: RequestId
@@ -45,8 +45,8 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The offer is over, and no copy of it is in flight: only now may its target blocks be used for anything else.
-    `image_index` None: it was of KV."""
+    """The event that the offer is over and no copy of it is in flight: only now may its target blocks be reused.
+    `image_index` None: KV."""
 
     handle: int
     image_index: int | None
@@ -57,15 +57,15 @@ PullEvent = Offered | Gone
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """All blocks of the offer are here and were valid. `ack` goes to `peer`."""
+    """The result that all blocks of the offer have been copied and were valid. `ack` must be sent to `peer`."""
 
     peer: str
     ack: Ack
 
 
 class Destination:
-    """Offers of others, each under a handle of ours that is never used again. Times in seconds. `renew_s`: how often
-    offers that are still wanted are renewed at their sources."""
+    """The target's table of offers by other instances, each under a local handle that is never reused. Reads no clock:
+    times are arguments, in seconds. `renew_s`: period of the renewals of wanted offers."""
 
     def __init__(self, renew_s: float) -> None:
         self.pulled = 0  # offers
@@ -80,8 +80,8 @@ class Destination:
     # ---- requests of ours
 
     def expect(self, request_id: RequestId, peer: str | None) -> list[PullEvent]:
-        """The request may receive features from any peer, and KV from `peer` alone. Returns what is offered for it
-        already."""
+        """Lets the request receive features from any peer, and KV from `peer` only. Returns an event for each offer
+        that is here already."""
         records = self._records
         assert request_id not in records.sources, f"request {request_id} is expected already"
         offers = records.unclaimed(request_id)
@@ -95,8 +95,8 @@ class Destination:
         return events
 
     def forget(self, request_id: RequestId) -> list[tuple[str, Refuse]]:
-        """The request is over here; unknown ids are fine. Returns what is to be sent. What is being copied for it ends
-        as `Gone`."""
+        """Ends the offers of a finished request; unknown ids are ignored. Returns (peer, message) pairs to send. Offers
+        with a copy in flight end as `Gone` with their last copy."""
         self._records.sources.pop(request_id, None)
         pulls = [*self._records.wanted(request_id), *self._records.unclaimed(request_id)]
         return [self._refuse(pull) for pull in pulls]
@@ -109,7 +109,8 @@ class Destination:
         self._records.peers[peer] = Peer(incarnation)
 
     def peer_lost(self, peer: str) -> list[Gone]:
-        """Offers that are not being copied are gone; the others end as `Gone`. An unknown peer is ignored."""
+        """Ends all offers of the peer. Returns `Gone` for wanted offers without a copy in flight; the rest end as
+        `Gone` in `end`. An unknown peer is ignored."""
         lost = self._records.peers.get(peer)
         if lost is None:
             return []
@@ -123,8 +124,9 @@ class Destination:
         return events
 
     def on_offer(self, peer: str, offer: Offer, now: float) -> list[PullEvent]:
-        """A later offer of the same thing takes the place of an earlier one. Sequence numbers of a peer grow, so one
-        that is not new is a copy of an old message, or out of order; in that case the source's lease ends."""
+        """Records an offer. It replaces an earlier one of the same image or KV from the same peer. Sequence numbers of
+        a peer grow: an offer whose number is not new is a duplicate or out of order and is ignored; if it was out of
+        order, the source's lease ends it."""
         state = self._records.peer(peer, offer.incarnation)
         if state is None or offer.sequence <= state.newest:
             self.ignored += 1
@@ -155,8 +157,8 @@ class Destination:
         return []
 
     def on_more(self, peer: str, more: More) -> list[PullEvent]:
-        """One that does not follow on what is known is ignored; if the one between stays missing, the source lets the
-        lease end."""
+        """Appends blocks to an offer. A message that does not follow the last one is ignored; if the one between stays
+        missing, the source lets the lease end."""
         pull = self._records.find(peer, more.incarnation, more.sequence)
         if pull is None or pull.complete or more.number != pull.heard + 1:
             self.ignored += 1
@@ -181,11 +183,11 @@ class Destination:
     # ---- copies
 
     def begin(self, plan: PullPlan) -> PullJob | None:
-        """The copy that the plan comes to; `end` follows. Parts of an offer are begun in order, each behind the one
-        before; the first one may start anywhere (what is cached here is not pulled), and the last one may be empty, if
-        the end came without blocks: then only the word is read. While no copy is in flight a target that has given its
-        blocks away may begin anew. None if the offer is over but for earlier copies in flight: nothing is to be copied
-        or ended, and the part is not valid. Other handles that are over are a bug (KeyError)."""
+        """Returns the copy job of the plan; `end` must follow. Parts of an offer begin in order, each after the part
+        before. The first may start at any block (cached blocks are not pulled). The last may be empty, if the end came
+        without blocks: then only the control word is read. While no copy is in flight, a target that has freed its
+        blocks may begin again at any block. Returns None if the offer is cancelled and only waits for copies in flight:
+        the part is invalid, and `end` must not follow. Raises KeyError for any other handle that is over."""
         handle, first_block = plan.offer, plan.first_block
         pull = self._records.pulls[handle]
         if pull.cancelled:
@@ -212,9 +214,9 @@ class Destination:
         )
 
     def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
-        """A copy has ended. `valid`: after it the control word was still the offer's, and the bytes were right. `last`:
-        with it everything is here. None while something is missing or in flight. The target blocks may be used for
-        anything else only after `Gone`, with which no copy of the offer is in flight."""
+        """Ends one copy. `valid`: the control word was still the offer's after the copy, and the checksums matched.
+        `last`: this copy completes the offer. Returns None while blocks are missing or copies in flight. If the offer
+        fails, its target blocks may be reused only after `Gone`."""
         pull = self._records.pulls[handle]
         assert pull.copies > 0, f"no copy of offer {handle} is in flight"
         if not valid and not pull.cancelled:
@@ -237,19 +239,20 @@ class Destination:
         return Committed(pull.peer, Ack(pull.incarnation, pull.sequence))
 
     def is_over(self, handle: int) -> bool:
-        """No copy of it counts any more."""
+        """True if copies of the offer no longer count: it has ended or is cancelled."""
         pull = self._records.pulls.get(handle)
         return pull is None or pull.cancelled
 
     def refuse(self, handle: int) -> tuple[str, Refuse] | None:
-        """The offer is not wanted. Returns what is to be sent; None if it is over already. What is being copied ends as
-        `Gone`."""
+        """Refuses an offer that is not wanted. Returns (peer, message) to send; None if it is over already. An offer
+        with copies in flight ends as `Gone` with the last of them."""
         return None if self.is_over(handle) else self._refuse(self._records.pulls[handle])
 
     # ---- time
 
     def renewals(self, now: float) -> list[tuple[str, Renew | Refuse]]:
-        """Messages to send: refusals at once, and every `renew_s` a renewal to each peer whose offers are wanted."""
+        """Returns (peer, message) pairs to send: refusals at once, and every `renew_s` one renewal to each peer whose
+        offers are wanted. Also forgets old unclaimed offers."""
         messages: list[tuple[str, Renew | Refuse]] = [*self._refusals]
         self._refusals.clear()
         for state in self._records.peers.values():
@@ -267,7 +270,7 @@ class Destination:
         return messages
 
     def next_deadline(self) -> float:
-        """The time at which `renewals` has something to send or to forget; infinite if never."""
+        """The next time at which `renewals` has work; infinite if never."""
         if self._refusals:
             return -math.inf
         deadline = math.inf
@@ -282,11 +285,11 @@ class Destination:
 
     @property
     def live(self) -> int:
-        """Offers that are known and not over, those for unknown requests included."""
+        """Number of known offers that have not ended, offers for unknown requests included."""
         return len(self._records.pulls)
 
     def check(self) -> None:
-        """AssertionError if the tables disagree."""
+        """Raises AssertionError if the tables disagree."""
         self._records.check()
         assert all(handle < self._next_handle for handle in self._records.pulls)
         assert all(len(peer.unclaimed) <= MAX_UNCLAIMED for peer in self._records.peers.values())
@@ -297,8 +300,8 @@ class Destination:
         return pull.heard_s + RENEWALS_UNCLAIMED * self._renew_s
 
     def _claim(self, pull: Pull) -> list[PullEvent]:
-        """The offer is for a request of ours. It takes the place of an earlier one of the same source; of two sources
-        that offer one image both are kept, for one may be about to withdraw."""
+        """Makes the offer wanted. It replaces an earlier one of the same source. If two sources offer the same image,
+        both offers are kept, because one source may be about to withdraw."""
         if pull.image_index is None and self._records.sources[pull.request_id] != pull.peer:
             self.ignored += 1
             return []
@@ -318,7 +321,7 @@ class Destination:
         return pull.peer, Refuse(pull.incarnation, pull.sequence)
 
     def _give_up(self, pull: Pull) -> list[Gone]:
-        """Over at once, or when its last copy in flight has ended."""
+        """Ends the offer now, or with its last copy in flight."""
         if pull.copies:
             self._records.cancel(pull)
             return []

@@ -1,6 +1,6 @@
-"""The tables of offers that other instances have made: by handle, by source, by the request they are for.
+"""The tables of offers that other instances have made: by handle, by source and by request.
 
-Knows which tables must agree, not what may happen to an offer when (that is `pulls.py`).
+Keeps the tables consistent; the states of an offer are in `pulls.py`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Pull:
     heard_s: float
     heard: int = 0  # number of the latest `More`
     copies: int = 0  # in flight
-    begun: int | None = None  # behind the last block whose copy has begun
+    begun: int | None = None  # end of the blocks whose copy has begun
     last_ended: bool = False
-    cancelled: bool = False  # over but for copies in flight
-    refused: bool = False  # by us: it is not too late, it is not wanted
+    cancelled: bool = False  # over; copies are still in flight
+    refused: bool = False  # by this instance, as not wanted
 
     @property
     def complete(self) -> bool:
-        """No blocks will be added."""
+        """True if no blocks will be added."""
         return self.image_index is not None or self.end is not None
 
 
@@ -50,8 +50,8 @@ class Peer:
 
 
 class Records:
-    """Every offer is wanted (its request is one of ours), unclaimed (it is not, yet) or cancelled. A cancelled offer is
-    found by its handle only: no message is about it any more."""
+    """Tables in which an offer is wanted (its request is known here), unclaimed (not known yet) or cancelled. A
+    cancelled offer is found by its handle only: messages about it are ignored."""
 
     def __init__(self) -> None:
         self.pulls: dict[int, Pull] = {}  # by handle: all of them
@@ -76,7 +76,7 @@ class Records:
         return self._wanted.get(request_id, {}).get((image_index, peer))
 
     def unclaimed(self, request_id: RequestId) -> list[Pull]:
-        """Oldest first."""
+        """Unclaimed offers for the request, oldest first."""
 
         def all_unclaimed() -> Iterator[Pull]:
             for peer in self.peers.values():
@@ -112,7 +112,7 @@ class Records:
         self.pulls[pull.handle] = pull
 
     def check(self) -> None:
-        """AssertionError if the tables disagree."""
+        """Raises AssertionError if the tables disagree."""
         wanted = [pull for pulls in self._wanted.values() for pull in pulls.values()]
         assert all(self._wanted.values()), "a request without offers has an entry"
         by_peer = {pull.handle for peer in self.peers.values() for pull in peer.wanted.values()}

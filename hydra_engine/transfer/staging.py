@@ -1,15 +1,15 @@
-"""Blocks on their way through host memory, where a target cannot map the memory of a source.
+"""Transfers staged through host memory, used where a target cannot map the memory of a source.
 
 The source has a small pool of host memory that its peers map, the staging pool. A target that is about to copy asks for
-a piece of the offer (`Stage`); the source copies the piece into free blocks of the pool and says which (`Staged`); the
-target copies it from there and gives the blocks back (`Taken`). So a piece is read only once all of it is written, a
-block of the pool belongs to one piece at a time, and what is staged waits for nothing but one copy. Several pieces of a
-pull are under way at once: one is written while another is read.
+a piece of the offer (`Stage`); the source copies the piece into free blocks of the pool and names them (`Staged`); the
+target copies it from there and frees the blocks (`Taken`). So a piece is read only after all of it is written, a block
+of the pool belongs to one piece at a time, and a staged piece waits for one copy only. Several pieces of a pull are in
+flight at once: one is written while another is read.
 
-Everything follows the offer. As long as its control word stands its pieces stay; once it is over, whatever the reason,
-the word says so first, and then the pieces are taken back without asking: a target that reads too late finds that out
-from the word, as it does where it reads the source's own memory. `Staging` is the source's half, `StagedPulls` the
-target's. Messages come once and in order, as those of a connection do, and end with it. Neither half sends or copies.
+A piece lives as long as its offer. When the offer ends, for whatever reason, its control word is invalidated first, and
+then its pieces are taken back without asking: a target that reads too late learns it from the control word, as it does
+when it reads the source's own memory. `Staging` is the source's half, `StagedPulls` the target's. Messages arrive once
+and in order, as on one connection, and end with it. Neither half sends or copies.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class _Piece:
     peer: str
     stage: Stage
     pool: PoolKind
-    blocks: list[int] = field(default_factory=list)  # of the staging pool; none: it waits for room
+    blocks: list[int] = field(default_factory=list)  # of the staging pool; none: it waits for free blocks
     staged: bool = False
 
 
 class Staging:
-    """`num_blocks` of the staging pool of each kind of cache. Copies are made in the order in which they are started,
-    so what is over is free at once, even while it is being written: who gets it writes it later."""
+    """The source's staging pools. `num_blocks`: blocks of the staging pool of each kind of cache. Copies run in the
+    order in which they start, so blocks of a piece that is over are free at once, even while they are being written:
+    their next piece is written later."""
 
     def __init__(self, num_blocks: Mapping[PoolKind, int]) -> None:
         self.ignored = 0  # messages
@@ -51,7 +52,8 @@ class Staging:
         self._next_number = 1
 
     def ask(self, peer: str, stage: Stage, pool: PoolKind) -> bool:
-        """A piece of an offer that is live. False: it can never be staged, for it is larger than the pool."""
+        """Queues a piece of a live offer. Returns False if it is empty or larger than the pool: it can never be
+        staged."""
         if not 0 < len(stage.blocks) <= self._num_blocks.get(pool, 0):
             return False
         key = stage.sequence, stage.ticket
@@ -63,7 +65,8 @@ class Staging:
         return True
 
     def start(self) -> Iterator[StagingJob]:
-        """The copies for which there is room, in the order in which they were asked for; `copied` follows each."""
+        """Yields the copies for which blocks are free, in the order of the requests for them within a pool. `copied`
+        must follow each."""
         for pool, waiting in self._waiting.items():
             free = self._free[pool]
             while waiting and len(waiting[0].stage.blocks) <= len(free):
@@ -74,7 +77,7 @@ class Staging:
                 yield StagingJob(number, pool, piece.stage.blocks, tuple(piece.blocks))
 
     def copied(self, number: int) -> tuple[str, Staged] | None:
-        """The copy has ended. What is to be sent, to whom, if it succeeded; None where the offer is over."""
+        """Ends a copy. Returns (peer, message) to send; None if the offer is over."""
         piece = self._copying.pop(number)
         if not piece.blocks:
             return None
@@ -90,17 +93,17 @@ class Staging:
         self._end(piece)
 
     def take_back(self, is_live: Callable[[int], bool]) -> None:
-        """The pieces of offers that are over, by `is_live` of their sequence."""
+        """Frees the pieces of offers that are over. `is_live` takes the sequence number of an offer."""
         for piece in [piece for piece in self._pieces.values() if not is_live(piece.stage.sequence)]:
             self._end(piece)
 
     @property
     def live(self) -> int:
-        """Pieces that wait, are copied, or are held for a target."""
+        """Number of pieces that wait, are copied, or are held for a target."""
         return len(self._pieces)
 
     def check(self) -> None:
-        """AssertionError if a block of a pool is lost or given out twice."""
+        """Raises AssertionError if a block of a pool is lost or allocated twice."""
         for pool, count in self._num_blocks.items():
             held = [block for piece in self._pieces.values() if piece.pool is pool for block in piece.blocks]
             assert sorted(held + self._free[pool]) == list(range(count)), f"a {pool} block is lost or given out twice"
@@ -117,14 +120,13 @@ class Staging:
 
 @dataclass(slots=True)
 class _Pull:
-    """A pull in pieces. `tickets`: those that were asked for and not copied, with the first block and the one behind
-    the last."""
+    """A pull in pieces. `tickets`: pieces that were requested and are not copied yet, as block ranges [begin, end)."""
 
     job: PullJob
     incarnation: int
     piece_blocks: int
     started_s: float
-    asked: int = 0  # blocks
+    asked: int = 0  # blocks requested so far
     tickets: dict[int, tuple[int, int]] = field(default_factory=dict)
     copying: int = 0  # pieces
     num_bytes: int = 0
@@ -137,7 +139,7 @@ class _Pull:
 
 
 class StagedPulls:
-    """Each pull ends with exactly one result, from `copied` or `end_over`."""
+    """The target's staged pulls. A pull ends with exactly one result, from `copied` or `end_over`."""
 
     def __init__(self) -> None:
         self.ignored = 0  # messages
@@ -146,14 +148,14 @@ class StagedPulls:
         self._next_ticket = 1
 
     def begin(self, job: PullJob, incarnation: int, piece_blocks: int, now: float) -> list[Stage]:
-        """`job` has blocks; pieces have at most `piece_blocks` each. What is to be sent to the job's peer, whose life
-        is `incarnation`."""
+        """Starts a pull of a job with at least one block, in pieces of at most `piece_blocks`. Returns the messages to
+        the job's peer, whose incarnation is `incarnation`."""
         pull = self._pulls[job.step_id] = _Pull(job, incarnation, piece_blocks, now)
         return self._ask(pull)
 
     def staged(self, peer: str, staged: Staged) -> PullJob | None:
-        """The copy of a piece, under the ticket that makes it a part of a pull; `copied` follows. None where nobody
-        waits for it any more."""
+        """Returns the copy job of a piece, with its ticket; `copied` must follow. None if no pull waits for the piece
+        any more."""
         pull = self._of_ticket.get(staged.ticket)
         begin, end = (0, 0) if pull is None else pull.tickets[staged.ticket]
         if pull is None or pull.job.peer != peer or len(staged.blocks) != end - begin:
@@ -171,8 +173,8 @@ class StagedPulls:
         )
 
     def copied(self, result: PullResult) -> tuple[str, list[Taken | Stage], PullResult | None]:
-        """A piece is here, or could not be copied. What is to be sent, to whom, and the result of the pull if it has
-        ended."""
+        """Ends the copy of a piece, successful or failed. Returns (peer, messages to send, the result of the pull if it
+        has ended)."""
         pull = self._pulls[result.step_id]
         del pull.tickets[result.ticket]
         pull.copying -= 1
@@ -186,8 +188,8 @@ class StagedPulls:
         return pull.job.peer, messages, ended
 
     def end_over(self, is_over: Callable[[PullJob], bool], now: float) -> Iterator[PullResult]:
-        """Those that wait for a piece of an offer that is over, which never comes; those with a copy in flight end with
-        it."""
+        """Yields results of pulls whose offer is over and which have no copy in flight: their next piece never comes.
+        Pulls with a copy in flight end with it."""
         for pull in list(self._pulls.values()):
             if pull.valid and is_over(pull.job):
                 pull.valid = False
