@@ -1,7 +1,7 @@
-"""From a spec to a model: which parts a family has, which of them a role needs, and their weights.
+"""Builds a model from a spec: the parts of a family that a role needs, and their weights.
 
-Every family's decoder sits at `language_model.model.` and `language_model.lm_head.` once names are canonical. Does not
-know files (`weights.py`) or arithmetic (the backend).
+Every family's decoder is at `language_model.model.` and `language_model.lm_head.` in canonical names. Does not know
+files (`weights.py`) or arithmetic (the backend).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def build_model(
     device: torch.device = _CPU,
     held: Collection[str] | None = None,
 ) -> VisionLanguageModel:
-    """The parts that `role` needs, with all slots still empty. `held`: names of the checkpoint's tensors; raises
-    CheckpointError before it builds more layers than these belong to."""
+    """Builds the parts that `role` needs, with all slots empty. `held`: names of the checkpoint's tensors; with them,
+    raises CheckpointError before it builds more layers than the checkpoint has."""
     demands = Demands(held)
     root = Scope(ops, dtype, device, demands)
     vision = decoder = None
@@ -75,8 +75,8 @@ def build_model(
 
 
 def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role) -> None:
-    """Raises CheckpointError where config.json names more layers than the weights hold. Reads headers only; weights
-    that cannot be opened are told of when they are loaded."""
+    """Raises CheckpointError if config.json has more layers than the weights. Reads headers only. Weights that cannot
+    be opened are ignored here: loading them raises the error."""
     try:
         checkpoint = SafetensorsCheckpoint(model_dir) if spec.family == GENERIC else _opened(model_dir, spec)
     except CheckpointError:
@@ -92,8 +92,8 @@ def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role)
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Of torch, on the calling thread: the check and the copies of a tensor are over before other threads have woken,
-    and while these spin they hold up those that pack."""
+    """Limits torch to one thread. Checking and copying a tensor takes less time than waking other threads, whose
+    spinning would slow down the threads that pack."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,8 +112,9 @@ def load_model(
     random_weights: bool = False,
     packed_cache: Path | None = None,
 ) -> VisionLanguageModel | GenericModel:
-    """Reads only what `role` needs. Raises `CheckpointError` naming every tensor that does not fit. `random_weights`:
-    reads nothing and draws them. `packed_cache`: a folder where packed weights are looked for, and else written to."""
+    """Loads the parts of a model that `role` needs. `random_weights`: draws weights instead of reading them.
+    `packed_cache`: folder with packed weights; they are mapped from it if present, else written to it. Raises
+    CheckpointError that names every tensor that does not fit, ConfigError for an unsupported combination of options."""
     if packed_cache is not None and (spec.family == GENERIC or random_weights or backend.ops.name != "native"):
         raise ConfigError(
             "packed_cache is for a checkpoint's weights in native models on a processor with the native extension; "

@@ -1,4 +1,4 @@
-"""Everything a forward pass may look at. Passed as arguments; no module-level "current batch" exists.
+"""The inputs of a forward pass, all passed as arguments; there is no module-level "current batch".
 
 Shape legend in `backend/base.py`.
 """
@@ -19,8 +19,8 @@ SCORED_ROWS = 256
 
 
 class Scored(NamedTuple):
-    """Rows of a step whose logits are wanted besides those of `logit_rows`, and what takes them: `take` gets slices
-    [<= SCORED_ROWS, V] float32, in the order of `rows`, and keeps nothing of them."""
+    """Rows of a step that need logits besides those of `logit_rows`. `take` receives slices [<= SCORED_ROWS, V] float32
+    in the order of `rows` and must not keep them."""
 
     rows: Tensor  # [M] int64, M > 0
     take: Callable[[Tensor], None]
@@ -42,20 +42,19 @@ class LanguageInput:
 
 
 def go_on() -> None:
-    """A checkpoint without a wait."""
+    """A checkpoint that does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionInput:
-    """A batch of image spans and where their features go; entry i of every tuple belongs to span i.
+    """A batch of image spans and the slots of their features; entry i of every tuple belongs to span i.
 
-    `pixels[i]` is uint8 [pictures, height, width, 3]: a picture, a base picture with its tiles, the frames of one
-    temporal patch, as the family's spec plans it. Spans may differ in size. Models that run through transformers get
-    `arrays[i]` instead, the tensors of its processor by name.
+    `pixels[i]` is uint8 [pictures, height, width, 3]: a picture, a base picture with its tiles, or the frames of one
+    temporal patch, as planned by the family's spec. Spans may differ in size. Models that run through transformers get
+    `arrays[i]` instead: their processor's tensors by name.
 
-    A tower calls `checkpoint`, which may wait, between its layers. With `piece_rows` it calls it inside them too, and
-    computes at most so many rows of a layer at a time; see `vision_slices.py`.
-    """
+    A tower calls `checkpoint`, which may wait, between its layers. With `piece_rows` it also calls it inside layers and
+    computes at most that many rows of a layer at a time; see `vision_slices.py`."""
 
     pixels: tuple[Tensor, ...]
     sources: tuple[tuple[int, int], ...]  # (width, height) of the picture that the user gave

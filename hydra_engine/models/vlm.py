@@ -1,7 +1,7 @@
 """A vision-language model, or the half of it that an instance's role needs.
 
-`encode` fills the image cache, `forward` reads it and fills the KV cache; nothing else connects the two, so they may
-run on different lanes or in different processes. Callers run both under `torch.inference_mode()`.
+`encode` fills the image cache, `forward` reads it and fills the KV cache; they share nothing else, so they may run on
+different lanes or in different processes. Callers run both under `torch.inference_mode()`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from hydra_engine.models.loading.parameters import Demands, Renames, Scope
 
 
 class Vision(Protocol):
-    """Tower and projector: a batch of spans to the rows of the image cache, [M, C] for each of the cache's planes.
+    """Tower and projector: from a batch of spans to rows of the image cache, [M, C] per plane.
 
-    `pack` and `cut` make of the batch what the call computes from. A call does nothing but launch ops and look at
-    shapes, so in a room, whose size all shapes follow from, it can be captured.
-    """
+    `pack` and `cut` prepare the inputs. A call only launches ops and reads shapes, so with a room, which determines all
+    shapes, it can be captured as a graph."""
 
     weight_names: tuple[str, ...]  # how the canonical names of its weights begin
     renames: Renames  # of all weights of the model
@@ -34,24 +33,24 @@ class Vision(Protocol):
     def __init__(self, scope: Scope, spec: Any) -> None: ...
 
     def reserve(self, room: int) -> None:
-        """Keeps what calls for rooms up to this one read besides their inputs at one address."""
+        """Fixes the addresses of all tables that calls for rooms of up to `room` patches read besides their inputs."""
         ...
 
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
-        """With padding up to `room` patches, 0: without. None where the batch does not fit."""
+        """Packs a batch, padded to `room` patches (0: no padding). None if it does not fit."""
         ...
 
     def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
-        """uint8 [pictures, height, width, 3] per item -> `patches`, those of one item behind another in the tower's
-        order: uint8 [P, num_values] contiguous."""
+        """Cuts uint8 [pictures, height, width, 3] per item into `patches`, uint8 [P, num_values] contiguous, item after
+        item, in the tower's order."""
         ...
 
     def __call__(self, inputs: TowerInput, /) -> tuple[Tensor, ...]: ...
 
 
 class VisionLanguageModel:
-    """Ready once every slot is filled, which `build.load_model` does. `unneeded`: how names begin of tensors that may
-    be in the checkpoint and are not read."""
+    """A native model. It is ready after every slot is filled, which `build.load_model` does. `unneeded`: prefixes of
+    tensor names that the checkpoint may have and that are not read."""
 
     deterministic = True  # as far as its ops are: it computes nothing else that depends on a row's neighbours
     can_be_captured = True  # as far as its ops can
@@ -68,12 +67,12 @@ class VisionLanguageModel:
         return sum(holder.nbytes for holder in self.holders)
 
     def reserve_positions(self, end: int) -> None:
-        """Forwards whose `position_end` is no more than this read what they need of positions at one address."""
+        """Fixes the addresses of the position tables for forwards with `position_end` up to `end`."""
         if self._decoder is not None:
             self._decoder.reserve_positions(end)
 
     def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
-        """Writes the features of all spans to `batch.slots`."""
+        """Writes the features of all spans to `batch.slots`. Raises ValueError if the model has no vision tower."""
         if self.tower is None:
             raise ValueError("encode: expected a model with a vision tower, got one without")
         packing = self.tower.pack(batch)
@@ -83,7 +82,8 @@ class VisionLanguageModel:
             self._ops.write_cache(image_cache, plane, (features.unsqueeze(1),), batch.slots)
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
-        """[B', V] float32: the logits of `batch.logit_rows`, in their order; good until the next call."""
+        """Returns the logits of `batch.logit_rows`, [B', V] float32, valid until the next call. Raises ValueError if
+        the model has no decoder."""
         if self._decoder is None:
             raise ValueError("forward: expected a model with a decoder, got one without")
         return self._decoder(batch, kv_cache, image_cache)

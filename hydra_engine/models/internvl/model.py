@@ -29,7 +29,7 @@ _NAMES = TowerNames(
 
 
 class InternVlVision(SquareVision):
-    """Every span is one tile."""
+    """InternVL's tower and projector; every span is one tile."""
 
     weight_names = ("vision_tower.", "multi_modal_projector.")
     renames = LLAVA_RENAMES
@@ -45,7 +45,7 @@ class InternVlVision(SquareVision):
         return (inputs.slices.rows(self._project, self._merged(self._states(inputs))),)
 
     def _merged(self, states: Tensor) -> Tensor:
-        """[I, patches, C] -> [I * tokens, merge * merge * C]: the patches of a token row by row."""
+        """Concatenates the patches of each token row by row: [I, patches, C] -> [I * tokens, merge * merge * C]."""
         merge = self._spec.merge
         side = self._spec.tower.grid_side // merge
         squares = states.view(-1, side, merge, side, merge, states.shape[2]).transpose(2, 3)

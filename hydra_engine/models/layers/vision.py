@@ -255,7 +255,7 @@ class SquareVision:
         self.num_slices = num_active + 2  # the layers, and the work before and after them
 
     def reserve(self, room: int) -> None:
-        """Does nothing: what a call reads does not depend on the room."""
+        """Does nothing: calls read no tables that depend on the room."""
 
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
         count = sum(pictures.shape[0] for pictures in batch.pixels)

@@ -32,7 +32,7 @@ CLIP = TowerNames(
 
 
 class LlavaVision(SquareVision):
-    """Every span is one picture of the tower's size."""
+    """LLaVA-1.5's tower and projector; every span is one picture of the tower's size."""
 
     weight_names: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     renames: Renames = LLAVA_RENAMES

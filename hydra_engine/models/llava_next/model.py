@@ -20,8 +20,8 @@ _NEWLINE = -1  # instead of a row of the tower
 
 
 class LlavaNextVision(LlavaVision):
-    """A span is a square, whose features are those of its patches row by row, or a row of tiles of a canvas: the rows
-    of features across these tiles, without the canvas's borders, with a newline after each."""
+    """LLaVA-NeXT's tower and projector. A span is a square, with the features of its patches row by row, or a row of
+    tiles of a canvas: the feature rows across these tiles, without the canvas's borders, with a newline after each."""
 
     weight_names = ("vision_tower.", "multi_modal_projector.", "image_newline")
     renames = (("model.image_newline", "image_newline"), *LLAVA_RENAMES)
@@ -57,7 +57,7 @@ class LlavaNextVision(LlavaVision):
 
 @lru_cache(maxsize=64)
 def span_rows(grid: Grid, source: tuple[int, int], side: int) -> Int64s:
-    """[num_tokens]: which of the tower's rows of its span each feature is made of."""
+    """Index in the span's tower rows of each feature, [num_tokens]; _NEWLINE for newlines."""
     number, rows, columns = grid
     if number == 0:
         return np.arange(side**2)

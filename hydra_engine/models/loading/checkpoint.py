@@ -1,4 +1,4 @@
-"""What the loader sees of any checkpoint, whatever its files: canonical names with shapes, read one tensor at a time.
+"""The loader's view of a checkpoint of any format: canonical names with shapes, read one tensor at a time.
 
 A format is a class with this protocol; `open_checkpoint.py` chooses one. Does not know files or models.
 """
@@ -16,9 +16,9 @@ _SHOWN = 8  # names per complaint; the log has all of them
 
 
 class StoredTensor(NamedTuple):
-    """A tensor before it is read. One that is stored in several parts (numbers, scales, ..) has the name and the shape
-    of the matrix that they make. What keeps them from making it is told with the names that do not fit a model; the
-    shape does not matter then."""
+    """An entry of a checkpoint that is not read yet. Parts of one quantised matrix (numbers, scales, ..) make one entry
+    with the matrix's name and shape. Problems of the parts are reported with the names that do not fit a model; the
+    shape is then meaningless."""
 
     shape: tuple[int, ...]
     nbytes: int  # in the file, for progress
@@ -30,14 +30,14 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint(Protocol):
-    """Weights by canonical names, open. Opening reads headers only and raises CheckpointError for damaged files, or for
-    a format that is not supported."""
+    """An open checkpoint: weights by canonical names. Opening reads headers only and raises CheckpointError for damaged
+    files or an unsupported format."""
 
     @property
     def entries(self) -> Mapping[str, StoredTensor]: ...
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
-        """In the stored precision and in memory of its own, on the CPU. Raises CheckpointError naming the tensor."""
+        """Reads a tensor in the stored precision, into new CPU memory. Raises CheckpointError naming the tensor."""
         ...
 
     def close(self) -> None: ...

@@ -35,7 +35,7 @@ def has_gguf(model_dir: Path) -> bool:
 
 
 class GgufCheckpoint:
-    """The files of a model, open: one or several of the text model, and the mmproj where there is one."""
+    """An open model in GGUF: one or several files of the text model, and the mmproj if there is one."""
 
     def __init__(self, model_dir: Path) -> None:
         self._files: list[BinaryIO] = []
@@ -122,7 +122,7 @@ class GgufCheckpoint:
 
 
 def _joined(parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-    """One below the other; quantised where all are in one form."""
+    """Stacks the parts by rows; the result stays quantised if all have one format."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(quantized) == len(parts) and len({part.form for part in quantized}) == 1:
         return stacked(quantized)
@@ -132,7 +132,7 @@ def _joined(parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
 
 
 def _plain(part: Tensor | QuantizedWeight) -> Tensor:
-    """Parts of different types meet in float32."""
+    """Converts a part to float32, the common type of different parts."""
     return part.dequantized(torch.float32) if isinstance(part, QuantizedWeight) else part.float()
 
 
@@ -149,7 +149,8 @@ def _decoder(config: Fields, text: GgufHeader) -> Decoder:
 
 
 def ordered(whole: Tensor | QuantizedWeight, order: Order) -> Tensor | QuantizedWeight:
-    """Columns of quantised weights change places by whole groups; where a head is none, they are dequantised."""
+    """Permutes rows or columns. Quantised columns are permuted by whole groups, or dequantised if a head is not a
+    multiple of a group."""
     if not order.columns:
         rows = _places(whole.shape[0], order)
         return whole.rows(rows) if isinstance(whole, QuantizedWeight) else whole[rows]
@@ -164,6 +165,6 @@ def ordered(whole: Tensor | QuantizedWeight, order: Order) -> Tensor | Quantized
 
 
 def _places(count: int, order: Order) -> Tensor:
-    """The file's row of each row of ours."""
+    """Index in the file of each row of the result."""
     kept, others = torch.arange(count).split((order.keep, count - order.keep))
     return torch.cat((kept, others.view(order.cut).transpose(1, 2).flatten()))

@@ -1,8 +1,8 @@
-"""Where llama.cpp's converter puts the tensors of a model: its names -> canonical ones, and how parts are joined.
+"""Names of llama.cpp's converter -> canonical names, and how parts are joined.
 
-What it changes besides names: rows of queries and keys of llama-type decoders are in another order, and so are value
-heads of delta nets, whose rates and norms are other numbers; a tower's fused queries, keys and values may be apart, and
-so are the frames of a patch's kernel. Does not know files.
+Changes besides names: rows of queries and keys of llama-type decoders are permuted, and so are value heads of delta
+nets, whose rates and norms are transformed; a tower's fused queries, keys and values may be separate, and so may the
+frames of a patch's kernel. Does not know files.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _UNREAD = {"rope_freqs.weight"}
 
 
 class _Tower(NamedTuple):
-    """`top`: names outside layers, `layer`: names in them; without .weight and .bias, but whole where ours end in
-    neither. `fused`: the layer's name of queries, keys and values. `batch`: names whose canonical tensors have three
-    dimensions, and here only those that are not 1."""
+    """Names of a tower. `top`: names outside layers, `layer`: names inside, both without .weight and .bias unless the
+    canonical name ends in neither. `fused`: the layer's fused queries, keys and values. `batch`: names whose canonical
+    tensors have three dimensions, stored without those of size 1."""
 
     top: Mapping[str, str]
     layers: str
@@ -124,8 +124,8 @@ _DEEPSTACK_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 
 
 class Order(NamedTuple):
-    """Of rows, or `columns`: those behind the first `keep`, in four dimensions (-1: what is left), of which the two in
-    the middle change places."""
+    """A permutation of rows, or of `columns`: those after the first `keep` are viewed as four dimensions `cut` (-1:
+    inferred), and the middle two are transposed."""
 
     cut: tuple[int, int, int, int]
     keep: int = 0
@@ -133,14 +133,14 @@ class Order(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Of what their number is a multiple."""
+        """Number of rows must be a multiple of this."""
         return abs(math.prod(self.cut))
 
 
 class Source(NamedTuple):
-    """What a canonical tensor is made of. "rows": parts one below the other; "frames": 2-D kernels become a 3-D one;
-    "batch": dimensions of 1 come before its own, until there are three; "taps": one comes before its last. `value`: of
-    a number x of the file, "x - 1" or "log -x"."""
+    """Sources of a canonical tensor. `joined`: "rows" stacks parts by rows; "frames" makes a 3-D kernel of 2-D ones;
+    "batch" prepends dimensions of 1 up to three; "taps" inserts one before the last. `value`: function of a stored
+    number x, "x - 1" or "log -x"."""
 
     parts: tuple[str, ...]
     joined: Joined = "alone"
@@ -149,8 +149,9 @@ class Source(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """Layers behind the first `num_layers` guess further tokens. `heads`: of queries and of keys, where it is of
-    llama's type. `delta`: key heads, value heads, rows of queries and keys together, where it has delta nets."""
+    """Shape of the decoder, as needed for names. Layers after the first `num_layers` predict further tokens. `heads`:
+    (query, key) heads of llama-type decoders. `delta`: (key heads, value heads, rows of queries and keys together) of
+    delta nets."""
 
     num_layers: int
     heads: tuple[int, int] | None = None
@@ -158,8 +159,8 @@ class Decoder(NamedTuple):
 
 
 def sources(shapes: Mapping[str, Shape], model_type: str, decoder: Decoder) -> dict[str, Source]:
-    """By canonical name. `shapes`: of all tensors of all files; `model_type` of config.json. A tensor that no rule
-    knows keeps its name."""
+    """Maps canonical names to sources. `shapes`: all tensors of all files; `model_type` of config.json. A tensor
+    without a rule keeps its name."""
     swapped = _swapped(shapes)
     tower = _TOWERS.get(model_type)
     found: dict[str, Source] = {}
@@ -194,7 +195,8 @@ def _of_text(name: str, decoder: Decoder) -> tuple[str, Source]:
 
 
 def _of_delta(source: Source, part: str, key_heads: int, value_heads: int, key_rows: int) -> Source:
-    """Value heads of one key head lie together in ours; in the file the first of every key head come first."""
+    """Reorders value heads: canonical tensors group them by key head, the file has the first of every key head
+    first."""
     if part in _CENTRED:
         return source._replace(value="x - 1")
     if part == "ssm_a":
@@ -208,7 +210,7 @@ def _of_delta(source: Source, part: str, key_heads: int, value_heads: int, key_r
 
 
 def _of_tower(name: str, shapes: Iterable[str], tower: _Tower, swapped: bool) -> Iterator[tuple[str, Source]]:
-    """Nothing for parts of a tensor that another part stands for."""
+    """Yields the canonical name and source of a tensor, or nothing if another part yields the joined tensor."""
     if name == "v.patch_embd.weight.1":
         return
     if name == "v.patch_embd.weight" and f"{name}.1" in shapes:
@@ -249,7 +251,7 @@ def _renamed(names: Mapping[str, str], name: str) -> str | None:
 
 
 def _swapped(shapes: Mapping[str, Shape]) -> bool:
-    """Older converters called the first matrix of a tower's MLP ffn_down and the second ffn_up: the first is the one
-    that takes rows as wide as a norm's."""
+    """True if ffn_down is the first matrix of a tower's MLP, as in older converters: it takes rows as wide as a
+    norm's."""
     down, norm = shapes.get("v.blk.0.ffn_down.weight"), shapes.get("v.blk.0.ln2.weight")
     return down is not None and norm is not None and len(down) == 2 and down[1] == norm[0]

@@ -22,7 +22,8 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class _Blocks(NamedTuple):
-    """As in `QuantizedWeight`: values [B, bytes], scales and offsets [B, groups], block_scales [B, 1 or 2]."""
+    """Decoded blocks in the layout of `QuantizedWeight`: values [B, bytes], scales and offsets [B, groups],
+    block_scales [B, 1 or 2]."""
 
     values: Tensor
     scales: Tensor
@@ -32,7 +33,7 @@ class _Blocks(NamedTuple):
 
 
 def decoded(data: Tensor, kind: TensorType, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
-    """data uint8 [bytes] -> what it holds; quantised tensors that are no matrices are dequantised to float32."""
+    """Decodes uint8 [bytes]. Quantised tensors that are not matrices are dequantised to float32."""
     if kind.name in _PLAIN:
         return data.view(_PLAIN[kind.name]).view(shape)
     rows = data.numel() // kind.num_bytes * kind.num_values // shape[-1]
@@ -46,7 +47,7 @@ def decoded(data: Tensor, kind: TensorType, shape: tuple[int, ...]) -> Tensor | 
 
 
 def by_formula(data: Tensor, kind: TensorType, rows: int) -> QuantizedWeight:
-    """The same in plain torch, of a type that is quantised."""
+    """Decodes a quantised type in plain torch, with the same bits as the native extension."""
     blocks = _READERS[kind.name](data.view(torch.int16).view(-1, kind.num_bytes // 2))
     offsets, tops = blocks.offsets, blocks.block_scales
     return QuantizedWeight(
@@ -59,27 +60,27 @@ def by_formula(data: Tensor, kind: TensorType, rows: int) -> QuantizedWeight:
 
 
 def _halves(words: Tensor) -> Tensor:
-    """int16 [B, n] -> float16 [B, n]"""
+    """Views int16 [B, n] as float16 [B, n]."""
     return words.contiguous().view(torch.float16)
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """int16 [.., n] -> uint8 [.., 2 n]"""
+    """Views int16 [.., n] as uint8 [.., 2 n]."""
     return words.contiguous().view(torch.uint8)
 
 
 def _nibbles(words: Tensor) -> tuple[Tensor, Tensor]:
-    """int16 [.., n] -> two of the same shape: the lower and the upper halves of all bytes."""
+    """Splits int16 [.., n] into the lower and the upper halves of all bytes, two tensors of the same shape."""
     return words & 0x0F0F, words >> 4 & 0x0F0F
 
 
 def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as values in 4 bits, uint8 [.., n]."""
+    """Returns `_nibbles` as 4-bit values, uint8 [.., n]."""
     return (words & 0x0F | words >> 4 & 0xF0).to(torch.uint8), (words >> 4 & 0x0F | words >> 8 & 0xF0).to(torch.uint8)
 
 
 def _signed(words: Tensor, zero: int) -> Tensor:
-    """int16 [B, n], of bytes from 0 to 127 -> int8 [B, 2 n], less `zero`"""
+    """Subtracts `zero` from bytes of 0 to 127: int16 [B, n] -> int8 [B, 2 n]."""
     return words.contiguous().view(torch.int8).sub_(zero)
 
 
@@ -88,7 +89,7 @@ _FIFTH_BITS = torch.tensor([[(byte >> bit & 1) << 4 for bit in range(8)] for byt
 
 
 def _fifths(words: Tensor) -> Tensor:
-    """int16 [B, 2], of 32 bits -> int16 [B, 16], of bytes of 16 or 0"""
+    """Expands 32 bits, int16 [B, 2], to bytes of 16 or 0, int16 [B, 16]."""
     return _FIFTH_BITS.view(torch.int64)[_bytes(words).int(), 0].view(torch.int16)
 
 
@@ -118,7 +119,8 @@ def _q5_1(blocks: Tensor) -> _Blocks:
 
 
 def _eight_groups(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of Q4_K and Q5_K: sc and m int8 [B, 8], which have 6 bits each, in 12 bytes, and d and dmin [B, 2]."""
+    """Unpacks sc and m of Q4_K and Q5_K, int8 [B, 8], from 6 bits each in 12 bytes; returns them with d and dmin, [B,
+    2]."""
     first, second, rest = _bytes(blocks[:, 2:8]).split(4, dim=1)
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=1)
     least = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=1)

@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, by what its folder and its config.json hold."""
+"""Opens a checkpoint in the format that its folder and its config.json indicate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv"
 
 
 def open_checkpoint(model_dir: Path, renames: Renames = (), quantization: Quantization | None = None) -> Checkpoint:
-    """`renames` lead from the names in safetensors files to canonical ones; `quantization` as config.json says."""
+    """Opens a checkpoint. `renames` map names in safetensors files to canonical names; `quantization` is the scheme of
+    config.json."""
     if has_gguf(model_dir):
         return GgufCheckpoint(model_dir)
     files = SafetensorsCheckpoint(model_dir, renames)

@@ -40,7 +40,8 @@ _READ = ("*.safetensors", "*.gguf", "*.json")  # of a model's folder, what weigh
 
 
 def cache_file(folder: Path, model_dir: Path, settings: str) -> Path:
-    """`settings`: all that decides about the weights besides the model's files."""
+    """Path of the cached weights, with a hash over model files, code and `settings`, which must cover everything else
+    that determines the weights."""
     extension: Any = load_extension()[0]
     code = [*_PACKAGE.glob("models/**/*.py"), *_PACKAGE.glob("backend/**/*.py"), Path(extension.__file__)]
     files = sorted(path for pattern in _READ for path in model_dir.glob(pattern))
@@ -50,7 +51,7 @@ def cache_file(folder: Path, model_dir: Path, settings: str) -> Path:
 
 
 def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...]:
-    """Gives layers what they kept; returns the notes that `write` was given. Raises CheckpointError for a file that is
+    """Maps the file into the layers and returns the notes given to `write`. Raises CheckpointError if the file is
     damaged."""
     with closing(SafetensorsFile(path)) as file, open(path, "rb") as opened:
         # Private and never written to, so what is mapped is the system's copy of the file.
@@ -66,8 +67,8 @@ def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...]:
 
 
 def write(path: Path, holders: Sequence[Holder], notes: Sequence[str]) -> str | None:
-    """Returns why the disk has not taken it, as when it is full: then the next start packs again. Raises ResourceError
-    for a folder that is none, or that this user may not write to."""
+    """Writes the packed weights. Returns the reason if the disk refuses them, for example because it is full; the next
+    start then packs again. Raises ResourceError if the path is not a folder or not writable for this user."""
     described, blobs = [], []
     for holder in holders:
         items = [_described(kept) for kept in holder.kept]
@@ -97,7 +98,7 @@ def write(path: Path, holders: Sequence[Holder], notes: Sequence[str]) -> str | 
 
 
 def _described(kept: Kept) -> tuple[dict[str, Any], list[Tensor]]:
-    """What `_restored` needs to know, and bytes."""
+    """Returns the metadata for `_restored`, and the bytes."""
     if isinstance(kept, Tensor):
         whole = kept.contiguous()
         described = {"dtype": str(kept.dtype).removeprefix("torch."), "shape": list(kept.shape)}
@@ -132,7 +133,7 @@ def _header(contents: str, blobs: Sequence[Tensor]) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Container images and archives give all files one time of writing, so that two models of one shape differ in
-    nothing else; nobody sets the time of change."""
+    """Size, times and inode of a file. Container images and archives give all files the same modification time, so two
+    models of one shape may differ in nothing else; the change time cannot be set."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

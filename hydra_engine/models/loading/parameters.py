@@ -1,4 +1,4 @@
-"""What a model wants from a checkpoint: named slots with shapes, each with the place where its tensor goes.
+"""Declarations of a model's weights: named slots with shapes, each with the function that takes its tensor.
 
 Layers declare slots while they are built; the loader fills them one tensor at a time, so no second copy of a model ever
 exists. Names are those that `save_pretrained` writes. Does not know files.
@@ -23,7 +23,7 @@ Kept = PackedLinear | Tensor
 
 
 class Holder(Protocol):
-    """A layer that owns weights. `kept`: what it has made of them; setting it takes the place of filling its slots."""
+    """A layer that owns weights. `kept`: its packed weights; setting it replaces filling the slots."""
 
     kept: tuple[Kept, ...]
 
@@ -41,15 +41,15 @@ class Slot(NamedTuple):
     substitute: str | None = None  # the slot that fills this one too where a checkpoint has that tensor alone
 
     def dtype_of(self, stored: torch.dtype, rows: torch.dtype) -> torch.dtype:
-        """In which dtype a tensor of `stored` fills it where the compute dtype is `rows`."""
+        """Dtype of the filled tensor, for a tensor stored as `stored` and the compute dtype `rows`."""
         if self.matrix and rows is torch.float32 and stored in (torch.bfloat16, torch.float16):
             return stored
         return self.dtype or rows
 
 
 class Demands:
-    """All slots of one model, the name prefixes that it knows and does not need, and the layers that hold weights.
-    `held`: names of the tensors that will fill slots; None where they are made for whatever slots there are."""
+    """All slots of one model, prefixes of known names that it does not need, and the layers that own weights. `held`:
+    names of the checkpoint's tensors; None if weights are drawn."""
 
     def __init__(self, held: Collection[str] | None = None) -> None:
         self.held = held
@@ -59,7 +59,7 @@ class Demands:
 
 
 class Scope:
-    """A place in the tree of names, with what a layer needs to build itself there."""
+    """A prefix of weight names, with what a layer needs to build itself there."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Scope:
         prefix: str = "",
         quantize: int | None = None,
     ) -> None:
-        """`quantize`: to so many bits, matrices that come unquantised."""
+        """`quantize`: bits of matrices that are quantised at load; None: they stay as stored."""
         self.ops = ops
         self.dtype = dtype
         self.device = device
@@ -85,8 +85,9 @@ class Scope:
         return Scope(self.ops, self.dtype, self.device, self._demands, prefix=prefix, quantize=bits)
 
     def each(self, name: str, count: int, said_by: str, *, held: int | None = None) -> list[Scope]:
-        """Places of the modules of a list, as many as the field `said_by` of config.json says. Raises CheckpointError
-        where the checkpoint does not hold as many, or `held` where more of them are listed than are built."""
+        """Returns the scopes of `count` list entries; `said_by` is the field of config.json with that count. Raises
+        CheckpointError if the checkpoint has fewer entries than `count`, or than `held` if given (a list longer than
+        what is built)."""
         if self._demands.held is not None:
             check_held(self._demands.held, self._prefix + name, count if held is None else held, said_by)
         return [self.at(f"{name}.{index}") for index in range(count)]
@@ -103,17 +104,17 @@ class Scope:
         matrix: bool = False,
         substitute: str | None = None,
     ) -> None:
-        """Slots are filled in the order in which they are wanted; `optional`: only if the checkpoint has it;
-        `substitute`: the whole name of a slot that fills this one too."""
+        """Declares a slot; slots are filled in this order. `optional`: only if the checkpoint has it; `substitute`:
+        full name of a slot that fills this one too if the checkpoint has only that tensor."""
         slot = Slot(shape, fill, optional, dtype, fill_quantized, matrix, substitute)
         self._demands.slots[self._prefix + name] = slot
 
     def named(self, name: str) -> str:
-        """The whole name of a tensor here."""
+        """Returns the full name of a tensor of this scope."""
         return self._prefix + name
 
     def skip(self, *prefixes: str) -> None:
-        """Tensors whose names begin so may be in the checkpoint; they are not read."""
+        """Declares prefixes of tensors that the checkpoint may have and that are not read."""
         self._demands.unneeded += [self._prefix + prefix for prefix in prefixes]
 
     def hold(self, holder: Holder) -> None:

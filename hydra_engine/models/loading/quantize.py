@@ -29,8 +29,8 @@ _CHUNK = 1 << 18  # weights at once, so that what is computed between them stays
 
 
 def quantized_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
-    """weight [N, K] of a float type; scales in its dtype where that has 16 bits, else in float32. On the CPU by the
-    native extension where there is one, with its threads."""
+    """Quantises a float weight [N, K]; scales have its dtype if that has 16 bits, else float32. On the CPU it runs in
+    the native extension, if present, on its threads."""
     if weight.device.type == "cpu" and load_extension()[0] is not None:
         native: QuantizedWeight = import_module("hydra_engine.backend.cpu.rounding").rounded_matrix(
             weight, 8 if weight.shape[1] % AT_LOAD_GROUP else num_bits
@@ -40,7 +40,7 @@ def quantized_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
 
 
 def by_formula(weight: Tensor, num_bits: int) -> QuantizedWeight:
-    """`quantized_matrix` in plain torch."""
+    """Computes `quantized_matrix` in plain torch, with the same bits."""
     dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.float32
     num_in = weight.shape[1]
     by_rows = num_bits == 8 or num_in % AT_LOAD_GROUP
@@ -67,7 +67,7 @@ def _in_four_bits(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def _in_order(products: Tensor) -> Tensor:
-    """[.., 32] -> [.., 1], whose order torch's own sum leaves to the processor."""
+    """Sums [.., 32] to [.., 1] in a fixed order; the order of torch's own sum depends on the processor."""
     eighths = products.unflatten(-1, (4, 8)).unbind(-2)
     lanes = (eighths[0] + eighths[1] + eighths[2] + eighths[3]).split(1, dim=-1)
     return functools.reduce(torch.add, lanes)

@@ -1,6 +1,6 @@
-"""Safetensors files whose matrices may be quantised: tensors of one module together are one matrix.
+"""Safetensors files with quantised matrices: the tensors of one module together make one matrix.
 
-Does not know models; which of a model's matrices are quantised is what the files hold.
+Does not know models; the files determine which matrices are quantised.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ATTENTION = ("attn", "attention", ".q_proj", ".k_proj", ".v_proj")
 
 
 class QuantizedCheckpoint:
-    """Takes over `files` and closes them."""
+    """A checkpoint with quantised matrices. It owns `files` and closes them."""
 
     def __init__(self, files: SafetensorsCheckpoint, quantization: Quantization) -> None:
         self._files = files
@@ -66,7 +66,7 @@ class QuantizedCheckpoint:
             raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
 
     def stored_name(self, name: str) -> str:
-        """In its file; of a matrix of several parts, the name that it would have as one."""
+        """Name in the file; for a matrix in several parts, the name of the plain matrix in that module."""
         part = next(iter(self._parts.get(name, {}).values()), name)
         stored = self._files.stored_name(part)
         return stored if part == name else f"{stored.rpartition('.')[0]}.weight"

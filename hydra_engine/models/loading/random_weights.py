@@ -1,8 +1,8 @@
-"""Random weights for a model whose directory has none: seeded, drawn on the device, of finite activations.
+"""Random weights for a model without a checkpoint: seeded, drawn on the device, with finite activations.
 
-Every tensor is drawn from the seed and its own name, so parts of a model in several instances agree. What layers add to
-the rows is scaled down with their number, so that rows are of order one behind the last layer as behind the first.
-Does not know checkpoints.
+Every tensor is drawn from the seed and its own name, so parts of a model in several instances agree. Matrices whose
+products are added to the residual rows are scaled down with the number of layers, so that rows keep their order of
+magnitude from the first layer to the last. Does not know checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ADDED_WEIGHTS = tuple(f"{name}.weight" for name in _ADDED)
 
 
 def randomise(name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-    """In place: norms stay near 1, biases near 0; the decoder mixes enough for its text not to fall into a loop."""
+    """Draws in place: norms near 1, biases near 0; the decoder mixes enough to keep its text out of a loop."""
     if name == "model.norm.weight" or name.endswith(_LAST_NORM):
         mean, deviation = 0.5, 0.05  # the last norm: logits near 1, of which float32 rounding is far below 1e-4
     elif "norm" in name or "layrnorm" in name or "ln_q" in name:
@@ -41,7 +41,8 @@ def randomise(name: str, tensor: Tensor, generator: torch.Generator | None = Non
 
 
 class NamedDraws:
-    """Weights that depend on the seed, their name and how deep its stack is among `names`."""
+    """A source of random weights that depend on the seed, the tensor's name and the depth of its stack among
+    `names`."""
 
     def __init__(self, names: Iterable[str], device: torch.device, seed: int = 0) -> None:
         self._depths = _depths(names)
@@ -49,7 +50,7 @@ class NamedDraws:
         self._seed = seed
 
     def fill(self, name: str, tensor: Tensor) -> None:
-        """In place, on the device of the generator."""
+        """Draws in place, on the device of the generator."""
         self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))  # the CPU takes 32 bits
         randomise(name, tensor, self._generator)
         if name.endswith(_ADDED_WEIGHTS) and (layer := _LAYER.match(name)):
@@ -65,9 +66,9 @@ def fill_random(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fills every slot that a checkpoint must have, one tensor at a time, drawn in its dtype where it stays; `stored`
-    is that of the checkpoint in whose place they come. `progress` counts bytes. At most the model, one tensor and the
-    parts of one fused matrix exist at a time."""
+    """Fills every slot that is not optional, one tensor at a time. `stored` is the dtype of the checkpoint that they
+    replace. `progress` receives (bytes done, bytes in total). At most the model, one tensor and the parts of one fused
+    matrix exist at a time."""
     slots = {name: slot for name, slot in model.slots.items() if not slot.optional}
     dtypes = {name: slot.dtype_of(stored, dtype) for name, slot in slots.items()}
     sizes = {name: torch.Size(slot.shape).numel() * dtypes[name].itemsize for name, slot in slots.items()}
@@ -84,7 +85,7 @@ def fill_random(
 
 
 def _depths(names: Iterable[str]) -> dict[str, int]:
-    """How many layers each stack has, by what its names begin with."""
+    """Number of layers of each stack, by name prefix."""
     depths: dict[str, int] = {}
     for name in names:
         if layer := _LAYER.match(name):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class SafetensorsCheckpoint:
-    """The weights files of a directory, open. `renames` lead from the names in files to canonical ones."""
+    """The open weights files of a directory. `renames` map names in files to canonical names."""
 
     def __init__(self, model_dir: Path, renames: Renames = ()) -> None:
         self._files: dict[str, SafetensorsFile] = {}
@@ -83,11 +83,11 @@ class SafetensorsCheckpoint:
         return self.read_stored(name)
 
     def stored_name(self, name: str) -> str:
-        """In its file."""
+        """Name in its file."""
         return self._stored_names[name]
 
     def read_stored(self, name: str) -> Tensor:
-        """Also integers and 8-bit floats, which are parts of quantised weights."""
+        """Reads a tensor, integers and 8-bit floats (parts of quantised weights) included."""
         return self._files[self.stored[name].file].read(self._stored_names[name])
 
     def _open(self, model_dir: Path, names: Iterable[str]) -> None:
@@ -95,7 +95,7 @@ class SafetensorsCheckpoint:
             self._files[name] = SafetensorsFile(model_dir / name)
 
     def _open_shards(self, model_dir: Path) -> dict[str, str]:
-        """The file of each tensor that the index lists."""
+        """Opens the shards of the index and returns the file of each tensor it lists."""
         listed_files = {
             name: str(file) for name, file in read_json(model_dir, INDEX).section("weight_map").values.items()
         }

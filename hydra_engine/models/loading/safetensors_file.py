@@ -44,7 +44,7 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """An open file. Use as a context manager or call `close`."""
+    """An open safetensors file. Use it as a context manager or call `close`."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -59,7 +59,7 @@ class SafetensorsFile:
         self._file.close()
 
     def read(self, name: str) -> Tensor:
-        """In the stored dtype, in memory of its own."""
+        """Reads a tensor in the stored dtype, into new memory."""
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise CheckpointError(
@@ -71,7 +71,7 @@ class SafetensorsFile:
         return buffer.view(DTYPES[entry.dtype]).view(entry.shape)
 
     def _read_into(self, offset: int, view: memoryview) -> bool:
-        """False when the file ends first."""
+        """Returns False if the file ends first."""
         done = 0
         while done < len(view):
             try:
@@ -120,7 +120,8 @@ class SafetensorsFile:
         return TensorEntry(self.name, dtype, tuple(shape), start + begin, start + end)
 
     def _check_layout(self, entries: dict[str, TensorEntry], start: int, num_bytes: int) -> None:
-        """Tensors follow each other without holes or overlaps, up to the last byte of the file."""
+        """Raises CheckpointError unless tensors are contiguous, without holes or overlaps, up to the last byte of the
+        file."""
         position = start
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != position:

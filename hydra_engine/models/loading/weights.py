@@ -1,7 +1,7 @@
-"""From a checkpoint to a model's slots, one tensor at a time.
+"""Fills a model's slots from a checkpoint, one tensor at a time.
 
-Compares all names and shapes before it reads anything. Does not know files, nor layers: a slot takes its tensor and
-packs it.
+Compares all names and shapes before it reads anything. Does not know files or layers: a slot takes its tensor and packs
+it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def fill_model(
     device: torch.device,
     progress: Progress | None = None,
 ) -> int:
-    """Reads in the order of the model's layers, so that what is fused is complete at once. Reports bytes as stored.
-    Gives the number of quantised matrices that became tensors."""
+    """Fills all slots in the order of the model's layers, so that fused matrices complete at once. `progress` receives
+    bytes as stored. Returns the number of quantised matrices that were dequantised on reading."""
     entries = checkpoint.entries
     check_names(model, entries)
     slots = {name: slot for name, slot in model.slots.items() if name in entries}
@@ -65,7 +65,7 @@ def _fill_plain(name: str, slot: Slot, stored: Tensor, target: torch.dtype, devi
 
 
 def _fill_quantized(name: str, slot: Slot, stored: QuantizedWeight, target: torch.dtype, device: torch.device) -> None:
-    """As it is, or dequantised for a slot that takes tensors only."""
+    """Fills a slot with a quantised weight, dequantised if the slot takes tensors only."""
     parts = [part for part in (stored.scales, stored.offsets, stored.block_scales) if part is not None]
     if not all(map(all_finite, parts)):
         raise CheckpointError(f"tensor {name} has scales or zero points that are not finite (NaN or infinity)")
@@ -81,7 +81,7 @@ def _fill_quantized(name: str, slot: Slot, stored: QuantizedWeight, target: torc
 
 
 def _scaled(stored: QuantizedWeight) -> bool:
-    """Whether there is a scale or an offset that is not zero, in two levels on both of them."""
+    """True if any scale or offset is not zero; with two levels, on both."""
     parts = [part for part in (stored.scales, stored.offsets) if part is not None]
     if stored.block_scales is None:
         return any(bool(part.any()) for part in parts)
@@ -94,7 +94,8 @@ def _varies(values: Tensor) -> bool:
 
 
 def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor]) -> None:
-    """One error for everything that is missing, surplus or of another shape than config.json says."""
+    """Raises one CheckpointError for all tensors that are missing, unexpected, misplaced or of another shape than in
+    config.json."""
     slots, unneeded = model.slots, model.unneeded
     needed = {name: entries[name] for name in slots if name in entries}
     missing = [
@@ -126,5 +127,5 @@ def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor])
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """NaN passes through minimum and maximum, infinities are one of them; far cheaper than a mask."""
+    """True if no value is NaN or infinite: minimum and maximum propagate both, far cheaper than a mask."""
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))

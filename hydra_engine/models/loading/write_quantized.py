@@ -46,7 +46,7 @@ _NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8", to
 
 
 class Part(NamedTuple):
-    """One tensor of the new files, by its header."""
+    """A tensor of the new files, as in their header."""
 
     name: str
     dtype: str
@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of the old files and what becomes of it. `num_bits` None: it is copied."""
+    """A tensor of the old files and its new form. `num_bits` None: it is copied."""
 
     canonical: str
     num_bits: int | None
@@ -74,9 +74,10 @@ def write_quantized(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """`wanted`: int8 or int4. `ignore`: modules that stay as they are, by their names in the files or ends of those, or
-    regular expressions behind `re:`; each must match one. Raises ConfigError or CheckpointError before anything is
-    written, and for values that are not finite; what was written by then is removed."""
+    """Writes a quantised checkpoint to `target`. `wanted`: int8 or int4. `ignore`: modules that stay unquantised, by
+    name in the files, by the end of a name, or by a regular expression after `re:`; each must match. Raises ConfigError
+    or CheckpointError before anything is written, except for values that are not finite; the files written by then are
+    removed."""
     if target.exists():
         raise ConfigError(f"{str(target)[:200]!r} exists; name a folder that does not", param="out")
     create_backend("cpu", torch.float32)  # for the thread counts of this thread
@@ -106,7 +107,7 @@ def write_quantized(
 
 
 class _Source:
-    """The tensors to write, by canonical names."""
+    """The tensors to write, by canonical name."""
 
     entries: Mapping[str, StoredTensor]
 
@@ -120,7 +121,7 @@ class _Source:
         return (self._matrices or self._files).stored_name(name)
 
     def dtype(self, name: str) -> str:
-        """In which it is read, as headers call it."""
+        """Dtype in which a tensor is read, as named in headers."""
         return _NAMES[self._dtype] if self.entries[name].quantized else self._files.stored[name].dtype
 
     def read(self, name: str) -> Tensor:
@@ -133,7 +134,7 @@ class _Source:
 
 
 class _Ignored:
-    """Whether the module of a name stays."""
+    """The set of modules that stay unquantised."""
 
     def __init__(self, ignore: Sequence[str]) -> None:
         try:
@@ -151,7 +152,7 @@ class _Ignored:
         return bool(matched)
 
     def check(self, modules: Iterable[str]) -> None:
-        """Raises ConfigError where an item matches none of the modules, nor one that was asked about."""
+        """Raises ConfigError if an item matches none of the modules and matched no earlier query."""
         example = ""
         for module in modules:
             self(module)
@@ -161,7 +162,7 @@ class _Ignored:
 
 
 def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) -> list[Piece]:
-    """In the order of the files."""
+    """Returns the pieces in the order of the files."""
     model = build_model(spec, ReferenceOps(), torch.float32, Role.parse("EPD"), held=source.entries)
     check_names(model, source.entries)
     decoder = build_model(spec, ReferenceOps(), torch.float32, Role.parse("D")).slots
@@ -198,7 +199,7 @@ def _embedding_of(head: str, source: _Source) -> str | None:
 
 
 def _head_of(embedding: str) -> str:
-    """The module of the head beside the stored name of the embeddings, in every generation of names."""
+    """Module of the head that belongs to the embeddings' stored name, in every generation of names."""
     inside = embedding.startswith("language_model.")
     return "language_model.lm_head" if inside else "lm_head"
 
@@ -217,7 +218,7 @@ def _parts(module: str, dtype: str, shape: tuple[int, ...], num_bits: int, *, pa
 
 
 def _tensors(piece: Piece, weight: Tensor) -> Iterator[Tensor]:
-    """In the order of its parts."""
+    """Yields the tensors of a piece in the order of its parts."""
     if piece.num_bits is None:
         yield weight
         return
@@ -281,7 +282,7 @@ def _header(parts: list[Part]) -> bytes:
 
 
 def _copy_rest(model_dir: Path, target: Path) -> None:
-    """Tokenizer, processor and other small files; no weights, no word of how those were quantised."""
+    """Copies tokenizer, processor and other small files, but no weights and no files about their old quantisation."""
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, *FILES)):
             shutil.copyfile(path, target / path.name)

@@ -1,5 +1,5 @@
-"""MiniCPM-V 4.6: pictures of any size packed into one pass through the tower, a merger of 2 x 2 neighbours inside it
-and more of them behind it. Does not know prompts, slices or caches.
+"""MiniCPM-V 4.6: pictures of any size packed into one pass through the tower, a 2 x 2 merger inside it and more mergers
+after it. Does not know prompts, slices or caches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHOLE = Slices(go_on)  # windows are computed in the pieces that rows are cut i
 
 
 class MiniCpmVision:
-    """Every span is one picture: the whole, or a slice."""
+    """MiniCPM-V's tower and mergers; every span is one picture: the whole, or a slice."""
 
     weight_names = ("vision_tower.", "merger.")
     # Files have the names that transformers has in memory.
@@ -65,11 +65,11 @@ class MiniCpmVision:
         self.num_slices = len(self._layers) + 2 + (self._inner is not None)
 
     def reserve(self, room: int) -> None:
-        """Does nothing: what a call reads does not depend on the room."""
+        """Does nothing: calls read no tables that depend on the room."""
 
     def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
-        """Indices: positions of the patches. Segments: pictures, and where the merger inside comes what is left of them
-        behind it, and its windows."""
+        """Packs a batch. `indices`: positions of the patches. `bounds`: pictures, and with an inner merger also the
+        pictures after it, and its windows."""
         fitted = packed(batch.grids, room, 2 ** len(self._merges))
         if fitted is None:
             return None
@@ -85,7 +85,7 @@ class MiniCpmVision:
         cut_in_merge_order(pixels, patches, self._spec.patch_size, self._merges)
 
     def _places(self, rows: int, columns: int) -> Int64s:
-        """[P]: rows of the table of positions, those nearest to the patches of a picture."""
+        """Rows of the position table nearest to the patches of a picture, [P]."""
         side = self._spec.num_positions
         row, column = nearest_positions(rows, side), nearest_positions(columns, side)
         return in_merge_order(row[:, None] * side + column, self._merges).numpy()
@@ -105,14 +105,14 @@ class MiniCpmVision:
 
 @lru_cache(maxsize=512)
 def nearest_positions(length: int, num_positions: int) -> Tensor:
-    """[length] int64: which of a side's positions each of `length` patches takes. Fractions of the side are compared
-    in float32 as transformers does, because at ties the last bit decides."""
+    """Position of each of `length` patches along a side, [length] int64. Fractions are compared in float32 as in
+    transformers, because the last bit decides ties."""
     bounds = torch.arange(1 / num_positions, 1.0, 1 / num_positions)
     return torch.bucketize(torch.arange(length) / length, bounds, right=True)
 
 
 class WindowMerger:
-    """Attention within windows of 2 x 2 rows, then every window becomes one: its mean and what an MLP makes of it."""
+    """A merger of 2 x 2 windows: attention within each window, then its mean plus an MLP of its four rows."""
 
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         size, inner = spec.tower.hidden_size, 4 * spec.tower.intermediate_size
@@ -123,7 +123,7 @@ class WindowMerger:
         self._mlp = Mlp(scope, ("linear_1", "linear_2"), 4 * size, inner, size, "gelu_tanh")
 
     def __call__(self, x: Tensor, windows: Segments) -> Tensor:
-        """[P, C] -> [P / 4, C]; there may be more windows than the rows have, unless they are planned."""
+        """Merges [P, C] to [P / 4, C]. `windows` may have more windows than x has, unless they are planned."""
         if not isinstance(windows, PackedPlan):
             windows = windows[: x.shape[0] // 4 + 1]
         mixed = self._attention.mix(self._attention.project(self._norm1(x)), windows, None, _WHOLE)
@@ -134,7 +134,7 @@ class WindowMerger:
 
 
 class Merger:
-    """Four rows become one, as often as the checkpoint has MLPs; the last leads to the decoder's width."""
+    """A chain of 4-to-1 mergers, one per MLP of the checkpoint; the last one has the decoder's width."""
 
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         width = 4 * spec.tower.hidden_size
@@ -146,7 +146,7 @@ class Merger:
             self._steps.append(PatchMerger(norm, mlp, width, norm_merged=True))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M * 4 ** rounds, C] -> [M, C of the decoder]"""
+        """Merges [M * 4 ** rounds, C] to [M, C of the decoder]."""
         for step in self._steps:
             x = step(x)
         return x

@@ -112,5 +112,5 @@ class CompressedTensors:
 
 
 def _columns(tensor: Tensor, rows: int) -> Tensor:
-    """Of a matrix or of its rows -> [rows, G]"""
+    """Expands scales of a matrix or of rows to [rows, G]."""
     return tensor.reshape(-1, tensor.shape[1] if tensor.dim() == 2 else 1).expand(rows, -1)

@@ -25,7 +25,7 @@ _Block = tuple[int, int]
 
 
 class Float8:
-    """`fp8` of transformers."""
+    """The format that transformers calls `fp8`."""
 
     leaves: tuple[str, ...] = ("weight", *_NAMES)
     unread: tuple[str, ...] = ("input_scale", "activation_scale")
@@ -55,8 +55,8 @@ def check_scales(parts: Parts, leaf: str, shape: tuple[int, ...], block: _Block 
 
 
 def held(weight: Tensor, scales: Tensor, quantization: Quantization) -> Tensor | QuantizedWeight:
-    """As it is where 8-bit floats are kept, else float32 [N, K]. Raises ValueError where numbers have scales of zero
-    alone."""
+    """Returns the weight in 8-bit floats if `keeps_floats` and its blocks allow it, else float32 [N, K]. Raises
+    ValueError if nonzero numbers have only zero scales."""
     if not scales.float().any() and weight.float().any():
         raise ValueError("its scales are all zero")
     by_rows = _by_rows(weight, scales.float(), quantization.block) if quantization.keeps_floats else None
@@ -66,7 +66,8 @@ def held(weight: Tensor, scales: Tensor, quantization: Quantization) -> Tensor |
 
 
 def _by_rows(weight: Tensor, scales: Tensor, block: _Block | None) -> Tensor | None:
-    """scales [N, G], one for each row and its groups of inputs; None where the last group is smaller than others."""
+    """Expands scales to [N, G], one per row and group of inputs. None if the last group would be smaller than the
+    others, or the groups do not suit the kernels."""
     rows, columns = weight.shape
     if scales.dim() == 2 and block is not None and scales.shape == _blocks(weight, block):
         groups = scales.shape[1]
@@ -77,7 +78,7 @@ def _by_rows(weight: Tensor, scales: Tensor, block: _Block | None) -> Tensor | N
 
 
 def _dequantized(wide: Tensor, scales: Tensor, block: _Block | None) -> Tensor:
-    """float32 [N, K], in place of `wide`."""
+    """Multiplies `wide` by its scales in place: float32 [N, K]."""
     if scales.dim() == 1 and scales.shape[0] == wide.shape[0]:
         scales = scales[:, None]
     if scales.dim() == 2 and block is not None and scales.shape == _blocks(wide, block):

@@ -66,7 +66,7 @@ class Gptq:
         return parts.described((num_out, num_in))
 
     def _num_bits(self, num_out: int, num_words: int) -> int:
-        """By a group's zero points, because g_idx may be missing. 0: none fits."""
+        """Infers the bits from a group's zero points, because g_idx may be missing. 0 if no width fits."""
         return next((bits for bits in self._quantization.num_bits if -(-num_out * bits // 32) == num_words), 0)
 
     def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
@@ -78,7 +78,7 @@ class Gptq:
         return integers(words.view(torch.uint8), scales, zeros, bits)
 
     def _zeros(self, packed: Tensor, bits: int) -> Tensor | None:
-        """[N, G]; None: all are the middle of the range, as those of symmetric checkpoints."""
+        """Unpacks the zero points, [N, G]; None if all are the middle of the range, as in symmetric checkpoints."""
         stored = ZERO[bits] - self._quantization.zero_offset
         if (packed.view(torch.uint8) == (stored | stored << 4 if bits == 4 else stored)).all():
             return None
@@ -118,7 +118,7 @@ class Awq:
 
 
 def _by_outputs(words: Tensor) -> Tensor:
-    """int32 [R, N] -> [N, R], contiguous."""
+    """Transposes int32 [R, N] to [N, R], contiguous."""
     if load_extension()[0] is None:
         return words.T.contiguous()
     transposed: Tensor = import_module("hydra_engine.backend.cpu.rounding").transposed_words(words)
@@ -126,5 +126,5 @@ def _by_outputs(words: Tensor) -> Tensor:
 
 
 def _numbers(words: Tensor) -> Tensor:
-    """Of AWQ's words, int32 [R, N / 8] -> uint8 [R, N]"""
+    """Unpacks AWQ's words, int32 [R, N / 8] -> uint8 [R, N]."""
     return unpacked(words, 4).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1)

@@ -1,5 +1,5 @@
-"""The tensors that a quantised matrix is stored in: their shapes and types checked before they are read, and integers
-of 4 and 8 bits taken out of words. Does not know formats.
+"""The tensors of a quantised matrix: their shapes and types checked before they are read, and integers of 4 and 8 bits
+unpacked from words. Does not know formats.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ZERO = {4: 8, 8: 128}  # what numbers of so many bits have for 0 in the middle o
 
 
 class Parts:
-    """What a module's parts are by the headers of files, and what is wrong with them. The shape of a part that is
-    missing, or of another type or number of dimensions, is None."""
+    """The parts of one module, from the files' headers, and a list of their problems. `shape` is None for a part that
+    is missing or has another type or number of dimensions."""
 
     def __init__(self, module: str, entries: Mapping[str, TensorEntry]) -> None:
         self._module = module
@@ -48,7 +48,7 @@ class Parts:
         return None
 
     def expect(self, leaf: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> bool:
-        """Whether it has one of the types and one of the shapes."""
+        """Returns True if the part has one of the types and one of the shapes; records a problem otherwise."""
         entry = self._entries.get(leaf)
         if entry is None:
             self._missing.append(f"{self._module}.{leaf}")
@@ -60,7 +60,8 @@ class Parts:
         return True
 
     def num_columns(self, leaf: str, dtypes: tuple[str, ...], num_rows: int) -> int | None:
-        """Of a matrix with that many rows; 1: of a vector of as many numbers, or of one number for all."""
+        """Number of columns of a matrix with `num_rows` rows; 1 for a vector of that length or a single number. None if
+        missing."""
         entry = self._entries.get(leaf)
         if entry is not None and len(entry.shape) == 2 and entry.shape[0] == num_rows and entry.shape[1]:
             self.expect(leaf, dtypes, entry.shape)
@@ -69,7 +70,7 @@ class Parts:
         return None if entry is None else 1
 
     def check_groups(self, leaf: str, num_in: int, num_groups: int, allowed: Quantization) -> None:
-        """That rows of `num_in` are cut into groups of a size that config.json names."""
+        """Records a problem unless rows of `num_in` inputs divide into groups of a size that config.json allows."""
         size, rest = divmod(num_in, num_groups)
         named = size in allowed.group_sizes or (num_groups == 1 and ROW in allowed.group_sizes)
         if rest or not named:
@@ -82,54 +83,54 @@ class Parts:
         self._wrong.append(f"{self._module}.{leaf} {problem}")
 
     def described(self, shape: tuple[int, ...] = ()) -> StoredTensor:
-        """`shape` of the matrix, where its parts say it."""
+        """Returns the entry with all recorded problems. `shape` is the matrix's, if the parts determine it."""
         nbytes = sum(entry.nbytes for entry in self._entries.values())
         return StoredTensor(shape, nbytes, tuple(self._missing), tuple(self._wrong), quantized=True)
 
 
 class Format(Protocol):
-    """How one method stores a matrix in parts. `leaves`: the last words of their names; `unread`: those of tensors
-    beside them that are for other arithmetic than ours."""
+    """A storage format of quantised matrices. `leaves`: last words of the parts' names; `unread`: those of accompanying
+    tensors that this engine's arithmetic does not use."""
 
     leaves: tuple[str, ...]
     unread: tuple[str, ...]
 
     def is_quantized(self, entries: Mapping[str, TensorEntry]) -> bool:
-        """Of a module, by its tensors."""
+        """True if a module with these tensors is quantised."""
         ...
 
     def describe(self, parts: Parts, read: Callable[[str], Tensor]) -> StoredTensor:
-        """`read` gives a part, for the few whose numbers say how others are read."""
+        """Checks the parts. `read` reads a part, for the few whose values determine how others are read."""
         ...
 
     def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
-        """From parts that `describe` had nothing to say against. Raises ValueError for numbers that cannot be."""
+        """Builds the weight from parts that `describe` accepted. Raises ValueError for impossible values."""
         ...
 
 
 def unpacked(words: Tensor, num_bits: int) -> Tensor:
-    """words int32 [R, C] -> uint8 [R, C * 32 / num_bits], the lowest bits of a word first."""
+    """Unpacks int32 [R, C] to uint8 [R, C * 32 / num_bits], lowest bits of a word first."""
     octets = words.contiguous().view(torch.uint8)
     return octets if num_bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
 
 
 def integers(octets: Tensor, scales: Tensor, zeros: Tensor | None, num_bits: int) -> QuantizedWeight:
-    """scales[n, g] * (q[n, k] - zeros[n, g]). `octets` uint8 [N, K * num_bits / 8]: numbers without a sign, of two in
-    an octet that of the even k is in the lower half; `zeros` [N, G], None: the middle of the range."""
+    """Builds a weight scales[n, g] * (q[n, k] - zeros[n, g]). `octets`: unsigned numbers, uint8 [N, K * num_bits / 8],
+    with even k in the lower half of a byte; `zeros`: [N, G], None for the middle of the range."""
     values = octets if num_bits == 4 else (octets ^ 128).view(torch.int8)
     return signed(values, scales, None if zeros is None else zeros.to(torch.int16) - ZERO[num_bits], num_bits)
 
 
 def signed(values: Tensor, scales: Tensor, zeros: Tensor | None, num_bits: int) -> QuantizedWeight:
-    """`values` as those of a QuantizedWeight; `zeros` [N, G], what stands for 0 among the numbers with a sign."""
+    """Builds a weight from signed `values` in the layout of QuantizedWeight; `zeros`: signed zero points, [N, G]."""
     offsets = None if zeros is None or not zeros.any() else -scales.float() * zeros.float()
     kept = scales.to(torch.float32) if scales.dtype is torch.float64 else scales
     return QuantizedWeight(values.contiguous(), kept.contiguous(), offsets, num_bits)
 
 
 def ungrouped(numbers: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor) -> Tensor:
-    """float32 [N, K]: scales[n, g] * (numbers[n, k] - zeros[n, g]), g = groups[k], for groups whose inputs are not
-    neighbours. Raises ValueError for a group that does not exist."""
+    """Dequantises scales[n, g] * (numbers[n, k] - zeros[n, g]), g = groups[k], to float32 [N, K], for groups of inputs
+    that are not adjacent. Raises ValueError for a group that does not exist."""
     order = groups.long()
     if int(order.min()) < 0 or int(order.max()) >= scales.shape[1]:
         raise ValueError(f"its groups are numbered from 0 to {scales.shape[1] - 1}, and its inputs name others")
@@ -140,10 +141,10 @@ def ungrouped(numbers: Tensor, scales: Tensor, zeros: Tensor | None, groups: Ten
 
 
 def middle(scales: Tensor, num_bits: int) -> Tensor:
-    """The zeros [N, G] of numbers whose 0 is in the middle of their range."""
+    """Zero points [N, G] in the middle of the range."""
     return torch.full(scales.shape, ZERO[num_bits])
 
 
 def in_order(groups: Tensor, num_groups: int) -> bool:
-    """Whether neighbours make up each group, the groups in order."""
+    """True if every group is a run of adjacent inputs, in order."""
     return torch.equal(groups.long(), torch.arange(len(groups)) // (len(groups) // num_groups))
