@@ -1,5 +1,5 @@
 """InternVL in transformers' own format (the "-hf" checkpoints of InternVL 2.5, 3 and 3.5): a picture is cut into square
-tiles in the arrangement whose aspect is closest to its own, with the whole picture behind them where there are several.
+tiles in the arrangement with the closest aspect ratio, followed by the whole picture if there are several tiles.
 
 Every tile is a span of its own. Knows config.json and the settings of the GOT-OCR2 image processor, which InternVL
 uses. Takes no videos.
@@ -39,7 +39,8 @@ INTERN_VIT_DEFAULTS = TowerSpec(  # InternVLVisionConfig's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternVlVisionSpec(SquareVisionSpec):
-    """`merge` x `merge` patches become one token. `frame` is the text around the spans of a picture."""
+    """InternVL's tower and tiling. `merge` x `merge` patches make one token. `frame` is the text around the spans of a
+    picture."""
 
     arrangements: tuple[Arrangement, ...]
     frame: tuple[str, str]
@@ -74,21 +75,21 @@ class InternVlVisionSpec(SquareVisionSpec):
         return MediaPlan(tuple(views), (self.frame[0], *spans, self.frame[1]))
 
     def num_parameters(self) -> int:
-        """With the projector's norm."""
+        """Number of weights, the projector's norm included."""
         return SquareVisionSpec.num_parameters(self) + 2 * self.merged_size
 
 
 def arrangements_of(min_tiles: int, max_tiles: int) -> tuple[Arrangement, ...]:
-    """All (columns, rows) with that many tiles, fewer tiles first, among those fewer columns first."""
+    """Returns all (columns, rows) with `min_tiles` to `max_tiles` tiles, by number of tiles, then by columns."""
     sides = range(1, max_tiles + 1)
     arrangements = [(c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles]
     return tuple(sorted(arrangements, key=lambda arrangement: arrangement[0] * arrangement[1]))
 
 
 def best_arrangement(width: int, height: int, side: int, arrangements: Sequence[Arrangement]) -> Arrangement:
-    """The one whose aspect is closest to the picture's (InternVL 1.5, section 3.3). Of several with the same distance
-    the last whose tiles have less than twice the picture's pixels; else the first. Distances are compared in double
-    precision, as transformers does, where two that should be equal may differ."""
+    """Returns the arrangement with the aspect ratio closest to the picture's (InternVL 1.5, section 3.3). Of several
+    with the same distance, the last whose tiles have less than twice the picture's pixels, else the first. Distances
+    are compared in double precision as in transformers, where distances that are equal in theory may differ."""
     distances = [abs(width / height - columns / rows) for columns, rows in arrangements]
     shortest = min(distances)
     closest = [a for a, distance in zip(arrangements, distances, strict=True) if distance == shortest]
@@ -170,7 +171,7 @@ def _tower(config: Fields) -> SquareTowerSpec:
 
 
 def _square(tower: Fields, name: str, default: int) -> int:
-    """A number, or two equal ones."""
+    """Reads a number, or two equal ones."""
     value = tower.get(name)
     sides = value if isinstance(value, list) else [default if value is None else value] * 2
     if len(sides) != 2 or type(sides[0]) is not int or sides[0] != sides[1] or not 0 < sides[0] <= 1 << 16:
@@ -179,7 +180,7 @@ def _square(tower: Fields, name: str, default: int) -> int:
 
 
 def _merge(config: Fields, tower: SquareTowerSpec) -> int:
-    """How many patches in a row become one token."""
+    """Side, in patches, of the square that makes one token."""
     ratio = config.number("downsample_ratio", 0.5)
     merge = round(1 / ratio)
     if merge < 1 or merge * ratio != 1 or tower.grid_side % merge:
@@ -190,7 +191,7 @@ def _merge(config: Fields, tower: SquareTowerSpec) -> int:
 
 
 def _frame(files: ModelFiles) -> tuple[str, str]:
-    """What stands before and behind the spans of a picture; the tokenizer's config names it."""
+    """Returns the text before and after the spans of a picture, named in the tokenizer's config."""
     tokenizer = read_json_if_present(files.model_dir, "tokenizer_config.json") or Fields({}, "tokenizer_config.json")
     return (
         tokenizer.token_text("start_image_token", "<img>"),

@@ -34,8 +34,8 @@ CLIP_DEFAULTS = TowerSpec(  # CLIPVisionConfig's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaVisionSpec(SquareVisionSpec):
-    """`shortest_edge` 0: pictures are stretched to the tower's square; else their shorter side gets that many pixels
-    and the middle is cut out."""
+    """LLaVA-1.5's tower. `shortest_edge` 0: pictures are stretched to the tower's square; else their shorter side is
+    resized to that many pixels and the centre is cropped."""
 
     shortest_edge: int
 
@@ -48,7 +48,7 @@ class LlavaVisionSpec(SquareVisionSpec):
         return self.tower.num_rows
 
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
-        """One size fits all: a budget changes nothing."""
+        """Plans one picture of the tower's size; the budget has no effect."""
         check_picture(width, height)
         side = self.tower.image_size
         view = View.whole(side, side)
@@ -68,7 +68,8 @@ def build_llava(files: ModelFiles) -> ModelSpec:
 def build_clip_model(
     files: ModelFiles, family: str, vision: Callable[[Fields, Fields, int], SquareVisionSpec]
 ) -> ModelSpec:
-    """`vision` makes of config.json, the image processor's settings and the decoder's width what a family sees."""
+    """Builds the spec of a model with a CLIP tower. `vision` builds the family's vision spec from config.json, the
+    image processor's settings and the decoder's width."""
     config = files.config
     text, language = nested_language(files, "llama")
     # Older files call the id of the token an index.
@@ -104,7 +105,7 @@ def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaVisionS
 
 
 def clip_tower(config: Fields) -> SquareTowerSpec:
-    """From the config.json of a LLaVA model."""
+    """Reads the tower's shape from the config.json of a LLaVA model."""
     tower = tower_config(config, "clip_vision_model")
     shape = tower_shape(tower, CLIP_DEFAULTS)
     image_size, patch_size = tower.integer("image_size", 224), tower.integer("patch_size", 32)
@@ -138,7 +139,7 @@ def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def picture_sizes(images: Fields, image_size: int) -> tuple[int, tuple[int, int]]:
-    """What a processor does to a picture: (shortest edge or 0 to stretch, (height, width) of the result)."""
+    """Returns the processor's (shortest edge, or 0 to stretch; (height, width) of the result)."""
     crop = _size(images, "crop_size", image_size) if images.flag("do_center_crop", True) else None
     size = images.get("size")
     if isinstance(size, dict) and "shortest_edge" not in size:

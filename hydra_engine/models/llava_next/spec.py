@@ -1,12 +1,12 @@
-"""LLaVA-NeXT (LLaVA-1.6): a picture is seen twice, squeezed into one square and cut into tiles at the best of several
-resolutions; the borders that the tiles' canvas added are dropped from the features, and every row of them ends with a
-newline. Tower, projector and decoders are those of LLaVA-1.5.
+"""LLaVA-NeXT (LLaVA-1.6): a picture is encoded twice, stretched to one square and cut into tiles at the best of several
+resolutions; features of the canvas's borders are dropped, and every feature row ends with a newline. Tower, projector
+and decoders are those of LLaVA-1.5.
 
-Features of the canvas stand in the prompt row by row across its tiles, so a row of tiles is the smallest part of it
-that is a span: the square and each row of tiles are encoded, cached and moved alone, by several encoders if there are.
+Features of the canvas are in the prompt row by row across its tiles, so a row of tiles is the smallest part of it that
+is a span: the square and each row of tiles are encoded, cached and moved separately, by several encoders if there are.
 
-Sizes are computed in double precision with the operations in transformers' order, because a product that should be
-whole may come out just below or above it and then counts as one pixel less or more.
+Sizes are computed in double precision in transformers' order of operations, because a product that should be whole may
+be rounded just below or above it and then counts as one pixel less or more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_PINPOINTS = 1024  # canvases, of which one is chosen for each picture
 
 
 class Region(NamedTuple):
-    """What is left of a grid of features: rows [top, top + rows) and columns [left, left + columns)."""
+    """The kept part of a grid of features: rows [top, top + rows) and columns [left, left + columns)."""
 
     top: int
     left: int
@@ -41,18 +41,18 @@ class Region(NamedTuple):
     columns: int
 
     def rows_of(self, number: int, side: int) -> tuple[int, int]:
-        """First and last but one, of the grid, in the row of tiles with that number from 1 on; tiles have `side`."""
+        """Returns the rows [first, end) of the grid that are in row `number` of tiles, counted from 1; a tile has
+        `side` rows."""
         top = (number - 1) * side
         return max(self.top, top), min(self.top + self.rows, top + side)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaNextVisionSpec(SquareVisionSpec):
-    """`resolutions` are the canvases to choose from, multiples of the tower's picture size.
+    """LLaVA-NeXT's tower and tiling. `resolutions` are the possible canvases, multiples of the tower's picture size.
 
-    A picture is a span of its square, then one for each row of tiles of its canvas that is not all border. The grid of
-    such a row is that of the canvas, with the row's number from 1 on in the place of time; the square's has 0 there.
-    """
+    A picture has a span for its square, then one for each row of tiles of its canvas that is not all border. The grid
+    of such a span is that of the canvas, with the row's number (from 1) in place of the time; the square's has 0."""
 
     resolutions: tuple[Size, ...]
 
@@ -62,7 +62,7 @@ class LlavaNextVisionSpec(SquareVisionSpec):
 
     @property
     def max_tokens_per_image(self) -> int:
-        """Of a picture with the aspect of its canvas: nothing is dropped."""
+        """Most tokens of a picture: one with the aspect ratio of its canvas, of which nothing is dropped."""
         canvases = [self._grid(size) for size in self.resolutions]
         return self.tower.num_patches + max(rows * (columns + 1) for rows, columns in canvases)
 
@@ -100,7 +100,7 @@ class LlavaNextVisionSpec(SquareVisionSpec):
         return MediaPlan((View.whole(side, side), seen), (square, *tiles))
 
     def num_parameters(self) -> int:
-        """With the newline."""
+        """Number of weights, the newline included."""
         return SquareVisionSpec.num_parameters(self) + self.feature_size
 
     def _num_pictures(self, canvas: Size) -> int:
@@ -114,7 +114,7 @@ class LlavaNextVisionSpec(SquareVisionSpec):
 
 
 def best_resolution(width: int, height: int, resolutions: Sequence[Size]) -> Size:
-    """The canvas on which most pixels of the picture survive, of those the one that wastes least, of those the first
+    """Returns the canvas that keeps most pixels of the picture; of several the one that wastes least, then the first
     (LLaVA-NeXT, "dynamic high resolution")."""
 
     def merit(canvas: Size) -> tuple[int, int]:
@@ -126,7 +126,7 @@ def best_resolution(width: int, height: int, resolutions: Sequence[Size]) -> Siz
 
 
 def size_within(width: int, height: int, canvas: Size) -> Size:
-    """The picture as large as the canvas allows, with its aspect; the shorter side is rounded up."""
+    """Returns the largest size within the canvas with the picture's aspect ratio; the shorter side is rounded up."""
     scale_x, scale_y = canvas[0] / width, canvas[1] / height
     if scale_x < scale_y:
         return canvas[0], min(math.ceil(height * scale_x), canvas[1])
@@ -134,8 +134,8 @@ def size_within(width: int, height: int, canvas: Size) -> Size:
 
 
 def unpadded(rows: int, columns: int, width: int, height: int) -> Region:
-    """The part of a canvas's grid that a picture of that size covers: both borders lose equally many, so where the
-    exact number is odd one row or column of border stays. Nothing may be left of a very thin picture."""
+    """Returns the part of a canvas's grid that a picture of that size covers. Both borders lose equally many rows or
+    columns, so if the exact number is odd one of border stays. The part of a very thin picture may be empty."""
     if width / height > columns / rows:
         border = (rows - int(round(height * (columns / width), 7))) // 2
         return Region(border, 0, rows - 2 * border, columns)
@@ -166,7 +166,7 @@ def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaNextVis
 
 
 def _check_sizes(settings: Fields, side: int) -> None:
-    """Tiles come out of the canvas at the tower's size and must stay as they are."""
+    """Raises CheckpointError if tiles would be resized again: they must have the tower's size."""
     if not settings.flag("do_center_crop", True):
         raise CheckpointError(f"do_center_crop false in {settings.where} is not supported{ELSEWHERE}")
     shortest_edge, (height, width) = picture_sizes(settings, side)
@@ -175,7 +175,7 @@ def _check_sizes(settings: Fields, side: int) -> None:
 
 
 def _resolutions(fields: Fields, side: int, default: tuple[Size, ...]) -> tuple[Size, ...]:
-    """From a list of [height, width]."""
+    """Reads a list of [height, width]."""
     pinpoints = fields.get("image_grid_pinpoints")
     if pinpoints is None:
         pinpoints = [[height, width] for width, height in default]

@@ -1,8 +1,8 @@
-"""How MiniCPM-V cuts a picture: one picture of the whole, and a grid of slices where it has more pixels than that.
+"""MiniCPM-V's cutting of a picture: one picture of the whole, and a grid of slices if it has more pixels than that.
 
-Published for LLaVA-UHD (section 3.1): as many slices as the picture holds tower pictures, in the grid nearest to its
-shape. Roundings are those of transformers' processor, floats between integers. Also which frames of a video are taken.
-Does not know patches, tokens or marks.
+Published for LLaVA-UHD (section 3.1): as many slices as the picture has tower pictures, in the grid nearest to its
+shape. Rounding is that of transformers' processor, floats between integers. Also chooses the frames of a video. Does
+not know patches, tokens or marks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MAX_ASPECT = 200  # beyond, one picture could become thousands of tokens: its sh
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """`scale` squared is how many pixels a picture or a slice is brought to, `cell` the side of one token in pixels.
-    Sizes are (width, height), grids (rows, columns). `max_slices` 1: no slices. A picture counts as
-    one that fills `min_slices`, however small it is."""
+    """Settings of the cut. `scale` squared is the target number of pixels of a picture or slice, `cell` the side of one
+    token in pixels. Sizes are (width, height), grids (rows, columns). `max_slices` 1: no slices. A small picture counts
+    as one that fills `min_slices`."""
 
     scale: int
     cell: int
@@ -29,8 +29,8 @@ class Slicing:
     min_slices: int = 1
 
     def within(self, budget: PixelBudget) -> Slicing:
-        """With fewer slices, down to none, or more of them for small pictures. The picture of the whole is not counted
-        and keeps its size."""
+        """Returns a slicing with fewer slices, down to none, or with more for small pictures. The picture of the whole
+        is not counted and keeps its size."""
         if budget == AS_CONFIGURED:
             return self
         most, least = self.max_slices, self.min_slices
@@ -41,7 +41,7 @@ class Slicing:
         return replace(self, max_slices=most, min_slices=min(least, most))
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size in whole cells with about `scale` squared pixels and about this shape."""
+        """Returns the size in whole cells with about `scale` squared pixels and about this shape."""
         if max(width, height) > MAX_ASPECT * min(width, height):
             raise InvalidImage(
                 f"a picture of {width} x {height} pixels is too long for this model; it takes up to {MAX_ASPECT} to 1",
@@ -52,7 +52,7 @@ class Slicing:
         return _nearest(int(rows * aspect), self.cell), _nearest(rows, self.cell)
 
     def grid(self, width: int, height: int) -> tuple[int, int] | None:
-        """None for a picture that is not cut."""
+        """Returns the grid of slices; None for a picture that is not cut."""
         target = min(max(-(-width * height // self.scale**2), self.min_slices), self.max_slices)
         if target <= 1:
             return None
@@ -68,12 +68,12 @@ class Slicing:
         return best
 
     def slice_size(self, width: int, height: int, grid: tuple[int, int]) -> tuple[int, int]:
-        """Of every slice of a picture of this size."""
+        """Size of every slice of a picture of this size."""
         rows, columns = grid
         return self.fitted(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
 
     def most_cells(self) -> int:
-        """Of one picture or slice of any shape that is taken. The largest with so many rows of cells is the lowest."""
+        """Most cells of one picture or slice of any accepted shape. For a number of rows the largest is the lowest."""
         longest = math.sqrt(MAX_ASPECT)
         least, most = max(int(self.scale / longest), 1), int(self.scale * longest)
         turns = (half * self.cell // 2 + more for half in range(1, 2 * most // self.cell + 2, 2) for more in (0, 1))
@@ -82,8 +82,9 @@ class Slicing:
 
 
 def one_frame_a_second(num_frames: int, fps: float, most: int) -> tuple[int, ...]:
-    """Source frames at every whole second; of a video that has more seconds than `most`, that many of its frames at
-    every tenth of a second, evenly spread. Raises InvalidImage for a video that says impossible things of itself."""
+    """Returns the source frames at every whole second; for a video of more than `most` seconds `most` frames, evenly
+    spread over every tenth of a second. Raises InvalidImage for a video without frames or with an impossible frame
+    rate."""
     check_frames(num_frames, fps)
     duration_s = num_frames / fps
     if duration_s <= most:
@@ -94,7 +95,7 @@ def one_frame_a_second(num_frames: int, fps: float, most: int) -> tuple[int, ...
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many of `count` numbers from 0, with the first and the last one."""
+    """Selects at most `most` of the numbers 0 to `count` - 1, the first and the last included."""
     if count <= most:
         return list(range(count))
     step = (count - 1) / max(most - 1, 1)
@@ -102,5 +103,5 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _nearest(length: int, unit: int) -> int:
-    """The multiple of `unit` nearest to `length`, halves to even ones, at least one."""
+    """Returns the multiple of `unit` nearest to `length`, halves to even, at least one."""
     return max(round(length / unit), 1) * unit

@@ -1,7 +1,7 @@
 """MiniCPM-V 4.6: a tower for pictures of any shape, merging 2 x 2 neighbours twice, and pictures cut into slices.
 
 Knows config.json, the settings of the picture and video processors, and the marks around pictures, which are named in
-the tokenizer's config. How a picture is cut is `Slicing`; what stands around the cuts is said here.
+the tokenizer's config. `Slicing` cuts a picture; this module places the marks around the slices.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Tokens before and behind the features of a picture, of a slice, and of a picture's number."""
+    """Pairs of tokens around the features of a picture, of a slice, and around a picture's number."""
 
     picture: Pair
     slice: Pair
@@ -57,7 +57,7 @@ class Marks:
 
 
 class SlicedPicture(NamedTuple):
-    """A picture as the tower sees it: the whole, then slices row by row, `columns` in a row."""
+    """A picture as tower input: the whole, then slices row by row, `columns` in a row."""
 
     views: tuple[View, ...]
     whole: ItemPlan
@@ -67,8 +67,8 @@ class SlicedPicture(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniCpmVisionSpec(VisionSpec):
-    """The tower merges 2 x 2 patches behind layer `insert_layer` (None: nowhere), then `num_rounds` more times behind
-    its last layer; what is left are the tokens. `max_frames` is of a video."""
+    """MiniCPM-V's tower and slicing. The tower merges 2 x 2 patches after layer `insert_layer` (None: nowhere), then
+    `num_rounds` more times after its last layer; the results are the tokens. `max_frames` limits a video."""
 
     tower: TowerSpec
     patch_size: int
@@ -83,7 +83,7 @@ class MiniCpmVisionSpec(VisionSpec):
 
     @property
     def all_rounds(self) -> int:
-        """4 ** all_rounds patches become one token."""
+        """Number of mergers: 4 ** all_rounds patches make one token."""
         return self.num_rounds + (self.insert_layer is not None)
 
     @property
@@ -109,7 +109,7 @@ class MiniCpmVisionSpec(VisionSpec):
         return MediaPlan(cut.views, self._marked(cut, 1), number=self.marks.number)
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
-        """Every frame is cut and marked as a picture is; the video has one number."""
+        """Plans every frame as a picture, cut and marked; the video has one number."""
         if self.videos is None:
             raise no_videos()
         check_picture(video.width, video.height)
@@ -134,7 +134,7 @@ class MiniCpmVisionSpec(VisionSpec):
         return tower + rounds + between + last
 
     def flops(self, num_patches: int) -> int:
-        """Of slices of the usual size with that many patches together."""
+        """FLOPs of slices of the usual size with `num_patches` patches in total."""
         c, f, num_layers = self.tower.hidden_size, self.tower.intermediate_size, self.tower.num_layers
         segment = (self.images.scale // self.patch_size) ** 2
         full = num_layers if self.insert_layer is None else self.insert_layer + 1
@@ -167,7 +167,8 @@ class MiniCpmVisionSpec(VisionSpec):
         return ItemPlan(width, height, 1, rows * columns, rows * columns // 4**self.all_rounds, (1, rows, columns))
 
     def _marked(self, cut: SlicedPicture, times: int) -> tuple[str | ItemPlan, ...]:
-        """Marks around every item, and a line break between rows of slices, as often as there are frames."""
+        """Returns marks around every item, with line breaks between rows of slices, repeated for each of `times`
+        frames."""
         (opening, closing), (slice_opening, slice_closing) = self.marks.picture, self.marks.slice
         parts: list[str | ItemPlan] = []
         text = ""
@@ -232,7 +233,7 @@ def _vision(files: ModelFiles, feature_size: int, *, has_videos: bool) -> MiniCp
 
 
 def _merging(config: Fields, tower: Fields, num_layers: int) -> tuple[int | None, int]:
-    """(layer behind which the tower merges, rounds of merging behind the tower)."""
+    """Returns (layer after which the tower merges, rounds of merging after the tower)."""
     for section, name in ((tower, "window_kernel_size"), (config, "merge_kernel_size")):
         if section.numbers(name, (2, 2)) != (2, 2):
             raise section.wrong(name, "[2, 2]")
@@ -248,7 +249,8 @@ def _merging(config: Fields, tower: Fields, num_layers: int) -> tuple[int | None
 
 
 def _slicing(settings: Fields, patch_size: int, rounds: int) -> Slicing:
-    """Of a picture or video processor, which must make what the model merges."""
+    """Reads the settings of a picture or video processor. Raises CheckpointError if they do not fit the model's
+    mergers."""
     if settings.integer("patch_size", 14) != patch_size:
         raise settings.wrong("patch_size", f"the vision tower's, {patch_size}")
     mode = settings.text("downsample_mode", "16x")
@@ -259,7 +261,7 @@ def _slicing(settings: Fields, patch_size: int, rounds: int) -> Slicing:
 
 
 def _frames(settings: Fields, pictures: PreprocessSpec) -> int:
-    """The most frames of a video."""
+    """Reads the most frames of a video."""
     processor_settings(settings)
     if settings.integer("stack_frames", 1) != 1:
         raise settings.wrong("stack_frames", "1: pictures composed of several frames are not supported")

@@ -1,6 +1,6 @@
-"""Which frames of a video the Qwen-VL families look at, how large these become, and which time they stand for.
+"""Sampling of video frames for the Qwen-VL families: which frames, their size, and their times.
 
-The numbers are those of their video processors. Does not know towers or prompts.
+The numbers are those of the families' video processors. Does not know towers or prompts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ DEFAULT_FPS = 2.0  # what the models' authors sample at; the processor's class i
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """Of Qwen2-VL and Qwen2.5-VL: `num_frames`, or as many as `fps` gives between `min_frames` and `max_frames`, evenly
-    spread, in multiples of `depth`. Unless `always`, a video without more frames than that keeps all of them, their
-    number odd or even.
-    """
+    """Frame sampling of Qwen2-VL and Qwen2.5-VL: `num_frames`, or as many as `fps` gives between `min_frames` and
+    `max_frames`, evenly spread, in multiples of `depth`. Unless `always`, a video without more frames than that keeps
+    all of them, even an odd number."""
 
     depth: int  # frames of one temporal patch
     fps: float
@@ -39,7 +38,8 @@ class FrameSampling:
     total_tokens: int | None  # the pixels of all frames stay below 0.9 of what so many tokens have; None: no bound
 
     def choose(self, video: VideoInfo) -> tuple[int, ...]:
-        """Indices of frames, ascending; raises InvalidImage for a video that says impossible things of itself."""
+        """Returns ascending indices of frames. Raises InvalidImage for a video without frames or with an impossible
+        frame rate."""
         total = video.num_frames
         check_frames(total, video.fps)
         count = self._count(video)
@@ -49,7 +49,7 @@ class FrameSampling:
         return tuple(min(int(as_float32(index * step)), total - 1) for index in range(count))
 
     def frame_limits(self, num_frames: int, factor: int) -> PixelLimits:
-        """Of each of so many chosen frames; `factor` is the width of a token in pixels."""
+        """Pixel limits of each of `num_frames` chosen frames; `factor` is the side of a token in pixels."""
         if self.total_tokens is None:
             return self.limits
         share = int(self.total_tokens * factor * factor * 0.9) * self.depth // num_frames
@@ -64,7 +64,7 @@ class FrameSampling:
         )
 
     def _count(self, video: VideoInfo) -> int:
-        """A multiple of `depth`; 0 for a video shorter than that."""
+        """Number of frames, a multiple of `depth`; 0 for a shorter video."""
         total = video.num_frames
         if self.num_frames is not None:
             return min(round(self.num_frames / self.depth), total // self.depth) * self.depth
@@ -73,12 +73,12 @@ class FrameSampling:
 
 
 def as_float32(number: float) -> float:
-    """Rounded to the nearest float32, as the processors' tensors are."""
+    """Rounds to the nearest float32, as in the processors' tensors."""
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
 def frame_counts(settings: Fields, depth: int) -> tuple[int, int]:
-    """(min_frames, max_frames) of a video."""
+    """Returns (min_frames, max_frames) of a video."""
     min_frames, max_frames = settings.integer("min_frames", 4), settings.integer("max_frames", 768)
     if max_frames < max(min_frames, depth):
         raise settings.wrong("max_frames", f"at least min_frames, {min_frames}, and a temporal patch, {depth}")
@@ -86,7 +86,7 @@ def frame_counts(settings: Fields, depth: int) -> tuple[int, int]:
 
 
 def frame_sampling(settings: Fields, depth: int, options: SpecOptions) -> FrameSampling:
-    """From the settings of the video processor, or of the image processor where the directory has no other."""
+    """Reads the settings of the video processor, or of the image processor if the directory has no other."""
     if "fps" in settings and "num_frames" in settings:
         raise CheckpointError(f"{settings.where} has both fps and num_frames; keep one of them")
     min_frames, max_frames = frame_counts(settings, depth)
@@ -105,12 +105,11 @@ def frame_sampling(settings: Fields, depth: int, options: SpecOptions) -> FrameS
 
 @dataclass(frozen=True, slots=True)
 class TimedFrames:
-    """Of Qwen3-VL: as many frames as `fps` gives between `min_frames` and `max_frames`, evenly spread from the first to
-    the last. They share one budget of pixels, so that a longer video has smaller ones.
+    """Frame sampling of Qwen3-VL: as many frames as `fps` gives between `min_frames` and `max_frames`, evenly spread
+    from the first to the last. All frames share one pixel budget, so frames of longer videos are smaller.
 
-    `limits` are pixels of all of them together. `frame_pixels` is what the processor lets one frame have at most, where
-    the limits leave it; `max_pixels` what the user does.
-    """
+    `limits` are pixels of all frames together. `frame_pixels` is the processor's maximum for one frame, within the
+    limits; `max_pixels` is the user's."""
 
     depth: int  # frames of one temporal patch
     fps: float
@@ -121,7 +120,8 @@ class TimedFrames:
     max_pixels: int | None
 
     def choose(self, video: VideoInfo) -> tuple[int, ...]:
-        """Indices of frames, ascending; raises InvalidImage for a video that is too short."""
+        """Returns ascending indices of frames. Raises InvalidImage for a video that is too short or has an impossible
+        frame rate."""
         total = video.num_frames
         if total < self.depth:
             raise InvalidImage(f"the video has {total} frames; it needs at least {self.depth}")
@@ -133,7 +133,8 @@ class TimedFrames:
         return tuple(round(index * step) for index in range(count))
 
     def size(self, width: int, height: int, num_frames: int, factor: int) -> tuple[int, int]:
-        """(width, height) of every frame, multiples of `factor`; the arithmetic is the processor's to the last bit."""
+        """Returns (width, height) of every frame, multiples of `factor`, with the processor's arithmetic to the last
+        bit."""
         check_picture(width, height)
         if min(width, height) < factor:
             grow = max(factor / height, factor / width)
@@ -141,11 +142,11 @@ class TimedFrames:
         return smart_resize(width, height, factor, self._limits(num_frames), num_frames, self.depth)
 
     def seconds(self, frames: Sequence[int], fps: float) -> float:
-        """The time of one temporal patch of source frames: halfway between its first and its last."""
+        """Time of one temporal patch of source frames: the middle between its first and its last."""
         return (frames[0] / fps + frames[-1] / fps) / 2
 
     def most_tokens(self, factor: int) -> int:
-        """No temporal patch has more: the fewer the frames, the larger they are."""
+        """Most tokens of any temporal patch: frames are largest when there are fewest."""
         least, most = self._limits(self.depth)
         return most_tokens(factor, PixelLimits(-(-least // self.depth), -(-most // self.depth)))
 
@@ -159,7 +160,7 @@ class TimedFrames:
 
 
 def timed_frames(settings: Fields, depth: int, factor: int, options: SpecOptions) -> TimedFrames:
-    """From the settings of the video processor, or of the image processor where the directory has no other."""
+    """Reads the settings of the video processor, or of the image processor if the directory has no other."""
     if "num_frames" in settings or not settings.flag("do_sample_frames", True):
         raise CheckpointError(f"{settings.where} must sample frames by fps, neither by num_frames nor not at all")
     min_frames, max_frames = frame_counts(settings, depth)

@@ -1,7 +1,7 @@
-"""How the Qwen-VL families size pictures: any size is kept, rounded to whole merge blocks between two pixel counts.
+"""Picture sizes of the Qwen-VL families: any size is kept, rounded to whole merge blocks between two pixel counts.
 
-Also reads those settings in their old layout (`min_pixels`, `max_pixels`) and their new one (`size`). Does not know
-towers, nor how many frames a video gives.
+Reads those settings in their old layout (`min_pixels`, `max_pixels`) and their new one (`size`). Does not know towers,
+nor how many frames a video gives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_FRAMES = 64  # of one temporal patch
 
 
 class PixelLimits(NamedTuple):
-    """How many pixels a resized picture or frame should have; very long ones may leave these bounds."""
+    """Wanted range of pixels of a resized picture or frame; very long ones may be outside."""
 
     min_pixels: int
     max_pixels: int
@@ -39,12 +39,12 @@ class PatchGeometry:
 
     @property
     def factor(self) -> int:
-        """What widths and heights are multiples of, in pixels."""
+        """Side of a token in pixels; widths and heights are multiples of it."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch."""
+        """Number of values of a patch."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -52,7 +52,7 @@ class PatchGeometry:
         return self.merge_size**2
 
     def item(self, size: tuple[int, int], num_pictures: int = 1, *, time: int = 0, continues: bool = False) -> ItemPlan:
-        """One temporal patch of resized pictures; `size` is (width, height), multiples of `factor`."""
+        """Plans one temporal patch of resized pictures; `size` is (width, height), multiples of `factor`."""
         width, height = size
         rows, columns = height // self.factor, width // self.factor
         return ItemPlan(
@@ -75,12 +75,11 @@ PICTURES = PixelLimits(56 * 56, 1280 * 28 * 28)  # the picture processor class's
 def smart_resize(
     width: int, height: int, factor: int, limits: PixelLimits, num_frames: int = 1, depth: int = 1
 ) -> tuple[int, int]:
-    """(width, height): each side goes to the nearest multiple of `factor`, halves to the even one; where that leaves
-    the limits, both sides are scaled by one factor before they are rounded into them. The limits are of `num_frames`
-    pictures of this size together, whose number counts in whole temporal patches of `depth` where they are compared.
+    """Returns (width, height), each side rounded to the nearest multiple of `factor`, halves to even. If that violates
+    the limits, both sides are first scaled by one factor and then rounded into them. The limits are for `num_frames`
+    pictures of this size together; in the comparison their number is rounded to whole temporal patches of `depth`.
 
-    The arithmetic is that of the families' processors to the last bit: float64, in this order.
-    """
+    The arithmetic is that of the families' processors to the last bit: float64, in this order."""
     check_picture(width, height)
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise InvalidImage(
@@ -99,8 +98,8 @@ def smart_resize(
 
 
 def budgeted_size(width: int, height: int, factor: int, limits: PixelLimits, budget: PixelBudget) -> tuple[int, int]:
-    """As `smart_resize` within both. A picture that rounding would enlarge beyond what the budget allows fills that
-    instead, so that `most_tokens` of the limits holds for every budget."""
+    """Applies `smart_resize` within limits and budget. A picture that rounding would enlarge beyond the budget is
+    shrunk to it, so that `most_tokens` of the limits holds for every budget."""
     if budget == AS_CONFIGURED:
         return smart_resize(width, height, factor, limits)
     most = limits.max_pixels if budget.max_pixels is None else min(budget.max_pixels, limits.max_pixels)
@@ -112,14 +111,15 @@ def budgeted_size(width: int, height: int, factor: int, limits: PixelLimits, bud
 
 
 def _filling(width: int, height: int, factor: int, pixels: int, num_frames: int = 1) -> tuple[int, int]:
-    """The picture's shape with so many pixels in all frames, both sides rounded down, at least one block each."""
+    """Scales the picture to `pixels` in all frames together, keeping its shape, with both sides rounded down to whole
+    blocks, at least one."""
     shrink = math.sqrt(num_frames * height * width / pixels)
     wide = max(factor, math.floor(width / shrink / factor) * factor)
     return wide, max(factor, math.floor(height / shrink / factor) * factor)
 
 
 def most_tokens(factor: int, limits: PixelLimits) -> int:
-    """No picture that `smart_resize` takes has more blocks of `factor` by `factor` pixels."""
+    """Upper bound of the number of `factor` by `factor` blocks of any picture that `smart_resize` takes."""
     block = factor * factor
     # Shrunk: within the maximum, or one side stuck at one block and the other as long as the aspect allows.
     most = max(limits.max_pixels // block, math.isqrt(MAX_ASPECT * limits.max_pixels) // factor)
@@ -131,8 +131,8 @@ def most_tokens(factor: int, limits: PixelLimits) -> int:
 
 
 def pixel_limits(settings: Fields, default: PixelLimits, options: SpecOptions) -> PixelLimits:
-    """The user's, else `min_pixels` and `max_pixels`, else `shortest_edge` and `longest_edge` of `size` (pixel counts
-    in spite of their names), else the default of the processor's class."""
+    """Returns the user's limits, else `min_pixels` and `max_pixels`, else `shortest_edge` and `longest_edge` of `size`
+    (pixel counts in spite of their names), else the default of the processor's class."""
     size = settings.section_if_present("size")
     least = _limit(settings, size, "min_pixels", "shortest_edge", default.min_pixels)
     most = _limit(settings, size, "max_pixels", "longest_edge", default.max_pixels)
@@ -152,7 +152,7 @@ def _limit(settings: Fields, size: Fields | None, name: str, edge: str, default:
 
 
 def patch_geometry(tower: Fields, settings: Fields, patch_size: int) -> PatchGeometry:
-    """From the tower's config and a processor's settings, which must agree; `patch_size` is the default of both."""
+    """Reads the tower's config and a processor's settings, which must agree; `patch_size` is the default of both."""
     geometry = PatchGeometry(
         patch_size=tower.integer("patch_size", patch_size),
         merge_size=tower.integer("spatial_merge_size", 2),

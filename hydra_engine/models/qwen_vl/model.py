@@ -1,9 +1,9 @@
 """The towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures of any size as rows of patches in merge order, with rows
-and columns as rotary positions, and mergers behind the layers.
+and columns as rotary positions, and mergers after the layers.
 
-Most layers of Qwen2.5-VL attend within square windows of a picture: rows are put in the order of windows before the
-first layer, token by token, and back behind the merger. Qwen3-VL adds learned positions, stretched over each picture's
-grid, and gives features of several layers (DeepStack), whose planes the decoder adds; see `decoder.py`.
+Most layers of Qwen2.5-VL attend within square windows of a picture: tokens are permuted to the order of windows before
+the first layer, and back after the merger. Qwen3-VL adds learned positions, interpolated over each picture's grid, and
+returns features of several layers (DeepStack), whose planes the decoder adds; see `decoder.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYER = LayerNames(norms=("norm1", "norm2"), attention="attn", qkv=("qkv",), out
 
 
 class PatchRotary(GrowingTable):
-    """Two-dimensional rotary positions: the first half of the pairs turns by the row, the second by the column."""
+    """Two-dimensional rotary positions: the first half of the pairs rotates by the row, the second by the column."""
 
     def __init__(self, head_dim: int, theta: float, device: torch.device) -> None:
         half = head_dim // 2
@@ -50,7 +50,7 @@ class PatchRotary(GrowingTable):
         super().__init__()  # [multiple of _TABLE_ROWS, D/2]: cosines, then sines
 
     def __call__(self, rows: Tensor, columns: Tensor, end: int) -> Rotary:
-        """cos, sin, each [P, D/2] float32; `rows` and `columns` [P], `end` is more than the largest of them."""
+        """Returns (cos, sin), each [P, D/2] float32. `rows` and `columns` are [P]; `end` is larger than any of them."""
         cos, sin = self.up_to(end).chunk(2, dim=1)
         return torch.cat((cos[rows], cos[columns]), dim=1), torch.cat((sin[rows], sin[columns]), dim=1)
 
@@ -61,23 +61,24 @@ class PatchRotary(GrowingTable):
 
 @lru_cache(maxsize=64)
 def patch_places(rows: int, columns: int, merge: int) -> Int64s:
-    """[2, P]: row and column of every patch of a picture, in merge order."""
+    """Row and column of every patch of a picture in merge order, [2, P]."""
     places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=2)
     return in_merge_order(places, (merge,)).T.numpy()
 
 
 class GridVision:
-    """`Vision` of `vlm.py`. Every span is a picture or a temporal patch of a video; it attends to nothing but itself.
+    """A tower for pictures of any size: implements `Vision` of `vlm.py`. Every span is a picture or a temporal patch of
+    a video, and attends only to itself.
 
-    A family adds its mergers: `_merger`, and `_deep_mergers` of the layers whose output becomes a plane of its own.
-    """
+    Subclasses set the mergers: `_merger`, and `_deep_mergers` by layer, each of which makes a further plane of
+    features."""
 
     weight_names = ("visual.",)
     _merger: PatchMerger
     _deep_mergers: Mapping[int, PatchMerger] = {}
 
     def __init__(self, scope: Scope, spec: GridVisionSpec, *, names: LayerNames = LAYER, bias: bool = False) -> None:
-        """`bias`: of the projection of patches."""
+        """`bias`: the patch projection has a bias."""
         tower, geometry, size = spec.tower, spec.geometry, spec.tower.hidden_size
         kernel = (geometry.temporal_patch_size, geometry.patch_size, geometry.patch_size)
         self._embed = PatchProjection(scope, "patch_embed.proj", size, kernel, spec.preprocess, bias=bias)
@@ -100,7 +101,8 @@ class GridVision:
         cut_in_merge_order(pixels, patches, geometry.patch_size, (self._merge,), geometry.temporal_patch_size)
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
-        """Segments are pictures, and where a tower has some, windows, in which all but its full layers attend."""
+        """Returns one tensor per plane. Full layers attend within pictures (the first segments), others within windows
+        (the last), if the tower has windows."""
         slices, planes = inputs.slices, []
         rotary = self._rotary(inputs.indices[0], inputs.indices[1], inputs.end)
         x, normed = self._embedded(inputs), None  # [P, C]
@@ -113,7 +115,7 @@ class GridVision:
         return (slices.rows(self._merger, x, group=self.granule), *planes)
 
     def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
-        """Row and column of every patch in its picture."""
+        """Adds row and column of every patch in its picture to `indices`."""
         places = [patch_places(rows, columns, self._merge) for _, rows, columns in grids]
         return packing._replace(indices=tuple(np.concatenate(places, axis=1)))
 
@@ -159,7 +161,8 @@ class Qwen25Vision(Qwen2Vision):
         self._window = self._tower.window_tokens**2 * self.granule  # patches of a whole one
 
     def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
-        """Rows and columns in the order of windows, that order, and where each token comes in it."""
+        """Adds rows and columns in window order, the permutation to that order and its inverse (both by token) to
+        `indices`, and the windows to `bounds`. None if the room has too few windows."""
         side = self._tower.window_tokens
         windows = cut_windows(grids, self._merge, side)
         bounds = bounds_of(windows.sizes, self._most_windows(room) if room else 0)
@@ -175,8 +178,8 @@ class Qwen25Vision(Qwen2Vision):
         )
 
     def _most_windows(self, room: int) -> int:
-        """Twice as many as large pictures are cut into, and some more for the edges of small ones; not more than
-        tokens."""
+        """Number of windows in a room: twice the full windows that fill it, plus a constant for the edges of small
+        pictures, at most one per token."""
         return min(room // self.granule, 2 * room // self._window + _EDGES)
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
@@ -189,8 +192,8 @@ class Qwen25Vision(Qwen2Vision):
 
 
 def cut_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
-    """Windows of `side` by `side` tokens from the upper left corner of every picture; those at its right and lower
-    edges are smaller."""
+    """Cuts every picture into windows of `side` by `side` tokens from its upper left corner; windows at the right and
+    lower edges are smaller."""
     orders, sizes, begin = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
     for _, rows, columns in grids:
         order, own = _windows_of(rows // merge, columns // merge, side)
@@ -202,14 +205,15 @@ def cut_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
 
 @lru_cache(maxsize=64)
 def _windows_of(rows: int, columns: int, side: int) -> tuple[Int64s, Int64s]:
-    """Of one picture of so many tokens: its tokens in the order of windows, and the tokens of each window."""
+    """Returns the tokens of one picture in window order, and the number of tokens of each window. Sizes are in
+    tokens."""
     number = np.arange(rows)[:, None] // side * -(-columns // side) + np.arange(columns) // side
     return np.argsort(number.reshape(-1), kind="stable"), np.bincount(number.reshape(-1))
 
 
 @lru_cache(maxsize=64)
 def _places_in_windows(rows: int, columns: int, merge: int, side: int) -> Int64s:
-    """[2, P]: `patch_places` in the order of windows."""
+    """Returns `patch_places`, [2, P], in window order."""
     order, _ = _windows_of(rows // merge, columns // merge, side)
     return patch_places(rows, columns, merge).reshape(2, -1, merge**2)[:, order].reshape(2, -1)
 
@@ -237,7 +241,7 @@ class Qwen3VlVision(GridVision):
         self.num_slices += len(self._deep_mergers)
 
     def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
-        """Row and column of every patch, rows and columns of its picture."""
+        """Adds row and column of every patch, and rows and columns of its picture, to `indices`."""
         places = super()._with_indices(grids, packing, room)
         sides = np.array(grids, dtype=np.int64)[:, 1:].repeat(sizes_of(grids), axis=0)
         return None if places is None else places._replace(indices=(*places.indices, *sides.T))
@@ -248,17 +252,17 @@ class Qwen3VlVision(GridVision):
 
 
 class StretchedPositions:
-    """A square table of positions, its corners laid on a grid's corners and read between its rows and columns.
+    """A square table of positions, interpolated bilinearly over a picture's grid with corners aligned.
 
-    The arithmetic is float32, rounded once. Element by element, so that a patch's bits follow from its grid alone.
-    """
+    The arithmetic is element-wise float32, rounded once, so that a patch's bits depend only on its grid."""
 
     def __init__(self, scope: Scope, spec: Qwen3VlVisionSpec) -> None:
         self._table = Weight(scope, "pos_embed.weight", (spec.num_positions, spec.tower.hidden_size))
         self._side = spec.position_side
 
     def __call__(self, rows: Tensor, columns: Tensor, heights: Tensor, widths: Tensor) -> Tensor:
-        """[P, C]; each [P]: the place of a patch in its picture, and how many rows and columns that has."""
+        """Returns positions [P, C]. `rows` and `columns` are a patch's place in its picture, `heights` and `widths` the
+        picture's size in patches, each [P]."""
         above, below, down = self._taps(rows, heights)
         left, right, across = self._taps(columns, widths)
         above, below = above * self._side, below * self._side
@@ -267,12 +271,13 @@ class StretchedPositions:
         return at_left.mul_(1 - across).add_(at_right.mul_(across)).to(self._table.tensor.dtype)
 
     def _between(self, first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-        """[P, C] float32: of two entries of the table each, given the share of the second."""
+        """Interpolates two table entries per patch, [P, C] float32; `share` is the weight of the second."""
         table = self._table.tensor
         return table[first].float().mul_(1 - share).add_(table[second].float().mul_(share))
 
     def _taps(self, places: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For places on an axis of so many: the two neighbours in the table and, [P, 1], the share of the second."""
+        """Returns the two neighbouring table indices, [P], and the weight of the second, [P, 1], for places on an axis
+        of `counts` patches."""
         points = places.to(torch.float32) * (self._side - 1) / (counts - 1).clamp(min=1)
         first = points.floor()
         index = first.to(torch.int64)

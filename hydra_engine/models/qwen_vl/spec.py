@@ -53,8 +53,8 @@ from hydra_engine.models.specs.vision import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenTower(TowerSpec):
-    """Qwen2.5-VL: `window_tokens` is the side of a window, in which all layers but `full_layers` attend. The others:
-    0."""
+    """Shape of a Qwen-VL tower. `window_tokens` is the side of a window in Qwen2.5-VL, in which all layers but
+    `full_layers` attend; 0 in the other families."""
 
     norm_eps: float = 1e-6  # whatever a config says
     rope_theta: float
@@ -81,11 +81,11 @@ class GridVisionSpec(VisionSpec):
 
     @property
     def merged_size(self) -> int:
-        """Channels of the patches of one token side by side."""
+        """Channels of the concatenated patches of one token."""
         return self.tower.hidden_size * self.geometry.patches_per_token
 
     def num_parameters(self) -> int:
-        """With one merger per plane of features and the norm of the first."""
+        """Number of weights of the tower, with one merger per plane of features and the norm of the first."""
         tower = self.tower
         embeddings = self.geometry.patch_values * tower.hidden_size
         merger = (self.merged_size + 1) * (self.merged_size + self.feature_size)
@@ -93,7 +93,7 @@ class GridVisionSpec(VisionSpec):
         return embeddings + layers + tower.norm_parameters + self.num_planes * merger
 
     def flops(self, num_patches: int) -> int:
-        """Of one picture with that many patches, its windows taken as full."""
+        """FLOPs of one picture with `num_patches` patches; its windows count as full."""
         tower, merged = self.tower, self.geometry.patches_per_token
         seen = min(num_patches, tower.window_tokens**2 * merged) if tower.windowed else num_patches
         num_full = len(tower.full_layers) if tower.windowed else tower.num_layers
@@ -121,7 +121,7 @@ def _rope_theta(tower: Fields) -> float:
 
 
 class GridSettings(NamedTuple):
-    """What the tower's config and the settings of both processors say together."""
+    """Settings shared by the tower's config and both processors."""
 
     geometry: PatchGeometry
     limits: PixelLimits  # of a picture
@@ -132,7 +132,7 @@ class GridSettings(NamedTuple):
 def grid_settings(
     files: ModelFiles, family: str, patch_size: int, *, video_mean: Colour = CLIP_MEAN, video_std: Colour = CLIP_STD
 ) -> GridSettings:
-    """`patch_size`, `video_mean` and `video_std` are the defaults of the processors' classes."""
+    """Reads the settings. `patch_size`, `video_mean` and `video_std` are the defaults of the processors' classes."""
     tower, images = files.config.section("vision_config"), processor_settings(files.images)
     videos = images if files.videos is None else processor_settings(files.videos)
     geometry = patch_geometry(tower, images, patch_size)
@@ -152,7 +152,7 @@ def build_grid_model(
     vision: GridVisionSpec,
     width_field: str = "out_hidden_size",
 ) -> ModelSpec:
-    """`width_field` of the tower's config says how wide its features are."""
+    """Builds the spec of a model. `width_field` is the field of the tower's config with the width of its features."""
     tower, config = vision.tower, files.config.section("vision_config")
     if config.integer(width_field, 3584) != language.hidden_size:
         raise config.wrong(width_field, f"{language.hidden_size}, the decoder's hidden size")
@@ -174,7 +174,8 @@ def build_grid_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2VisionSpec(GridVisionSpec):
-    """`tokens_per_second` 0: temporal patches of a video count 0, 1, 2, ... (Qwen2-VL); else by their time."""
+    """The towers of Qwen2-VL and Qwen2.5-VL. `tokens_per_second` 0: temporal patches of a video have positions 0, 1, 2,
+    ... (Qwen2-VL); else positions follow their time."""
 
     sampling: FrameSampling
     tokens_per_second: int
@@ -182,7 +183,7 @@ class Qwen2VisionSpec(GridVisionSpec):
 
     @property
     def max_tokens_per_item(self) -> int:
-        """A temporal patch of a video may have more than any picture."""
+        """Most tokens of a span; a temporal patch of a video may have more than any picture."""
         limits = self.sampling.limits
         most = max(limits.max_pixels, int(limits.min_pixels * 1.05))
         return max(self.max_tokens_per_image, most_tokens(self.geometry.factor, PixelLimits(limits.min_pixels, most)))
@@ -192,7 +193,7 @@ class Qwen2VisionSpec(GridVisionSpec):
         return self.max_tokens_per_item * self.geometry.patches_per_token
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
-        """One span per temporal patch; the last frame fills up the last of them."""
+        """Plans one span per temporal patch; the last one is filled up by repeating the last frame."""
         frames = self.sampling.choose(video)
         depth, factor = self.geometry.temporal_patch_size, self.geometry.factor
         size = smart_resize(video.width, video.height, factor, self.sampling.frame_limits(len(frames), factor))
@@ -281,7 +282,8 @@ def _build_qwen2(
 
 
 def _full_layers(vision: Fields) -> frozenset[int]:
-    """Indices beyond the tower's layers say nothing: towers cut short keep the list of the whole one."""
+    """Returns the layers with full attention. Indices beyond the tower's layers are ignored: shortened towers keep the
+    whole list."""
     depth = vision.integer("depth", 32, at_most=MOST_LAYERS)
     value = vision.get("fullatt_block_indexes")
     layers = [7, 15, 23, 31] if value is None else value
@@ -295,8 +297,8 @@ VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VlVisionSpec(GridVisionSpec):
-    """`deepstack_layers` are the layers, ascending, whose output becomes a plane of features of its own, behind that of
-    the tower's last output; `deepstack_mergers` says which of the checkpoint's mergers each of them goes through."""
+    """The tower of Qwen3-VL. `deepstack_layers` are the layers, ascending, whose outputs make further planes of
+    features after that of the last layer; `deepstack_mergers` are the indices of their mergers in the checkpoint."""
 
     num_positions: int  # rows of the table of learned positions
     position_side: int  # of the square that they cover
@@ -317,7 +319,7 @@ class Qwen3VlVisionSpec(GridVisionSpec):
         return self.max_tokens_per_image * self.geometry.patches_per_token
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
-        """Every temporal patch is a span of its own, between marks and behind its time."""
+        """Plans one span per temporal patch, between marks and preceded by its time."""
         frames = self.frames.choose(video)
         size = self.frames.size(video.width, video.height, len(frames), self.geometry.factor)
         views: list[View] = []
@@ -334,7 +336,7 @@ class Qwen3VlVisionSpec(GridVisionSpec):
         return VideoPlan(frames, MediaPlan(tuple(views), (*parts, VISION_END)))
 
     def num_parameters(self) -> int:
-        """With learned positions, the bias of the patches, and the norms of the other mergers."""
+        """Number of weights, with learned positions, the bias of the patches, and the norms of the other mergers."""
         c, norms = self.tower.hidden_size, 2 * self.merged_size * len(self.deepstack_layers)
         return GridVisionSpec.num_parameters(self) + c * (1 + self.num_positions) + norms
 
@@ -384,7 +386,7 @@ def _qwen3_vision(files: ModelFiles, feature_size: int) -> Qwen3VlVisionSpec:
 
 
 def _deepstack(tower: Fields, num_layers: int) -> list[int]:
-    """In the checkpoint's order of mergers."""
+    """Returns the DeepStack layers in the checkpoint's order of mergers."""
     indices = tower.get("deepstack_visual_indexes")
     layers = [8, 16, 24] if indices is None else indices
     if not isinstance(layers, list) or any(type(n) is not int or not 0 <= n < num_layers for n in layers):

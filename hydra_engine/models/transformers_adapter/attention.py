@@ -1,10 +1,10 @@
-"""Our paged attention as an attention function of transformers.
+"""The engine's paged attention as an attention function of transformers.
 
-transformers makes every mask through a registered function and hands what that returns to the attention functions
-unseen. Ours returns no tensor but the rule itself, `MaskRule`: a function of positions, so windows, chunks and whatever
-else a model defines are known exactly. Tokens that see all positions before them go through the paged kernel; others
-(windows that have begun to slide, pictures that see themselves) take the same kernel over a gathered context, each with
-a table of the positions that it sees. Which way a token goes depends on its position and its prompt alone.
+transformers makes every mask through a registered function and passes its result to the attention functions unread.
+Here that result is the rule itself, `MaskRule`: a function of positions, so windows, chunks and whatever else a model
+defines are known exactly. Tokens that attend to all positions before them use the paged kernel; others (windows that
+have begun to slide, pictures that attend to themselves) use the same kernel over a gathered context, each with a table
+of its positions. The choice depends only on a token's position and its prompt.
 
 The step's data travels as a keyword argument through the model's forward, so lanes and requests cannot mix.
 """
@@ -31,14 +31,14 @@ MaskFunction = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, que
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which positions a token of one request sees, by the model's own function. It stands where models expect a tensor:
-    whoever computes with it is told so."""
+    """A mask as a function: the positions that a token of one request attends to, by the model's own code. It takes the
+    place of a tensor; any computation with it raises ValueError."""
 
     allowed: MaskFunction
 
     @property
     def is_causal(self) -> bool:
-        """All positions up to its own."""
+        """True if a token attends to all positions up to its own."""
         plain: object = causal_mask_function
         return self.allowed is plain
 
@@ -62,7 +62,7 @@ def _no_tensor() -> ValueError:
 
 
 class Selection(NamedTuple):
-    """Tokens of one request with the positions that each sees."""
+    """Tokens of one request with the positions that each attends to."""
 
     tokens: Tensor  # [n] int64, rows of the step
     slots: Tensor  # [context] int64, of the request's positions from the first that is seen
@@ -73,8 +73,8 @@ class Selection(NamedTuple):
 
 @dataclass(eq=False)
 class Step:
-    """What the layers of one forward pass need besides their own arguments. `sees_itself`: rows of one picture see each
-    other."""
+    """The data of one forward pass that layers need besides their own arguments. `sees_itself`: rows of one picture
+    attend to each other."""
 
     ops: Ops
     cache: PagedCache
@@ -84,7 +84,7 @@ class Step:
     _selections: dict[tuple[MaskRule, bool], list[Selection]] = field(default_factory=dict)
 
     def selections(self, rule: MaskRule, *, all_tokens: bool) -> list[Selection]:
-        """The tokens that the causal kernel cannot serve, or all; made once per rule."""
+        """Returns the tokens that the causal kernel cannot serve, or all; computed once per rule."""
         key = (rule, all_tokens)
         if key not in self._selections:
             self._selections[key] = self._select(rule, all_tokens)
@@ -111,7 +111,7 @@ class Step:
         return selections
 
     def _selection(self, row: int, tokens: Tensor, sees: Tensor) -> Selection:
-        """`sees` [n, context]"""
+        """Builds the selection of tokens with the mask `sees`, [n, context]."""
         counts = sees.sum(1, dtype=torch.int32)
         low = int(sees.any(0).nonzero()[0])
         # Stable, so that the positions of each token come in order; the unseen ones end up behind.
@@ -125,8 +125,8 @@ class Step:
         return Selection(tokens, blocks * size + positions % size, table, counts, plan)
 
     def _picture_ends(self) -> Tensor | None:
-        """[T] int64: the last row of the picture that a row belongs to, -1 for text. Rows of pictures that touch count
-        as one picture, as they do in transformers; rows of different requests never do."""
+        """Last row of each row's picture, [T] int64, -1 for text. Adjacent pictures count as one, as in transformers;
+        pictures of different requests never do."""
         rows = self.batch.image_rows
         if not self.sees_itself or rows is None:
             return None
@@ -137,7 +137,7 @@ class Step:
 
 
 def _runs(rows: Sequence[int], bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, last) of every run of adjacent rows; a bound begins a new one."""
+    """Returns (first, last) of every run of adjacent rows; a bound begins a new run."""
     starts = set(bounds)
     runs: list[tuple[int, int]] = []
     for row in rows:
@@ -149,7 +149,7 @@ def _runs(rows: Sequence[int], bounds: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def mask_rule(*, mask_function: MaskFunction, **_: object) -> MaskRule:
-    """The rule, which transformers hands on where a mask would be."""
+    """Returns the rule that transformers passes on in place of a mask."""
     return MaskRule(mask_function)
 
 
@@ -164,8 +164,8 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """[1, T, Hq, D]. Writes keys and values to the step's slots first. `softcap` bounds the scores, `s_aux` [Hq] are
-    sinks: scores of a key whose value is zero."""
+    """Writes keys and values to the step's slots, then returns attention, [1, T, Hq, D]. `softcap` bounds the scores;
+    `s_aux` [Hq] are sinks: scores of a key whose value is zero."""
     step = kwargs.get(STEP)
     layer = getattr(module, "layer_idx", None)
     if not isinstance(step, Step) or type(layer) is not int:
@@ -193,7 +193,7 @@ def paged_attention(
 
 
 def _gathered(ops: Ops, cache: PagedCache, layer: int, slots: Tensor) -> PagedCache:
-    """[context, 1, 2, 1, Hkv, D]: a cache of one layer with a block per position."""
+    """Copies slots to a cache of one layer with a block per position, [context, 1, 2, 1, Hkv, D]."""
     pair = torch.stack([ops.gather_cache(cache, layer, index, slots) for index in (0, 1)], dim=1)
     return PagedCache(pair[:, None, :, None])
 
@@ -201,7 +201,7 @@ def _gathered(ops: Ops, cache: PagedCache, layer: int, slots: Tensor) -> PagedCa
 def _with_bounded_scores(
     q: Tensor, context: PagedCache, selection: Selection, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """[n, Hq, D] in float32 arithmetic, a token at a time: its result depends on nothing but what it sees."""
+    """Computes [n, Hq, D] in float32, token by token, so that a result depends only on the positions attended to."""
     keys, values = (context.data[:, 0, index, 0].float() for index in (0, 1))  # [context, Hkv, D]
     num_heads, num_kv_heads, dim = q.shape[1], keys.shape[1], q.shape[2]
     out = q.new_empty((len(selection.tokens), num_heads, dim))
@@ -220,6 +220,6 @@ def _with_bounded_scores(
 
 
 def register() -> None:
-    """Makes NAME known to transformers; a second call changes nothing."""
+    """Registers the attention and mask functions as NAME; idempotent."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_rule)

@@ -22,7 +22,8 @@ _COMMAND = (sys.executable, "-m", "hydra_engine.models.transformers_adapter.desc
 
 
 def build_generic(files: ModelFiles) -> ModelSpec:
-    """Raises CheckpointError for what the adapter cannot run, with the reason."""
+    """Builds the spec of a checkpoint through transformers. Raises CheckpointError, with the reason, if the adapter
+    cannot run it."""
     text = files.config.section_if_present("text_config")
     if read_quantization(files.model_dir, files.config, text) is not None:
         raise CheckpointError("the weights are quantised; --model-impl transformers runs unquantised ones only")
@@ -30,14 +31,14 @@ def build_generic(files: ModelFiles) -> ModelSpec:
 
 
 def _stamp(model_dir: Path) -> tuple[tuple[str, int, int], ...]:
-    """Changes when a file that a description follows from does."""
+    """Returns a value that changes if a file that determines the description changes."""
     stats = [(path.name, path.stat()) for path in model_dir.iterdir() if path.suffix in (".json", ".jinja", ".py")]
     return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
 
 
 @functools.lru_cache(maxsize=8)
 def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelSpec:
-    """In this process where torch is loaded anyway, else (in the frontend) in one of its own."""
+    """Runs `describe` in this process if torch is loaded, else (in the frontend) in a separate one."""
     if "torch" in sys.modules:
         # Imports transformers' models and torch.
         from hydra_engine.models.transformers_adapter.describe_spec import describe
@@ -47,7 +48,7 @@ def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelS
 
 
 def describe_elsewhere(model_dir: str, trust_remote_code: bool) -> ModelSpec:
-    """`describe` in a process of its own."""
+    """Runs `describe` in a separate process."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     package_parent = str(Path(__file__).parents[3])
     # API keys are no business of code that may come with a model.

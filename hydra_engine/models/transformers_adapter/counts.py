@@ -26,7 +26,7 @@ _PER_TENSOR, _FREE = 8, 10_000
 
 
 def check_counts(config: Any, names: Collection[str]) -> None:
-    """Raises CheckpointError where the decoder or a tower has more layers than any list of modules in the weights."""
+    """Raises CheckpointError if the decoder or a tower has more layers than any module list in the weights."""
     lists: dict[str, set[int]] = {}
     for found in filter(None, map(_NUMBERED.match, names)):
         lists.setdefault(found[1], set()).add(int(found[2]))
@@ -44,7 +44,8 @@ def check_counts(config: Any, names: Collection[str]) -> None:
 
 @contextmanager
 def bounded_modules(num_tensors: int) -> Iterator[None]:
-    """Within it, this thread can build so many modules as may belong to `num_tensors`; CheckpointError beyond that."""
+    """Limits, on this thread, the number of modules built to what `num_tensors` tensors may belong to. Raises
+    CheckpointError beyond that."""
     most, built, thread = _FREE + _PER_TENSOR * num_tensors, 0, threading.get_ident()
 
     def count(_module: nn.Module, _name: str, _part: nn.Module | None) -> None:

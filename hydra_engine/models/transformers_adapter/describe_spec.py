@@ -44,7 +44,7 @@ _TOGETHER = (((64, 64), (320, 80)), ((320, 80), (64, 64), (80, 320)))
 
 
 def probe_picture(size: tuple[int, int] = _PROBES[0], turns: int = 0) -> Image.Image:
-    """No two places of it are alike, nor are two with different `turns`."""
+    """Returns a picture without repeating content; pictures with different `turns` differ too."""
     ramp = Image.linear_gradient("L").resize(size)
     bands = (ramp, ramp.transpose(Image.Transpose.ROTATE_180), Image.radial_gradient("L").resize(size))
     return Image.merge("RGB", [bands[(index + turns) % 3] for index in range(3)])
@@ -52,7 +52,7 @@ def probe_picture(size: tuple[int, int] = _PROBES[0], turns: int = 0) -> Image.I
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no advice of transformers on a user's terminal; errors are still shown."""
+    """Hides transformers' progress bars and warnings; errors are still shown."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -66,7 +66,7 @@ def quiet() -> Iterator[None]:
 
 
 def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
-    """Raises CheckpointError where the generic adapter cannot run the model, with the reason."""
+    """Describes a checkpoint. Raises CheckpointError, with the reason, if the generic adapter cannot run the model."""
     check_small_files(model_dir)
     with quiet():
         return _describe(model_dir, trust_remote_code)
@@ -120,7 +120,7 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _check_counts(section: Fields) -> None:
-    """Checks counts before transformers builds lists, and then modules, by them."""
+    """Raises CheckpointError for huge counts, before transformers builds lists or modules by them."""
     for name, value in section.values.items():
         if isinstance(value, dict):
             _check_counts(Fields(value, f"{name[:40]} of {section.where}"))
@@ -129,7 +129,7 @@ def _check_counts(section: Fields) -> None:
 
 
 def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any:
-    """The class with a language head; text-only models have one too."""
+    """Returns the class with a language head, also for text-only models."""
     remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
     for name in _REMOTE_CLASSES:
         if name in remote:
@@ -144,8 +144,8 @@ def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any
 
 
 def image_inputs(config: Any, model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The named arguments of get_image_features, and those of them that it cannot do without; none for models that take
-    no pictures. The class with the head may leave arguments, or all of the function, to the one that it is around."""
+    """Returns the named arguments of get_image_features, and those that are required; both empty for models without
+    pictures. The class with the head may leave arguments, or the whole function, to the class that it wraps."""
     inner = transformers.AutoModel._model_mapping.get(type(config), None)
     arguments: dict[str, inspect.Parameter] = {}
     for kind in (model, inner[0] if isinstance(inner, tuple) else inner):
@@ -160,7 +160,7 @@ def image_inputs(config: Any, model: Any) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def _no_images_because(config: Any) -> str:
-    """Why a model that could take pictures takes none here; empty for those that are text alone."""
+    """Returns the reason why a model with a vision part takes no pictures here; empty for text-only models."""
     takes_pictures = type(config) in transformers.AutoModelForImageTextToText._model_mapping
     if not takes_pictures and not any("vision" in name for name in type(config).sub_configs):
         return ""
@@ -180,7 +180,8 @@ def _check_known(config: Fields) -> None:
 
 
 def _check_model(config: Any, text: Any, model: Any) -> None:
-    """What would compute something else than the model does is refused by name; what is left, loading compares."""
+    """Raises CheckpointError, with the reason, for features that the adapter would compute wrongly; the comparison at
+    load finds others."""
     reason = None
     layer_types = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if getattr(config, "is_encoder_decoder", False):
@@ -213,7 +214,7 @@ def _differing_sizes(text: Any) -> list[str]:
 
 
 def _has_rope_index(model: Any) -> bool:
-    """Whether a class beside this one places tokens on several axes; where settings do not say so, defaults do."""
+    """True if a class of the model's module computes positions on several axes; settings may omit it."""
     return any(hasattr(value, "get_rope_index") for value in vars(sys.modules[model.__module__]).values())
 
 
@@ -224,7 +225,8 @@ def _mentions(values: Any, name: str) -> bool:
 
 
 def _language(text: Any, config: Any) -> LanguageSpec:
-    """For sizes and costs; what a layer computes is transformers' business, fields of its arithmetic are not read."""
+    """Returns a spec for sizes and costs only: transformers computes the layers, so its arithmetic fields have dummy
+    values."""
     hidden, num_heads = _number(text, "hidden_size"), _number(text, "num_attention_heads")
     return LanguageSpec(
         num_layers=_number(text, "num_hidden_layers"),
@@ -242,8 +244,8 @@ def _language(text: Any, config: Any) -> LanguageSpec:
 
 
 def _max_position(text: Any) -> int:
-    """The longest context in which a token's own position alone decides what is computed: attention with a temperature
-    counts the rows of a call, and longrope chooses its factors by the largest position of a call, which is a step."""
+    """Longest context in which a result depends only on a token's own position. Attention temperatures depend on the
+    rows of a call, longrope's factors on the largest position of a call, and a call is a step of several requests."""
     bounds = [_number(text, "max_position_embeddings")]
     if getattr(text, "attn_temperature_tuning", None):
         bounds.append(_number(text, "floor_scale"))
@@ -255,7 +257,7 @@ def _max_position(text: Any) -> int:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """Rotary parameters, of all layers or of each type of layers."""
+    """Returns the rotary parameters of all layers, or of each type of layer."""
     if not isinstance(parameters, dict):
         return []
     return (
@@ -277,7 +279,7 @@ def _first(text: Any, config: Any, name: str) -> int | None:
 
 
 def _eos_token_ids(model_dir: Path, text: Any, config: Any) -> tuple[int, ...]:
-    """generation_config.json decides where it is there."""
+    """Returns the end-of-sequence ids; generation_config.json takes precedence if it exists."""
     try:
         generation: Any = transformers.GenerationConfig.from_pretrained(str(model_dir), local_files_only=True)
     except OSError:
@@ -349,7 +351,7 @@ def _vision(
 
 
 def _expansions(processor: PictureProcessor) -> list[Expansion]:
-    """Expansions of probes in all shapes that the processor takes; the first shape any processor must take."""
+    """Returns the expansions of probe pictures in all shapes that the processor takes. The first shape is mandatory."""
     processor.outputs((probe_picture(), ""))
     found = [processor.expand(probe_picture())]
     for size in _PROBES[1:]:
@@ -369,7 +371,7 @@ def _joins(processor: PictureProcessor) -> bool:
 
 
 def _tower_parameters(vision: Any) -> int:
-    """The matrices of a tower of the usual kind: four of attention and two of the MLP per layer."""
+    """Estimates a tower's weights: four attention matrices and two MLP matrices per layer."""
     names = ("hidden_size", "num_hidden_layers", "intermediate_size")
     values = [getattr(vision, name, None) for name in names]
     hidden, layers, inner = (value if type(value) is int else 0 for value in values)
@@ -377,7 +379,7 @@ def _tower_parameters(vision: Any) -> int:
 
 
 def _digest(model_dir: Path) -> str:
-    """Names the processor's settings."""
+    """Returns a digest of the processor's settings and transformers' version."""
     digest = hashlib.blake2b(transformers.__version__.encode(), digest_size=16)
     for name in ("processor_config.json", "preprocessor_config.json", "config.json"):
         digest.update(read_file(model_dir, name) or b"")

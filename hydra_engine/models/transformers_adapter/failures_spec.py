@@ -1,4 +1,4 @@
-"""What transformers' code raises, and what a user is told of it."""
+"""Readable messages for exceptions from transformers' code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_CHARS = 300
 
 
 def in_words(error: BaseException) -> str:
-    """One line: what the error says where it was written for readers, else the place in the code that failed."""
+    """Returns one line: the error's message if it was written for readers, else the place in the code that failed."""
     text = " ".join(str(error).split())
     if isinstance(error, _OF_PYTHON) or not text or _UNPACKING.search(text):
         frames = traceback.extract_tb(error.__traceback__)
@@ -42,7 +42,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _missing(error: BaseException) -> str:
-    """The name of a field that was looked for in a config, a tokenizer or a processor; empty for other errors."""
+    """Name of a missing field of a config, a tokenizer or a processor; empty for other errors."""
     name = error.name if isinstance(error, AttributeError) and hasattr(error.obj, "save_pretrained") else None
     if isinstance(error, KeyError) and error.args:
         name = error.args[0]

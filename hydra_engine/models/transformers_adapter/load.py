@@ -1,7 +1,8 @@
-"""Loads a model through transformers and makes sure that it computes in our stages what it computes by itself.
+"""Loads a model through transformers and checks that it computes in the engine's stages what it computes by itself.
 
-No list says which models the generic adapter can run: each answers a prompt twice when it is loaded, once by its own
-forward and once through our attention and caches, and is refused where the logits differ. Reads safetensors alone.
+No list names the models that the generic adapter can run: each answers a prompt twice when it is loaded, once by its
+own forward and once through the engine's attention and caches, and is refused if the logits differ. Reads only
+safetensors.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def load_generic(
     role: Role,
     progress: Progress | None = None,
 ) -> GenericModel:
-    """Reads the whole checkpoint, whatever the role, and keeps what the role needs. Raises CheckpointError."""
+    """Reads the whole checkpoint and keeps the parts that `role` needs. Raises CheckpointError if it cannot be
+    served."""
     with SafetensorsCheckpoint(model_dir) as checkpoint:  # complete and not pickled, before anything is read
         entries = checkpoint.entries
     total = sum(entry.nbytes for entry in entries.values())
@@ -58,7 +60,7 @@ def load_generic(
 
 
 def check_generic_layers(model_dir: Path, spec: ModelSpec, held: Collection[str]) -> None:
-    """Raises CheckpointError where config.json names more layers than tensors of the names `held` are of."""
+    """Raises CheckpointError if config.json has more layers than the tensors in `held`."""
     check_counts(load_config(model_dir, trust_remote_code=spec.trust_remote_code), held)
 
 
@@ -94,8 +96,8 @@ def _check_finite(module: torch.nn.Module) -> None:
 
 
 def _checked(module: Any, spec: ModelSpec, backend: Backend) -> GenericModel:
-    """The module in our stages, compared with what it did before it was taken over, and with itself beside another
-    request, whose length may change nothing."""
+    """Wraps the module for the engine's stages. Raises CheckpointError if its logits differ from its own forward's,
+    alone or beside a request of another length."""
     probe = Probe.of(module, spec)
     expected = probe.expected_logits(module, backend.dtype)
     model = GenericModel(module, spec, backend)
@@ -126,5 +128,5 @@ def _checked(module: Any, spec: ModelSpec, backend: Backend) -> GenericModel:
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest, relative to the spread of what is expected."""
+    """Largest difference relative to the spread of `expected`."""
     return float((actual - expected).abs().max() / (expected - expected.mean(1, keepdim=True)).abs().max())

@@ -1,13 +1,13 @@
-"""A model that runs with the modules of transformers in our stages: its tower in the vision lane, its decoder over our
+"""A model that runs transformers' modules in the engine's stages: its tower in the vision lane, its decoder over the
 paged cache with a whole step packed into one sequence.
 
-Attention is ours (`attention.py`), and so are matrix products (`surgery.py`), because a row's result must
-not depend on its batch. Everything around them, scaled embeddings, norms, positions, capped logits, is the model's own
+Attention is the engine's (`attention.py`), and so are matrix products (`surgery.py`), because a row's result must not
+depend on its batch. Everything around them, scaled embeddings, norms, positions, capped logits, is the model's own
 code.
 
-An encode waits between pictures, and before every module that stands in a list outside the decoder: those lists are the
-layers of towers, however a model calls them. Hooks call the checkpoint there, so a model whose tower keeps its layers
-elsewhere is cut between pictures alone. Does not know requests or files.
+An encode waits between pictures, and before every module of a module list outside the decoder: those lists are the
+layers of towers, however a model calls them. Hooks call the checkpoint there; a tower that keeps its layers elsewhere
+is cut between pictures alone. Does not know requests or files.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ from hydra_engine.models.transformers_adapter.surgery import (
 
 
 class GenericModel:
-    """`module` is a loaded model of transformers with a language head; it is changed in place and belongs to this.
+    """A model through transformers. `module` has a language head; it is modified in place and owned by this object.
 
-    `num_slices` are the pieces that the encode of one picture is computed in, 0 without a tower; how many it has is
-    seen when it encodes its first one, while it is loaded.
-    """
+    `num_slices` is the number of pieces in the encode of one picture, 0 without a tower; it is measured at the first
+    encode, during loading."""
 
     can_be_captured = False  # what its modules do is their own
     tower = None
@@ -82,8 +81,8 @@ class GenericModel:
         return weights_bytes(self._module)
 
     def keep(self, role: Role) -> None:
-        """Drops the parts that the role does not read. The embeddings stay in any case: the vision lane writes those of
-        the text inside a span."""
+        """Drops the parts that the role does not need. The embeddings always stay: the vision lane writes those of the
+        text inside a span."""
         if not role.needs_vision:
             drop_all_but(self._module, (self._decoder, self._head, self._embeddings))
             self.num_slices = 0
@@ -94,7 +93,7 @@ class GenericModel:
     # ---- vision
 
     def encode(self, batch: VisionInput, image_cache: PagedCache) -> None:
-        """Span by span, because transformers' towers take one shape at a time. `piece_rows` is not known to them."""
+        """Encodes span by span, because transformers' towers take one shape at a time. Ignores `piece_rows`."""
         begin = 0
         self._checkpoint = batch.checkpoint
         try:
@@ -109,7 +108,7 @@ class GenericModel:
             self._checkpoint = go_on
 
     def _span(self, arrays: dict[str, Tensor]) -> Tensor:
-        """[num_tokens, C]: features where image tokens stand, embeddings of the text between them."""
+        """Returns [num_tokens, C]: features at image tokens, embeddings at the text between them."""
         assert self._spec.image_token_id is not None
         ids = arrays.pop(SPAN_TOKEN_IDS)
         is_image = ids == self._spec.image_token_id
@@ -122,7 +121,7 @@ class GenericModel:
         return rows
 
     def _features(self, arrays: dict[str, Tensor]) -> Tensor:
-        """[M, C]. Newer models return an object, older ones the features; those of several pieces come as a list."""
+        """Returns [M, C]. Newer models return an object, older ones the features, or a list for several pieces."""
         values = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in arrays.items()}
         output = self._get_image_features(**values)
         output = getattr(output, "pooler_output", output)
@@ -139,10 +138,10 @@ class GenericModel:
         raise ValueError(f"reserve_positions: expected a model that can be captured, to reserve {end}")
 
     def forward(self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None = None) -> Tensor:
-        """[B', V] float32: the logits of `batch.logit_rows`, in their order.
+        """Returns the logits of `batch.logit_rows`, [B', V] float32.
 
-        The head is inside the module, so a step with more scored rows than fit is run again for each slice of them.
-        """
+        The head is inside the module, so a step with more than SCORED_ROWS scored rows runs again for each slice of
+        them."""
         scored = batch.scored
         if scored is None:
             return self.step(batch, kv_cache, image_cache)[0]
@@ -157,7 +156,7 @@ class GenericModel:
     def step(
         self, batch: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None
     ) -> tuple[Tensor, list[int]]:
-        """The logits, and the layers that wrote keys and values, in their order."""
+        """Returns the logits, and the layers that wrote keys and values, in order."""
         step = Step(self._ops, kv_cache, batch, self._sees_itself)
         arguments: dict[str, Any] = {STEP: step}
         if self._keeps_rows:
@@ -186,7 +185,7 @@ class GenericModel:
         return hidden
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """[T, C]. Ids of image rows may lie outside the vocabulary; their embeddings are overwritten."""
+        """Returns [T, C]. Ids of image rows may be outside the vocabulary; their embeddings are overwritten."""
         embedded: Tensor = self._embeddings(token_ids.clamp(0, self._embeddings.weight.shape[0] - 1))
         return embedded
 
@@ -206,8 +205,8 @@ def _notes(spec: ModelSpec, text: Any) -> Iterator[str]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch computes what is left at the end of a thread's share with other instructions than the rest, so with several
-    threads a row's activations would depend on the number of rows. Our own ops have threads of their own."""
+    """Limits torch to one thread: it computes the remainder of a thread's share with other instructions, so with
+    several threads a row's activations would depend on the number of rows. The engine's ops have their own threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,5 @@
-"""The prompt that a model answers when it is loaded: by its own forward, in our stages, there beside another request.
+"""The prompt that a model answers when it is loaded: by its own forward, in the engine's stages, and there beside
+another request.
 
 Knows the model's processor; reads no files of weights.
 """
@@ -33,7 +34,7 @@ _NO_INPUTS = ("labels",)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Pictures, each with a text behind it, or text alone."""
+    """A prompt of pictures, each followed by a text, or of text alone."""
 
     inputs: Mapping[str, Tensor]  # for the model's own forward
     spans: Sequence[tuple[int, int]]  # of each picture, first row and the one behind its last
@@ -70,12 +71,13 @@ class Probe:
 
     @property
     def rows(self) -> Tensor:
-        """The rows whose logits are compared: the first of each picture, which sees nothing of it unless its rows see
-        each other, and the last."""
+        """Rows whose logits are compared: the first of each picture, which depends on the picture only if its rows
+        attend to each other, and the last of the prompt."""
         return torch.tensor([*(begin for begin, _ in self.spans), len(self.token_ids) - 1])
 
     def expected_logits(self, module: Any, dtype: torch.dtype) -> Tensor:
-        """[rows, V] float32, by the model's own forward. With eager attention, which leaves nothing of a model out."""
+        """Returns [rows, V] float32 from the model's own forward, with eager attention, which omits no feature of a
+        model. Leaves the module set to eager attention."""
         set_attention(module, "eager")
         device = next(module.parameters()).device
         inputs = {
@@ -89,7 +91,7 @@ class Probe:
 
 
 class PagedProbe:
-    """The probe in our stages, through caches of its own. Sets `num_slices` of the model."""
+    """Runs the probe in the engine's stages, with its own caches. Sets `num_slices` of the model."""
 
     def __init__(self, probe: Probe, model: GenericModel, spec: ModelSpec, backend: Backend) -> None:
         self._probe, self._model, self._spec, self._backend = probe, model, spec, backend
@@ -113,22 +115,22 @@ class PagedProbe:
         model.num_slices = len(checkpoints) + 1
 
     def logits(self) -> Tensor:
-        """[rows, V] float32. In several steps, each behind a picture, so that what a layer knows of earlier tokens can
-        only come from the caches and from positions."""
+        """Returns [rows, V] float32. Runs several steps, each ending after a picture, so that earlier tokens are known
+        only through caches and positions."""
         steps = [self._model.step(self._step(*piece), self._keys, self._images) for piece in self._pieces]
         self.layers = steps[-1][1]
         return torch.cat([logits for logits, _ in steps])
 
     def logits_beside(self) -> Tensor:
-        """[1, V] float32: the last row's, when the last step, after all others, is one with a request at the end of the
-        longest context, which comes before it."""
+        """Returns the last row's logits, [1, V] float32, from the last step run again after the rows of another
+        request, which are at the end of the longest context."""
         beside = min(_NUM_BESIDE, self._spec.language.max_position)
         batch = self._step(*self._pieces[-1], beside)
         return self._model.step(batch, self._keys, self._images)[0][-1:]
 
     def _step(self, begin: int, end: int, beside: int = 0) -> LanguageInput:
-        """Tokens [begin, end), with the logits of those of them that are compared, behind as many of another request,
-        whose keys have the last block."""
+        """Builds a step of tokens [begin, end) with the logits of the compared rows among them, after `beside` rows of
+        another request, whose keys are in the last block."""
         device, count, last = self._device, end - begin, self._spec.language.max_position
         own, other, num_blocks = torch.arange(begin, end), torch.arange(beside), self._keys.num_blocks
         blocks = torch.arange(num_blocks, dtype=torch.int32).expand(2, -1).clone()

@@ -1,5 +1,5 @@
-"""A model's own processor, of transformers, at work on one picture: what takes the placeholder's place in a prompt, and
-the arrays that the vision tower wants.
+"""Runs a model's own processor, of transformers, on one picture: the replacement of the placeholder in a prompt, and
+the arrays for the vision tower.
 
 Imported only where torch may be loaded. Reads the model directory alone. Does not know sockets or requests.
 """
@@ -33,8 +33,8 @@ _BEHIND = (" one", " two", " three")  # texts behind the pictures of one prompt
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What one picture is in a prompt: text, then `token_ids` from the first image token to the last, then text.
-    `arrays` are the arguments of the model's get_image_features by name, for this picture alone."""
+    """The expansion of one picture in a prompt: text, then `token_ids` from the first image token to the last, then
+    text. `arrays` are the arguments of the model's get_image_features by name, for this picture alone."""
 
     before: str
     token_ids: list[int]
@@ -46,14 +46,14 @@ class Expansion:
         return len(self.token_ids)
 
     def num_patches(self, patch_size: int) -> int:
-        """What the tower computes, in squares of RGB pixels."""
+        """Number of patches of the tower, estimated from the pixel values as squares of RGB pixels."""
         pixels = max((array.size for name, array in self.arrays.items() if "pixel_values" in name), default=0)
         return max(pixels // (3 * patch_size**2), 1)
 
 
 class PictureProcessor:
-    """`inputs` are the arguments that get_image_features knows; `image_token_id` is what the model replaces by
-    features. Raises CheckpointError when the processor cannot be loaded."""
+    """A model's processor for pictures. `inputs` are the arguments of get_image_features; `image_token_id` is the token
+    that the model replaces by features. Raises CheckpointError if the processor cannot be loaded."""
 
     def __init__(
         self, model_dir: Path, model_type: str, *, image_token_id: int, inputs: Sequence[str], trust_remote_code: bool
@@ -77,8 +77,8 @@ class PictureProcessor:
         )
 
     def outputs(self, *pictures: tuple[Image.Image, str]) -> Mapping[str, Any]:
-        """All that the processor makes of a prompt of RGB pictures, each with a text behind it, as torch tensors.
-        Raises CheckpointError where it fails."""
+        """Runs the processor on a prompt of RGB pictures, each followed by a text, and returns all its outputs as torch
+        tensors. Raises CheckpointError if it fails."""
         images = [image for image, _ in pictures]
         text = ["".join(self.placeholder + behind for _, behind in pictures)]
         failures: list[Exception] = []
@@ -97,7 +97,7 @@ class PictureProcessor:
         ) from failures[-1]
 
     def expand(self, image: Image.Image) -> Expansion:
-        """Raises InvalidImage where the processor cannot take it."""
+        """Expands one picture. Raises InvalidImage if the processor cannot take it."""
         try:
             outputs = self.outputs((image, ""))
         except CheckpointError as error:
@@ -117,7 +117,7 @@ class PictureProcessor:
         )
 
     def joins(self, images: Sequence[Image.Image]) -> bool:
-        """Whether pictures in one prompt become what each becomes by itself, in the text and in the tower's arrays."""
+        """True if several pictures in one prompt give the same text and tower arrays as each alone."""
         expansions = [self.expand(image) for image in images]
         pictures = list(zip(images, _BEHIND, strict=False))
         try:
@@ -138,13 +138,14 @@ class PictureProcessor:
         return len(alone[0]) > 1 or all(_is_joined(outputs[name], [each[name] for each in alone]) for name in alone[0])
 
     def sees_itself(self, image: Image.Image) -> bool:
-        """Whether the processor marks the image tokens for a mask in which they see each other."""
+        """True if the processor marks the image tokens as attending to each other."""
         outputs = self.outputs((image, ""))
         marks = outputs.get("token_type_ids")
         return marks is not None and bool(marks[outputs["input_ids"] == self._image_token_id].any())
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Text, because it is tokenised together with what stands next to it in the prompt."""
+        """Decodes to text, because it is tokenised again together with its neighbours in the prompt. Raises
+        CheckpointError if that would change the tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self._tokenizer(text, add_special_tokens=False)["input_ids"] != list(ids):
             raise CheckpointError("the text around pictures in this model's prompts does not survive its tokenizer")
@@ -152,7 +153,7 @@ class PictureProcessor:
 
 
 def num_runs(token_ids: Sequence[int], image_token_id: int) -> int:
-    """How many pieces of nothing but image tokens there are."""
+    """Number of runs of adjacent image tokens."""
     return sum(is_image for is_image, _ in itertools.groupby(id == image_token_id for id in token_ids))
 
 
@@ -168,14 +169,14 @@ def _array(name: str, value: Any) -> Array:
 
 
 def _as_numpy_can(value: Any) -> Any:
-    """numpy has no bfloat16; float32 holds each of its numbers."""
+    """Converts bfloat16 to float32, which is exact; numpy has no bfloat16."""
     if isinstance(value, list | tuple):
         return [_as_numpy_can(item) for item in value]
     return value.float() if str(getattr(value, "dtype", "")) == "torch.bfloat16" else value
 
 
 def _is_joined(together: Any, alone: Sequence[Array]) -> bool:
-    """Whether it is the others one behind another, of one prompt along the second axis."""
+    """True if `together` is the concatenation of `alone` along the first or the second axis."""
     for axis in (0, 1):
         try:
             if np.array_equal(_array("", together), np.concatenate(alone, axis)):
@@ -186,7 +187,7 @@ def _is_joined(together: Any, alone: Sequence[Array]) -> bool:
 
 
 def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool) -> Any:
-    """transformers' processor for pictures and text. Raises CheckpointError where it cannot be loaded."""
+    """Loads transformers' processor for pictures and text. Raises CheckpointError if it cannot be loaded."""
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         if not trust_remote_code and not import_utils.is_torchvision_available():
@@ -201,14 +202,15 @@ def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool)
 
 
 def _torchvision_is_missing() -> str:
-    """Says how to install the torchvision that goes with the installed torch."""
+    """Returns advice on installing the torchvision that matches the installed torch."""
     version, _, build = metadata.version("torch").partition("+")
     index = f" --index-url {_TORCH_INDEX}/{build}" if build else ""
     return f'it needs torchvision, which is not installed; run: pip install "torch=={version}" torchvision{index}'
 
 
 def _class_of(model_dir: Path, model_type: str) -> Any:
-    """The processor's class as the directory's files or else transformers' table name it; None where neither does."""
+    """Returns the processor's class named by the directory's files, else by transformers' table; None if neither has
+    one."""
     files = (read_json_if_present(model_dir, name) or Fields({}, name) for name in _FILES)
     class_name = next((name for file in files if (name := file.get("processor_class"))), None)
     if isinstance(class_name, str):
@@ -218,7 +220,7 @@ def _class_of(model_dir: Path, model_type: str) -> Any:
 
 
 def _pictures_only(processor: Any) -> Any:
-    """The class without the part for videos, which needs torchvision; pictures never go through it."""
+    """Derives a class without the video processor, which needs torchvision and is not used for pictures."""
 
     class PicturesOnly(processor):
         @classmethod

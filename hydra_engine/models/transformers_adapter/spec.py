@@ -24,9 +24,9 @@ ONE_PICTURE = "the model's processor makes something else of several pictures in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenericVisionSpec(VisionSpec):
-    """A span is what the processor puts in a picture's place, from its first image token to its last one; text tokens
-    in between belong to it, and the vision lane writes their embeddings. The largest numbers are those of a few
-    pictures of ordinary and extreme shapes."""
+    """The tower of a model through transformers. A span is the processor's output for a picture, from its first image
+    token to its last; text tokens in between belong to it, and the vision lane writes their embeddings. Maxima are
+    measured on a few pictures of ordinary and extreme shapes."""
 
     max_tokens: int  # of a span
     max_patches: int
@@ -41,8 +41,8 @@ class GenericVisionSpec(VisionSpec):
         return self.max_patches
 
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
-        """What the processor is given, the picture as it is: what it makes of it is not known from the size alone, nor
-        does it take a budget."""
+        """Plans the unchanged picture as the processor's input. The processor's output does not follow from the size
+        alone, and budgets have no effect."""
         check_picture(width, height)
         return MediaPlan((View.whole(width, height),), ())
 
@@ -50,12 +50,12 @@ class GenericVisionSpec(VisionSpec):
         return self.tower_parameters
 
     def flops(self, num_patches: int) -> int:
-        """Of the matrices alone."""
+        """FLOPs of the matrices alone."""
         return 2 * self.tower_parameters * num_patches
 
 
 class Answer(msgspec.Struct):
-    """Of the describing process: a spec without its vision part, which comes beside it under its own type; or an
+    """The answer of the describing process: a spec without its vision part, and that part under its own type; or an
     error."""
 
     spec: ModelSpec | None = None

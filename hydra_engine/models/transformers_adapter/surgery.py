@@ -1,4 +1,5 @@
-"""Surgery on transformers' modules: their matrix products become ours, parts that a role does not need go.
+"""Changes to transformers' modules: matrix products are replaced by the engine's, parts that a role does not need
+removed.
 
 Knows torch modules only by their tree; does not know models.
 """
@@ -17,7 +18,8 @@ from hydra_engine.backend.base import Ops
 
 
 class OpsLinear(nn.Module):
-    """A linear layer through `Ops.linear`. `weight` has shape and dtype for code that asks for them, and no memory."""
+    """A linear layer that computes with `Ops.linear`. `weight` has shape and dtype for code that reads them, but no
+    memory."""
 
     def __init__(self, linear: nn.Linear, ops: Ops, stored: torch.dtype, out_dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -36,8 +38,8 @@ class OpsLinear(nn.Module):
 
 
 def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> None:
-    """Replaces the plain linear layers of `dtype` below `root`; others keep their own arithmetic. Weights that `stored`
-    can hold, the dtype of the checkpoint, may be kept in that."""
+    """Replaces the plain linear layers of `dtype` below `root`; others keep their own arithmetic. Weights that are
+    exact in `stored`, the dtype of the checkpoint, may be kept in that."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype is dtype:
@@ -45,7 +47,8 @@ def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype, stored: to
 
 
 def take_over_head(root: Any, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> nn.Module:
-    """Replaces the layer over the vocabulary, whose results are then float32, and returns what stands there now."""
+    """Replaces the layer over the vocabulary by one with float32 results, if it is a plain linear layer of `dtype`.
+    Returns the layer in use. Raises ValueError if the model has none."""
     head = root.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise ValueError("the model has no layer over its vocabulary")
@@ -57,13 +60,13 @@ def take_over_head(root: Any, ops: Ops, dtype: torch.dtype, stored: torch.dtype)
 
 
 def has_products(root: nn.Module) -> bool:
-    """Whether a matrix is left below `root` besides tables of embeddings."""
+    """True if a matrix other than an embedding table is left below `root`."""
     tables = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
     return any(parameter.dim() > 1 and id(parameter) not in tables for parameter in root.parameters())
 
 
 def before_listed(root: nn.Module, without: nn.Module, call: Callable[[], None]) -> None:
-    """Lets `call` be called before each run of a module that stands in a list below `root`, but not below `without`."""
+    """Registers `call` to run before each module of a module list below `root`, but not below `without`."""
     inside = {id(module) for module in without.modules()}
 
     def hook(_module: nn.Module, _arguments: object) -> None:
@@ -83,7 +86,7 @@ def replace(root: nn.Module, old: nn.Module, new: nn.Module | None) -> None:
 
 
 def drop_all_but(root: nn.Module, kept: Sequence[nn.Module]) -> None:
-    """Below `root`, only what contains one of `kept` or belongs to one stays."""
+    """Removes all modules below `root` that neither contain one of `kept` nor belong to one."""
     for name, child in list(root.named_children()):
         if any(child is module for module in kept):
             continue
@@ -94,21 +97,21 @@ def drop_all_but(root: nn.Module, kept: Sequence[nn.Module]) -> None:
 
 
 def weights_bytes(root: nn.Module) -> int:
-    """Of parameters, buffers and packed weights, each counted once."""
+    """Bytes of parameters, buffers and packed weights, each counted once."""
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in (*root.parameters(), *root.buffers())}
     packed = sum(module.packed.nbytes for module in root.modules() if isinstance(module, OpsLinear))
     return sum(tensor.nbytes for tensor in tensors.values()) + packed
 
 
 def set_attention(module: Any, name: str) -> None:
-    """Of the decoder; towers keep what they were loaded with. A decoder may have a copy of the text config."""
+    """Sets the decoder's attention function; towers keep theirs. A decoder may have a copy of the text config."""
     for config in (module.get_decoder().config, module.config.get_text_config(decoder=True)):
         config._attn_implementation = name
 
 
 def rest_temperatures(decoder: nn.Module) -> None:
-    """Turns attention temperatures off, which count the rows of a call: a call is a step of several requests, and
-    within the context they are 1."""
+    """Turns off attention temperatures: they depend on the number of rows of a call, which is a step of several
+    requests, and are 1 within the context."""
     for module in decoder.modules():
         if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "floor_scale"):
             setattr(module, "floor_scale", math.inf)  # noqa: B010 - modules declare no such numbers
