@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 
-_TRIM_BYTES = 64 << 20  # of weights read between two trims: bounds what loading holds beyond the weights
+_TRIM_BYTES = 64 << 20  # of weights read between two trims: bounds the extra memory of loading
 
 
 def vision_class(spec: ModelSpec) -> type[Vision]:

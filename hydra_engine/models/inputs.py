@@ -14,7 +14,7 @@ from torch import Tensor
 from hydra_engine.backend.base import AttentionPlan, States
 from hydra_engine.backend.device import Send
 
-# A language head computes the logits of so many scored rows at a time: of a long chunk they would not fit.
+# A language head computes the logits of this many scored rows at a time; those of a long chunk would not fit.
 SCORED_ROWS = 256
 
 
@@ -63,4 +63,4 @@ class VisionInput:
     arrays: tuple[Mapping[str, Tensor], ...] = ()
     checkpoint: Callable[[], None] = go_on
     piece_rows: int = 0
-    send: Send | None = None  # what a tower works out on the host goes to the device with it; None: by copies that wait
+    send: Send | None = None  # copies a tower's host arrays to the device; None: with blocking copies

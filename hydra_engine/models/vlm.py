@@ -52,15 +52,15 @@ class VisionLanguageModel:
     """A native model. It is ready after every slot is filled, which `build.load_model` does. `unneeded`: prefixes of
     tensor names that the checkpoint may have and that are not read."""
 
-    deterministic = True  # as far as its ops are: it computes nothing else that depends on a row's neighbours
-    can_be_captured = True  # as far as its ops can
+    deterministic = True  # if its ops are: nothing else depends on a row's neighbours
+    can_be_captured = True  # if its ops can
 
     def __init__(self, ops: Ops, demands: Demands, *, vision: Vision | None, decoder: Decoder | None) -> None:
         self._ops, self._decoder, self.holders = ops, decoder, demands.holders
         self.slots, self.unneeded = demands.slots, tuple(demands.unneeded)
         self.tower = vision  # what `encode` runs
         self.num_slices = 0 if vision is None else vision.num_slices
-        self.notes: tuple[str, ...] = ()  # what a user should know of its weights, a sentence each
+        self.notes: tuple[str, ...] = ()  # sentences about its weights, for the user
 
     @property
     def weights_bytes(self) -> int:

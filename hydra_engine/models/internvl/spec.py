@@ -75,7 +75,6 @@ class InternVlVisionSpec(SquareVisionSpec):
         return MediaPlan(tuple(views), (self.frame[0], *spans, self.frame[1]))
 
     def num_parameters(self) -> int:
-        """Number of weights, the projector's norm included."""
         return SquareVisionSpec.num_parameters(self) + 2 * self.merged_size
 
 

@@ -147,7 +147,6 @@ def _form(weight: Tensor | QuantizedWeight) -> object:
 
 
 def _scaled(weight: Tensor | QuantizedWeight, factors: Tensor) -> Tensor | QuantizedWeight:
-    """Multiplies each output by its factor."""
     if isinstance(weight, QuantizedWeight):
         return weight.scaled(factors)
     return _scaled_tensor(weight, factors[:, None])

@@ -32,7 +32,7 @@ class Packing(NamedTuple):
     num_patches: int
     num_features: int  # rows of the tower's output, padding last
     indices: tuple[Int64s, ...]  # in the tower's own order
-    bounds: tuple[Int64s, ...]  # cu_seqlens of each kind of attention; empty segments behind the last in a room
+    bounds: tuple[Int64s, ...]  # cu_seqlens of each kind of attention; padded with empty segments in a room
     longest: tuple[int, ...]  # upper bound of a segment's length, by kind
     end: int = 0  # more than the largest row or column of a patch in its picture
 

@@ -55,7 +55,7 @@ class Slices:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def row_pairs(self, compute: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `rows`, for a function with two results."""
+        """Does what `rows` does, for a function with two results."""
         results = self._pieces(compute, tensors, group=1)
         if len(results) == 1:
             return results[0]
@@ -80,7 +80,8 @@ class Slices:
         """Computes mix(q, k, v, cu_seqlens), [P, H, D], in pieces of segments and heads, which do not interact
         (`Ops.attention_packed`). Planned segments (`PackedPlan`) are never cut."""
         num_rows, num_heads, head_dim = q.shape
-        # Of products with the 9 C * C weights behind attention: R * 9 C * C = pairs * heads * 2 D, with C = H * D.
+        # As much work as products with the 9 C * C weights after attention:
+        # R * 9 C * C = pairs * heads * 2 D, with C = H * D.
         most = self._piece_rows * 9 * num_heads * num_heads * head_dim // 2
         if not most or num_rows <= self._piece_rows or isinstance(cu_seqlens, PackedPlan):
             return mix(q, k, v, cu_seqlens)

@@ -105,7 +105,6 @@ def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaVisionS
 
 
 def clip_tower(config: Fields) -> SquareTowerSpec:
-    """Reads the tower's shape from the config.json of a LLaVA model."""
     tower = tower_config(config, "clip_vision_model")
     shape = tower_shape(tower, CLIP_DEFAULTS)
     image_size, patch_size = tower.integer("image_size", 224), tower.integer("patch_size", 32)

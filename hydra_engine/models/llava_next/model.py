@@ -50,7 +50,7 @@ class LlavaNextVision(LlavaVision):
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         (rows,) = inputs.indices
         states = self._states(inputs).flatten(0, 1)
-        # What a newline's place takes from the tower does not matter; dropped rows are never projected.
+        # A newline's place may take any row of the tower; dropped rows are never projected.
         features = inputs.slices.rows(self._project, states.index_select(0, rows.clamp(min=0)))
         return (torch.where((rows == _NEWLINE)[:, None], self._newline.tensor, features),)
 

@@ -100,7 +100,6 @@ class LlavaNextVisionSpec(SquareVisionSpec):
         return MediaPlan((View.whole(side, side), seen), (square, *tiles))
 
     def num_parameters(self) -> int:
-        """Number of weights, the newline included."""
         return SquareVisionSpec.num_parameters(self) + self.feature_size
 
     def _num_pictures(self, canvas: Size) -> int:

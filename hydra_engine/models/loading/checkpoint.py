@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
     missing: tuple[str, ...] = ()  # names of parts
     misshaped: tuple[str, ...] = ()  # sentences: a part and what is wrong with it
     quantized: bool = False
-    spare: bool = False  # a model need not know it: it would change nothing
+    spare: bool = False  # a model may ignore it: it would change nothing
     misplaced: tuple[str, ...] = ()  # names of parts that are in another file than the index says
 
 

@@ -135,7 +135,7 @@ def _q4_k(blocks: Tensor) -> _Blocks:
 
 
 def _q5_k(blocks: Tensor) -> _Blocks:
-    """Like Q4_K; bit g of byte i of the 32 bytes before is the fifth of number i of group g."""
+    """Decodes like `_q4_k`; bit g of byte i of the preceding 32 bytes is the fifth bit of number i of group g."""
     scales, offsets, block_scales = _eight_groups(blocks)
     numbers = torch.stack(_nibbles(blocks[:, 24:].unflatten(1, (4, 16))), dim=2).flatten(1, 2)  # [B, 8, 16]
     for group in range(8):

@@ -1,9 +1,10 @@
-"""Weights as a processor's kernels have them, kept in a file that the next start maps: nothing is read, checked,
-quantised or packed again, no page is filled anew, and instances of one role share the memory.
+"""Packed weights of the processor's kernels in a file that the next start maps: nothing is read, checked, quantised or
+packed again, no page is filled, and instances of one role share the memory.
 
-A safetensors file of bytes, whose metadata say what each layer keeps. It belongs to one state of the model's files, of
-the settings and of the code (`cache_file`); with another state it is another file. The mapping cannot lose its end: a
-file is written under another name, renamed, and never changed. Does not know layers. Needs the native extension.
+The file is a safetensors file of bytes, whose metadata describe each layer's weights. It belongs to one state of the
+model's files, the settings and the code (`cache_file`); another state has another file. The mapping cannot be
+truncated: a file is written under another name, renamed, and never changed. Does not know layers. Needs the native
+extension.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from hydra_engine.models.loading.safetensors_file import SafetensorsFile
 logger = logging.getLogger(__name__)
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_LINE = 64  # bytes; what kernels read begins with such a line
+_LINE = 64  # bytes; alignment of the kernels' data
 _CONTENTS = "hydra-engine"
 _PACKAGE = Path(__file__).resolve().parents[2]
-_READ = ("*.safetensors", "*.gguf", "*.json")  # of a model's folder, what weights and their shapes come from
+_READ = ("*.safetensors", "*.gguf", "*.json")  # files of a model's folder that determine weights and shapes
 
 
 def cache_file(folder: Path, model_dir: Path, settings: str) -> Path:
@@ -54,7 +55,7 @@ def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...]:
     """Maps the file into the layers and returns the notes given to `write`. Raises CheckpointError if the file is
     damaged."""
     with closing(SafetensorsFile(path)) as file, open(path, "rb") as opened:
-        # Private and never written to, so what is mapped is the system's copy of the file.
+        # A private mapping that is never written to, so its pages are those of the page cache.
         memory = torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         blobs = (memory[entry.begin : entry.end] for entry in file.entries.values())
         try:

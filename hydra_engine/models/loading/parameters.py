@@ -37,7 +37,7 @@ class Slot(NamedTuple):
     optional: bool = False
     dtype: torch.dtype | None = None  # None: the compute dtype
     fill_quantized: Callable[[QuantizedWeight], None] | None = None  # None: dequantised for `fill`
-    matrix: bool = False  # what reads it widens 16 bits itself, without loss, so they stay where rows are float32
+    matrix: bool = False  # kernels widen 16 bits exactly, so 16-bit weights are kept if rows are float32
     substitute: str | None = None  # the slot that fills this one too where a checkpoint has that tensor alone
 
     def dtype_of(self, stored: torch.dtype, rows: torch.dtype) -> torch.dtype:
@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 
 
 class Demands:
-    """All slots of one model, prefixes of known names that it does not need, and the layers that own weights. `held`:
+    """The slots of one model, prefixes of known names that it does not need, and the layers that own weights. `held`:
     names of the checkpoint's tensors; None if weights are drawn."""
 
     def __init__(self, held: Collection[str] | None = None) -> None:

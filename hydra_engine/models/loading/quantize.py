@@ -25,7 +25,7 @@ from hydra_engine.backend.quantized import QuantizedWeight, packed_numbers, quan
 from hydra_engine.models.specs.quantization import AT_LOAD_GROUP
 
 _TRIED = (7.4, 8.0, 8.6)  # more of them gain less than 1 % of the error
-_CHUNK = 1 << 18  # weights at once, so that what is computed between them stays in the cache
+_CHUNK = 1 << 18  # weights per chunk, so that intermediate results stay in the CPU cache
 
 
 def quantized_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:

@@ -27,7 +27,7 @@ _FORMATS: dict[str, Callable[[Quantization], Format]] = {
     AWQ: Awq,
     FP8: Float8,
 }
-# Scales of a quantised KV cache, which a checkpoint may bring for its attention modules, or beside what makes keys.
+# Scales of a quantised KV cache, which a checkpoint may have in its attention modules, or beside the key projection.
 _CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 _ATTENTION = ("attn", "attention", ".q_proj", ".k_proj", ".v_proj")
 
@@ -90,7 +90,7 @@ class QuantizedCheckpoint:
             if leaf in own or (quantized and leaf in self._format.unread) or (is_attention and leaf in _CACHE_SCALES):
                 continue
             name = f"{module}.{leaf}" if module else leaf
-            # Some writers of GPTQ give every matrix a bias.
+            # Some GPTQ tools add a bias to every matrix.
             spare = quantized and leaf == "bias" and not self._files.read_stored(name).any().item()
             plain = self._files.described(name)
             self.entries[name] = plain._replace(spare=plain.spare or spare)

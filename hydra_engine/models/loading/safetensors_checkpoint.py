@@ -1,7 +1,7 @@
 """The safetensors files of a model directory: one file, or shards with an index, and the generations of tensor names.
 
-An index is a list of what counts: other files are not opened, of a tensor in several files the one counts that it
-names, and what it does not list is read only if a model needs it and one file has it. Never unpickles. Does not know
+An index takes precedence: files that it does not list are not opened; of a tensor in several files the listed one
+counts; an unlisted tensor is read only if a model needs it and exactly one file has it. Never unpickles. Does not know
 models.
 """
 
@@ -69,7 +69,8 @@ class SafetensorsCheckpoint:
         return StoredTensor(entry.shape, entry.nbytes, spare=spare, misplaced=(name,) if misplaced else ())
 
     def check_places(self) -> None:
-        """Raises CheckpointError where a tensor is in another file than the index says; for callers that read all."""
+        """Raises CheckpointError if a tensor is in another file than the index says; for callers that read all
+        tensors."""
         if self._misplaced:
             raise CheckpointError(f"{INDEX} and the files disagree about where to find {listed(self._misplaced)}")
 
@@ -83,7 +84,6 @@ class SafetensorsCheckpoint:
         return self.read_stored(name)
 
     def stored_name(self, name: str) -> str:
-        """Name in its file."""
         return self._stored_names[name]
 
     def read_stored(self, name: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""One safetensors file: its header checked to the last byte, its tensors read one at a time.
+"""A safetensors file: its header checked to the last byte, its tensors read one at a time.
 
-Every complaint is a `CheckpointError` that names the file and, where there is one, the tensor. Reads instead of
-mapping, so a file that shrinks later is an error and not a crash. Does not know what the tensors mean.
+Every error is a `CheckpointError` that names the file and, if there is one, the tensor. Reads instead of mapping, so a
+file that shrinks later is an error and not a crash. Does not know what the tensors mean.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A native model's checkpoint written again with its decoder quantised, as compressed-tensors stores it.
+"""Rewrites a native model's checkpoint with its decoder quantised, as compressed-tensors stores it.
 
-4 bits: pack-quantized (W4A16), with the head packed in 8 bits; 8 bits: int-quantized (W8A8, steps of activations per
-token). The numbers are those that `--quantization` makes at start. Matrices stored in 8-bit floats or in scattered
-groups are first those of the dtype of config.json, as at a start with that dtype, and left so where they stay. Holds
-one tensor at a time; sizes of shards follow from shapes, so headers are written first. A tied head is stored apart from
-the embeddings, which stay as they are.
+4 bits: pack-quantized (W4A16), with the head packed in 8 bits; 8 bits: int-quantized (W8A8, activation scales per
+token). The numbers are those of `--quantization` at start. Matrices in 8-bit floats or in scattered groups are first
+converted to the dtype of config.json, as at a start with that dtype, and stay so if ignored. Keeps one tensor in memory
+at a time; sizes of shards follow from shapes, so headers are written first. A tied head is stored apart from the
+embeddings, which stay unquantised.
 """
 
 from __future__ import annotations
@@ -162,7 +162,6 @@ class _Ignored:
 
 
 def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) -> list[Piece]:
-    """Returns the pieces in the order of the files."""
     model = build_model(spec, ReferenceOps(), torch.float32, Role.parse("EPD"), held=source.entries)
     check_names(model, source.entries)
     decoder = build_model(spec, ReferenceOps(), torch.float32, Role.parse("D")).slots
@@ -191,7 +190,8 @@ def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) ->
 
 
 def _embedding_of(head: str, source: _Source) -> str | None:
-    """The stored name of the embeddings that a head by itself stands for too; None where they are in the files."""
+    """Returns the stored name of the embeddings that a head without embeddings stands for; None if the files have
+    embeddings."""
     decoder = f"{head.removesuffix(_HEAD)}model."
     if f"{decoder}embed_tokens.weight" in source.entries:
         return None
@@ -218,7 +218,6 @@ def _parts(module: str, dtype: str, shape: tuple[int, ...], num_bits: int, *, pa
 
 
 def _tensors(piece: Piece, weight: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors of a piece in the order of its parts."""
     if piece.num_bits is None:
         yield weight
         return

@@ -22,7 +22,7 @@ from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
 
-MERGER_EPS = 1e-6  # of the norms behind the tower, whatever the config says of the tower's
+MERGER_EPS = 1e-6  # of the norms after the tower, independent of the config
 
 _WHOLE = Slices(go_on)  # windows are computed in the pieces that rows are cut into
 
@@ -60,8 +60,8 @@ class MiniCpmVision:
         self._merge = Merger(scope.at("merger"), spec)
         self._merges = (2,) * spec.all_rounds
         self.granule, self.num_values = 4**spec.all_rounds, self._embed.num_values
-        # What comes before the layers, the layers, a merger between them, what comes behind. The layers before that
-        # merger have four times the rows of the others.
+        # The work before the layers, the layers, a merger between them, the work after them. The layers before that
+        # merger have four times the rows of the later ones.
         self.num_slices = len(self._layers) + 2 + (self._inner is not None)
 
     def reserve(self, room: int) -> None:

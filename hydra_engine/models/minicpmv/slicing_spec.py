@@ -68,7 +68,6 @@ class Slicing:
         return best
 
     def slice_size(self, width: int, height: int, grid: tuple[int, int]) -> tuple[int, int]:
-        """Size of every slice of a picture of this size."""
         rows, columns = grid
         return self.fitted(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
 
@@ -95,7 +94,7 @@ def one_frame_a_second(num_frames: int, fps: float, most: int) -> tuple[int, ...
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Selects at most `most` of the numbers 0 to `count` - 1, the first and the last included."""
+    """Selects at most `most` of the numbers 0 to `count` - 1, the first and, unless `most` is 1, the last included."""
     if count <= most:
         return list(range(count))
     step = (count - 1) / max(most - 1, 1)

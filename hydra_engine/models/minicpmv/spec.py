@@ -37,8 +37,8 @@ from hydra_engine.models.specs.vision import (
     tower_shape,
 )
 
-HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and what transformers assumes where none is named
-MOST_ROUNDS, MOST_SLICES, MOST_SCALE = 8, 1024, 1 << 14  # beyond what any processor takes
+HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and transformers' default
+MOST_ROUNDS, MOST_SLICES, MOST_SCALE = 8, 1024, 1 << 14  # beyond any processor's limits
 MODES = {"4x": 1, "16x": 2}  # rounds of merging 2 x 2 neighbours, counted with the one inside the tower
 TOWER_DEFAULTS = TowerSpec(  # MiniCPMV4_6VisionConfig's
     hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, hidden_act="gelu_pytorch_tanh", norm_eps=1e-6

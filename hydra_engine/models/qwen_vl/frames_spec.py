@@ -19,7 +19,7 @@ from hydra_engine.models.specs.geometry import check_frames, check_picture
 
 FRAMES = PixelLimits(128 * 28 * 28, 768 * 28 * 28)  # of each frame: the processor class's of Qwen2-VL
 ALL_FRAMES = PixelLimits(128 * 32 * 32, 768 * 32 * 32)  # of all frames together: the processor class's of Qwen3-VL
-DEFAULT_FPS = 2.0  # what the models' authors sample at; the processor's class itself names no rate
+DEFAULT_FPS = 2.0  # the models' authors' rate; the processor's class has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class FrameSampling:
     max_frames: int
     always: bool
     limits: PixelLimits
-    total_tokens: int | None  # the pixels of all frames stay below 0.9 of what so many tokens have; None: no bound
+    total_tokens: int | None  # all frames together have at most 0.9 of the pixels of this many tokens; None: no bound
 
     def choose(self, video: VideoInfo) -> tuple[int, ...]:
         """Returns ascending indices of frames. Raises InvalidImage for a video without frames or with an impossible

@@ -87,7 +87,7 @@ class GridVision:
         self.granule, self.num_values = self._merge**2, self._embed.num_values
         places = scope.each("blocks", tower.num_layers, "depth")
         self._blocks = chained([VisionLayer(place, tower, names) for place in places])
-        self.num_slices = len(self._blocks) + 2  # what comes before the layers, the layers, the merger
+        self.num_slices = len(self._blocks) + 2  # the work before the layers, the layers, the merger
 
     def reserve(self, room: int) -> None:
         self._rotary.reserve(longest_side(room, self._merge))

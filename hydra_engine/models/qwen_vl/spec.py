@@ -85,7 +85,6 @@ class GridVisionSpec(VisionSpec):
         return self.tower.hidden_size * self.geometry.patches_per_token
 
     def num_parameters(self) -> int:
-        """Number of weights of the tower, with one merger per plane of features and the norm of the first."""
         tower = self.tower
         embeddings = self.geometry.patch_values * tower.hidden_size
         merger = (self.merged_size + 1) * (self.merged_size + self.feature_size)
@@ -126,7 +125,7 @@ class GridSettings(NamedTuple):
     geometry: PatchGeometry
     limits: PixelLimits  # of a picture
     preprocess: PreprocessSpec
-    videos: Fields  # those of pictures where the directory has no others
+    videos: Fields  # the image processor's if there is no video processor
 
 
 def grid_settings(
@@ -336,7 +335,6 @@ class Qwen3VlVisionSpec(GridVisionSpec):
         return VideoPlan(frames, MediaPlan(tuple(views), (*parts, VISION_END)))
 
     def num_parameters(self) -> int:
-        """Number of weights, with learned positions, the bias of the patches, and the norms of the other mergers."""
         c, norms = self.tower.hidden_size, 2 * self.merged_size * len(self.deepstack_layers)
         return GridVisionSpec.num_parameters(self) + c * (1 + self.num_positions) + norms
 

@@ -42,7 +42,7 @@ class View(NamedTuple):
 
 
 class ItemPlan(NamedTuple):
-    """One planned span of features: the next `num_pictures` pictures of the views, of size width x height."""
+    """A planned span of features: the next `num_pictures` pictures of the views, of size width x height."""
 
     width: int
     height: int
@@ -53,8 +53,8 @@ class ItemPlan(NamedTuple):
     rows: int = 0  # of tokens, for multimodal rotary positions; rows * columns == num_tokens there
     columns: int = 0
     time: int = 0  # temporal position, relative to the first span of its video
-    continues: bool = False  # the video of the span before goes on: same origin of positions
-    whole: bool = False  # its rows see each other: no chunk of a prefill ends inside it
+    continues: bool = False  # continues the video of the previous span: same origin of positions
+    whole: bool = False  # its rows attend to each other: no prefill chunk ends inside it
 
 
 class MediaPlan(NamedTuple):
@@ -170,9 +170,9 @@ class LanguageSpec:
     hidden_act: str = "silu"
     rope_parameters: dict[str, object] = field(default_factory=dict)
     rope_sections: tuple[int, int, int] | None = None  # pairs per axis (time, row, column); sum is head_dim / 2
-    rope_interleaved: bool = False  # pairs take their axes in turns instead of in three runs
-    rotary_dim: int | None = None  # how many of a head's numbers turn, its first ones; None: all
-    output_gate: bool = False  # what attention gives is multiplied by a gate, projected beside the queries
+    rope_interleaved: bool = False  # axes of pairs are interleaved instead of in three sections
+    rotary_dim: int | None = None  # number of rotated values of a head, its first ones; None: all
+    output_gate: bool = False  # the output of attention is multiplied by a gate, projected with the queries
     centred_norms: bool = False  # norms multiply by 1 + weight, but for the one inside a delta net
     delta: DeltaShape | None = None  # None: every layer is attention
     layer_kinds: tuple[LayerKind, ...] = ()  # of every layer, where there are delta nets
@@ -199,7 +199,6 @@ class LanguageSpec:
         return 0 if self.delta is None else self.num_state_layers * self.delta.state_bytes(dtype_bytes)
 
     def num_matrix_parameters(self) -> int:
-        """Number of weights in the matrices of all layers."""
         c = self.hidden_size
         matrices = self.num_kv_layers * c * (self._attention_width + self.num_heads * self.head_dim)
         if self.delta is not None:
@@ -245,11 +244,11 @@ class ProcessorSpec:
     placeholder: str  # stands for one picture in a rendered prompt
     placeholder_id: int
     image_token_id: int  # stands for one feature
-    whole: bool  # the features of a picture see each other
+    whole: bool  # the features of a picture attend to each other
     inputs: tuple[str, ...]  # the arguments that the model's get_image_features knows
     patch_size: int
     trust_remote_code: bool
-    joins: bool = True  # several pictures of a prompt become what each becomes by itself
+    joins: bool = True  # several pictures of a prompt expand as each does alone
 
 
 class TowerAttention(NamedTuple):
@@ -267,7 +266,7 @@ class VisionSpec(ABC):
 
     feature_size: int  # C of the image cache
     preprocess: PreprocessSpec
-    processor: ProcessorSpec | None = None  # not None: only it can say what a picture becomes, `plan_image` cannot
+    processor: ProcessorSpec | None = None  # if set, only it can plan pictures, `plan_image` cannot
 
     @property
     def num_planes(self) -> int:
@@ -326,11 +325,11 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the stored weights: "bfloat16", ...
     video_token_id: int | None = None  # None: the family takes no videos
-    tokenizer_class: str | None = None  # what AutoTokenizer takes, where transformers chooses
+    tokenizer_class: str | None = None  # chosen by AutoTokenizer, for models through transformers
     trust_remote_code: bool = False  # code that comes with the model may be run
     no_images_because: str = ""  # of a model that has a vision part and is run without
     quantization: Quantization | None = None  # of the stored weights
-    at_load: Quantization | None = None  # what the decoder's matrices become while they are loaded
+    at_load: Quantization | None = None  # of the decoder's matrices, quantised at load
 
     @property
     def num_parameters(self) -> int:

@@ -38,9 +38,9 @@ def read_json_if_present(directory: Path, name: str) -> Fields | None:
 
 
 LARGEST = 2**31  # of sizes and counts
-MOST_LAYERS = 1024  # of a decoder or a tower, whatever the weights hold; drawn ones hold what is asked for
-LARGEST_NUMBER = 1e38  # of other numbers: what float32 holds
-# Ends a complaint about what only the native implementations cannot do.
+MOST_LAYERS = 1024  # of a decoder or a tower, whatever the weights have; drawn weights have any number
+LARGEST_NUMBER = 1e38  # of other numbers, within float32
+# Ends an error about something that only the native implementations do not support.
 ELSEWHERE = "; --model-impl transformers runs what transformers can load"
 
 

@@ -33,7 +33,7 @@ _BAD_WORDS = "bad_words_ids"
 # Lists of token ids, or one id, and the fields of TokenRules that they fill.
 _RULES = {"suppress_tokens": "never", "begin_suppress_tokens": "not_first", "forced_eos_token_id": "last"}
 _KEYS = (*_FIELDS, _DO_SAMPLE, *_RULES, _BAD_WORDS)
-# What transformers follows and nobody here does, with the values that change nothing.
+# Settings that transformers supports and this engine does not, with the values that change nothing.
 _UNFOLLOWED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "penalty_alpha"), (0,)),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (1,)),
@@ -42,8 +42,8 @@ _UNFOLLOWED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("exponential_decay_length_penalty", "sequence_bias", "forced_bos_token_id", "top_h"), ()),
     **dict.fromkeys(("force_words_ids", "constraints", "watermarking_config", "dola_layers", "max_time"), ()),
 }
-_OF_DRAWS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")  # which greedy answers do not ask
-_MAX_LENGTH, _UNSET_LENGTH = "max_length", 20  # what transformers writes where nobody has chosen
+_OF_DRAWS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")  # without effect on greedy answers
+_MAX_LENGTH, _UNSET_LENGTH = "max_length", 20  # transformers' default
 
 
 class Generation(NamedTuple):

@@ -1,4 +1,4 @@
-"""From the settings of GGUF files to the files of a Hugging Face directory of the same model: config.json,
+"""Converts the settings of GGUF files to the files of a Hugging Face directory of the same model: config.json,
 generation_config.json and preprocessor_config.json, from which the families' specs are built.
 
 Input is a text model and, for pictures, its mmproj: a file with the vision tower and the projector. Values that neither
@@ -54,7 +54,7 @@ _VIDEO_TOKENS = ("<|video_pad|>",)
 _ENDS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"}
 CONTROL = 3  # of tokenizer.ggml.token_type
 _PROJECTORS = ("clip.projector_type", "clip.vision.projector_type")  # the second in files of several modalities
-UNREAD = "gguf_unread"  # of config.json: names of settings that nobody knows
+UNREAD = "gguf_unread"  # of config.json: names of unknown settings
 # Settings of an architecture that change nothing in what it computes.
 _LABELS = {"vocab_size", "tensor_data_layout", "n_deepstack_layers", "attention.layer_norm_epsilon"}
 # Settings that change what a layer computes, and the values with which they do not.

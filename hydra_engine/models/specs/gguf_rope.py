@@ -1,4 +1,4 @@
-"""From the rotary settings of a GGUF text model to the rope_parameters of config.json, as in llama.cpp's loader.
+"""Converts the rotary settings of a GGUF text model to the rope_parameters of config.json, as in llama.cpp's loader.
 
 Every key below `rope.scaling.` has a meaning, so unknown keys are refused: they would change the answer.
 """

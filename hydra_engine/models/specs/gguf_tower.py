@@ -1,5 +1,5 @@
-"""From the settings of an mmproj file, the vision tower and projector of a GGUF model, to the vision_config of
-config.json and the preprocessor_config.json of the same model in a Hugging Face directory.
+"""Reads the settings of an mmproj file, the vision tower and projector of a GGUF model, and returns the vision_config
+of config.json and the preprocessor_config.json of the same model in a Hugging Face directory.
 
 Values that the file does not have are those of the family's published checkpoints. Does not know text models.
 """
@@ -12,7 +12,7 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.fields import MOST_LAYERS, Fields
 from hydra_engine.models.specs.gguf_file import GgufHeader
 
-# Of a picture, in pixels: what the published checkpoints have.
+# Pixels of a picture in the published checkpoints.
 _PICTURE_PIXELS = {
     "qwen2_vl": (56 * 56, 3584 * 3584),
     "qwen2_5_vl": (56 * 56, 3584 * 3584),
@@ -71,7 +71,6 @@ def _llava_tower(mmproj: GgufHeader) -> dict[str, Any]:
 
 
 def _plain_tower(mmproj: GgufHeader) -> dict[str, Any]:
-    """Returns the settings of a tower for pictures of one size."""
     tower = mmproj.settings
     return _tower(mmproj) | {
         "intermediate_size": _inner_size(mmproj),

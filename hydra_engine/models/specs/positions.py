@@ -19,7 +19,7 @@ def place_spans(spans: Sequence[tuple[int, ItemPlan]]) -> tuple[tuple[RopeSpan, 
     """Returns the positions of `spans`, (first token in the prompt, plan) in order, and the offset from a token's index
     to its position after the last span."""
     placed: list[RopeSpan] = []
-    end = origin = following = 0  # place behind the last span; its origin; position of what follows it
+    end = origin = following = 0  # index after the last span; its origin; position of the next token
     for start, item in spans:
         if not item.continues:
             origin = following + start - end

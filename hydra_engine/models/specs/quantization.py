@@ -141,7 +141,7 @@ def _read(section: Fields) -> Quantization | None:
 
 
 def _compressed(section: Fields) -> Quantization | None:
-    # "fakequant" is what tools write before weights are compressed
+    # tools write "fakequant" before weights are compressed
     layout = section.text("format", "dense")
     layouts = {layout} - {"fakequant"}
     sparsity = section.section_if_present("sparsity_config")

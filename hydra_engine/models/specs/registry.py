@@ -1,4 +1,4 @@
-"""From a Hugging Face model directory to its ModelSpec: reads the JSON files and picks the family.
+"""Builds the ModelSpec of a Hugging Face model directory: reads the JSON files and picks the family.
 
 Reads no weights, imports no model code and never runs code from the directory.
 """

@@ -47,7 +47,7 @@ def rope_settings(
     which sections change nothing."""
     values = rope_section(config)
     kind = values.text("rope_type", values.text("type", "default"))
-    if kind == "mrope":  # what configs with sections called the default before sections were a field beside the type
+    if kind == "mrope":  # old name of the default in configs with sections
         kind = "default"
     if kind not in ROPE_TYPES:
         raise CheckpointError(

@@ -63,10 +63,10 @@ class SquareTowerSpec(TowerSpec):
     image_size: int
     patch_size: int
     feature_layers: tuple[int, ...]
-    keep_cls: bool = False  # the class token's feature is one too
+    keep_cls: bool = False  # the class token's feature is kept
     patch_bias: bool = True  # of the projection of patches
     pre_norm: bool = False  # a norm before the layers
-    final_norm: bool = False  # what is read goes through the norm behind the last layer
+    final_norm: bool = False  # features are normalised by the norm after the last layer
 
     @property
     def num_active_layers(self) -> int:
@@ -78,7 +78,6 @@ class SquareTowerSpec(TowerSpec):
 
     @property
     def num_patches(self) -> int:
-        """Patches of one picture."""
         return self.grid_side**2
 
     @property
@@ -98,7 +97,6 @@ class SquareTowerSpec(TowerSpec):
         return embeddings + norms + self.num_active_layers * self.layer_parameters()
 
     def flops(self) -> int:
-        """FLOPs of one picture."""
         rows = self.num_patches + 1
         patches = self.num_patches * 3 * self.patch_size**2 * self.hidden_size
         return 2 * (patches + self.num_active_layers * self.layer_work(rows, rows))

@@ -66,7 +66,7 @@ class Selection(NamedTuple):
 
     tokens: Tensor  # [n] int64, rows of the step
     slots: Tensor  # [context] int64, of the request's positions from the first that is seen
-    table: Tensor  # [n, most] int32, indices into `slots`; what is beyond a token's count is arbitrary
+    table: Tensor  # [n, most] int32, indices into `slots`; entries beyond a token's count are arbitrary
     counts: Tensor  # [n] int32
     plan: AttentionPlan  # over the gathered context, a block per position and a row per token
 
@@ -114,7 +114,7 @@ class Step:
         """Builds the selection of tokens with the mask `sees`, [n, context]."""
         counts = sees.sum(1, dtype=torch.int32)
         low = int(sees.any(0).nonzero()[0])
-        # Stable, so that the positions of each token come in order; the unseen ones end up behind.
+        # Stable, so that the positions of each token come in order; masked ones come last.
         table = (~sees[:, low:]).to(torch.int8).argsort(dim=1, stable=True)[:, : int(counts.max())]
         size = self.cache.block_size
         positions = torch.arange(low, sees.shape[1], device=sees.device)

@@ -1,4 +1,5 @@
-"""What transformers may build for a checkpoint: no more layers, nor other modules, than its tensors can be of.
+"""Limits on what transformers may build for a checkpoint: no more layers, nor other modules, than its tensors can be
+of.
 
 A decoder and a tower are counted before anything is built; all else that a config multiplies is counted while
 transformers builds. Knows names of tensors and transformers' configs; reads no files.

@@ -366,7 +366,7 @@ def _joins(processor: PictureProcessor) -> bool:
     try:
         prompts = ([probe_picture(size, turns) for turns, size in enumerate(sizes)] for sizes in _TOGETHER)
         return all(processor.joins(pictures) for pictures in prompts)
-    except InvalidImage:  # not of these shapes: what was not compared is not taken
+    except InvalidImage:  # cannot be compared, so not supported
         return False
 
 

@@ -19,7 +19,7 @@ PROCESSOR_ERRORS = (
     RuntimeError,
     MemoryError,
 )
-# Errors that are nobody's sentence but Python's own.
+# Errors whose message comes from Python itself.
 _OF_PYTHON = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError)
 _UNPACKING = re.compile(r"values to unpack|invalid literal for|could not convert string")
 _MOST_CHARS = 300

@@ -47,7 +47,7 @@ class GenericModel:
     `num_slices` is the number of pieces in the encode of one picture, 0 without a tower; it is measured at the first
     encode, during loading."""
 
-    can_be_captured = False  # what its modules do is their own
+    can_be_captured = False  # its modules may synchronise or branch on data
     tower = None
 
     def __init__(self, module: Any, spec: ModelSpec, backend: Backend) -> None:

@@ -24,11 +24,11 @@ from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.models.transformers_adapter.surgery import accepts, set_attention
 
 _SIZES = ((64, 64), (96, 64))  # of its pictures
-_TEXTS = ("What is in this picture", " and in this one?")  # behind them
+_TEXTS = ("What is in this picture", " and in this one?")  # after the pictures
 _NUM_TOKENS = 24  # of text-only models
 _NUM_BESIDE = 7  # tokens of the other request in a step
 _BLOCK = 16
-# What processors give for training. Models answer with a loss then.
+# Outputs of processors for training: with them models return a loss.
 _NO_INPUTS = ("labels",)
 
 
@@ -37,7 +37,7 @@ class Probe:
     """A prompt of pictures, each followed by a text, or of text alone."""
 
     inputs: Mapping[str, Tensor]  # for the model's own forward
-    spans: Sequence[tuple[int, int]]  # of each picture, first row and the one behind its last
+    spans: Sequence[tuple[int, int]]  # of each picture, [first row, end)
     arrays: Sequence[Mapping[str, Tensor]]  # of each picture, as payloads have them
 
     @classmethod

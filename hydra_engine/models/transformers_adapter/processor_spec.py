@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _TORCH_INDEX = "https://download.pytorch.org/whl"  # of builds for one kind of hardware
-_BEHIND = (" one", " two", " three")  # texts behind the pictures of one prompt
+_BEHIND = (" one", " two", " three")  # texts after the pictures of one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class PictureProcessor:
             expected += next(spans).token_ids if id == self._image_token_id else [id]
         if outputs["input_ids"][0].tolist() != expected:
             return False
-        # A tower that gets nothing beside pixels cannot tell them from what fills a picture up to the size of another.
-        # What the others make of that is compared when the weights are loaded.
+        # A tower whose only input is pixels cannot distinguish them from padding to the size of another picture.
+        # Towers with further inputs are compared when the weights are loaded.
         alone = [found.arrays for found in expansions]
         return len(alone[0]) > 1 or all(_is_joined(outputs[name], [each[name] for each in alone]) for name in alone[0])
 

@@ -16,7 +16,7 @@ from hydra_engine.models.loading.safetensors_file import FLOATS, TensorEntry
 from hydra_engine.models.specs.quantization import ROW, Quantization
 
 SCALES = tuple(FLOATS)
-ZERO = {4: 8, 8: 128}  # what numbers of so many bits have for 0 in the middle of their range
+ZERO = {4: 8, 8: 128}  # zero point in the middle of the range, by number of bits
 
 
 class Parts:
