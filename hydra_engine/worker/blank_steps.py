@@ -1,8 +1,8 @@
 """Dummy steps without requests: for measurements, and for warm-ups, which pay first-call costs (thread pools, kernel
-set-up, lazy pages of weights) before requests come.
+set-up, lazy pages of weights) before requests arrive.
 
-Pictures and tokens are zeros. Every slot is -1 and every block the first, so nothing is written to a cache and caches
-of one block suffice; what is left in recurrent states is never read, because a request begins without one.
+Pictures and tokens are zeros. All slots are -1 and all blocks the first, so no cache is written and caches of one block
+suffice; recurrent states that a dummy step leaves are never read, because a request begins without one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydra_engine.worker.ports import ServedModel
 
 
 def blank_pictures(item: ItemPlan, source: tuple[int, int], count: int, device: torch.device) -> VisionInput:
-    """`count` times what the family made of a picture of `source` (width, height)."""
+    """Input of `count` zero pictures of `source` size (width, height), preprocessed to `item`."""
     shape = (item.num_pictures, item.height, item.width, 3)
     pixels = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count))
     slots = torch.full((count * item.num_tokens,), -1, dtype=torch.int64, device=device)
@@ -41,8 +41,8 @@ def blank_rows(
     merged: int = 0,
     scored: bool = False,
 ) -> LanguageInput:
-    """Row r has `counts[r]` tokens, the last of `contexts[r]`. The first `merged` tokens of the step take features,
-    whose cache then has to be there. `scored`: all rows of the prompts pass through the head."""
+    """Input of a dummy step whose row r has the last `counts[r]` tokens of a context of `contexts[r]`. The first
+    `merged` tokens take image features, which needs an image cache. `scored`: all tokens pass through the head."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
     longest, num_tokens = max(contexts), int(ends[-1])
@@ -66,14 +66,14 @@ def blank_rows(
 
 
 def blank_sampling(count: int, device: torch.device) -> SamplingTensors:
-    """With every filter, which is what takes most."""
+    """Sampling parameters with all filters on: the most expensive case."""
     top_k = torch.full((count,), 50, dtype=torch.int32, device=device)
     temperatures, top_p, min_p, numbers = (torch.full((count,), x, device=device) for x in (1.0, 0.9, 0.01, 0.5))
     return SamplingTensors(temperatures, top_k, top_p, min_p, numbers)
 
 
 def draw_blank(ops: Ops, logits: torch.Tensor) -> None:
-    """Samples rows of logits [B, V] as a step does, and as one with special rows does, of which each is one."""
+    """Samples rows of logits [B, V] twice: as on the fast path, and as if all rows were special."""
     (count, vocabulary), device = logits.shape, logits.device
     sampling = blank_sampling(count, device)
     ops.sample(logits, sampling)
@@ -86,25 +86,25 @@ def draw_blank(ops: Ops, logits: torch.Tensor) -> None:
 
 
 def _drop(logits: torch.Tensor) -> None:
-    """What becomes of a prompt's logits happens in host memory."""
+    """Drops prompt logits: scoring happens in host memory and is not measured."""
 
 
 def _state_rows(cu_q: torch.Tensor) -> StateRows:
-    """Each row in a state slot of its own; no row has a state before."""
+    """State rows that read and write one slot per row and begin without a state."""
     state_slots = torch.arange(cu_q.shape[0] - 1, dtype=torch.int64)
     return StateRows(cu_q.to(torch.int64), torch.zeros_like(state_slots), state_slots, state_slots)
 
 
-_SIDE = 224  # pixels; the family's rule makes of it what its tower takes
-_CHECKPOINT = 2  # of an encode: the one behind the first layer
+_SIDE = 224  # pixels, before the family's resize rule
+_CHECKPOINT = 2  # of an encode: the one after the first layer
 _MAX_TOKENS = 16  # of the prefill, and before the decode
 
 
 def warm_vision(
     model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device, *, whole: bool
 ) -> None:
-    """One picture. Not `whole`: up to the tower's second layer, for devices where the first call of an op costs about
-    as much as any other. A tower takes seconds there, and its other layers call the same ops."""
+    """Encodes one dummy picture. Unless `whole`, only up to the tower's second layer, for devices where the first call
+    of an op costs about as much as any other: a tower takes seconds there, and later layers call the same ops."""
     if vision.processor is not None:
         return  # its pictures are made elsewhere, and loading has run the tower on one
     item = vision.plan_image(_SIDE, _SIDE).items[0]
@@ -120,7 +120,7 @@ def warm_vision(
 
 
 class _EnoughError(Exception):
-    """Ends an encode between two layers."""
+    """The exception that ends an encode between two layers."""
 
 
 def warm_language(
@@ -135,8 +135,8 @@ def warm_language(
     *,
     decode: bool,
 ) -> None:
-    """One prefill, with an image row where there is an image cache, or two decodes. `samples`: tokens are sampled where
-    the logits are."""
+    """Runs one dummy prefill, with an image row if there is an image cache, or a step of two decodes. `samples`: also
+    samples on the logits' device."""
     ops, device = backend.ops, backend.device.torch_device
     length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
     counts, start = ((1, 1), length) if decode else ((length,), 0)

@@ -1,5 +1,5 @@
-"""The boundary that keeps a failure inside a step: an exception becomes data for the requests it belongs to. Only a
-failure of the device itself belongs to no request and is raised further.
+"""The boundary that keeps a failure inside a step: an exception becomes an error of the requests it belongs to. Only a
+failure of the device itself belongs to no request and is re-raised.
 
 Does not know what a step does. The text of an unforeseen exception goes to the log only, never into an answer.
 """
@@ -25,9 +25,9 @@ OUT_OF_MEMORY = Unavailable(
 
 
 def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """The result of `run`, or the error for the request that made it raise; OUT_OF_MEMORY if memory was
-    missing, which is the caller's to give back: here all that the failed call held is free again. Raises BackendError
-    as `run` does."""
+    """Returns the result of `run`, or the error for the request that made it raise. OUT_OF_MEMORY: memory ran out; the
+    failed call's tensors are freed by then, and the caller returns cached memory to the device. Raises BackendError if
+    `run` does."""
     try:
         return run()
     except BackendError:
@@ -44,9 +44,9 @@ def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
 
 
 def attempt_step(device: Device, what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """As `attempt`, for what the calling lane launches on a device; memory that is free again goes back to it. Waits
-    for the device if `run` raised, and raises BackendError where it is the device that failed: whatever is launched
-    after that raises too, so that otherwise request after request would be blamed."""
+    """Like `attempt`, for work that the calling lane launches on a device; after OUT_OF_MEMORY returns cached memory to
+    the device. Waits for the device if `run` raised, and raises BackendError if the device failed: all later launches
+    fail too, and would otherwise be blamed on one request after another."""
     outcome = attempt(what, run)
     if isinstance(outcome, ErrorInfo):
         device.finish()

@@ -1,7 +1,7 @@
-"""Named fault points: lines of a step or a migration where a test may make something go wrong on purpose.
+"""Named fault points: lines of a step or a migration where a test may inject a fault.
 
-Off unless enabled before start; a point that is not armed costs one look at an empty dict. Does not know the steps
-themselves. Armed from the instance thread, hit from the lanes and, where blocks move, from the instance thread.
+Off unless enabled before start; a point that is not armed costs one check of an empty dict. Does not know the steps
+themselves. Armed from the instance thread, hit from the lanes and, for migrations, from the instance thread.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hydra_engine.errors import ConfigError
 BEFORE_LANGUAGE_STEP = "eng.before_step"  # nothing computed yet
 MID_LANGUAGE_STEP = "eng.mid_step"  # KV written, no token sampled
 BEFORE_VISION_STEP = "vis.before_step"
-BEFORE_COMPILE = "eng.before_compile"  # a grammar, whose requests are held
+BEFORE_COMPILE = "eng.before_compile"  # of a grammar, whose requests are held
 MID_COPY = "dst.mid_copy"  # half of the blocks of another instance are copied
-AFTER_COPY = "dst.after_copy"  # all of them, and the control word has not been read
-AFTER_STAGING = "src.after_staging"  # a piece is in host memory, and the target does not know
-AFTER_OFFER = "src.after_offer"  # the target knows of the blocks
-BEFORE_FREE = "src.before_free"  # the target has them, the source still holds them
-AFTER_RESERVE = "dst.after_reserve"  # the target has room, nothing is copied
-BEFORE_ACK = "dst.before_ack"  # copied and valid, and the source does not know
+AFTER_COPY = "dst.after_copy"  # all are copied, the control word has not been read
+AFTER_STAGING = "src.after_staging"  # a piece is in host memory, the target is not notified
+AFTER_OFFER = "src.after_offer"  # the target knows the blocks
+BEFORE_FREE = "src.before_free"  # the target has copied the blocks, the source still holds them
+AFTER_RESERVE = "dst.after_reserve"  # the target has allocated blocks, nothing is copied
+BEFORE_ACK = "dst.before_ack"  # copied and valid, the source is not notified
 AFTER_ACK = "dst.after_ack"
 STEP_POINTS = frozenset({BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, BEFORE_VISION_STEP})
 COPY_POINTS = frozenset({MID_COPY, AFTER_COPY, AFTER_STAGING})
@@ -47,7 +47,7 @@ _NO_REQUESTS: frozenset[RequestId] = frozenset()
 
 
 class InjectedFault(RuntimeError):
-    """What the action `raise` raises: to the engine an exception like any other."""
+    """The exception of the action `raise`; the engine does not treat it specially."""
 
 
 @dataclass(slots=True)
@@ -68,16 +68,16 @@ class _Armed:
 
 
 class FaultPoints:
-    """`arm(point, action, argument)`, where argument is words such as `token=7 times=1`:
+    """The armed fault points of a process. `arm(point, action, argument)` takes words such as `token=7 times=1`:
 
     token=N    only steps with a request whose prompt contains token N
     request=N  only steps with request N
     times=N    only the next N such steps
     seconds=X  how long `delay` sleeps (default 1)
 
-    Actions: raise an exception, delay the step, make the matching requests' numbers NaN, run out of the device's memory
-    (oom), kill the process, off. Copies know no requests: they take times= and seconds= only, and instead of numbers a
-    copied byte is made wrong (corrupt).
+    Actions: raise an exception, delay the step, set the matching requests' values to NaN (nan), run out of memory
+    (oom), kill the process, off. Copies know no requests: they take times= and seconds= only, and corrupt a copied byte
+    (corrupt) instead of nan.
     """
 
     def __init__(self, enabled: bool = False) -> None:
@@ -86,7 +86,8 @@ class FaultPoints:
         self._lock = threading.Lock()
 
     def arm(self, point: str, action: str, argument: str = "") -> None:
-        """Replaces what was armed at `point`. Raises ConfigError for anything it does not know."""
+        """Arms `point`, replacing the fault armed there; `off` disarms it. Raises ConfigError if faults are disabled,
+        or for an unknown point, action or argument."""
         if not self.enabled:
             raise ConfigError("fault points are not enabled in this process")
         if point not in ACTIONS:
@@ -105,7 +106,8 @@ class FaultPoints:
                 self._armed[point] = armed
 
     def hit(self, point: str, requests: Iterable[Request]) -> frozenset[RequestId]:
-        """Does what is armed at `point` if any of `requests` matches; returns whose numbers are to become NaN."""
+        """Performs the action armed at `point` if any of `requests` matches. Returns the requests whose values the
+        caller must set to NaN."""
         if not self._armed:
             return _NO_REQUESTS
         with self._lock:
@@ -120,7 +122,7 @@ class FaultPoints:
         return point in self._armed
 
     def hit_copy(self, point: str) -> bool:
-        """Does what is armed at `point`; returns whether a copied byte is to become wrong."""
+        """Performs the action armed at `point`. Returns True if the caller must corrupt a copied byte."""
         if not self._armed:
             return False
         with self._lock:
@@ -131,7 +133,7 @@ class FaultPoints:
         return _act(point, armed)
 
     def _count(self, point: str, armed: _Armed) -> None:
-        """It happens once more. Under the lock."""
+        """Counts one hit, and disarms the point after the last. The caller holds the lock."""
         if armed.remaining is not None:
             armed.remaining -= 1
             if armed.remaining <= 0:
@@ -139,7 +141,7 @@ class FaultPoints:
 
 
 def _act(point: str, armed: _Armed) -> bool:
-    """Whether the caller has to make numbers or bytes wrong."""
+    """Performs the armed action. Returns True if the caller must corrupt its output."""
     if armed.action == "kill":
         os._exit(KILLED_EXIT_CODE)
     if armed.action == "raise":

@@ -1,4 +1,4 @@
-"""What the lanes ask of a model and of each other, as protocols, and the per-request record that they read.
+"""The protocols between lanes and models and between the two lanes, and the per-request record that lanes read.
 
 Does not know model families, weights or how a forward pass is computed.
 """
@@ -23,67 +23,69 @@ from hydra_engine.models.vlm import Vision
 from hydra_engine.worker.language.sampler import SamplingState
 
 Job = Callable[[], None]
-Guard = Callable[[Job], None]  # runs a job in a lane's thread; what raises there ends the worker
+Guard = Callable[[Job], None]  # runs a job in a lane's thread; an exception there ends the worker
 
 
 class ServedModel(Protocol):
-    """Both calls write only the slots that their input names, a slot of -1 not at all; so a call may be repeated."""
+    """The model as lanes call it. `encode` and `forward` write only the slots in their input, and skip slot -1, so a
+    call may be repeated."""
 
     @property
     def num_slices(self) -> int:
-        """Pieces that an encode with whole layers is computed in, between which it can wait."""
+        """Number of pieces of an encode that is cut at layers only; it can pause between them."""
         ...
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a forward of decodes does nothing but launch ops and look at shapes."""
+        """True if a decode forward only launches ops and reads shapes, as graph capture requires."""
         ...
 
     @property
     def tower(self) -> Vision | None:
-        """What an encode runs, where that can be captured."""
+        """The vision tower, if its encodes can be captured; else None."""
         ...
 
     def reserve_positions(self, end: int) -> None:
-        """Of models that can be captured: forwards whose `position_end` is no more than this can be replayed."""
+        """Prepares a model that can be captured for forwards with `position_end` of at most `end`."""
         ...
 
     def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> object:
-        """Features of every image into its slots; what it returns is not looked at."""
+        """Writes the features of the images to their slots. The return value is ignored."""
         ...
 
     def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
-        """Logits [B', V] float32 of the rows in `inputs.logit_rows`. Those of `inputs.scored` are taken on the way."""
+        """Returns logits [B', V] float32 of the rows in `inputs.logit_rows`. Logits of the rows in `inputs.scored` are
+        passed to its callback in slices meanwhile."""
         ...
 
 
 class Gate:
-    """Where the vision lane waits for language steps on the same device. This one lets everything pass.
+    """The gate at which the vision lane waits for language steps on the same device. This base class never waits.
 
-    The other one is `vision/gate.py`. The language lane calls `begin` and `end`, the vision lane all else.
+    `vision/gate.py` has the gates that do. The language lane calls `begin` and `end`, the vision lane all else.
     """
 
-    can_hold = False  # whether the vision lane may have to wait at a checkpoint
+    can_hold = False  # True if the vision lane may have to wait at a checkpoint
 
     def begin(self, allowance_s: float = inf) -> None:
-        """A language step starts, beside which vision may run for `allowance_s` seconds, 0 or more."""
+        """Starts a language step, beside which vision may run for `allowance_s` seconds, 0 or more."""
 
     def end(self) -> float:
-        """The step has ended, whatever became of it. Returns the seconds of vision that were computed beside it."""
+        """Ends the step, successful or not. Returns the seconds of vision that ran beside it."""
         return 0.0
 
     def enter(self, num_patches: int = 0) -> None:
-        """A vision step of so many patches starts; waits first if the language step that runs has no allowance left.
+        """Starts a vision step of `num_patches`; waits first if the running language step has no allowance left.
         `leave` must follow, in a finally."""
 
     def checkpoint(self) -> None:
-        """Between two pieces of a vision step: waits while the language step that runs has no allowance left."""
+        """Waits, between two pieces of a vision step, while the running language step has no allowance left."""
 
     def leave(self) -> None:
-        """The vision step has ended, whatever became of it."""
+        """Ends the vision step, successful or not."""
 
     def close(self) -> None:
-        """Nothing waits from now on, whatever the allowance."""
+        """Opens the gate for good: no call waits from now on."""
 
 
 NO_GATE = Gate()
@@ -91,12 +93,12 @@ NO_GATE = Gate()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerRequest:
-    """What the worker keeps of one request between `add_request` and `remove_request`.
+    """The worker's record of one request between `add_request` and `remove_request`.
 
-    The registry that maps ids to these belongs to the instance thread. A plan carries the records of its images and
-    chunks to the lane with it (taken when it is submitted), so a lane never reads the registry; decodes need none, for
-    their slot has what they need. Everything in here is immutable but the history and the constraint of
-    `sampling_state`, which only the language lane touches.
+    The registry that maps ids to records belongs to the instance thread. A plan takes the records of its images and
+    chunks to the lane when it is submitted, so a lane never reads the registry; decodes read the slot table instead.
+    All fields are immutable except the history and the constraint of `sampling_state`, which only the language lane
+    uses.
     """
 
     request: Request
@@ -108,7 +110,8 @@ class WorkerRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPositions:
-    """`prompt` is [3, num_prompt]; behind the prompt a token's position is its index plus `delta`."""
+    """The multimodal rotary positions of a request. `prompt` is [3, num_prompt]; after the prompt a token's position is
+    its index plus `delta`."""
 
     prompt: Int64s
     delta: int
@@ -128,7 +131,7 @@ class PromptPositions:
         return cls(prompt, request.rope_delta)
 
     def of(self, start: int, count: int) -> Int64s:
-        """[3, count]"""
+        """Positions [3, count] of the tokens from `start` on."""
         num_prompt, end = self.prompt.shape[1], start + count
         if end <= num_prompt:
             return self.prompt[:, start:end]

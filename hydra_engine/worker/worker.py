@@ -1,14 +1,14 @@
-"""The worker: keeps what plans do not carry, hands plans to its lanes, collects results.
+"""The worker: keeps the request state that plans do not carry, hands plans to its lanes, collects results.
 
 Threads: one instance thread calls the public methods; each lane runs its steps in order in its own thread. The request
 registry belongs to the instance thread; a plan takes the records of its images and chunks with it when it is submitted,
 so lanes read no shared table. Plans queue in their lane, and a decode may stand for a token that the plan before it
-samples. Results cross back through a deque (atomic append and popleft). Nothing joins the lanes. Where the device works
-behind the call, one more thread for each lane waits for its results, in their order, while the lane launches what
-comes next. Does not decide what to run, when a request ends, or which block holds what.
+samples. Results cross back through a deque (atomic append and popleft). Lanes do not wait for each other. On an
+asynchronous device one more thread per lane waits for its results, in order, while the lane launches the next step.
+Does not decide what to run, when a request ends, or which block holds what.
 
-Two wings are put in from outside: the gate at which encodes wait for language steps (`vision/gate.py`), and the lane
-that copies blocks of other instances into our caches (`transfer/`), with `run_job` and `deliver` of the worker.
+Two parts are plugged in by the caller: the gate at which encodes wait for language steps (`vision/gate.py`), and the
+lane that copies blocks of other instances into the local caches (`transfer/`), through `run_job` and `deliver`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """`WorkerPort` over one backend. The role says which lanes exist; a plan for the other is a bug of the caller.
-    `gate` holds up the vision lane for the language lane, where both are on the device. `asynchronous`: language steps
-    are launched before the one before was read, and steps of both lanes may be replayed; None: where the device works
-    so. `working`: what the device has room for, beside caches."""
+    """The `WorkerPort` over one backend. `role` decides which lanes exist; a plan for a missing lane is a bug of the
+    caller. `gate` pauses the vision lane for the language lane, if both are on the device. `asynchronous`: language
+    steps are launched before the previous one is read, and graphs of both lanes may be captured and replayed; None: if
+    the device is asynchronous. `working`: the memory reserved for steps, beside caches."""
 
     PIECE_ROWS = 64  # rows of a layer after which an encode can pause; whole layers without a limit between tokens
 
@@ -138,17 +138,17 @@ class Worker:
 
     @property
     def num_slices(self) -> int:
-        """About how many pieces the largest encode is computed in, between which it can wait; 0: it cannot wait."""
+        """The approximate number of pieces of the largest encode, between which it can pause; 0: it cannot pause."""
         return 0 if self._vision is None else self._vision.num_slices
 
     @property
     def vision_plans(self) -> int:
-        """How many the vision lane can use at a time: while one is computed, the next is launched behind it."""
+        """The number of vision plans that may be in flight: 2 if the next is launched while one is computed."""
         return 1 if self._vision is None else self._vision.most_plans
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how steps are run, a sentence each."""
+        """Notes for the user on how steps are run, e.g. which graphs are missing; one sentence each."""
         notes = [lane.note for lane in self._lanes if lane.note]
         notes += [
             f"{count} graphs of {captures} are left out, the device has no memory for them: such steps are launched op "
@@ -168,35 +168,36 @@ class Worker:
         self._language.submit(plan, [self._requests[chunk.request_id] for chunk in plan.chunks], self.deliver)
 
     def run_job(self, job: Job) -> None:
-        """In a lane's thread. What raises here is no request's fault: the device failed, or the lane has a bug. It ends
-        the lane, and the worker with the next `poll`, for what is in flight never comes back."""
+        """Runs a job in a lane's thread. An exception here is fatal (a device failure or a bug, not one request's
+        fault): it is stored, raised by the next `poll`, and ends the lane."""
         try:
             job()
-        except Exception as error:  # broad on purpose: what ends a lane must end the wait for it
-            if self._broken is None:  # what follows from the first failure says less
+        except Exception as error:  # broad on purpose: whatever ends a lane must end the wait for it
+            if self._broken is None:  # later failures follow from the first
                 self._broken = error
             self._wake()
             raise
 
     def poll(self) -> list[LaneResult]:
-        """Raises what ended a lane, BackendError if the device failed: what is in flight never comes back, and which
-        request it was is not known."""
+        """Takes the results that are ready. Raises the exception that ended a lane, BackendError if the device failed:
+        plans in flight never return, and the request at fault is unknown."""
         if self._broken is not None:
             raise self._broken
         results: list[LaneResult] = []
-        while self._results:  # one consumer: what is there stays there until it is taken here
+        while self._results:  # this thread is the only consumer
             results.append(self._results.popleft())
         return results
 
     def deliver(self, result: LaneResult) -> None:
-        """From any lane."""
+        """Queues a result and wakes the instance thread. Thread-safe."""
         self._results.append(result)
         self._wake()
 
     # ---- start and end
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Runs tiny steps in the lanes' own threads and waits for them. Raises BackendError if one fails."""
+        """Runs tiny steps in the lanes' threads and waits for them. `progress(done, all)`. Raises BackendError if one
+        fails."""
         jobs = [(lane.thread, job) for lane in self._lanes for job in lane.warm_up_jobs]
         progress(0, len(jobs))
         for done, (thread, job) in enumerate(jobs, start=1):
@@ -205,9 +206,9 @@ class Worker:
             progress(done, len(jobs))
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
-        """After the warm-up, where steps are to be replayed: progress is not called where they are not. Graphs are left
-        out that the device has no memory for beside what steps take that are launched op by op, which is held
-        meanwhile. Raises BackendError."""
+        """Captures the graphs of both lanes, after the warm-up; does nothing without graphs. Memory for the largest
+        eager step is held meanwhile, and a graph that does not fit beside it is skipped and counted. Raises
+        BackendError if a capture fails for another reason."""
         jobs: list[tuple[VisionLane | LanguageLane, EncodeGraphs | StepGraphs, tuple[int, int]]] = []
         for lane in reversed(self._lanes):
             if lane.graphs is not None:
@@ -223,12 +224,13 @@ class Worker:
         self._device.trim()
 
     def _hold(self, held: list[Tensor]) -> None:
-        """Takes what the largest steps do."""
+        """Allocates as much activation memory as the largest step needs."""
         on = self._device.torch_device
         held.append(torch.empty(self._working.activation_bytes, dtype=torch.uint8, device=on))
 
     def _capture(self, lane: VisionLane | LanguageLane, job: Job) -> bool:
-        """False: the device has no memory for it."""
+        """Runs a capture job in the lane. Returns False if the device is out of memory; raises BackendError if the job
+        fails otherwise."""
         error = self._in_lane(lane.thread, "graph capture", job)
         if error is None or error is OUT_OF_MEMORY:
             return error is None
@@ -237,7 +239,7 @@ class Worker:
         )
 
     def _in_lane(self, thread: Lane, what: str, job: Job) -> ErrorInfo | None:
-        """Runs the job in the lane and waits for it; what it raised."""
+        """Runs the job in the lane and waits for it. Returns its error; None if it succeeded."""
         answers: SimpleQueue[ErrorInfo | None] = SimpleQueue()
 
         def run() -> None:
@@ -256,19 +258,19 @@ class Worker:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Rows of the decode steps that are captured, ascending; none before `capture_graphs`, or without graphs."""
+        """Rows of the captured decode steps, ascending; empty before `capture_graphs`, or without graphs."""
         graphs = None if self._language is None else self._language.graphs
         return () if graphs is None else graphs.captured_sizes
 
     @property
     def captured_tokens(self) -> int:
-        """Of the largest step with prompts that is replayed; 0: none is."""
+        """Tokens of the largest captured step with prompts; 0: there is none."""
         graphs = None if self._language is None else self._language.graphs
         return 0 if graphs is None else graphs.captured_tokens
 
     @property
     def graph_bytes(self) -> int:
-        """What captured steps took of the device's memory."""
+        """Device memory of the captured graphs."""
         return sum(lane.graphs.num_bytes for lane in self._lanes if lane.graphs is not None)
 
     @property
@@ -277,12 +279,12 @@ class Worker:
 
     @property
     def captured_patches(self) -> int:
-        """Of the largest encode that is replayed; 0: none is."""
+        """Patches of the largest captured encode; 0: there is none."""
         graphs = None if self._vision is None else self._vision.graphs
         return 0 if graphs is None else graphs.largest
 
     def on_close(self, close: Callable[[], None]) -> None:
-        """`close` is called by ours, once the lanes have ended."""
+        """Registers a function that this worker's `close` calls after the lanes have ended."""
         self._closing.append(close)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Language plans -> model inputs: numpy arrays built in one go, sent in one go.
+"""Language plans -> model inputs: numpy arrays, sent to the device in one copy.
 
 Slot of position p: `block_ids[p // S] * S + p % S`. Does not know requests, models or sampling; allocates no block.
 """
@@ -24,7 +24,7 @@ from hydra_engine.worker.ports import PromptPositions
 
 
 class StepRows(NamedTuple):
-    """A language step in host arrays; those of int32 go to `Ops.plan_attention`."""
+    """A language step in host arrays; the int32 arrays go to `Ops.plan_attention`."""
 
     token_ids: Int64s  # [T]
     positions: Int64s  # [T] or [3, T]
@@ -39,9 +39,9 @@ class StepRows(NamedTuple):
 def step_rows(
     plan: LanguagePlan, slot_table: SlotTable, block_size: int, rope: Sequence[PromptPositions] | None = None
 ) -> StepRows:
-    """Of a plan with at least one row, whose chunks have at least one token each.
+    """Builds the rows of a plan with at least one row, whose chunks have at least one token each.
 
-    `slot_table` knows the tokens that a plan made ahead lacks (-1) and the rotary deltas of decodes, whose requests own
+    `slot_table` has the tokens that a plan made ahead lacks (-1) and the rotary deltas of decodes, whose requests own
     their slots (`SlotTable.begin_step`; a benchmark may set `slot_table.owners[decodes.seq_slots] =
     decodes.request_ids` instead). `rope` has the multimodal rotary positions of each chunk, `()` for a plan of decodes,
     and is None where positions are 1-D.
@@ -62,7 +62,7 @@ def sent_input(
     scored: Scored | None = None,
     beside: Sequence[npt.NDArray[np.generic]] = (),
 ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
-    """`rows` of the plan on the device, and the arrays `beside` them."""
+    """Sends `rows` and the arrays `beside` them to the device in one copy. Returns the input and those arrays."""
     pieces = image_merges(plan, rows.cu_q, image_block_size)
     merges = tuple(np.concatenate(part) for part in zip(*pieces, strict=True))
     attention = ops.plan_attention(
@@ -87,7 +87,7 @@ def sent_input(
 
 
 def _decode_rows(decodes: DecodeRows, slot_table: SlotTable, block_size: int, *, multimodal: bool) -> StepRows:
-    """Nothing here is done row by row: this is what most steps are."""
+    """Builds a decode step, the most frequent kind, without a loop over rows."""
     starts, tables = decodes.starts, decodes.block_tables
     longest = int(np.maximum.reduce(starts))  # without the Python of starts.max()
     assert longest // block_size < tables.shape[1], "plan lacks blocks"
@@ -108,7 +108,7 @@ def _decode_rows(decodes: DecodeRows, slot_table: SlotTable, block_size: int, *,
 
 @lru_cache(maxsize=256)
 def _one_each(num_rows: int) -> tuple[Int64s, BlockIds]:
-    """(rows [B], where each begins [B + 1]) of a step of one token a row. Shared: not to be written to."""
+    """(row indices [B], cu_q [B + 1]) of a step of one token per row. Shared by calls: read only."""
     bounds = np.arange(num_rows + 1)
     return bounds[:-1], bounds.astype(np.int32)
 
@@ -148,7 +148,7 @@ def _mixed_rows(
 
 
 def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal: bool) -> Int64s:
-    """[B], or [3, B]: behind its prompt a request counts on all axes alike."""
+    """Positions [B], or [3, B]: after the prompt they are equal on all axes."""
     if not multimodal:
         return decodes.starts
     positions = np.empty((3, len(decodes)), dtype=np.int64)
@@ -157,7 +157,7 @@ def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal:
 
 
 def _block_tables(plan: LanguagePlan, num_blocks: Int64s) -> BlockIds:
-    """[B, max blocks] with the blocks that hold each row's context; zeros, or blocks of its own, behind."""
+    """Block tables [B, max blocks]. Entries after a row's context are 0 or further blocks of the row."""
     width, num_decodes = int(num_blocks.max()), len(plan.decodes)
     given = plan.decodes.block_tables[:, :width]
     tables = np.zeros((plan.num_rows, width), dtype=np.int32)
@@ -172,7 +172,7 @@ def _block_tables(plan: LanguagePlan, num_blocks: Int64s) -> BlockIds:
 
 
 def image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> list[tuple[Int64s, Int64s]]:
-    """(rows of the step that take image features, their slots in the image cache) of each picture in each chunk."""
+    """For each picture in each chunk: (token rows of the step that take image features, their image cache slots)."""
     merges: list[tuple[Int64s, Int64s]] = []
     for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
         for piece in chunk.images:

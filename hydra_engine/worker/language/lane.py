@@ -1,9 +1,9 @@
 """The language lane: plans -> results, the steps in flight between them, and the lane's threads.
 
 A row that makes the model raise, or whose logits are not finite, fails alone: a step that raised is run again row by
-row, and rows of a request that failed are barred, also those that were planned ahead. Where the device works behind the
-call, `LanguageLane.launch` returns while a step still runs, and the next one is launched before it was read; one more
-thread waits for the results, in order. Does not decide when a request ends.
+row, and rows of a request that failed are barred, rows planned ahead included. On an asynchronous device
+`LanguageLane.launch` returns while a step still runs, and the next one is launched before it is read; one more thread
+waits for the results, in order. Does not decide when a request ends.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FAILED_EARLIER = RequestFailed("an earlier step of this request failed").info()
 
 
 class Pending:
-    """A step of the lane. Its launch fills it; then only `result` may be used. `divided`: it runs on a part of the
-    device, beside which vision runs all along."""
+    """A step of the lane whose result may be outstanding. The launch fills it; afterwards only `result` may be used.
+    `divided`: it runs on a partition of the device, and vision beside it has no limit."""
 
     def __init__(self, order: StepOrder, plan: LanguagePlan, launched_s: float, *, divided: bool = False) -> None:
         self._order = order
@@ -61,7 +61,7 @@ class Pending:
         self.settled: LanguageResult | None = None
 
     def add(self, rows: Int64s, outcome: Samples | Unread) -> None:
-        """What became of these rows of the plan."""
+        """Stores the outcome of these rows of the plan: samples, or a pending read."""
         if isinstance(outcome, Unread):
             self._unread.append((rows, outcome))
         elif len(rows) == self.plan.num_rows:
@@ -73,15 +73,15 @@ class Pending:
         self.samples.failures += [(int(row), error) for row in rows]
 
     def wait_for(self, fence: Fetch) -> None:
-        """The result comes after what this has started: a launch that raised may have left work behind."""
+        """Makes the result wait for `fence`: a launch that raised may have left work on the device."""
         self._fences.append(fence)
 
     def result(self) -> LanguageResult:
-        """Waits. Raises BackendError where the device failed."""
+        """Waits for the result. Raises BackendError if the device failed."""
         return self._order.settle(self)
 
     def read(self, slot_table: SlotTable) -> None:
-        """Waits; then `samples` are what the plan's rows got. All steps before it have been read."""
+        """Waits for the device and completes `samples`. Steps must be read in order."""
         for rows, unread in self._unread:
             self.samples.put(rows, unread.read())
         for fence in self._fences:
@@ -97,8 +97,8 @@ class Pending:
 
 
 class StepOrder:
-    """The steps in flight, in their order. The gate opens and closes with each of them: on
-    the device a step begins when it is launched or, if that is later, when the one before it ends."""
+    """The queue of steps in flight, oldest first. The gate's `begin` and `end` follow the oldest: on the device a step
+    begins when it is launched or, if that is later, when the one before it ends."""
 
     def __init__(self, slot_table: SlotTable, clock: Clock, gate: Gate = NO_GATE) -> None:
         self._slot_table = slot_table
@@ -111,7 +111,7 @@ class StepOrder:
         self._error: BackendError | None = None
 
     def add(self, pending: Pending) -> None:
-        """Before anything of the step is launched."""
+        """Appends the step; call it before any of its work is launched."""
         with self._changing:
             self._steps.append(pending)
             if len(self._steps) == 1:
@@ -157,9 +157,9 @@ class StepOrder:
 
 
 class LanguageLane:
-    """`asynchronous`: steps are launched before the ones before them have been read, and those of decodes and those
-    with prompts of at most `captured_tokens` may be replayed; then the gate is that of whole steps, and else of their
-    forwards. `run` is called in the lane's threads."""
+    """The lane that runs language plans in order, in its own thread. `asynchronous`: a step is launched before the
+    previous one is read; decode steps, and steps with prompts of at most `captured_tokens`, may be replayed; and the
+    gate covers whole steps instead of forwards only. `run` is called in the lane's threads."""
 
     captures = "language steps"
 
@@ -214,7 +214,7 @@ class LanguageLane:
     def submit(
         self, plan: LanguagePlan, records: Sequence[WorkerRequest], deliver: Callable[[LanguageResult], None]
     ) -> None:
-        """`records[i]` belongs to `plan.chunks[i]`."""
+        """Queues a plan. `records[i]` belongs to `plan.chunks[i]`; `deliver` is called in one of the lane's threads."""
 
         def step() -> None:
             pending = self.launch(plan, records)
@@ -227,7 +227,7 @@ class LanguageLane:
 
     @property
     def note(self) -> str:
-        """What a user should know of it, once graphs have been captured."""
+        """A note for the user on steps that are not replayed, after capture; may be empty."""
         return "" if self.graphs is None else self.graphs.mixed.note
 
     @property
@@ -235,14 +235,14 @@ class LanguageLane:
         return [partial(self._warm_up, decode=decode) for decode in (False, True)]
 
     def close(self) -> None:
-        """Waits for the steps that were submitted, and for their results."""
+        """Waits for the submitted steps and their results."""
         self.thread.close()
         if self._readers is not None:
             self._readers.close()
 
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
-        """In the lane's thread, which is in inference mode. Never raises because of a request's content; BackendError
-        where the device failed. The result may not be there yet."""
+        """Launches a step, in the lane's thread, which is in inference mode. A request's content never makes it raise;
+        raises BackendError if the device failed. On an asynchronous device the result may still be outstanding."""
         partitions = self._device.partitions
         partitions.choose(plan.partition)
         pending = Pending(self._order, plan, self._clock.now(), divided=partitions.current() > 0)
@@ -280,8 +280,8 @@ class LanguageLane:
         *,
         alone: bool = False,
     ) -> None:
-        """Row i of `plan` is row `rows[i]` of the step. A row that was alone and found too little memory is tried once
-        more, now that memory has been given back."""
+        """Runs `plan`, whose row i is row `rows[i]` of the step; if it raises, row by row. A single row that ran out of
+        memory is retried once, after memory has been released."""
         if not len(rows):
             return
         outcome = attempt_step(self._device, f"language step of {len(rows)}", partial(self._step.run, plan, records))
@@ -299,7 +299,7 @@ class LanguageLane:
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Of graphs; none is larger than a step can be."""
+    """Rows of the decode graphs, ascending, at most the rows of a step."""
     most = config.scheduler.most_requests
     if not config.cuda_graph_sizes:
         return default_sizes(most)

@@ -1,4 +1,4 @@
-"""What a step gives the rows of its plan: sampled tokens, log probabilities of prompt tokens, failures.
+"""The outcome of a step for the rows of its plan: sampled tokens, log probabilities of prompt tokens, failures.
 
 The row at a position scores the next prompt token. Logits for that come in slices while the model runs, and only the
 requested entries of them are kept. Does not know models.
@@ -26,7 +26,7 @@ _NO_TOKEN: Int64s = np.array([-1])
 
 @dataclass(slots=True)
 class Samples:
-    """What a `LanguageResult` says of a plan's rows."""
+    """The outcome of a plan's rows, as in `LanguageResult`."""
 
     token_ids: Int64s  # [num_rows], -1: none
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
@@ -38,14 +38,14 @@ class Samples:
         return cls(_NO_TOKEN.repeat(num_rows))
 
     def put(self, rows: Int64s, part: Samples) -> None:
-        """Row i of `part` is row `rows[i]` here."""
+        """Merges `part`, whose row i is row `rows[i]` here."""
         self.token_ids[rows] = part.token_ids
         self.logprobs += [(int(rows[i]), logprobs) for i, logprobs in part.logprobs]
         self.failures += [(int(rows[i]), error) for i, error in part.failures]
         self.scores += [(int(rows[i]), scores) for i, scores in part.scores]
 
     def drop(self, rows: Sequence[int]) -> None:
-        """What these rows got is worth nothing."""
+        """Discards the outcome of these rows."""
         self.token_ids[rows] = -1
         self.logprobs = [(row, logprobs) for row, logprobs in self.logprobs if row not in rows]
         self.failures = [(row, error) for row, error in self.failures if row not in rows]
@@ -74,7 +74,7 @@ class PromptScoring:
 
     @classmethod
     def of(cls, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> PromptScoring | None:
-        """None where nothing is scored, which costs a look at the chunks."""
+        """Scoring of the plan; None if no chunk is scored."""
         return cls(plan, records) if any(chunk.scored for chunk in plan.chunks) else None
 
     def wanted(self, device: Device) -> Scored:
@@ -82,7 +82,8 @@ class PromptScoring:
         return Scored(rows, self._take)
 
     def put(self, samples: Samples) -> None:
-        """A chunk with a row that is not finite fails, and what it has sampled is worth nothing."""
+        """Adds the scores to `samples`. A chunk with logits that are not finite fails, and its sampled token is
+        discarded."""
         assert self._num_taken == len(self._rows), "the model left out scored rows"
         for row, logprobs in self._found.items():
             if row in self._broken:
@@ -103,7 +104,7 @@ class PromptScoring:
 
 
 def _score(raw: Scores, token_id: int, num_top: int) -> TokenLogprobs:
-    """A placeholder that the head has no logit for is impossible, and ranks behind all others."""
+    """Log probabilities of a prompt token. A placeholder without a logit has probability 0 and the last rank."""
     if token_id < raw.size:
         return token_logprobs(raw, token_id, num_top)
     top = token_logprobs(raw, 0, num_top).top

@@ -1,9 +1,9 @@
-"""One step of the language lane: a plan -> logits -> sampled tokens. What both forms of a step share, and the one that
-is over when the call returns, whose tokens are sampled on the host.
+"""One step of the language lane: a plan -> logits -> sampled tokens. The base class of both kinds of step, and the
+synchronous one, which is complete when the call returns and samples on the host.
 
-A step that raises leaves nothing behind that matters: KV writes are idempotent, recurrent states are written to
-another state slot than they are read from, and the slot table gets a step's tokens at its very end. So it can be run
-again, row by row. Does not know lanes, what becomes of rows that fail, or when a request ends.
+A step that raises has no lasting effect: KV writes are idempotent, recurrent states are written to another state slot
+than they are read from, and the slot table receives a step's tokens last. So it can be run again, row by row. Does not
+know lanes, how failed rows are handled, or when a request ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _NO_ROWS: Int64s = np.empty(0, dtype=np.int64)
 
 
 def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
-    """Of the rows that sample; those with -1 are not finite and have failed."""
+    """Returns the samples of a step of `num_rows` rows, of which `rows` sample; token -1 marks a row that failed
+    because its logits are not finite."""
     if len(rows) == num_rows:
         samples = Samples(token_ids)
     else:
@@ -48,7 +49,7 @@ def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What a step is made with."""
+    """The parts that all steps of a lane share."""
 
     model: ServedModel
     ops: Ops
@@ -61,16 +62,16 @@ class StepParts:
 
 
 class Begun(NamedTuple):
-    """What is known of a step before its rows are built."""
+    """The state of a step before its rows are built."""
 
     sampling: SamplingRows
     scoring: PromptScoring | None
-    poisoned: frozenset[RequestId]  # whose logits a test wants to be no numbers
+    poisoned: frozenset[RequestId]  # their logits become NaN: an injected fault
 
 
 class StepForm:
-    """What both forms do. `vision_s` is how long the vision lane ran beside the runs since it was set to 0, as far as
-    the step knows."""
+    """The base class of both kinds of step. `vision_s`: seconds that the vision lane ran beside the runs since it was
+    set to 0; stays 0 if the gate covers whole steps."""
 
     def __init__(self, parts: StepParts, slot_table: SlotTable) -> None:
         self._parts = parts
@@ -109,19 +110,18 @@ class StepForm:
         )
 
     def _forward(self, inputs: LanguageInput) -> Tensor:
-        """[B', V] float32"""
+        """Logits [B', V] float32."""
         return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
 
     def _poisoned(self, plan: LanguagePlan, begun: Begun) -> Int64s:
-        """Which of the rows that sample get logits that are no numbers, now that KV is written."""
+        """Indices of the sampling rows whose logits an injected fault sets to NaN. Call it after KV is written."""
         poisoned = begun.poisoned | self._parts.faults.hit(MID_LANGUAGE_STEP, self._slot_table.requests(plan))
         if not poisoned:
             return _NO_ROWS
         return np.flatnonzero(np.isin(self._slot_table.owners[begun.sampling.seq_slots], list(poisoned)))
 
     def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], sampling: SamplingRows) -> None:
-        """Tells the requests with penalties or a grammar which tokens they have now, as far as the host has read
-        them."""
+        """Records the chunks' tokens in the histories of requests with penalties or a grammar."""
         for chunk, record in zip(plan.chunks, records, strict=True):
             history = record.sampling_state.history
             if history is not None:
@@ -130,7 +130,8 @@ class StepForm:
 
 
 class SynchronousStep(StepForm):
-    """Logits come to host memory; rows on the fast path are sampled at once, the others one by one."""
+    """The step of a synchronous device. Logits come to host memory; rows on the fast path are sampled together, the
+    others one by one."""
 
     def __init__(self, parts: StepParts, slot_table: SlotTable, gate: Gate = NO_GATE) -> None:
         super().__init__(parts, slot_table)
@@ -146,15 +147,14 @@ class SynchronousStep(StepForm):
         samples = self._sample(logits, plan.num_rows, begun.sampling)
         if begun.scoring is not None:
             begun.scoring.put(samples)
-        # Nothing below raises: from here on the step has been.
+        # Nothing below raises: the step has succeeded.
         if self._parts.states is not None:
             self._parts.states.advance(plan)
         self._slot_table.put(begun.sampling.seq_slots, samples.token_ids[begun.sampling.rows])
         return samples
 
     def _logits(self, inputs: LanguageInput, vision_s: float) -> Tensor:
-        """Of the `vision_s` seconds that the vision lane has beside this plan, a step that is run again gets what is
-        left."""
+        """Runs the forward inside the gate. `vision_s`: allowance of the plan; a retried step gets the rest."""
         self._gate.begin(max(vision_s - self.vision_s, 0.0))
         try:
             return self._forward(inputs).cpu()
@@ -162,7 +162,7 @@ class SynchronousStep(StepForm):
             self.vision_s += self._gate.end()
 
     def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], sampling: SamplingRows) -> None:
-        """Of decodes too: whoever has a history is never on the fast path."""
+        """Records decodes too: requests with a history are never on the fast path."""
         super()._record_histories(plan, records, sampling)
         if not sampling.special.size:
             return
@@ -175,7 +175,7 @@ class SynchronousStep(StepForm):
                 history.record(int(decodes.starts[row]), (int(token_ids[row]),))
 
     def _draw(self, samples: Samples, sampling: SamplingRows, index: int, logits: Logits) -> None:
-        """Samples one of the rows that sample, whose logits [V] are finite, by its own sampling state."""
+        """Samples row `index` of `sampling` with its request's sampling state. `logits` [V] are finite."""
         row, state = int(sampling.rows[index]), self._slot_table.sampling_state(int(sampling.seq_slots[index]))
         sample = attempt("sampling", partial(sample_row, logits, state, int(sampling.num_generated[index])))
         if isinstance(sample, ErrorInfo):
@@ -187,7 +187,7 @@ class SynchronousStep(StepForm):
             samples.logprobs.append((row, sample.logprobs))
 
     def _sample(self, logits: Tensor, num_rows: int, sampling: SamplingRows) -> Samples:
-        """Logits of the rows in `sampling`, in their order, to what all rows of the plan get."""
+        """Samples all rows of the plan. `logits` [B', V] belong to the rows in `sampling`, in order."""
         if not len(sampling.rows):
             return Samples.none(num_rows)
         token_ids: Int64s = self._parts.ops.best_tokens(logits).numpy()

@@ -16,7 +16,7 @@ from hydra_engine.models.inputs import VisionInput
 
 
 def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Int64s:
-    """Where the features of all items go."""
+    """Image cache slots of the features of all items, in order."""
     return np.concatenate([item.slots(block_size) for item in items])
 
 
@@ -26,7 +26,8 @@ def vision_input(
     slots: Int64s,
     device: Device,
 ) -> VisionInput:
-    """`images[i]` and `payloads[i]` belong together; `slots` as `vision_slots` says."""
+    """Builds the model's input and sends it to the device. `payloads[i]` belongs to `images[i]`; `slots` come from
+    `vision_slots`."""
     plain = not payloads[0].arrays
     given = [{"pixels": _pictures(payload)} if plain else _arrays(payload) for payload in payloads]
     sent_slots, *sent = device.send((slots, *chain.from_iterable(arrays.values() for arrays in given)))
@@ -43,7 +44,7 @@ def vision_input(
 
 
 def _pictures(payload: PixelPayload) -> npt.NDArray[np.uint8]:
-    """[pictures, height, width, 3]. Copied, because bytes are read-only."""
+    """Pixels [pictures, height, width, 3]. Copied, because bytes are read-only."""
     flat = np.frombuffer(payload.data, dtype=np.uint8).copy()
     return flat.reshape(payload.count, payload.height, payload.width, 3)
 

@@ -1,18 +1,18 @@
 """The gates between the two lanes of one device: the vision lane waits between layers where it would make a language
 step late.
 
-A language step comes with an allowance, the seconds of vision that may run beside it. When they are used up the vision
-lane stops at its next checkpoint and goes on when that step has ended, or with the allowance of the next. Two threads:
+A language step comes with an allowance, the seconds of vision that may run beside it. When it is used up, the vision
+lane stops at its next checkpoint and resumes when that step has ended, or with the allowance of the next. Two threads:
 the language lane calls `begin` and `end`, the vision lane all else. Does not know where allowances come from, what a
 layer is, or requests.
 
-What they bound. A layer that runs is not interrupted, so a step has at most its allowance plus one piece of vision
-(what lies between two checkpoints) beside it; `DeviceGate` says what that is where pieces are launched ahead. On a CPU
-a piece of a large picture may take longer than a decode step; then every step has some of it beside it, and only fewer
-patches in a batch make pieces shorter. The vision lane computes at least one piece between two waits, so a long row of
-language steps slows it down and never stops it.
+The bound: a running layer is not interrupted, so at most the allowance plus one piece of vision (the work between two
+checkpoints) runs beside a step; `DeviceGate` has the bound for pieces that are launched ahead. On a CPU a piece of a
+large picture may take longer than a decode step; then part of it runs beside every step, and only fewer patches in a
+batch make pieces shorter. The vision lane computes at least one piece between two waits, so a long series of language
+steps slows it down and never stops it.
 
-`LaneGate` is for a device where a call returns with its work done, `DeviceGate` for one that works behind the call.
+`LaneGate` is for a synchronous device, where a call returns with its work done, `DeviceGate` for an asynchronous one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hydra_engine.backend.device import Mark
 from hydra_engine.clock import Clock
 from hydra_engine.worker.ports import Gate
 
-EXPECTED_KEPT = 0.9  # of what a piece took, for the next one that was faster
+EXPECTED_KEPT = 0.9  # an expected time falls by at most this factor per faster piece
 
 
 class LaneGate(Gate):
-    """Seconds of vision are those between `enter` and `leave`, without waits, on the given clock and whether or not the
-    system let the thread run; only those while a language step runs count."""
+    """A gate that counts wall time of the vision lane between `enter` and `leave`, without waits, while a language step
+    runs. Includes time in which the system did not run the thread."""
 
     can_hold = True
 
@@ -92,7 +92,7 @@ class LaneGate(Gate):
 
     @property
     def waiting(self) -> bool:
-        """Whether the vision lane is held up now."""
+        """True while the vision lane waits at the gate."""
         return self._waiting
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class LaneGate(Gate):
         self._changed.notify_all()
 
     def _count(self) -> None:
-        """Adds what the vision lane has computed since the last count to the step that runs."""
+        """Adds the vision time since the last count to the running step."""
         if self._running and self._since_s is not None:
             now = self._clock.now()
             self._used_s += now - self._since_s
@@ -127,7 +127,7 @@ class LaneGate(Gate):
 
 
 class _Piece(NamedTuple):
-    """What was launched between two checkpoints. The device begins it behind `behind`, and not before `begun_s`."""
+    """The work launched between two checkpoints. The device begins it after mark `behind`, not before `begun_s`."""
 
     behind: Mark
     mark: Mark
@@ -136,10 +136,10 @@ class _Piece(NamedTuple):
 
 
 class DeviceGate(Gate):
-    """Seconds of vision are those of the device, between marks behind the pieces. At most two pieces are in flight:
-    before it launches a third one the vision lane waits for the first, so that the device goes on at once and what was
-    launched stays short. Before it launches a piece beside a step it adds up what the step has had and what the piece
-    in flight is still expected to take, which is what pieces of encodes of that size took of late.
+    """A gate that counts device time of vision, between marks after the pieces. At most two pieces are in flight:
+    before it launches a third the vision lane waits for the first, so that the device never idles and the launched work
+    stays short. Before it launches a piece beside a step it adds the vision time of the step so far and the expected
+    rest of the piece in flight, from recent pieces of encodes of that size.
 
     The bound. Let a piece take at most p seconds, and at most e more than was expected of it. Beside a step with an
     allowance of a seconds vision runs for at most max(2 p, a + p + e) seconds, which is a + p + e from an allowance of
@@ -212,7 +212,7 @@ class DeviceGate(Gate):
 
     @property
     def waiting(self) -> bool:
-        """Whether the vision lane is held up now by a step."""
+        """True while the vision lane waits for a step to end."""
         return self._waiting
 
     def close(self) -> None:
@@ -223,19 +223,20 @@ class DeviceGate(Gate):
     # ---- pieces
 
     def _launched(self) -> None:
-        """The piece that was begun is whole."""
+        """Marks the end of the piece that is being launched."""
         with self._changed:
             assert self._behind is not None and self._kind is not None, "a checkpoint outside a vision step"
             self._in_flight.append(_Piece(self._behind, self._mark(), self._begun_s, self._kind))
             self._behind = None
 
     def _admit(self) -> None:
-        """Waits until the next piece may be launched, and begins it."""
+        """Waits until the next piece may be launched, then begins it."""
         while (blocking := self._begin_piece()) is not None:
             blocking.wait()
 
     def _begin_piece(self) -> Mark | None:
-        """Or what to wait for before that is tried again. Waits by itself for the step that runs to end."""
+        """Begins the next piece and returns None, or returns the mark to wait for before the next try. Waits itself if
+        the running step has to end first."""
         with self._changed:
             self._take_done()
             if self.can_hold and not self._closed:
@@ -270,13 +271,13 @@ class DeviceGate(Gate):
                 self._used_s += max(0.0, self._done_s - max(begun_s, self._step_s))
 
     def _running_s(self) -> float:
-        """Beside the step that runs, of pieces that are not done."""
+        """Seconds that unfinished pieces have run beside the running step."""
         begun_s = [piece.begun_s for piece in self._in_flight] + ([self._begun_s] if self._behind is not None else [])
         return max(0.0, self._clock.now() - max(begun_s[0], self._done_s, self._step_s)) if begun_s else 0.0
 
     def _left_s(self) -> float:
-        """Of what the step has of pieces in flight: until now, and as long as they are expected to run on. Infinite
-        where such pieces are not known."""
+        """Seconds of pieces in flight beside the step: so far, plus their expected rest. Infinite if no piece of their
+        kind has been measured."""
         running_s, now = self._running_s(), self._clock.now()
         for index, piece in enumerate(self._in_flight):
             expected_s = self._expected.get(piece.kind, inf)

@@ -1,10 +1,10 @@
 """Encodes, captured for some numbers of patches and replayed: from the bytes of patches to features in the image cache.
 
-A replay takes its inputs at fixed addresses: one send brings all integers that follow from the pictures' sizes, and
-each picture is cut into patches beside those of the others, in one copy. An encode of fewer patches than its graph is
-padded with pictures of its own, whose features go to slot -1: they attend to themselves, and what they are made of is
-bytes, which always are numbers. Where encodes pause, each is a row of graphs of some layers, with a checkpoint between
-two of them; otherwise it is one graph. Does not know requests.
+A replay reads its inputs at fixed addresses: one send brings all integers that follow from the pictures' sizes, and
+each picture is cut into patches, one after another, in one copy. An encode of fewer patches than its graph is padded
+with separate pictures, whose features go to slot -1: they attend to themselves only, and their pixels are bytes, which
+are always finite. If encodes pause, each is a sequence of graphs of some layers with a checkpoint between two of them;
+otherwise it is one graph. Does not know requests.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ SHORTEST_PIECE_S, LONGEST_PIECE_S = 0.5e-3, 2e-3
 
 
 def piece_seconds(limit_s: float | None) -> float:
-    """Of one graph; infinite where no limit makes encodes pause."""
+    """Target seconds of one captured piece; infinite if encodes never pause."""
     return inf if limit_s is None else min(LONGEST_PIECE_S, max(SHORTEST_PIECE_S, PIECE_SHARE * limit_s))
 
 
 def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[int, ...]:
-    """Ascending multiples of `granule`. `largest`: patches of the largest encode, a multiple too."""
+    """Patches of the graphs to capture: ascending multiples of `granule`. `largest`: patches of the largest encode, a
+    multiple too. Configured sizes above it are skipped with a warning."""
     given = config.encoder_cuda_graph_sizes
     most = largest if given else max(min(largest, CAPTURED_PATCHES) // granule, 1) * granule
     wanted = {-(-size // granule) * granule for size in given or (*_SMALL, *range(_STEP, most, _STEP), most)}
@@ -61,7 +62,7 @@ def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[in
 
 
 def most_captured(config: EngineConfig, largest: int) -> int:
-    """About the patches of the largest graph, before the tower is known; 0: none is captured."""
+    """Approximate patches of the largest graph, before the tower is known; 0: none is captured."""
     if config.enforce_eager:
         return 0
     return min(largest, max(config.encoder_cuda_graph_sizes, default=CAPTURED_PATCHES))
@@ -70,8 +71,8 @@ def most_captured(config: EngineConfig, largest: int) -> int:
 def encode_graphs(
     model: ServedModel, backend: Backend, cache: PagedCache, config: EngineConfig, largest: int, *, pauses: bool
 ) -> tuple[EncodeGraphs | None, str]:
-    """Those that are to be captured before the first encode, or None and why, unless that was asked for. `pauses`:
-    encodes wait for language steps."""
+    """Returns (the graphs to capture, ""), or (None, the reason for the user); no reason if `enforce_eager` is set.
+    `pauses`: encodes wait for language steps."""
     tower = model.tower
     if config.enforce_eager:
         return None, ""
@@ -82,8 +83,9 @@ def encode_graphs(
 
 
 class EncodeGraphs:
-    """`sizes` ascend and are multiples of the tower's granule. `piece_s`: about what a graph of an encode takes at
-    most. `prepare`, `capture` and `replay` belong to the lane's thread; the caller of `replay` is in inference mode."""
+    """The captured encodes by partition and size. `sizes` ascend and are multiples of the tower's granule. `piece_s`:
+    target seconds of one graph. Only the lane's thread calls `prepare`, `capture` and `replay`, and `replay` in
+    inference mode."""
 
     def __init__(
         self, tower: Vision, backend: Backend, cache: PagedCache, sizes: Sequence[int], piece_s: float = inf
@@ -100,7 +102,8 @@ class EncodeGraphs:
     # ---- capture
 
     def prepare(self) -> None:
-        """Before the first capture: makes what graphs read, and finds out whether the ops plan without contents."""
+        """Allocates the input buffers, before the first capture. Disables capture if the ops cannot plan attention
+        without reading the bounds."""
         with torch.inference_mode():
             try:
                 self._ops.plan_packed(self._integers[:1].to(torch.int32), 0)
@@ -112,14 +115,14 @@ class EncodeGraphs:
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(partition, size) of all graphs, the largest first, whose memory the others use again."""
+        """(partition, size) of all graphs, per partition the largest first, whose memory the smaller ones reuse."""
         return [
             (partition, size) for partition in range(self._device.partitions.count) for size in reversed(self.sizes)
         ]
 
     def capture(self, partition: int, size: int) -> None:
-        """When no encode is in flight, the largest size of a partition first. A graph whose padding does not give
-        finite features is not kept."""
+        """Captures one encode; no encode may be in flight, and the largest size of a partition comes first. A graph
+        whose padding gives features that are not finite is dropped."""
         with torch.inference_mode(), self._device.partitions.at(partition):
             packing = self._blank(size)
             self._send(packing, np.zeros(0, dtype=np.int64))
@@ -141,8 +144,8 @@ class EncodeGraphs:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
     def _layers_of_piece(self, partition: int, packing: Packing) -> int | None:
-        """How many checkpoints apart an encode is cut; None: it is one graph. By what the largest one takes launch by
-        launch, where launches are no more than half of it; the first time compiles."""
+        """Number of checkpoints per graph; None: the encode is one graph. Follows from the measured time of the largest
+        eager encode, of which launches are at most half; a first, unmeasured run compiles."""
         if self._piece_s == inf:
             return None
         checkpoints = _EveryNth(1, go_on)
@@ -180,13 +183,13 @@ class EncodeGraphs:
 
     @cached_property
     def _integers(self) -> Tensor:
-        """A packing's indices, then its bounds, then the slots of features."""
+        """Input buffer of a packing's indices, bounds and feature slots, in this order."""
         packing = self._blank(self.sizes[-1])
         count = sum(map(len, chain(packing.indices, packing.bounds))) + packing.num_features
         return torch.zeros(count, dtype=torch.int64, device=self._device.torch_device)
 
     def _blank(self, size: int) -> Packing:
-        """Padding alone."""
+        """A packing of padding only."""
         packing = self._tower.pack(VisionInput((), (), (), torch.zeros(0, dtype=torch.int64)), size)
         assert packing is not None, "a size has room for padding alone"
         return packing
@@ -195,7 +198,7 @@ class EncodeGraphs:
 
     @property
     def largest(self) -> int:
-        """Patches of the largest encode that is replayed; 0: there is none."""
+        """Patches of the largest captured encode; 0: there is none."""
         return max((size for _, size in self._captured), default=0)
 
     @property
@@ -204,12 +207,12 @@ class EncodeGraphs:
 
     @property
     def num_pieces(self) -> int:
-        """Graphs of that encode."""
+        """Graphs of the largest captured encode."""
         return len(self._captured.get((0, self.largest), ()))
 
     def replay(self, batch: VisionInput, slots: Int64s, num_patches: int) -> bool:
-        """Writes the features of all spans to `slots`, those of the batch; False, and nothing is done, where no graph
-        fits. `num_patches` are those of the batch, whose checkpoint is called between two graphs."""
+        """Writes the features of the batch to `slots`. Returns False, without any work, if no graph fits.
+        `num_patches`: patches of the batch. Calls `batch.checkpoint` between two graphs."""
         index = bisect_left(self.sizes, num_patches)
         if index == len(self.sizes):
             return False
@@ -233,7 +236,7 @@ class EncodeGraphs:
 
 
 class _EveryNth:
-    """A checkpoint that calls `then` at every n-th passage."""
+    """A checkpoint that calls `then` on every n-th call."""
 
     def __init__(self, n: int, then: Callable[[], None]) -> None:
         self.count = 0

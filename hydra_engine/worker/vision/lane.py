@@ -1,8 +1,8 @@
 """The vision lane: a plan -> features in the image cache -> a result, and the lane's thread with its graphs.
 
 A picture that makes the tower raise, or whose features are not finite, fails alone. With a gate the tower waits between
-its pieces when a language step leaves no time for it. On an asynchronous device an encode is replayed if a graph fits,
-and the next one is launched before it has been computed; one more thread waits for the results, in order.
+its pieces while the running language step has no allowance left. On an asynchronous device an encode is replayed if a
+graph fits, and the next is launched before it has been computed; one more thread waits for the results, in order.
 Does not know where pixels come from.
 """
 
@@ -34,20 +34,21 @@ from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 
 
 class Flag(NamedTuple):
-    """Whether the features of a picture are made of numbers is known when the fetch has come."""
+    """The deferred check that one picture's features are finite. `place`: index in the fetched flags."""
 
     fetch: Fetch
     place: int
-    is_poisoned: bool  # a test wants them to be none
+    is_poisoned: bool  # an injected fault: counts as not finite
 
     def error(self) -> ErrorInfo | None:
-        """Waits for the device. Raises BackendError where it failed."""
+        """Waits for the device. Returns the picture's error; None if its features are finite. Raises BackendError if
+        the device failed."""
         (finite,) = self.fetch.result()
         return None if finite[self.place] and not self.is_poisoned else not_finite("image features")
 
 
 class Encoding(NamedTuple):
-    """A step that was launched."""
+    """A launched vision step."""
 
     plan: VisionPlan
     launched_s: float
@@ -55,9 +56,9 @@ class Encoding(NamedTuple):
 
 
 class VisionLane:
-    """`piece_rows`: rows of a layer after which an encode can pause, where tokens have a limit; 0: whole layers. A
-    processor's: on an asynchronous device launches would take longer than what they launch. `note`: what a user should
-    know of how encodes are run."""
+    """The lane that runs vision plans in order, in its own thread. `piece_rows`: rows of a layer after which an encode
+    can pause, if there is a TPOT limit; 0: whole layers. CPU only: on an asynchronous device such small launches would
+    take longer than their work. `note`: for the user, why encodes are not replayed; "" otherwise."""
 
     captures = "encodes"
 
@@ -92,22 +93,22 @@ class VisionLane:
         if asynchronous:
             largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
             self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=gate.can_hold)
-        # Where results are waited for, and until when the step before ran: on the device a step begins when it is
-        # launched or, if that is later, when the one before it ends.
+        # The thread that waits for results, and the end of the previous step: on the device a step begins when it is
+        # launched or, if that is later, when the previous one ends.
         self._readers = backend.device.reader("vision results") if asynchronous else None
         self._ended_s = float("-inf")
         self.thread = backend.device.lane("vision")
 
     @property
     def most_plans(self) -> int:
-        """Behind one that is computed the next can be launched, where that is not the same."""
+        """The number of plans that may be in flight: 2 if launches are asynchronous, else 1."""
         return 1 if self._readers is None else 2
 
     def submit(
         self, plan: VisionPlan, records: Sequence[WorkerRequest], deliver: Callable[[VisionResult], None]
     ) -> None:
-        """`records[i]` belongs to `plan.items[i]`. No content of a request ends the lane; BackendError does, where
-        the device failed."""
+        """Queues a plan. `records[i]` belongs to `plan.items[i]`. `deliver` is called in one of the lane's threads. A
+        request's content never ends the lane; a device failure (BackendError) does."""
 
         def step() -> None:
             encoding = self._launch(plan, records)
@@ -120,8 +121,8 @@ class VisionLane:
 
     @property
     def num_slices(self) -> int:
-        """About how many pieces the encode of the largest picture is computed in, between which it can wait; 0: it
-        cannot wait."""
+        """The approximate number of pieces of the largest picture's encode, between which it can pause; 0: it cannot
+        pause."""
         if not self._gate.can_hold:
             return 0
         if self.graphs is not None and self.graphs.largest >= self._most_patches:
@@ -133,7 +134,7 @@ class VisionLane:
         return [self._warm_up]
 
     def close(self) -> None:
-        """Waits for the steps that were submitted, and for their results."""
+        """Waits for the submitted steps and their results."""
         self.thread.close()
         if self._readers is not None:
             self._readers.close()
@@ -149,7 +150,7 @@ class VisionLane:
         return Encoding(plan, launched_s, outcomes)
 
     def _read(self, encoding: Encoding) -> VisionResult:
-        """Waits. All steps before it have been read. The times of the result include waits at the gate."""
+        """Waits for the result. Steps are read in order. The times of the result include waits at the gate."""
         errors = tuple(outcome.error() if isinstance(outcome, Flag) else outcome for outcome in encoding.outcomes)
         started_s, self._ended_s = max(encoding.launched_s, self._ended_s), self._clock.now()
         return VisionResult(encoding.plan.step_id, started_s, self._ended_s, errors)
@@ -157,8 +158,8 @@ class VisionLane:
     def _outcomes(
         self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest], *, alone: bool = False
     ) -> tuple[ErrorInfo | Flag, ...]:
-        """A step that raises is run again picture by picture, so that only the guilty one fails; a single picture that
-        found too little memory is tried once more, now that memory has been given back."""
+        """Launches the items. A step that raises is run again picture by picture, so that only the faulty one fails; a
+        single picture that ran out of memory is retried once, after memory has been released."""
         if not items:
             return ()
         flags = attempt_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
@@ -176,7 +177,7 @@ class VisionLane:
         slots = vision_slots(items, self._cache.block_size)
         inputs = vision_input(images, payloads, slots, self._device)
         inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
-        # Before the encode: the buffer that this is sent from can be used again once it has gone.
+        # Before the encode: the buffer that this is sent from is reusable once the copy is done.
         block_ids = self._device.send([item.block_ids.astype(np.int64) for item in items])
         num_patches = sum(item.num_patches for item in items)
         if self.graphs is None or not self.graphs.replay(inputs, slots, num_patches):
@@ -186,7 +187,7 @@ class VisionLane:
         return tuple(Flag(fetch, place, item.request_id in poisoned) for place, item in enumerate(items))
 
     def _extremes(self, item: EncodeItem, blocks: Tensor) -> Tensor:
-        """[2]: the smallest and the largest feature, which are both finite where all features are."""
+        """Smallest and largest feature, [2]. Both are finite exactly if all features are."""
         features = self._cache.data[blocks]  # [n, planes, 1, S, 1, C]
         num_blocks, planes, _, block_size, _, width = features.shape
         rows = features.permute(1, 0, 3, 2, 4, 5).reshape(planes, num_blocks * block_size, width)[:, : item.num_tokens]
