@@ -1,5 +1,6 @@
-"""InternVL: the InternViT tower up to the hidden state that is read, squares of its patches side by side as one row, a
-norm and two linear layers."""
+"""InternVL: the InternViT tower up to the hidden state that is read, and a projector of a norm and two linear layers
+over concatenated squares of patches.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The blocks of ggml's tensor types as tensors and `QuantizedWeight`s.
+"""Decodes the blocks of ggml's tensor types to tensors and `QuantizedWeight`s.
 
 A block is a run of numbers of one row with its own scale; its layout is that of ggml-common.h. All have an even number
-of bytes and are handled as words of 16 bits, two bytes at a time; the native extension takes the common types apart, to
-the same bits. Nothing is rounded but sums of two float32 numbers. Does not know files or names.
+of bytes and are read as words of 16 bits; the native extension decodes the common types, with the same bits. Only sums
+of two float32 numbers are rounded. Does not know files or names.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _q4_0(blocks: Tensor) -> _Blocks:
 
 
 def _q4_1(blocks: Tensor) -> _Blocks:
-    """d q + m = d (q - 8) + (8 d + m)"""
+    """Decodes d q + m = d (q - 8) + (8 d + m)."""
     scales, least = _halves(blocks[:, :2]).float().split(1, dim=1)
     return _Blocks(torch.cat(_pairs(blocks[:, 2:]), dim=1), scales, 8 * scales + least, num_bits=4)
 
@@ -128,7 +128,8 @@ def _eight_groups(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> _Blocks:
-    """d sc q - dmin m = d sc (q - 8) + (8 d sc - dmin m). Of every 32 bytes all lower halves, then all upper ones."""
+    """Decodes d sc q - dmin m = d sc (q - 8) + (8 d sc - dmin m). Each 32 bytes hold 32 numbers in their lower halves,
+    then 32 in their upper halves."""
     scales, offsets, block_scales = _eight_groups(blocks)
     numbers = torch.stack(_pairs(blocks[:, 8:].unflatten(1, (4, 16))), dim=2)
     return _Blocks(numbers.flatten(1), scales, offsets, 4, block_scales)
@@ -144,7 +145,8 @@ def _q5_k(blocks: Tensor) -> _Blocks:
 
 
 def _q6_k(blocks: Tensor) -> _Blocks:
-    """Sixteen groups of 16. Of each half of the block: 64 bytes of lower four bits, 32 bytes of upper two."""
+    """Decodes sixteen groups of 16. Each half of the block has 64 bytes of lower four bits and 32 bytes of upper
+    two."""
     numbers = torch.stack(_nibbles(blocks[:, :64].unflatten(1, (2, 32))), dim=2).unflatten(3, (2, 16)).flatten(2, 3)
     high = blocks[:, 64:96].unflatten(1, (2, 16))
     for quarter in range(4):  # [B, 2, 4, 16]

@@ -305,7 +305,8 @@ def _write_config(model_dir: Path, target: Path, spec: ModelSpec, wanted: str, p
 
 
 def _quantization_config(wanted: str, spec: ModelSpec, modules: dict[str, int], pieces: list[Piece]) -> dict[str, Any]:
-    """Targets are the last words of names, which are the same in files and in transformers' modules."""
+    """Returns config.json's quantization_config. Targets are the last words of names, which are the same in files and
+    in transformers' modules."""
     by_bits: dict[int, set[str]] = {}
     for module, bits in modules.items():
         by_bits.setdefault(bits, set()).add(module.rpartition(".")[2])

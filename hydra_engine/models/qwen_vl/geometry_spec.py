@@ -30,8 +30,8 @@ class PixelLimits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PatchGeometry:
-    """A patch is `patch_size` pixels wide and high and `temporal_patch_size` pictures deep; `merge_size` by
-    `merge_size` patches become one token."""
+    """The geometry of patches. A patch is `patch_size` pixels wide and high and `temporal_patch_size` pictures deep;
+    `merge_size` by `merge_size` patches make one token."""
 
     patch_size: int
     merge_size: int

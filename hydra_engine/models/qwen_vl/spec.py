@@ -205,9 +205,8 @@ class Qwen2VisionSpec(GridVisionSpec):
     def _times(self, video: VideoInfo, num_frames: int) -> list[int]:
         """Temporal positions of the video's temporal patches, relative to its first.
 
-        With `tokens_per_second` their distance is rounded to float32 before it is multiplied, and the product is
-        rounded before it is cut off: that is what the families' processor and model do.
-        """
+        With `tokens_per_second` their distance is rounded to float32 before the multiplication, and the product is
+        rounded before it is truncated, as in the families' processor and model."""
         depth = self.geometry.temporal_patch_size
         count = math.ceil(num_frames / depth)
         if not self.tokens_per_second:

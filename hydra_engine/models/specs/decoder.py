@@ -1,7 +1,7 @@
 """Decoders of the Llama kind and qwen3_5's hybrid one: from the text part of config.json to a LanguageSpec.
 
-Knows the text models inside vision-language models, by the names that configs give them, and which fields transformers
-leaves out of a nested config because they equal its defaults. Rotary settings are read by `rope.py`.
+Knows the text models inside vision-language models, by the names that configs give them, and the fields that
+transformers leaves out of a nested config because they equal its defaults. `rope.py` reads rotary settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What transformers' classes say of a checkpoint: its config with all defaults, its model class, its processor at work.
+"""Describes a checkpoint by transformers' classes: config with all defaults, model class, a run of its processor.
 
     python -m hydra_engine.models.transformers_adapter.describe_spec DIR [--trust-remote-code]
 

@@ -65,7 +65,7 @@ def check_generic_layers(model_dir: Path, spec: ModelSpec, held: Collection[str]
 
 
 def _load_module(model_dir: Path, spec: ModelSpec, backend: Backend, held: Collection[str]) -> Any:
-    """`held`: names of the checkpoint's tensors."""
+    """Loads the module with transformers. `held`: names of the checkpoint's tensors."""
     trusted = spec.trust_remote_code
     config = load_config(model_dir, trust_remote_code=trusted)
     check_counts(config, held)

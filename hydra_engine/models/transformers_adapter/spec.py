@@ -1,8 +1,8 @@
-"""Checkpoints that run with transformers' own modules (`--model-impl transformers`): what the engine must know of them.
+"""Specs of checkpoints that run with transformers' own modules (`--model-impl transformers`).
 
-Numbers come from transformers' config class and from its processor at work, because config.json leaves out what equals
-a class's defaults. `describe_spec.py` reads them. Does not know how a picture is cut: the model's processor does, for
-every picture.
+Numbers come from transformers' config class and from a run of its processor, because config.json leaves out values that
+equal a class's defaults. `describe_spec.py` reads them. Does not know how a picture is cut: the model's processor does,
+for every picture.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     w[n, k] = scale[n / block, k / block] * weight[n, k]
 
-A GPU computes with them as they are. Processors without arithmetic in 8-bit floats have them in the compute dtype, and
-so has a GPU a matrix whose inputs are not whole blocks. `fp8` of transformers calls the scale weight_scale_inv and has
-it multiply all the same.
+A GPU computes with them unchanged. Processors without arithmetic in 8-bit floats convert them to the compute dtype, and
+so does a GPU for a matrix whose inputs are not whole blocks. transformers' `fp8` names the scale
+weight_scale_inv, but it multiplies too.
 """
 
 from __future__ import annotations
