@@ -1,8 +1,8 @@
 """The rows of a language plan as columns, and the state of running requests by sequence slot, so that decodes in a plan
 carry no data.
 
-Rows are numbered through: decodes first, then chunks. A request takes its slot with its first chunk there and has it
-until a chunk of another request comes. The lane's thread alone uses the table, in the order of the plans; a plan made
+Row numbers count decodes first, then chunks. A request takes its slot with its first chunk there and keeps it until a
+chunk of another request comes. The lane's thread alone uses the table, in the order of the plans; a plan made
 ahead (token -1) therefore finds its token here. Only `fail` and `failed` are for the thread that reads results too.
 Does not decide which slot a request gets, nor when it ends: what a slot holds of an ended request is overwritten by its
 next one.
@@ -37,12 +37,12 @@ def seq_slots_of(plan: LanguagePlan) -> Int64s:
 
 
 def starts_of(plan: LanguagePlan) -> Int64s:
-    """[num_rows] position of each row's first token."""
+    """Position of each row's first token, [num_rows]."""
     return _column(plan.decodes.starts, [chunk.start for chunk in plan.chunks])
 
 
 def counts_of(plan: LanguagePlan) -> Int64s:
-    """[num_rows] tokens of each row."""
+    """Number of tokens of each row, [num_rows]."""
     return _column(np.ones(len(plan.decodes), dtype=np.int64), [len(chunk.token_ids) for chunk in plan.chunks])
 
 
@@ -53,7 +53,7 @@ def _column(decodes: Int64s, chunks: Sequence[int]) -> Int64s:
 def part_of(
     plan: LanguagePlan, records: Sequence[WorkerRequest], rows: Int64s
 ) -> tuple[LanguagePlan, list[WorkerRequest]]:
-    """A plan of some rows of another, and its chunks' records. `rows` ascend."""
+    """Returns a plan with only these rows, and the records of its chunks. `rows` ascend."""
     decodes, first = plan.decodes, len(plan.decodes)
     among = rows[rows < first]
     chunks = (rows[rows >= first] - first).tolist()
@@ -78,11 +78,11 @@ _NEVER = -1
 
 
 class SlotOwners(NamedTuple):
-    """Slots of a step's rows, [num_rows] each."""
+    """The slots of a step's rows, [num_rows] each."""
 
     step: int
     seq_slots: Int64s
-    since: Int64s  # since when the request owns the slot; later than `step`: the slot is another's
+    since: Int64s  # step since which the request owns the slot; later than `step`: another request owns it
 
 
 class SamplingRows(NamedTuple):
@@ -91,13 +91,13 @@ class SamplingRows(NamedTuple):
     rows: Int64s  # [B'] row of the plan
     seq_slots: Int64s  # [B']
     num_generated: Int64s  # [B']
-    special: Int64s  # which of these are not sampled at once, ascending; see `SlotTable.fast_path_from`
+    special: Int64s  # indices of rows off the fast path, ascending; see `SlotTable.fast_path_from`
 
 
 class SlotTable:
-    """Every array below has one entry per sequence slot.
+    """The state of running requests, in arrays with one entry per sequence slot.
 
-    A request owns its slot from the step `since`; one that begins anew owns it anew. Steps are numbered from 1 on.
+    A request owns its slot from the step `since`; restarting a request resets `since`. Steps are numbered from 1.
     """
 
     def __init__(self, num_seq_slots: int) -> None:
@@ -119,7 +119,7 @@ class SlotTable:
     # ---- owners
 
     def begin_step(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
-        """A step begins: gives slots to the requests of its chunks; `records[i]` belongs to `plan.chunks[i]`."""
+        """Begins a step: assigns slots to the requests of its chunks. `records[i]` belongs to `plan.chunks[i]`."""
         self.step += 1
         for chunk, record in zip(plan.chunks, records, strict=True):
             seq_slot = chunk.seq_slot
@@ -129,7 +129,7 @@ class SlotTable:
                 self._last_tokens[seq_slot] = -1  # not another request's: no model takes it
                 self.since[seq_slot] = self.step
             elif chunk.start == 0:
-                self.since[seq_slot] = self.step  # it begins anew
+                self.since[seq_slot] = self.step  # the request restarts
             self._deferred_at[seq_slot] = _NEVER
             self._constrained[seq_slot] = record.sampling_state.constraint is not None
             self._requests[seq_slot] = record.request
@@ -137,20 +137,20 @@ class SlotTable:
             self._assign(seq_slot, record)
 
     def _assign(self, seq_slot: int, record: WorkerRequest) -> None:
-        """What steps need of the slot's request."""
+        """Stores the request's values that steps read by slot."""
         self.rope_deltas[seq_slot] = record.request.rope_delta
         self.fast_path_from[seq_slot] = record.sampling_state.fast_path_from
 
     # ---- rows that failed: rows of their requests that were planned ahead have nothing to go on from
 
     def slot_owners(self, plan: LanguagePlan) -> SlotOwners:
-        """Those of the plan's rows, now."""
+        """The current owners of the plan's rows."""
         seq_slots = seq_slots_of(plan)
         owned = self.owners[seq_slots] == request_ids_of(plan)
         return SlotOwners(self.step, seq_slots, np.where(owned, self.since[seq_slots], self.step + 1))
 
     def fail(self, slot_owners: SlotOwners, rows: Sequence[int]) -> None:
-        """These rows failed. Rows whose request no longer owns the slot are left out."""
+        """Records failed rows, except rows whose request no longer owns the slot. Thread-safe."""
         step, seq_slots, since = slot_owners.step, slot_owners.seq_slots[rows], slot_owners.since[rows]
         with self._lock:
             before = self._failed_in[seq_slots]
@@ -159,11 +159,11 @@ class SlotTable:
             self._any_failed = True
 
     def barred(self, plan: LanguagePlan) -> list[int]:
-        """As `failed` of the step in hand; `begin_step` comes first."""
+        """`failed` for the current step. Call `begin_step` first."""
         return self.failed(self.slot_owners(plan)) if self._any_failed else []
 
     def failed(self, slot_owners: SlotOwners) -> list[int]:
-        """Rows, ascending, whose request had a failed row before this step, as far as that is known."""
+        """Rows, ascending, whose request had a failed row in an earlier step that was recorded. Thread-safe."""
         if not self._any_failed:
             return []
         with self._lock:
@@ -197,7 +197,7 @@ class SlotTable:
         return [row for row in rows if row < first or lacks_one(plan.chunks[row - first])]
 
     def requests(self, plan: LanguagePlan) -> Iterator[Request]:
-        """The requests of the plan's rows."""
+        """Yields the requests of the plan's rows."""
         for seq_slot in seq_slots_of(plan).tolist():
             request = self._requests[seq_slot]
             if request is not None:
@@ -216,30 +216,31 @@ class SlotTable:
     # ---- tokens
 
     def tokens(self, decodes: DecodeRows) -> Int64s:
-        """[B]: the rows' tokens, where -1 is replaced by the token that was sampled last for the slot."""
+        """Tokens of the rows, [B]; -1 is replaced by the token that was sampled last for the slot."""
         return self.known_tokens(decodes)
 
     def known_tokens(self, decodes: DecodeRows) -> Int64s:
-        """As `tokens`, right for rows off the fast path also where other rows' tokens are on the device."""
+        """Like `tokens`, on the host; if tokens are on the device, valid only for rows off the fast path."""
         self.check_owners(decodes)
         ids = decodes.token_ids
         unread = ids < 0
         return np.where(unread, self._last_tokens[decodes.seq_slots], ids) if np.count_nonzero(unread) else ids
 
     def known_token(self, decodes: DecodeRows, row: int) -> tuple[int, int]:
-        """Position and id of the token that a row off the fast path computes."""
+        """Returns (position, id) of the input token of a row off the fast path."""
         token_id = int(decodes.token_ids[row])
         return int(decodes.starts[row]), token_id if token_id >= 0 else int(self._last_tokens[decodes.seq_slots[row]])
 
     def check_owners(self, decodes: DecodeRows) -> None:
-        """Plans share the array of slots as long as the same requests decode: then there is nothing new to check."""
+        """Asserts that the decodes' requests own their slots. Plans share the array of slots while the same requests
+        decode, so an array that was checked is skipped."""
         if decodes.seq_slots is not self._checked:
             owned = self.owners[decodes.seq_slots] == decodes.request_ids
             assert owned.all(), "a decode names a slot that is not its request's"
             self._checked = decodes.seq_slots
 
     def put(self, seq_slots: Int64s, token_ids: Int64s) -> None:
-        """What was sampled for `seq_slots`; -1 for a row that failed, whose later rows are barred."""
+        """Stores the sampled tokens of `seq_slots`; -1 for a row that failed, whose later rows are barred."""
         self._last_tokens[seq_slots] = token_ids
 
     # ---- sampling
@@ -258,7 +259,7 @@ class SlotTable:
 
 
 class StateTable:
-    """Sequence slot s has the cache's state slots 2 s and 2 s + 1."""
+    """The state slots of running requests: sequence slot s has the cache's state slots 2 s and 2 s + 1."""
 
     def __init__(self, cache: StateCache) -> None:
         self.cache = cache
@@ -267,7 +268,7 @@ class StateTable:
         self._num_tokens: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # that the state has seen
 
     def rows(self, plan: LanguagePlan) -> StateRows:
-        """Where each row reads and writes. A row that begins at 0 reads nothing, whatever its slot was used for."""
+        """State slots that each row reads and writes. A row that begins at position 0 reads none."""
         seq_slots, starts = seq_slots_of(plan), starts_of(plan)
         seen = np.where(starts > 0, self._num_tokens[seq_slots], 0)
         wrong = np.flatnonzero(seen != starts)
@@ -280,7 +281,7 @@ class StateTable:
         return StateRows(*(torch.from_numpy(values) for values in (cu_q, starts, reads, writes)))
 
     def advance(self, plan: LanguagePlan) -> None:
-        """The step of this plan has come back whole."""
+        """Commits the states of a step that succeeded: swaps the state slots of its rows."""
         seq_slots = seq_slots_of(plan)
         self._current[seq_slots] = 1 - self._current[seq_slots]
         self._num_tokens[seq_slots] = starts_of(plan) + counts_of(plan)

@@ -1,5 +1,5 @@
-"""The captured steps of a language lane: decodes alone, small steps of decodes beside prompts, and what follows both if
-rows are special. Does not know which of a lane's steps may be replayed."""
+"""The captured steps of a language lane: decode steps, small steps of decodes and prompts, and the sampling of special
+rows after both. Does not know which of a lane's steps may be replayed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydra_engine.worker.language.step import StepParts
 
 
 class StepGraphs:
-    """Sizes ascend. For the lane's thread."""
+    """The graphs of all captured language steps. Sizes ascend. For the lane's thread only."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class StepGraphs:
         self.mixed = MixedGraphs(parts, slot_table, self.special, mixed_sizes, max_model_len)
 
     def prepare(self) -> None:
-        """Before the first capture."""
+        """Prepares all graphs; call it before the first capture."""
         self.decodes.prepare()
         self.mixed.prepare()
 
@@ -38,13 +38,13 @@ class StepGraphs:
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(partition, number of the graph there) of all graphs, in the order in which they are best captured: the
-        largest first, whose memory the others use again."""
+        """(partition, number of the graph there) of all graphs in capture order: the largest first, whose memory the
+        smaller ones reuse."""
         partitions = range(self._device.partitions.count)
         return [(partition, number) for partition in partitions for number in range(len(self._order))]
 
     def capture(self, partition: int, number: int) -> None:
-        """When no step is in flight."""
+        """Captures one graph; no step may be in flight."""
         size = self._order[number]
         if isinstance(size, MixedSize):
             self.mixed.capture(partition, size)
@@ -53,20 +53,20 @@ class StepGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory that graphs took."""
+        """Device memory of the graphs."""
         return self.decodes.num_bytes + self.mixed.num_bytes + self.special.num_bytes
 
     @property
     def num_graphs(self) -> int:
-        """Each step has one behind it for special rows."""
+        """Number of graphs: each captured step is followed by one for special rows."""
         return 2 * (self.decodes.num_captured + self.mixed.num_captured)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
-        """Rows of decodes."""
+        """Rows of the captured decode steps, ascending."""
         return self.decodes.captured_sizes
 
     @property
     def captured_tokens(self) -> int:
-        """Of the largest step with prompts; 0: none is."""
+        """Tokens of the largest captured step with prompts; 0: there is none."""
         return self.mixed.captured_tokens

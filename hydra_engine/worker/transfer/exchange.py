@@ -1,7 +1,7 @@
-"""The peers of a worker: what they may map of its memory, which of them are open, and the transfer lane.
+"""The peers of a worker: the memory that they may map, the peers that are open, and the transfer lane.
 
-Threads: the instance thread calls the methods and owns the table of peers. A job takes its peer to the lane with it,
-and it is the lane that closes a peer, behind the jobs that read it. Does not know offers, nor how a peer is reached.
+Threads: the instance thread calls the methods and owns the table of peers. A job takes its peer to the lane, and the
+lane closes a peer after the jobs that read it. Does not know offers, or how a peer is reached.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
 
 
 class Exchange:
-    """`TransferPort` over one backend. `caches`: what the instance has, in memory that peers can map or not. `deliver`
-    is called in the lane; so is `run`, which runs a copy and may raise BackendError, where the device failed.
-    `through_host`: blocks go through host memory also where peers could map them; a staging pool has at most
-    `staging_bytes`."""
+    """The `TransferPort` over one backend. `caches`: the instance's caches, mappable by peers or not. `deliver`
+    and `run` are called in the lane; `run` runs a copy and may raise BackendError if the device failed.
+    `through_host`: stage blocks in host memory even if peers could map them. `staging_bytes`: limit of one staging
+    pool."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class Exchange:
         return checksums_of(self._caches[PoolKind(pool)], blocks)
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """Closes the descriptors, whatever comes of it. Raises TransferError."""
+        """Maps the peer's memory. Closes the descriptors in any case. Raises TransferError if the memory cannot be
+        mapped or its blocks differ from the local ones."""
         try:
             assert name not in self._peers, "a peer opened twice"
             peer = Peer(exports, descriptors, self._caches, self._device, through_host=self._through_host)
@@ -76,7 +77,7 @@ class Exchange:
             logger.warning("blocks of instance %s come through host memory: %s", name, peer.not_mapped)
 
     def close_peer(self, name: str) -> None:
-        """An unknown name is ignored; a name can be opened again at once."""
+        """Closes the peer after its jobs. An unknown name is ignored; a name can be opened again at once."""
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._lane.submit(peer.close)
@@ -97,8 +98,7 @@ class Exchange:
         self._lane.submit(lambda: self._run(lambda: self._deliver(pull())))
 
     def close(self) -> None:
-        """Waits for the jobs and lets go of everything; peers keep what they have mapped of ours. A second call does
-        nothing."""
+        """Waits for the jobs and releases all memory; peers keep their mappings of it. A second call does nothing."""
         self._lane.close()
         while self._peers:
             self._peers.popitem()[1].close()

@@ -1,8 +1,8 @@
-"""A pull job -> blocks of a peer in our caches -> a pull result; and the memory that instances let each other read.
+"""A pull job -> blocks of a peer in the local caches -> a pull result; and the memory that instances map of each other.
 
 Jobs run in the transfer lane's thread. The peer's blocks are read without its knowledge: it may take them back at any
-time, and says so in a control word before it does. So a copy counts only if the word, read after it, is still the one
-that the offer named. Does not know requests or offers, nor when a peer comes or goes.
+time, and invalidates a control word before it does. So a copy is valid only if the word, read after it, is still the
+one in the offer. Does not know requests or offers, or when peers connect and disconnect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
 def exports_of(
     caches: Mapping[PoolKind, PagedCache], words: ControlWords, staging: StagingPools
 ) -> tuple[Exports, tuple[int, ...]]:
-    """Those of `caches` that peers can map, and the words; and the descriptors, by their index in what is exported."""
+    """Returns (exports, descriptors): the caches that peers can map, the control words and the staging pools. Exports
+    refer to descriptors by index."""
     pools, descriptors = [], [words.descriptor]
     for kind, cache in caches.items():
         memory = cache.memory
@@ -51,7 +52,7 @@ def exports_of(
 
 
 class Peer:
-    """What one peer lets us read, mapped: its pools, or its staging pools where those cannot be mapped here."""
+    """The mapped memory of one peer: its pools, or its staging pools if a pool cannot be mapped here."""
 
     def __init__(
         self,
@@ -62,9 +63,9 @@ class Peer:
         *,
         through_host: bool = False,
     ) -> None:
-        """`caches` are ours: pools of other kinds are not opened. The descriptors are still the caller's.
-        `through_host`: staging pools whatever can be mapped. Raises TransferError unless everything is what `exports`
-        says and our blocks are like the peer's."""
+        """Maps the peer's pools of the kinds in `caches`, the local caches. The caller keeps the descriptors.
+        `through_host`: prefer staging pools. Raises TransferError if the memory does not match `exports` or the peer's
+        blocks differ from the local ones."""
         self.pools: dict[PoolKind, PagedCache] = {}
         self.piece_blocks: dict[PoolKind, int] = {}  # of those that are staging pools
         self.not_mapped = ""  # why there are such, if that was not asked for
@@ -104,7 +105,7 @@ class Peer:
             return None
 
     def close(self) -> None:
-        """Unmaps everything: no other reference to the tensors is left. A second call does nothing."""
+        """Unmaps everything; no other reference to the tensors may be left. A second call does nothing."""
         self.pools.clear()
         self._opened.close()
 
@@ -145,15 +146,16 @@ class TransferLane:
         self._faults = faults
 
     def stage(self, job: StagingJob, staging: StagingPools) -> StagingResult:
-        """As `run`."""
+        """Copies blocks into a staging pool. Raises only BackendError, if the device failed; another failure is the
+        result's `problem`."""
         fill = partial(staging.fill, job, self._ops, self._device, self._faults)
         outcome = attempt_step(self._device, f"copies of {job.pool} blocks for a peer", fill)
         problem = "they could not be copied; the log says why" if isinstance(outcome, ErrorInfo) else None
         return StagingResult(job.number, problem)
 
     def run(self, job: PullJob, peer: Peer | None) -> PullResult:
-        """`peer` None: the job's peer is not open. Raises nothing but BackendError, where the device failed; the result
-        of a job that did has a `problem`."""
+        """Copies a peer's blocks. `peer` None: the job's peer is not open. Raises only BackendError, if the device
+        failed; another failure is the result's `problem`."""
         started_s = self._clock.now()
         outcome = attempt_step(self._device, f"pull from instance {job.peer}", partial(self._pull, job, peer))
         if isinstance(outcome, ErrorInfo):
@@ -162,7 +164,7 @@ class TransferLane:
         return PullResult(job.step_id, started_s, self._clock.now(), valid, num_bytes, problem, job.ticket)
 
     def _pull(self, job: PullJob, peer: Peer | None) -> tuple[bool, int, str | None]:
-        """(the word was still there, bytes, problem)."""
+        """Copies and validates. Returns (control word still valid, bytes, problem)."""
         kind = PoolKind(job.pool)
         if peer is None:
             raise TransferError(f"instance {job.peer} is not connected")
@@ -174,7 +176,7 @@ class TransferLane:
         self._device.finish()
         if self._faults.hit_copy(AFTER_COPY):
             flip_a_byte(target, job.target_blocks.tolist())
-        # Everything has been read: what the word says now was true of every byte.
+        # All bytes have been read: a word that is still valid now was valid for each of them.
         valid = peer.words.load(job.slot) == job.word
         problem = None
         if valid and job.checksums and checksums_of(target, job.target_blocks.tolist()) != job.checksums:

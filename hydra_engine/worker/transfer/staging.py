@@ -1,7 +1,7 @@
-"""Host memory of an instance, into which it copies blocks for peers that cannot read them where they are.
+"""The staging pools: host memory into which an instance copies blocks for peers that cannot map its caches.
 
-Of each kind of cache a pool of a few of its blocks, in pieces of which a peer asks for one at a time. Runs in the
-transfer lane but for `exports` and the numbers of blocks. Does not know who reads it, nor when a block is free.
+There is one pool of a few blocks per kind of cache; a peer asks for blocks in pieces. Runs in the transfer lane, except
+`exports` and `num_blocks`. Does not know the readers, or when a block is free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
 
 
 def cache_in(memory: SharedMemory | PeerMemory, num_blocks: int, like: PagedCache) -> PagedCache:
-    """`num_blocks` blocks like those of a cache, at the beginning of `memory`."""
+    """A cache view of `num_blocks` blocks in the format of `like`, at the beginning of `memory`."""
     shape = num_blocks, *like.data.shape[1:]
     raw = memory.tensor()[: num_blocks * like.block_bytes]
     if like.scales is not None:
@@ -39,13 +39,13 @@ def cache_in(memory: SharedMemory | PeerMemory, num_blocks: int, like: PagedCach
 
 
 def piece_of(num_blocks: int) -> int:
-    """Blocks of a piece in a pool of so many."""
+    """Blocks per piece in a pool of `num_blocks`."""
     return max(1, num_blocks // NUM_PIECES)
 
 
 class StagingPools:
-    """`always`: of every cache that peers read, instead of those in memory that only some of them can map. `max_bytes`
-    of a pool."""
+    """The staging pools of the caches in memory that not all peers can map; `always`: of every cache that peers read.
+    `max_bytes`: limit of one pool."""
 
     def __init__(
         self, caches: Mapping[PoolKind, PagedCache], device: Device, *, always: bool, max_bytes: int = STAGING_BYTES
@@ -60,7 +60,7 @@ class StagingPools:
                 self._memory[kind] = device.stage(self.num_blocks[kind] * cache.block_bytes)
 
     def exports(self, first: int) -> tuple[tuple[PoolExport, ...], tuple[int, ...]]:
-        """And their descriptors, whose numbers begin at `first`."""
+        """Returns (exports of the pools, their descriptors). Descriptor indices begin at `first`."""
         pools = [
             PoolExport(
                 replace(layout_of(kind, self._sources[kind]), num_blocks=self.num_blocks[kind]),
@@ -73,7 +73,7 @@ class StagingPools:
         return tuple(pools), tuple(memory.descriptor for memory in self._memory.values())
 
     def fill(self, job: StagingJob, ops: Ops, device: Device, faults: FaultPoints) -> None:
-        """When this returns all of it is there. Raises what the device does."""
+        """Copies the job's blocks and waits for the copy. Raises the device's errors."""
         kind = PoolKind(job.pool)
         if kind not in self._caches:
             self._caches[kind] = cache_in(self._memory[kind], self.num_blocks[kind], self._sources[kind])
@@ -84,7 +84,7 @@ class StagingPools:
             flip_a_byte(self._caches[kind], job.staging_blocks)
 
     def close(self) -> None:
-        """Once no copy is in flight; peers keep what they have mapped."""
+        """Releases the memory; no copy may be in flight. Peers keep their mappings."""
         self._caches.clear()
         for memory in self._memory.values():
             memory.close()
