@@ -33,6 +33,7 @@ J = TypeVar("J")
 
 _LENGTH = struct.Struct("<Q")
 _NO_LIMIT = 0.0
+_ONE_PIECE_BYTES = 1 << 16  # up to this, length and message are sent at once and wake the receiver once
 
 
 class Started(msgspec.Struct):
@@ -87,20 +88,19 @@ def send(
 ) -> None:
     """Sends a message. `look`: as for `receive`."""
     data = msgspec.msgpack.encode(message)
-    length = _LENGTH.pack(len(data))
-    if descriptors:
-        socket.send_fds(connection, [length], descriptors)
-    else:
-        connection.sendall(length)
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[connection.send(rest) :]
-        except TimeoutError:
-            if look is None:
-                raise
-        if rest and look is not None:
-            look()
+    head = _LENGTH.pack(len(data))
+    if len(data) <= _ONE_PIECE_BYTES:
+        head, data = head + data, b""
+    num_sent = socket.send_fds(connection, [head], descriptors) if descriptors else 0
+    for rest in (memoryview(head)[num_sent:], memoryview(data)):
+        while rest:
+            try:
+                rest = rest[connection.send(rest) :]
+            except TimeoutError:
+                if look is None:
+                    raise
+            if rest and look is not None:
+                look()
 
 
 def receive(connection: socket.socket, max_bytes: int, look: Callable[[], None]) -> bytearray:

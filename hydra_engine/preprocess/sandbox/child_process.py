@@ -196,10 +196,11 @@ class _Patience:
     def __init__(self, pid: int, seconds: float) -> None:
         self._pid = pid
         self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
-        self._next_look = 0.0
+        now = time.monotonic()
+        self._deadline = now + seconds
+        self._next_look = now + _LOOK_SECONDS / 2  # most jobs are done by then
         self._stopped_looks = 0
-        self._waited_before = waited_s(pid)
+        self._waited_before: dict[str, float] | None = None  # since the first look
 
     def look(self) -> None:
         """Raises ChildDied. Counts looks, not seconds, since this process may have been stopped itself."""
@@ -209,14 +210,17 @@ class _Patience:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS / 2
+        if self._waited_before is None:
+            self._waited_before = waited_s(self._pid)
         self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._pid) else 0
         if self._stopped_looks >= _MAX_STOPPED_LOOKS:
             raise ChildDied("was stopped")
 
     def _was_starved(self) -> bool:
-        """True if the child waited for a processor for at least half of the time. Sleeping, like working all the time,
-        is due to the job."""
-        return longest_wait_s(self._pid, self._waited_before) >= self._seconds / 2
+        """True if the child waited for a processor for at least half of the time, or this process had none to look.
+        Sleeping, like working all the time, is due to the job."""
+        before = self._waited_before
+        return before is None or longest_wait_s(self._pid, before) >= self._seconds / 2
 
 
 class _SharedMemory:
