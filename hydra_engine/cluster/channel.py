@@ -1,8 +1,8 @@
-"""The two ends of a channel between the frontend and one instance, in both forms.
+"""The two ends of a channel between the frontend and one instance, in two implementations.
 
-In memory (`local_channel`, the embedded default) and over an inherited Unix socketpair (`FrontendSocket` in the
-frontend process, `InstanceSocket` in the instance process). The frontend's end lives on an asyncio loop, the instance's
-end on a thread that waits for one event. Does not know what the messages mean.
+They are: in memory (`local_channel`, the embedded default), and over an inherited Unix socketpair (`FrontendSocket` in
+the frontend process, `InstanceSocket` in the instance process). The frontend's end runs on an asyncio loop, the
+instance's end on a thread that waits for one event. Does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class FrontendEnd(Protocol):
     def attach(self, on_messages: OnMessages, on_closed: OnClosed) -> None: ...
 
     def send(self, messages: Sequence[ToInstance]) -> None:
-        """Never blocks; messages to a closed channel are dropped (its owner has been told)."""
+        """Sends without blocking. Messages to a closed channel are dropped (`on_closed` has been called)."""
         ...
 
     def close(self) -> None:
-        """Closes at once: what the other side has not read yet may be lost."""
+        """Closes at once: messages that the other side has not read may be lost."""
         ...
 
 
 class _Inbox:
-    """Messages for an instance; `wake` is set when some have come."""
+    """A queue of messages for an instance. `wake` is set when messages arrive."""
 
     def __init__(self) -> None:
         self._messages: deque[ToInstance] = deque()
@@ -62,7 +62,7 @@ class _Inbox:
 
 
 class LocalInstanceEnd(_Inbox):
-    """Inbox and outbox of an instance in the same process."""
+    """The inbox and outbox of an instance in the same process."""
 
     def __init__(self, frontend: LocalFrontendEnd, strict: bool) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class LocalFrontendEnd:
         self.instance.push(messages)
 
     def deliver(self, messages: list[ToFrontend]) -> None:
-        """Called on the instance's thread."""
+        """Passes messages to the loop. Called on the instance's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._hand_over, messages)
 
@@ -120,7 +120,8 @@ class LocalFrontendEnd:
 def local_channel(
     loop: asyncio.AbstractEventLoop, *, strict: bool = False
 ) -> tuple[LocalFrontendEnd, LocalInstanceEnd]:
-    """Both ends in memory. `strict` sends every message through the codec, so that nothing is shared by accident."""
+    """Returns both ends of a channel in memory. `strict` passes every message through the codec, so that the two sides
+    share no objects."""
     frontend = LocalFrontendEnd(loop, strict)
     return frontend, frontend.instance
 
@@ -180,8 +181,8 @@ class FrontendSocket(asyncio.Protocol):
 class InstanceSocket(_Inbox):
     """The instance's end of a socketpair: a thread reads, the instance's thread writes.
 
-    End of file means that the frontend is gone. Nobody is left to answer, so the process ends at once from the reading
-    thread, whatever the lanes are doing; that bounds orphans to well under a second.
+    End of file means that the frontend is gone. There is no recipient for results, so the reading thread ends the
+    process at once, even during a step; an orphan lives for well under a second.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -192,7 +193,8 @@ class InstanceSocket(_Inbox):
         self._closing = False
 
     def receive_start(self) -> wire.Start:
-        """The first frame; called before `start_reading`."""
+        """Waits for the first frame and returns it; call it before `start_reading`. Raises EOFError if the frontend is
+        gone, WireError if the frame is not `Start`."""
         while True:
             data = self._sock.recv(_RECEIVE_BYTES)
             if not data:

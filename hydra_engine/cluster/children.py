@@ -1,6 +1,6 @@
-"""One life of one instance: a process with its two sockets, or a thread of this process.
+"""One incarnation of an instance: a process with its two sockets, or a thread of this process.
 
-Starts it, says whether and how it has ended, kills it, hands it connections. Makes no decision: `supervisor.py` does.
+Starts it, reports whether and how it has ended, kills it, hands it connections. `supervisor.py` makes the decisions.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ class Child(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """None: it cannot be killed."""
+        """The process id; None: a thread, which cannot be killed."""
         ...
 
     def how_it_ended(self) -> str | None:
-        """The end of a sentence that begins with its name; None while it runs. A process is reaped by this."""
+        """Returns how it ended, as the end of a sentence that begins with its name; None while it runs. Reaps a
+        process."""
         ...
 
     def kill(self) -> None: ...
 
     def waited_s(self) -> dict[str, float]:
-        """Seconds that each thread was ready and had no processor, by thread id, as far as the system counts them."""
+        """Seconds that each thread was ready but had no CPU, by thread id; empty if the system does not count them."""
         ...
 
     def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
-        """Hands over one end of a connection; ours stays open. Raises OSError."""
+        """Hands over one end of a connection; the caller still closes `sock`. Raises OSError."""
         ...
 
     def close(self) -> None:
-        """Closes our ends of its channels."""
+        """Closes this process's ends of its channels."""
         ...
 
 
@@ -72,8 +73,8 @@ class ProcessChild:
 
     @classmethod
     async def launch(cls, command: Sequence[str], start: wire.Start, ahead: Spawned | None = None) -> ProcessChild:
-        """Takes `ahead`, a process that was started for this instance before, or starts one. Its messages do not arrive
-        before the next turn of the loop. Raises OSError."""
+        """Takes `ahead`, a process that was started early for this instance, or starts one. Its messages arrive on the
+        next turn of the loop at the earliest. Raises OSError."""
         spawned = ahead or spawn(command, start.name)
         try:
             end = await FrontendSocket.open(spawned.channel)
@@ -108,7 +109,7 @@ class ProcessChild:
 
 
 class ThreadChild:
-    """Has no peers: an instance in the caller's process is the only one."""
+    """An instance on a thread of this process. It is the only instance, so it has no peers."""
 
     pid = None
 
@@ -143,8 +144,8 @@ class ThreadChild:
 
 
 async def outlast(children: Sequence[Child], clock: Clock, grace_s: float) -> list[Child]:
-    """Waits until they have ended; returns those that have not in time, in which what they wait for a processor does
-    not count. Threads are waited for as long as it takes."""
+    """Waits until the children have ended; returns the processes that are late. `grace_s` excludes the time that a
+    process waits for a CPU. Threads are waited for without a limit."""
     begun_s = clock.now()
     before = [child.waited_s() for child in children]
     while True:
@@ -156,7 +157,7 @@ async def outlast(children: Sequence[Child], clock: Clock, grace_s: float) -> li
 
 
 def is_late(child: Child, waited_before: Mapping[str, float], late_s: float) -> bool:
-    """Whether its most starved thread has waited for a processor for less than it is late."""
+    """True if the child is a process that is late even without the CPU wait of its most starved thread."""
     waits = (waited_s - waited_before.get(thread, 0.0) for thread, waited_s in child.waited_s().items())
     return child.pid is not None and max(waits, default=0.0) <= late_s
 

@@ -1,7 +1,7 @@
-"""What the supervisor knows of one instance of the topology over all its lives, and what it tells the frontend of it.
+"""The supervisor's record of one instance of the topology over all its incarnations, and the frontend's view of it.
 
-When an instance counts as silent and when a dead one is started again is decided here; `now` is passed in, in seconds
-on the monotonic clock.
+Decides when an instance counts as silent and when a dead one is started again. Reads no clock: `now` is passed in, in
+seconds on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Waits(NamedTuple):
 
 
 class Restarts:
-    """The deaths of one instance."""
+    """The count of one instance's deaths, and the backoff before its next start."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -57,8 +57,9 @@ class Restarts:
         self.total = 0
 
     def died(self, served_s: float) -> Waits | None:
-        """Returns the waits before the next start, or None if too many starts have failed. An instance that was ready,
-        for `served_s` seconds, is always started again: whatever ended it may have come from a client."""
+        """Returns the waits before the next start, or None if too many starts in a row have failed. `served_s`: seconds
+        for which it was ready. An instance that was ready is always started again: a client's request may have ended
+        it."""
         self.total += 1
         self._failed_starts = 0 if served_s > 0 else self._failed_starts + 1
         if self._failed_starts >= self._pace.max_failed_starts:
@@ -84,17 +85,17 @@ class Silence:
         self.silent = False
 
     def heartbeat(self, now: float) -> bool:
-        """A message has come. True: the instance had been silent."""
+        """Records a message. Returns True if the instance was silent before."""
         self._heard_s = now
         was_silent, self.silent = self.silent, False
         return was_silent
 
     def reset_timer(self, now: float) -> None:
-        """The supervisor did not listen until now, so the time does not count. A silent instance stays silent."""
+        """Restarts the time at `now`, because the supervisor did not listen before. A silent instance stays silent."""
         self._heard_s = now
 
     def check(self, now: float) -> Change | None:
-        """The change since the last call."""
+        """Returns the change that is due, if any."""
         quiet_s = now - self._heard_s
         if quiet_s >= self._fence_s:
             return Change.FENCE
@@ -105,8 +106,8 @@ class Silence:
 
 
 class StartProgress:
-    """Signs of life of an instance that starts: its messages, and what its processes do. A start may take hours; what
-    is stopped, or sleeps without any sign, does not end by itself."""
+    """The signs of life of an instance that starts: its messages and the CPU use of its processes. A start may take
+    hours; an instance that is stopped, or sleeps without any sign, is killed."""
 
     QUIET = 12  # times `fence_s`: programs wait for a network or for another process now and then
 
@@ -117,18 +118,18 @@ class StartProgress:
         self._look_s = now
 
     def sign(self, now: float) -> None:
-        """It was heard of, or nobody looked until now."""
+        """Records a sign of life, or restarts the time after a pause of the supervisor."""
         self._sign_s = now
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for another look at its processes."""
+        """True if it is time to check its processes again; then restarts the interval."""
         if now - self._look_s < self._fence_s / 20:
             return False
         self._look_s = now
         return True
 
     def problem(self, now: float, status: ProcessStatus | None) -> str | None:
-        """The reason to kill it, as it follows a name in a sentence."""
+        """Returns the reason to kill it, as it follows a name in a sentence; None if there is none."""
         if status is None:
             return None
         if not status.is_stopped and (status.is_ready or status.cpu_s != self._cpu_s):
@@ -142,22 +143,22 @@ class StartProgress:
 
 
 class OwnPauses:
-    """Notices that the supervisor itself was not running: stopped, asleep, or busy with something else. Frames that
-    came meanwhile may still be unread, and on a sleeping machine the others slept as well."""
+    """A detector of pauses of the supervisor itself: stopped, asleep, or busy. Frames that arrived meanwhile may be
+    unread, and on a sleeping machine the instances slept as well."""
 
     def __init__(self, now: float, longest_s: float) -> None:
         self._longest_s = longest_s
         self._seen_s = now
 
     def paused(self, now: float) -> bool:
-        """Call this at every tick."""
+        """True if more than `longest_s` have passed since the last call. Call this at every tick."""
         gap_s, self._seen_s = now - self._seen_s, now
         return gap_s > self._longest_s
 
 
 @dataclass(slots=True)
 class Exiting:
-    """The instance is on its way out: its channel or its process has ended, or it was killed."""
+    """The state of an instance that is ending: its channel or its process has ended, or it was killed."""
 
     since_s: float
     reason: str = ""  # why it was killed
@@ -166,7 +167,7 @@ class Exiting:
 
 class Member:
     def __init__(self, name: str, spec: InstanceSpec, config: EngineConfig, pace: Pace) -> None:
-        """`spec` says on which device."""
+        """Sets up the record of an instance that starts; `spec` has its role and device."""
         self.name = name
         self.loaded = spec.role
         self.role = spec.role  # that it serves now
@@ -192,7 +193,7 @@ class Member:
         return self.condition in (Condition.READY, Condition.SILENT)
 
     def begin(self, now: float, incarnation: int, *, neighbours: tuple[str, ...], has_peers: bool) -> wire.Start:
-        """Begins a new life of the instance."""
+        """Begins a new incarnation. Returns the first frame to send to it."""
         self.incarnation = incarnation
         self.condition = Condition.STARTING
         self.start_due_s = self.ready_s = None
@@ -229,7 +230,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLink:
-    """One life of an instance. `end.send` belongs to the frontend's loop and is harmless after the instance's death."""
+    """One incarnation of an instance, as the frontend gets it. Only the frontend's loop calls `end.send`, which does
+    nothing after the instance's death."""
 
     name: str
     role: Role  # what it has weights for
@@ -241,7 +243,8 @@ class InstanceLink:
 
 
 class ClusterListener(Protocol):
-    """All calls are made on the loop that called `Supervisor.start`, and must not block it."""
+    """The receiver of the supervisor's events. Its methods run on the loop that called `Supervisor.start`, and must not
+    block it."""
 
     def on_progress(self, name: str, loading: Loading) -> None: ...
 
@@ -254,15 +257,16 @@ class ClusterListener(Protocol):
         ...
 
     def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
-        """The instance died or was killed; nothing of that incarnation comes later. Again for each death before it was
-        ready. `reason` is what follows its name in a sentence."""
+        """The instance died or was killed; no event of that incarnation follows. Also called for each death before it
+        was ready. `reason` follows its name in a sentence."""
         ...
 
     def on_silent(self, name: str, silent: bool) -> None:
-        """The instance has been silent for `suspect_s`; with False, it is silent no more. A death ends this too."""
+        """The instance has been silent for `suspect_s`; with False, it has sent a message again. A death ends silence
+        too."""
         ...
 
     def on_pair(self, one: str, other: str, up: bool) -> None:
-        """Whether blocks can be exchanged: both sides have said so. Names in the order of the topology. A pair goes
-        down before an instance of it does."""
+        """The pair can exchange blocks (both sides have reported it), or no longer can. Names are in the order of the
+        topology. A pair goes down before one of its instances does."""
         ...

@@ -1,7 +1,7 @@
-"""Which instances can exchange blocks, and which pairs need a connection. Decides only; `now` is passed in.
+"""The connections between pairs of instances: which are up, and which have to be made. Decides only; reads no clock.
 
-Every two ready instances get a connection. It is up when both have said so, and is made again when either says that it
-has ended, or when they do not both say something in time.
+Any two ready instances get a connection. It is up when both have reported it, and is made again when either reports its
+end, or when a report is missing after `pair_patience_s`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pairs:
         self._ready.add(name)
 
     def leave(self, name: str) -> list[Names]:
-        """Returns the pairs that were up."""
+        """Removes the instance. Returns its pairs that were up."""
         self._ready.discard(name)
         gone = [names for names in self._pairs if name in names]
         return [names for names in gone if self._pairs.pop(names).is_up]
@@ -53,7 +53,7 @@ class Pairs:
         if up:
             pair.up_sides.add(name)
             if len(pair.up_sides) == 2 and not pair.is_up:
-                # Whatever ended before is over for both, even if a new connection was to be made.
+                # An earlier connection is over for both sides, even if a new one was due.
                 pair.is_up, pair.due_s, pair.failures, pair.problem = True, None, 0, ""
                 return True
             return None
@@ -64,20 +64,20 @@ class Pairs:
         return False if was_up else None
 
     def due(self, now: float) -> list[Names]:
-        """Pairs to connect now."""
+        """Returns the pairs to connect now. Counts a failure of each pair that has not come up in time."""
         for pair in self._pairs.values():
             if pair.due_s is None and not pair.is_up and now - pair.made_s >= self._pace.pair_patience_s:
                 self._fail(pair, "they do not answer each other", now)
         return [names for names, pair in self._pairs.items() if pair.due_s is not None and pair.due_s <= now]
 
     def connected(self, names: Names, now: float) -> None:
-        """The connection has been handed to both."""
+        """Records that both instances have received their end of a connection."""
         pair = self._pairs[names]
         pair.due_s, pair.made_s = None, now
         pair.up_sides.clear()
 
     def failed(self, names: Names, problem: str, now: float) -> None:
-        """The pair's connection could not be handed over."""
+        """Records that the pair's connection could not be handed over."""
         self._fail(self._pairs[names], problem, now)
 
     def _fail(self, pair: _Pair, problem: str, now: float) -> None:
@@ -87,7 +87,7 @@ class Pairs:
 
     @property
     def complete(self) -> bool:
-        """Every instance is ready and connected with every other."""
+        """True if all instances are ready and connected with each other."""
         return len(self._ready) == len(self._order) and all(pair.is_up for pair in self._pairs.values())
 
     def hopeless(self) -> tuple[Names, str] | None:

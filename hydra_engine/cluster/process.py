@@ -34,8 +34,8 @@ ConnectPeers = Callable[[Exports, tuple[int, ...]], PeerPort]
 
 
 class RunInstance(Protocol):
-    """`build.run_instance`. Returns the exit code. `connect`, called once and only where the instance has peers, lets
-    them in; what it returns is closed by the caller."""
+    """The signature of `build.run_instance`, which returns the exit code. It calls `connect` once, only if the instance
+    has peers, to accept them; its caller closes the returned port."""
 
     def __call__(
         self,
@@ -51,8 +51,8 @@ class RunInstance(Protocol):
 
 
 def load_instance() -> RunInstance:
-    """Reads torch, which takes seconds; the supervisor can end this process meanwhile. Collections would find
-    nothing in what is read, neither now nor during a step nor at the end of the process, so they pass over it."""
+    """Imports torch and the instance, which takes seconds; the supervisor can end this process meanwhile. Freezes the
+    imported objects, since garbage collections, also during steps, would find nothing to free among them."""
     gc.disable()
     run: RunInstance = import_module("hydra_engine.instance.build").run_instance
     gc.freeze()
@@ -62,7 +62,7 @@ def load_instance() -> RunInstance:
 
 
 def _thaw_for_triton() -> None:
-    """Which prints, when the process ends, what of it was not collected."""
+    """Unfreezes at exit if triton is loaded: it prints its objects that were not collected."""
     if "triton" in sys.modules:
         gc.unfreeze()
 

@@ -1,7 +1,7 @@
-"""An instance process as the operating system has it: a command with two sockets that only it inherits.
+"""Starts an instance process: a command with two sockets that only it inherits.
 
-Imports little, so that a command can start an instance before it reads what it needs itself: most of an instance's
-start is the reading of torch. Does not know what is said over the sockets.
+Imports little, so that a command can start an instance before its own imports: most of an instance's start time is the
+import of torch. Does not know the messages on the sockets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Spawned(NamedTuple):
-    """A process that waits for its first message, and our ends of its sockets."""
+    """A process that waits for its first message, and the parent's ends of its sockets."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
@@ -37,8 +37,8 @@ class Spawned(NamedTuple):
 
 
 def spawn(command: Sequence[str], name: str) -> Spawned:
-    """The kernel kills the process when the thread that called this ends (`launch.bind_to_parent`), so that must be
-    one that lives as long as the frontend: the loop's. Raises OSError."""
+    """Starts an instance process. The kernel kills it when the calling thread ends (`launch.bind_to_parent`), so only
+    the loop's thread, which lives as long as the frontend, may call this. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     control, control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setblocking(False)
@@ -52,7 +52,7 @@ def spawn(command: Sequence[str], name: str) -> Spawned:
 
 
 def start_python(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python of ours that inherits these sockets and no secrets. Raises OSError."""
+    """Starts a Python process that inherits these sockets and no secret environment variables. Raises OSError."""
     descriptors = [channel.fileno(), control.fileno()]
     command = [*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])]
     package_parent = str(Path(__file__).resolve().parents[2])

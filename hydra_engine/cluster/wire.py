@@ -3,8 +3,8 @@ msgpack-encoded message.
 
 No pickle, nothing that listens: frames travel over inherited socketpairs only. A frame that is too long or does not
 decode closes its channel. Each kind of channel has a decoder of its own, so that a peer cannot speak for the frontend.
-A descriptor that arrives with a frame is close-on-exec from the first instant, and none is left open when a message is
-refused. Does not know threads.
+A descriptor that arrives with a frame is close-on-exec from the start, and is closed when its message is refused. Does
+not know threads.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
-    """A connection from the supervisor: over the control socket, one in a datagram, with one descriptor, a stream to
-    the instance `name` in its life `incarnation`. Replaces an older one."""
+    """A connection from the supervisor: one datagram over the control socket with one descriptor, a stream to the
+    instance `name` of this incarnation. Replaces an older one."""
 
     name: str
     incarnation: int
 
 
 class Alike(msgspec.Struct, frozen=True, tag=True):
-    """Requests that differ in their numbers and seeds alone, as answers to one prompt do: what they have in common
-    travels once."""
+    """Requests that differ only in id, seed and age, such as the samples of one prompt: their common part is sent
+    once."""
 
     first: Submit
     others: list[tuple[RequestId, int, int]]  # id, seed, age
@@ -80,7 +80,7 @@ class Alike(msgspec.Struct, frozen=True, tag=True):
 
 
 class WireError(Exception):
-    """The other side sent something that is no frame of this version."""
+    """A frame that is too long or cannot be decoded."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -103,7 +103,7 @@ def encode_to_instance(messages: Iterable[ToInstance]) -> bytes:
 
 
 def _joined(messages: Iterable[ToInstance]) -> Iterator[ToInstance | Alike]:
-    """The messages, in their order, with neighbours that are alike as one."""
+    """Yields the messages in order, with consecutive alike requests joined."""
     first: Submit | None = None
     others: list[tuple[RequestId, int, int]] = []
     for message in messages:
@@ -123,7 +123,7 @@ _COMMON = tuple(field.name for field in fields(Request) if field.name not in ("i
 
 
 def _are_alike(one: Submit, other: Submit) -> bool:
-    """Long values are compared by identity: what is equal by chance may travel twice."""
+    """True if only id, seed and age may differ. Long values are compared by identity; equal copies are sent twice."""
     if (one.stages, one.remote_images, one.source) != (other.stages, other.remote_images, other.source):
         return False
     return _is_same(one.pixels, other.pixels) and all(
@@ -140,7 +140,7 @@ def encode_to_peer(messages: Iterable[Hello | TransferMessage]) -> bytes:
 
 
 def encode_connect(connect: Connect) -> bytes:
-    """Without a length: it travels in a datagram."""
+    """Encodes without a length prefix, for a datagram."""
     return _encoder.encode(connect)
 
 
@@ -158,7 +158,7 @@ def decode_to_instance(body: bytes | memoryview) -> Start | Alike | ToInstance:
 
 
 def messages_to_instance(bodies: Iterable[bytes]) -> list[ToInstance]:
-    """The messages that `encode_to_instance` was given; a `Start` is passed over."""
+    """Decodes the messages of `encode_to_instance`; skips `Start`."""
     messages: list[ToInstance] = []
     for message in map(decode_to_instance, bodies):
         if isinstance(message, Alike):
@@ -184,8 +184,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes | memoryview, what:
 
 
 class FrameReader:
-    """Cuts a byte stream into frame bodies; keeps what is incomplete. Raises WireError for a frame over `max_bytes` as
-    soon as its length is there."""
+    """A parser that cuts a byte stream into frame bodies and keeps incomplete frames. Raises WireError for a frame over
+    `max_bytes` as soon as its length has arrived."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
@@ -208,19 +208,19 @@ class FrameReader:
 
 
 class DescriptorError(Exception):
-    """More descriptors came than belong here."""
+    """The error that a message carried too many descriptors."""
 
 
 def send_with(sock: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]) -> int:
-    """Returns how many bytes were taken; the descriptors go with the first one. Raises OSError, BlockingIOError too."""
+    """Returns the number of bytes sent; the descriptors go with the first. Raises OSError, BlockingIOError included."""
     if not descriptors:
         return sock.send(data)
     return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
 
 
 def receive_with(sock: socket.socket, num_bytes: int, max_descriptors: int) -> tuple[bytes, tuple[int, ...]]:
-    """Data and descriptors of one datagram; the caller owns the descriptors. Raises DescriptorError, after closing what
-    came, and OSError."""
+    """Returns data and descriptors of one datagram; the caller owns the descriptors. Raises OSError, and
+    DescriptorError after closing the received ones."""
     space = socket.CMSG_SPACE(max_descriptors * _INT_BYTES)
     data, ancillary, flags, _ = sock.recvmsg(num_bytes, space, _CLOSE_ON_EXEC)
     received = array.array("i")
