@@ -34,7 +34,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class LanguagePoint:
-    """`num_decodes` decodes with `context` keys each, their own included, and chunks of (tokens, start)."""
+    """A language step to measure: `num_decodes` decodes with `context` keys each, their own included, and chunks of
+    (tokens, start)."""
 
     num_decodes: int = 0
     context: int = 0
@@ -57,13 +58,13 @@ class LanguagePoint:
 
     @property
     def work(self) -> float:
-        """A rough measure that grows with the step's time, to estimate steps that were not measured yet."""
+        """A rough measure that grows with the step's time, to estimate steps before they are measured."""
         return self.load.num_rows + sum(self.lengths) / 256
 
 
 @dataclass(frozen=True, slots=True)
 class VisionPoint:
-    """`count` spans of one shape, cut from pictures of size `source` (width, height)."""
+    """A vision step to measure: `count` spans of one shape, cut from pictures of size `source` (width, height)."""
 
     item: ItemPlan
     source: tuple[int, int]
@@ -93,14 +94,15 @@ Point = LanguagePoint | VisionPoint | CorunPoint
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """`coarse` has the ends of every axis, and decodes and a chunk beside vision on every partition."""
+    """The points to measure. `coarse` has the ends of every axis, and decodes and a chunk beside vision on every
+    partition."""
 
     coarse: tuple[Point, ...]
     rest: tuple[Point, ...]
 
 
 def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
-    """`vision` None: the language lane alone."""
+    """Builds the grid of one instance. `vision` None: language points only."""
     decodes, plain, behind = _decodes(sizes), _plain_chunks(sizes), _chunks_behind(sizes)
     mixed = _mixed(sizes)
     pictures = [] if vision is None else _pictures(sizes, vision)
@@ -130,7 +132,7 @@ def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
 
 
 def powers(least: int, most: int) -> list[int]:
-    """least, 2 * least, .. and most; ascending. `least` is at most `most`."""
+    """Returns [least, 2 * least, .., most], ascending. `least` is at most `most`."""
     amounts = []
     while least < most:
         amounts.append(least)
@@ -139,7 +141,7 @@ def powers(least: int, most: int) -> list[int]:
 
 
 def _decodes(sizes: Sizes) -> list[LanguagePoint]:
-    """By rows, then by context: short, middle and the longest that the cache holds."""
+    """Decode points by rows, then by context: short, middle and the longest that the cache holds."""
     points = []
     for rows in powers(1, sizes.max_num_seqs):
         blocks = sizes.kv_tokens // rows // sizes.block_size
@@ -153,7 +155,8 @@ def _decodes(sizes: Sizes) -> list[LanguagePoint]:
 
 
 def _plain_chunks(sizes: Sizes) -> list[LanguagePoint]:
-    """From position 0: every amount in one chunk, or as many as it needs, and large amounts in two."""
+    """Prefill points from position 0: every amount in one chunk, or as many as it needs, and large amounts in two.
+    Sorted by work."""
     longest = min(sizes.max_model_len, sizes.kv_tokens)
     least = min(LEAST_CHUNK, sizes.token_budget, longest)
     amounts = powers(least, sizes.token_budget)
@@ -164,7 +167,7 @@ def _plain_chunks(sizes: Sizes) -> list[LanguagePoint]:
 
 
 def _chunks_behind(sizes: Sizes) -> list[LanguagePoint]:
-    """Some amounts after a middle and after the longest context."""
+    """Prefill points after a cached context: some amounts, each after a middle and after the longest context."""
     points = []
     for count in powers(min(LEAST_CHUNK, sizes.token_budget), sizes.token_budget)[::2]:
         last = min(sizes.max_model_len, sizes.kv_tokens) - count
@@ -197,8 +200,8 @@ def _fits(point: LanguagePoint, sizes: Sizes) -> bool:
 
 
 def _pictures(sizes: Sizes, vision: VisionSpec) -> list[VisionPoint]:
-    """One span of every shape, and 2, 4, .. spans of the smallest and of a middle shape; by patches. The image cache
-    holds every step."""
+    """Vision points, sorted by patches: one span of every shape, and 2, 4, .. spans of the smallest and of a middle
+    shape. All fit the image cache."""
     shapes = _shapes(sizes, vision)
     points = [VisionPoint(item, source) for item, source in shapes]
     for item, source in dict.fromkeys([*shapes[:1], *shapes[len(shapes) // 2 :][:1]]):
@@ -209,8 +212,8 @@ def _pictures(sizes: Sizes, vision: VisionSpec) -> list[VisionPoint]:
 
 
 def _shapes(sizes: Sizes, vision: VisionSpec) -> list[tuple[ItemPlan, tuple[int, int]]]:
-    """The spans that square pictures become, by their patches, each well larger than the one before; the largest
-    always."""
+    """Spans of square pictures, sorted by patches, each at least `_SHAPE_RATIO` times the one before. The last one is
+    the largest shape, unless there is only one."""
     by_patches: dict[int, tuple[ItemPlan, tuple[int, int]]] = {}
     for side in _SIDES:
         for item in vision.plan_image(side, side).items:

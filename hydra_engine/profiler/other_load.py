@@ -1,7 +1,7 @@
-"""How busy a machine is with other work while something is measured on it.
+"""The load of other processes on the machine during a measurement.
 
-Compares the time that the usable cores computed, as the kernel counts it, with what this process did of it. Time that
-a hypervisor gave to other machines counts as other work. Does not know what is measured.
+Compares the busy time of the usable cores, as the kernel counts it, with the CPU time of this process. Time that a
+hypervisor gave to other machines counts as other work. Does not know what is measured.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import os
 import time
 from pathlib import Path
 
-BUSY = 0.15  # of the usable cores: from here on measured times say more about the other work
+BUSY = 0.15  # share of the usable cores from which on measured times are not reliable
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)  # idle, iowait
 _COUNTED = 8  # user to steal; guests are part of user
 
 
 class OtherLoad:
-    """Counts from its construction on."""
+    """A counter of other processes' CPU time since its construction."""
 
     def __init__(self, stat: Path = _STAT) -> None:
         self._stat = stat
         self._begin = self._read()
 
     def share(self) -> float:
-        """The share of the usable cores that other work had, 0 to 1; 0 where the kernel does not say."""
+        """The share of the usable cores that other work used, 0 to 1; 0 if the kernel does not report it."""
         busy_s, own_s, wall_s = (end - begin for end, begin in zip(self._read(), self._begin, strict=True))
         cores = len(os.sched_getaffinity(0))
         return min(max((busy_s - own_s) / (wall_s * cores), 0.0), 1.0) if wall_s > 0 else 0.0
 
     def _read(self) -> tuple[float, float, float]:
-        """Seconds of all usable cores, of this process and of the clock."""
+        """Returns (busy seconds of all usable cores, CPU seconds of this process, clock seconds)."""
         usable = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         own = os.times()
         own_s = own.user + own.system + own.children_user + own.children_system
@@ -49,7 +49,7 @@ class OtherLoad:
 
 
 def busy_note(share: float) -> str | None:
-    """A sentence where other work had so much that what was measured should be measured again."""
+    """A note for the user that the measurement should be repeated; None if other work had less than `BUSY`."""
     if share < BUSY:
         return None
     return f"busy, measure again: other programs took {share:.0%} of the cores meanwhile"

@@ -79,7 +79,8 @@ class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`submit_s` and `collect_s`: overhead of a step, see `calibrate.Calibration`; `measured_at` is UTC."""
+    """A measured cost surface with its origin. `submit_s` and `collect_s`: overhead of a step, see
+    `calibrate.Calibration`; `measured_at` is UTC."""
 
     identity: Identity
     reach: Reach
@@ -121,7 +122,7 @@ def save(profile: Profile, path: Path) -> None:
 
 
 def load(path: Path, identity: Identity, reach: Reach) -> Profile | None:
-    """None where there is no file. Raises Refused with the reason where there is one that cannot be used."""
+    """Loads a profile; None if there is no file. Raises Refused with the reason if the file cannot be used."""
     body = profile_file.read(path)
     if body is None:
         return None
@@ -136,7 +137,7 @@ def load(path: Path, identity: Identity, reach: Reach) -> Profile | None:
 
 
 def problem_of(profile: Profile) -> str | None:
-    """The first number that no measurement can give, as text, or None."""
+    """Describes the first number that is out of range; None if there is none."""
     surface = profile.surface
     checks = [
         *_curve_problems("rows", surface.rows, least_s=1e-9),
@@ -188,7 +189,7 @@ def _out_of(name: str, values: Iterable[float], least: float, most: float) -> st
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """All numbers in lists and mappings."""
+    """Yields all numbers in nested lists and mappings."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 """Synthetic requests and plans to measure: random tokens, and pictures of noise.
 
-For an instance that does not serve yet: all blocks and slots are free. Numpy only; no lanes, tensors or time.
+They are for an instance that does not serve yet: all blocks and slots are free. Numpy only; no lanes, tensors or time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.profiler.grid import LanguagePoint, Sizes, VisionPoint
 
 _FIRST_PICTURE_ID = 1 << 20  # of requests with pictures; below it a request's id is its slot
-_DRIFT = 64  # a slot's state may have come so much further than a point says
+_DRIFT = 64  # tokens that a slot's state may be ahead of the start in a point
 _SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def text_request(seq_slot: int, max_model_len: int) -> Request:
-    """The request of one slot in language steps. Greedy: the surface does not contain the cost of random sampling."""
+    """The request of one slot in language steps. Greedy, because the surface excludes the cost of random sampling."""
     return Request(RequestId(seq_slot), (0,), _SAMPLING, max_model_len - 1, seed=seq_slot, arrival_s=0.0)
 
 
 def picture_request(index: int, point: VisionPoint) -> tuple[Request, list[PixelPayload]]:
-    """A prompt of `point.count` spans of noise with different digests, and their pixels."""
+    """Returns a request with `point.count` spans of noise with different digests, and their pixels."""
     item, (width, height) = point.item, point.source
     rng = np.random.default_rng(index)
     data = rng.integers(0, 256, item.num_pictures * item.width * item.height * 3, dtype=np.uint8).tobytes()
@@ -54,8 +54,8 @@ def picture_request(index: int, point: VisionPoint) -> tuple[Request, list[Pixel
 
 
 class PlanMaker:
-    """Plans of one instance with ascending step ids. Each row of a step has blocks of its own, as in serving, so that
-    rows share no cached memory.
+    """A source of plans for one instance, with ascending step ids. Rows of a step have separate blocks, as in serving,
+    so that they share no cached memory.
 
     `stateful`: a row of a slot begins where the slot's last row ended, or at 0. `preparation` brings slots there.
     """
@@ -69,7 +69,7 @@ class PlanMaker:
         self._lengths = [0] * sizes.max_num_seqs  # tokens that a slot's state has seen
 
     def opening(self) -> list[LanguagePlan]:
-        """Steps in which every request takes its slot, with one token: a slot's first row must be a chunk."""
+        """Steps that assign all slots, with one token per request: a slot's first row must be a chunk."""
         seq_slots, size = range(self._sizes.max_num_seqs), self._sizes.token_budget
         rows = min(size, self._sizes.kv_tokens // self._sizes.block_size)
         return [
@@ -78,7 +78,7 @@ class PlanMaker:
         ]
 
     def preparation(self, point: LanguagePoint) -> list[LanguagePlan]:
-        """Steps that bring the slots of `point` to where its rows begin; none where no state is kept."""
+        """Steps that bring the states of `point`'s slots to the starts of its rows; none for a model without states."""
         if not self._stateful:
             return []
         plans = []
@@ -91,7 +91,8 @@ class PlanMaker:
         return plans
 
     def language(self, point: LanguagePoint) -> LanguagePlan:
-        """Decodes have the first slots, chunks the next. A decode with `context` keys computes the last one."""
+        """The plan of a point. Decodes have the first slots, chunks the next. A decode with `context` keys computes the
+        last one."""
         starts = _starts(point)
         if self._stateful:
             starts = [self._lengths[seq_slot] if start else 0 for seq_slot, start in enumerate(starts)]
@@ -100,7 +101,7 @@ class PlanMaker:
         return self._plan(rows, starts[:rows], chunks)
 
     def vision(self, request: Request) -> VisionPlan:
-        """All pictures of the request."""
+        """A plan that encodes all pictures of the request."""
         items, first = [], 0
         for index, image in enumerate(request.images):
             count = -(-image.num_tokens // self._sizes.image_block_size)
@@ -111,7 +112,7 @@ class PlanMaker:
         return VisionPlan(self._step_id(), tuple(items))
 
     def _plan(self, num_decodes: int, starts: Sequence[int], chunks: Sequence[tuple[int, int, int]]) -> LanguagePlan:
-        """Chunks are (slot, start, tokens)."""
+        """Builds a plan. `starts` are of the decodes; chunks are (slot, start, tokens)."""
         lengths = [start + 1 for start in starts] + [start + count for _, start, count in chunks]
         tables = self._tables(lengths)
         seq_slots = np.arange(num_decodes, dtype=np.int64)
@@ -146,8 +147,8 @@ class PlanMaker:
         return self._rng.integers(0, self._vocab_size, count, dtype=np.int64)
 
     def _tables(self, lengths: Sequence[int]) -> list[npt.NDArray[np.int32]]:
-        """Blocks of the rows, one row after the other. They wrap around at the end of the cache, because a row with a
-        state may be a little longer than its point says."""
+        """Block ids of each row, allocated in order. They wrap around at the end of the cache, because a row with a
+        state may be slightly longer than in its point."""
         num_blocks = self._sizes.kv_tokens // self._sizes.block_size
         counts = [-(-length // self._sizes.block_size) for length in lengths]
         ends = np.cumsum([0, *counts]).tolist()
@@ -163,7 +164,7 @@ def _starts(point: LanguagePoint) -> list[int]:
 
 
 def _stacked(tables: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
-    """[B, W] from B tables, padded with zeros."""
+    """Stacks B tables to [B, W], padded with zeros."""
     stacked = np.zeros((len(tables), max((len(table) for table in tables), default=1)), dtype=np.int32)
     for row, table in zip(stacked, tables, strict=True):
         row[: len(table)] = table
