@@ -52,7 +52,7 @@ class Unread(NamedTuple):
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # of these, whatever token they got
 
     def read(self) -> Samples:
-        """Waits for the device. Raises BackendError where it failed."""
+        """Waits for the device and returns the step's samples. Raises BackendError if the device failed."""
         arrays = self.fetch.result()
         if not arrays:
             return Samples.none(self.num_rows)
@@ -74,13 +74,13 @@ class Unread(NamedTuple):
         return samples
 
     def token(self, index: int) -> int:
-        """Of one of the rows that sample, -1 if it is not finite. Waits, and raises, as `read`."""
+        """Token of sampling row `index`; -1 if its logits are not finite. Waits and raises like `read`."""
         token_ids, finite, *_ = self.fetch.result()
         return int(token_ids[index]) if finite[index] else -1
 
 
 class _Replay(NamedTuple):
-    """`launch` gives (tokens, finite) of the rows that sample."""
+    """A replay of a captured step. `launch` returns (tokens, finite) of the rows that sample."""
 
     launch: Callable[[], tuple[Tensor, Tensor]]
     special: SpecialGraph
@@ -109,8 +109,8 @@ class AsynchronousStep(StepForm):
     # ---- graphs
 
     def _replay_of(self, plan: LanguagePlan, rows: StepRows, begun: Begun) -> _Replay | None:
-        """None: the step is launched op by op. Faults in the middle of a step need a middle, the host takes the logits
-        of scored prompts, and what is captured has room for so many biases."""
+        """The replay of the step; None: it is launched op by op. Reasons are injected faults, scored prompts (the host
+        reads their logits), more than MOST_BIASES biases, or no graph that fits."""
         graphs, sampling = self._graphs, begun.sampling
         if graphs is None or begun.poisoned or begun.scoring is not None:
             return None
@@ -140,7 +140,7 @@ class AsynchronousStep(StepForm):
         self._slot_table.written(sampling.seq_slots)
         if not sampling.special.size:
             return Unread(plan.num_rows, sampling.rows, fetch(sampled_rows if len(sampling.rows) else ()))
-        # The rows' tokens before are gone, so the step cannot be run again.
+        # The replay has overwritten the rows' last tokens, so the step cannot be run again.
         outcome = attempt("sampling", partial(self._replay_special, replay.special, plan, rows, sampling))
         if isinstance(outcome, ErrorInfo):
             failed = Samples.none(plan.num_rows)
@@ -167,7 +167,7 @@ class AsynchronousStep(StepForm):
     def _unread(
         self, num_rows: int, rows: StepRows, sampling: SamplingRows, special: SpecialArrays, found: SampledRows
     ) -> Unread:
-        """A step with special rows, whose requests' histories learn of its tokens when they need them."""
+        """The pending result of a step with special rows. Their requests' histories read its tokens when needed."""
         num_top = special.num_top[: len(sampling.rows)]
         tensors = found if (num_top >= 0).any() else found[:2]
         unread = Unread(num_rows, sampling.rows, self._parts.device.fetch(tensors), num_top, special.failures)
@@ -222,7 +222,7 @@ class AsynchronousStep(StepForm):
         return self._unread(plan.num_rows, rows, sampling, special, found)
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
-        """Of requests whose prompt ends in this step, or what they have so far after a preemption."""
+        """Recounts the tokens of penalised requests whose prompt, or recomputation after a preemption, ends here."""
         prompts = sampling.special[sampling.special >= len(plan.decodes)]
         recounts = self._slot_table.specials.recounts(sampling.seq_slots[prompts], vocabulary)
         if recounts is not None:
@@ -230,7 +230,7 @@ class AsynchronousStep(StepForm):
             self._slot_table.recount(seq_slots, places, counts, vocabulary)
 
     def _resolved(self, inputs: LanguageInput, decodes: DecodeRows, seq_slots: Tensor) -> LanguageInput:
-        """With the tokens of decodes that are on the device only. `seq_slots` begin with those of the decodes."""
+        """Fills in the decode tokens that only the device has. `seq_slots` begin with the slots of the decodes."""
         count = len(decodes)
         if not (decodes.token_ids < 0).any():
             return inputs
@@ -244,7 +244,7 @@ class AsynchronousStep(StepForm):
             logits.index_fill_(0, self._parts.device.send((rows,))[0], float("nan"))
 
     def _without_tokens(self, plan: LanguagePlan, begun: Begun) -> Samples | Unread:
-        """No row samples; the fetch says when the step has ended."""
+        """The result of a step in which no row samples; the fetch only marks its end."""
         fetch = self._parts.device.fetch(())
         if begun.scoring is None:
             return Unread(plan.num_rows, begun.sampling.rows, fetch)

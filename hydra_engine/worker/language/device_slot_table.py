@@ -39,7 +39,7 @@ class SamplingArrays(NamedTuple):
 
 
 class SlotSampling:
-    """One entry per slot of everything. Rows of slots without a request get a token as well, which is not used."""
+    """Sampling parameters by sequence slot. Rows of slots without a request get a token too, which is not used."""
 
     def __init__(self, num_seq_slots: int) -> None:
         self._temperatures: _Floats = np.zeros(num_seq_slots, dtype=np.float32)
@@ -68,21 +68,21 @@ class SlotSampling:
 
 
 def draw_numbers(states: _Words, counters: Int64s) -> _Floats:
-    """`sampler.draw_number` of each pair, of seeds' states."""
+    """Vectorised `sampler.draw_number`: one number per (seed state, counter) pair."""
     steps = (counters + 1).astype(np.uint64) * np.uint64(GOLDEN)  # modulo 2^64, as all of this
     bits = _mix64(states + steps) >> np.uint64(11)
     return np.minimum((bits * 2.0**-53).astype(np.float32), np.float32(MAX_NUMBER))
 
 
 def _mix64(values: _Words) -> _Words:
-    """`sampler.mix64`"""
+    """Vectorised `sampler.mix64`."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
 
 
 class DeviceSlotTable(SlotTable):
-    """Rows on the fast path are those that ask for nothing but filters and a draw."""
+    """A slot table with the last tokens on the device. Rows on the fast path need only filters and a draw."""
 
     def __init__(self, num_seq_slots: int, device: torch.device) -> None:
         super().__init__(num_seq_slots)
@@ -96,7 +96,8 @@ class DeviceSlotTable(SlotTable):
 
     @cached_property
     def last_tokens(self) -> Tensor:
-        """[num_seq_slots + 1] int64, at one address. Made by the lane, for what others launch has no order here."""
+        """Last token of each slot, [num_seq_slots + 1] int64, at a fixed address. The lane creates it on first use, so
+        that the allocation is ordered on the lane's stream."""
         return torch.zeros(self.padding + 1, dtype=torch.int64, device=self._device)
 
     def _assign(self, seq_slot: int, record: WorkerRequest) -> None:
@@ -108,22 +109,22 @@ class DeviceSlotTable(SlotTable):
             self._filled[seq_slot] = False
 
     def tokens(self, decodes: DecodeRows) -> Int64s:
-        """[B]: the rows' tokens, -1 where `resolve` finds them."""
+        """Tokens of the rows, [B]; -1 where the token is on the device (`resolve`)."""
         self.check_owners(decodes)
         has_token = self._filled[decodes.seq_slots] | (decodes.token_ids >= 0)
         assert has_token.all(), "a decode goes on from a token that was not sampled"
         return decodes.token_ids
 
     def resolve(self, token_ids: Tensor, seq_slots: Tensor) -> Tensor:
-        """[B] token ids, -1 replaced by the slot's last token; both on the device."""
+        """Token ids [B] with -1 replaced by the slot's last token; all on the device."""
         return torch.where(token_ids < 0, self.last_tokens.index_select(0, seq_slots), token_ids)
 
     def write(self, seq_slots: Tensor, token_ids: Tensor) -> None:
-        """The rows' last tokens from now on; both on the device."""
+        """Stores the slots' last tokens; both on the device."""
         self.last_tokens.index_copy_(0, seq_slots, token_ids)
 
     def written(self, seq_slots: Int64s) -> None:
-        """These slots have been written for their present requests."""
+        """Records that the device has a token of these slots' current requests."""
         self._filled[seq_slots] = True
 
     # ---- how often requests with penalties have had each token
@@ -136,11 +137,11 @@ class DeviceSlotTable(SlotTable):
         return self._counts
 
     def recount(self, seq_slots: Tensor, places: Tensor, counts: Tensor, vocabulary: int) -> None:
-        """As `Recounts` says; all on the device."""
+        """Replaces the slots' counts, see `Recounts`; all on the device."""
         table = self.counts(vocabulary)
         table.index_fill_(0, seq_slots, 0)
         table.view(-1).index_copy_(0, places, counts)
 
     def count(self, seq_slots: Tensor, token_ids: Tensor, increments: Tensor, vocabulary: int) -> None:
-        """One more token each; all [B] on the device."""
+        """Adds `increments` to the counts of the rows' tokens; all [B] on the device."""
         self.counts(vocabulary).view(-1).index_add_(0, seq_slots * vocabulary + token_ids, increments)

@@ -55,7 +55,7 @@ def special_columns(packed: Any, size: int, int32: Any, float64: Any) -> Special
 
 @lru_cache(maxsize=64)
 def _blank(size: int) -> Int64s:
-    """Of rows that ask for nothing. Shared: not to be written to."""
+    """Columns of rows without special parameters. Shared by calls: read only."""
     packed = np.zeros(WORDS * size, dtype=np.int64)
     columns = special_columns(packed, size, np.int32, np.float64)
     columns.penalties[:] = _NO_PENALTY
@@ -81,7 +81,7 @@ class SpecialArrays(NamedTuple):
 
 
 class Recounts(NamedTuple):
-    """Rows of `TokenCounts` that begin anew."""
+    """Token counts of slots that are counted again."""
 
     seq_slots: Int64s  # [n]
     places: Int64s  # [m] slot * V + token
@@ -169,7 +169,7 @@ class SlotSpecials:
         return self._masks[seq_slot][1]
 
     def recounts(self, seq_slots: Int64s, vocabulary: int) -> Recounts | None:
-        """Of those of these slots whose requests have penalties: all tokens that they have so far."""
+        """Counts all tokens so far of the slots whose requests have penalties; None if no slot has."""
         penalised = seq_slots[self._penalised[seq_slots]]
         if not penalised.size:
             return None
@@ -220,7 +220,7 @@ class SampledRows(NamedTuple):
 def sample_special(
     ops: Ops, logits: Tensor, sampling: SamplingTensors, special: SpecialTensors, counts: Tensor
 ) -> SampledRows:
-    """All rows of logits [B, V]; `counts` [slots, V] as in `Adjustments`, by sequence slot."""
+    """Samples and scores all rows of logits [B, V]. `counts` [slots, V] as in `Adjustments`, by sequence slot."""
     columns = special.columns
     adjusted = ops.adjust_logits(
         logits,
@@ -241,8 +241,8 @@ def sample_special(
 
 
 def logprobs_of(token: int, num_top: int, numbers: npt.NDArray[np.float32], places: _Words) -> TokenLogprobs:
-    """Of one row: numbers [3 + MAX_LOGPROBS] and places [1 + MAX_LOGPROBS] as `Ops.score_tokens` has them. `num_top`
-    is at most the vocabulary."""
+    """Log probabilities of one row from `Ops.score_tokens`: numbers [3 + MAX_LOGPROBS], places [1 + MAX_LOGPROBS].
+    `num_top` is at most the vocabulary."""
     chosen, largest, total, *best = numbers.tolist()
     log_total = largest + float(np.log(total))
     ranked: Sequence[tuple[int, float]] = [*zip(places[1:].tolist(), best, strict=True)][:num_top]

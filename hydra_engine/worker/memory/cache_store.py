@@ -58,8 +58,8 @@ def allocate_image_cache(
     device: torch.device = _CPU,
     share: Share | None = None,
 ) -> PagedCache | None:
-    """[N, planes, 1, S, 1, C]; None where no image feature ever comes. `share`: peers read this cache, which they do
-    where images are encoded."""
+    """Allocates the image cache [N, planes, 1, S, 1, C]; None if the instance never holds features. `share`: given
+    if peers read this cache, as they do where images are encoded."""
     if spec.vision is None or plan.num_image_blocks == 0:
         return None
     shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)
@@ -69,8 +69,8 @@ def allocate_image_cache(
 def allocate_states(
     spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, *, device: torch.device = _CPU
 ) -> StateCache | None:
-    """None where the model keeps none. Every sequence slot has two state slots, 2 * seq_slot and the
-    next: a step reads one and writes the other, so that a step that raised can be run again."""
+    """Allocates the recurrent states; None if the model has none. Sequence slot s has state slots 2 s and 2 s + 1: a
+    step reads one and writes the other, so that a step that raised can be run again."""
     shape = spec.language.delta
     if shape is None or not plan.num_state_slots:
         return None

@@ -60,7 +60,7 @@ def with_limits(
 
 
 def _candidates(given: SchedulerConfig, language: LanguageSpec) -> Iterator[SchedulerConfig]:
-    """From the largest on. Requests are lowered before tokens, which are what prompts are computed at full speed by."""
+    """Yields limits, the largest first. Lowers requests before tokens, since tokens give prompts their full speed."""
     all_tokens = [given.most_tokens]
     if given.token_budget is None:
         best = next((count for count in TOKENS if filled_places(language, count) >= FULL), TOKENS[-1])

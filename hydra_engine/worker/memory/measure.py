@@ -1,4 +1,4 @@
-"""Measures what an instance's largest steps take of a device that can tell its peaks, before caches are allocated."""
+"""Measures the memory of an instance's largest steps before caches are allocated, on a device that reports peaks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def measure(
     config: EngineConfig,
     plan: CachePlan,
 ) -> WorkingMemory:
-    """Runs the steps in the calling thread. `config` has no "auto" left, `plan` the longest request that there may be.
-    For a device that can tell its peaks; what a device cannot compute raises what the device raises."""
+    """Runs the largest steps in the calling thread and returns the memory that they take. `config` has no "auto" left;
+    `plan` has the length of the longest request. The device must report peaks; its errors are raised unchanged."""
     peaks = _Peaks(model, backend, spec, config, plan)
     captures, partitions = backend.device.asynchronous, backend.device.partitions.count
     return working_memory(peaks, spec, role, config, captures=captures, partitions=partitions)
@@ -90,7 +90,7 @@ class _Peaks:
         self._model.encode(blank_pictures(largest.span, largest.picture, largest.num_spans, device), self._image_cache)
 
     def _forward(self, counts: Sequence[int], *, scored: bool, merged: bool = False) -> None:
-        """Every row at the end of the longest context. `merged`: features under all tokens."""
+        """Runs a step with all rows at the end of the longest context. `merged`: all tokens take image features."""
         ops, device = self._backend.ops, self._backend.device.torch_device
         contexts = [max(self._max_model_len, *counts)] * len(counts)
         num_merged = sum(counts) if merged and self._image_cache is not None else 0

@@ -51,7 +51,7 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """What an instance has. `filled`: its part of a GPU, which caches fill."""
+    """An instance's part of a device. `filled`: a part of a GPU, which caches fill. `shares`: instances on it."""
 
     spec: ModelSpec
     role: Role
@@ -60,7 +60,7 @@ class DevicePart:
     filled: bool
 
     def more_room(self) -> str:
-        """What gives caches more of a device. Lower budgets make the largest steps smaller."""
+        """Advice on how to give caches more memory. Lower budgets make the largest steps smaller."""
         has_tower = self.spec.vision is not None and self.role.needs_vision
         ways = ["raise --gpu-memory-utilization"] if self.filled else ["free memory"]
         if self.filled:
@@ -74,13 +74,13 @@ class DevicePart:
 
 
 def typed_gib(num_bytes: int) -> str:
-    """The least number of GiB with three digits that holds so many bytes."""
+    """`num_bytes` in GiB, rounded up to three digits."""
     digits = max(2 - math.floor(math.log10(max(num_bytes, 1) / GIB)), 0)
     return f"{math.ceil(num_bytes / GIB * 10**digits) / 10**digits:.{digits}f}"
 
 
 def no_room(part: DevicePart, terms: Sequence[tuple[str, int]], own_bytes: int) -> ResourceError:
-    """`terms` (name, bytes) together are more than there is, or leave nothing for caches."""
+    """The error that `terms` (name, bytes) together exceed `own_bytes` or leave nothing for caches."""
     needed = " + ".join(f"{name} {size(num_bytes)}" for name, num_bytes in terms if num_bytes)
     shared = ""
     if part.shares > 1 and not part.filled:
@@ -102,7 +102,7 @@ def no_states(role: Role, num_slots: int, num_bytes: int, left_bytes: int) -> Re
 def caches_too_small(
     part: DevicePart, caches: Sequence[CacheSize], left_bytes: int, *, lower_to: int | None
 ) -> ResourceError:
-    """`lower_to`: with a --max-model-len of that many tokens the KV cache would do."""
+    """The error that caches are below their minimum. `lower_to`: a --max-model-len for which the KV cache suffices."""
     short = [cache for cache in caches if cache.too_small]
     sizes = " and ".join(f"{_NAMES[c.kind]} {size(c.num_bytes)} < {size(c.least_bytes)} ({c.least_is})" for c in short)
     ways = [cache.least_flag for cache in short if cache.given]

@@ -38,9 +38,9 @@ class FewerGraphs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkingMemory:
-    """What an instance's steps take beside weights and caches, in bytes. An encode and a language step run at the same
-    time, each at its largest. `graph_bytes` is kept free for captured steps and what special rows need; of steps with
-    prompts those of at most `captured_tokens` are captured. `fewer`: what less graphs would take, the most first."""
+    """The memory of an instance's steps beside weights and caches, in bytes. An encode and a language step run at the
+    same time, each at its largest. `graph_bytes` is kept for captured steps and special rows; steps with prompts of
+    at most `captured_tokens` are captured. `fewer`: alternatives with fewer graphs, the largest first."""
 
     encode_bytes: int = 0
     language_bytes: int = 0
@@ -66,7 +66,7 @@ class WorkingMemory:
         )
 
     def with_fewer_graphs(self) -> WorkingMemory | None:
-        """None: there are none to leave out."""
+        """The same with the next smaller set of graphs; None if there is none."""
         if not self.fewer:
             return None
         less, *rest = self.fewer
@@ -87,7 +87,7 @@ class LargestEncode(NamedTuple):
 
 
 def image_budget(config: EngineConfig, vision: VisionSpec) -> int:
-    """Most patches of a vision step that has more than one picture."""
+    """Maximum patches of a vision step with more than one picture."""
     given = config.scheduler.image_budget
     return given if given > 0 else min(2 * vision.max_patches_per_image, DEFAULT_IMAGE_BUDGET)
 
@@ -99,7 +99,7 @@ def largest_encode(vision: VisionSpec, budget: int) -> LargestEncode:
 
 
 def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]:
-    """Tokens of each row of a step: one of every row, and as many more as its last rows may have."""
+    """Tokens of each row of a step of `num_tokens`: one per row, the rest in the last rows, at most `longest` each."""
     counts, left = [1] * min(num_rows, num_tokens), max(num_tokens - num_rows, 0)
     for row in reversed(range(len(counts))):
         more = min(left, longest - 1)
@@ -109,7 +109,7 @@ def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]
 
 
 class LargestSteps(Protocol):
-    """Bytes that the largest step of each stage takes."""
+    """A source of the bytes that the largest step of each stage takes."""
 
     def encode(self, vision: VisionSpec) -> int: ...
 
@@ -123,7 +123,7 @@ class LargestSteps(Protocol):
 def working_memory(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, *, captures: bool, partitions: int
 ) -> WorkingMemory:
-    """What the steps of the role take. `captures`: the device replays steps, unless the configuration says no."""
+    """Returns the memory of the role's steps. `captures`: the device can replay steps. `enforce_eager` applies."""
     encode = language = graphs = 0
     of_steps = [FewerGraphs(MOST_TOKENS, 0)]
     if spec.vision is not None and role.needs_vision:
@@ -142,7 +142,7 @@ def working_memory(
 def _step_graphs(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, decode_bytes: int
 ) -> list[FewerGraphs]:
-    """What the graphs of language steps take, and what fewer do. They share the memory that they compute in."""
+    """Memory of the graphs of language steps, then of smaller sets of graphs. Graphs share their activation memory."""
     scheduler, most = config.scheduler, MOST_TOKENS if Role.P in role else FEW_TOKENS
     sizes = () if spec.language.has_states else mixed_sizes(scheduler.most_tokens, scheduler.most_requests, most)
     if not sizes:
@@ -181,7 +181,7 @@ class _Estimates:
 
 
 def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
-    """Before anything is loaded: of the right size, not more."""
+    """Estimates the working memory before anything is loaded: the right order of magnitude only."""
     both = spec.vision is not None and role.needs_vision and role.needs_language
     partitions = 1 + len(config.sm_counts) if both else 1
     steps = _Estimates(spec, config, dtype_bytes)
@@ -196,13 +196,13 @@ def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int)
 
 
 def special_row_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Counts of tokens and masks of a device that samples special rows itself (worker/language/special.py)."""
+    """Bytes of token counts and masks on a device that samples special rows itself (worker/language/special.py)."""
     per_slot = 4 * spec.language.vocab_size + 4 * -(-spec.language.vocab_size // 32)
     return (config.scheduler.most_requests + 1) * per_slot
 
 
 def encode_graph_bytes(vision: VisionSpec, config: EngineConfig, encode_bytes: int) -> int:
-    """Of captured encodes, which do not compute where others do; `encode_bytes`: what the largest encode takes."""
+    """Bytes of captured encodes, which have their own activation memory. `encode_bytes`: of the largest encode."""
     if vision.processor is not None:
         return 0
     largest = largest_encode(vision, image_budget(config, vision)).num_patches
