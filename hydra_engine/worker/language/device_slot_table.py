@@ -130,8 +130,8 @@ class DeviceSlotTable(SlotTable):
     # ---- how often requests with penalties have had each token
 
     def counts(self, vocabulary: int) -> Tensor:
-        """[num_seq_slots + 1, V] int32 as in `Adjustments`, at one address, of logits [.., V]. Made by the lane, when
-        they are first asked for. What is in the row of a request without penalties says nothing."""
+        """Token counts [num_seq_slots + 1, V] int32 as in `Adjustments`, at a fixed address. The lane creates them on
+        first use. Rows of requests without penalties are meaningless."""
         if self._counts is None:
             self._counts = torch.zeros((self.padding + 1, vocabulary), dtype=torch.int32, device=self._device)
         return self._counts

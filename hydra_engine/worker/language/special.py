@@ -34,8 +34,8 @@ _SHORT = 6  # columns of int32
 
 
 class SpecialColumns(NamedTuple, Generic[_Column]):
-    """Of a step's rows that sample, [B] each, int32 but for the first: see `Adjustments`. All of them lie in one piece
-    of WORDS times B words."""
+    """The columns of a step's sampling rows, [B] each, int32 except the first: see `Adjustments`. They share one array
+    of WORDS * B words of 8 bytes."""
 
     penalties: _Column  # [B, 3] float64
     bias_begins: _Column
@@ -47,7 +47,7 @@ class SpecialColumns(NamedTuple, Generic[_Column]):
 
 
 def special_columns(packed: Any, size: int, int32: Any, float64: Any) -> SpecialColumns[Any]:
-    """Of an array or a tensor of int64, [WORDS * size], which takes its own library's dtypes."""
+    """Views an int64 array or tensor, [WORDS * size], as columns. `int32` and `float64` are dtypes of its library."""
     first = (WORDS - _SHORT // 2) * size
     short = packed[first : WORDS * size].view(int32).reshape(_SHORT, size)
     return SpecialColumns(packed[:first].view(float64).reshape(size, 3), *short)
@@ -89,7 +89,7 @@ class Recounts(NamedTuple):
 
 
 class SlotSpecials:
-    """One entry per slot of everything."""
+    """The special parameters of requests (biases, penalties, masks, log probabilities) by sequence slot."""
 
     def __init__(self, num_seq_slots: int) -> None:
         self._penalties: npt.NDArray[np.float64] = np.ones((num_seq_slots, 3), dtype=np.float64)
@@ -117,8 +117,8 @@ class SlotSpecials:
         return None if state is None else state.history
 
     def of(self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int) -> SpecialArrays:
-        """`rows`: which of `size` rows that sample are special; slots and numbers of generated tokens are theirs. Waits
-        for the last token of requests with a grammar."""
+        """Builds the host arrays of a step with `size` sampling rows. `rows`: indices of the special ones, to which
+        `seq_slots` and `num_generated` belong. Waits for the last token of requests with a grammar."""
         packed = _blank(size).copy()
         columns: SpecialColumns[Any] = special_columns(packed, size, np.int32, np.float64)
         penalised = self._penalised[seq_slots]
@@ -150,7 +150,7 @@ class SlotSpecials:
         return SpecialArrays(packed, ids, values, every, columns.num_top.copy(), tuple(failures))
 
     def _mask(self, seq_slot: int, state: SamplingState, num_generated: int, vocabulary: int) -> _Words | None:
-        """[ceil(V / 32)]; None: every token may come, as in a row whose request has failed meanwhile."""
+        """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if the request has failed."""
         if state.constraint is not None:
             assert state.history is not None
             state.history.settle()
@@ -209,7 +209,7 @@ class SpecialTensors(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """On the device."""
+    """The result of `sample_special`, on the device."""
 
     tokens: Tensor  # [B] int64
     finite: Tensor  # [B] bool
