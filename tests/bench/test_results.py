@@ -96,6 +96,7 @@ def test_the_budget_counts_steps_of_the_server_and_gaps_of_the_client() -> None:
     assert peer["decode_steps"] is None and peer["late_share"] is None and peer["limit_used"] is None
 
 
+@pytest.mark.slow
 def test_a_trace_places_requests_by_their_first_token(tmp_path: Path) -> None:
     records = [
         flow("pope", planned_s, planned_s + 0.62, 0.1, 5, metrics=served(1.0, *TIMELINE)) for planned_s in (0, 2)

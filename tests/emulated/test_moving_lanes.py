@@ -95,6 +95,7 @@ def moved(counts: tuple[int, ...], steps: list[Job], encodes: list[Job]) -> dict
     return device.places
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     counts=st.permutations([32, 64, 96]).map(tuple),

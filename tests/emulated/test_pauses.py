@@ -197,7 +197,7 @@ def test_encodes_in_pieces_have_the_features_of_whole_ones(models: Models, captu
     host.worker.close()
 
 
-@pytest.mark.quick("pieces")
+@pytest.mark.slow
 @pytest.mark.parametrize("tpot_slo", [None, LIMIT_S], ids=["whole", "pieces"])
 def test_two_encodes_in_flight_leave_no_gap(models: Models, tpot_slo: float | None) -> None:
     """The second one is launched, and what it needs is on its way, while the first one is computed."""

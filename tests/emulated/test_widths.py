@@ -57,6 +57,7 @@ def encoded(model_dir: Path, backend: Backend) -> tuple[Tensor, list[int]]:
     return cache.data[:, 0].flatten(1).cpu().float(), [weight.num_in for weight in weights if weight.padding]
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_rows_of_a_tower_are_multiples_of_16_bytes(

@@ -46,6 +46,7 @@ def golden(tiny_model: Path) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.quick("}-2EPD")
 @pytest.mark.parametrize("topology", ["EPD", pytest.param("E+P+D", marks=pytest.mark.slow), "2EPD"])
 @pytest.mark.parametrize("options", [{"token_budget": 7}], ids=str)
 def test_every_answer_is_that_of_its_seed_and_finds_the_prompt_computed(
@@ -138,6 +139,7 @@ def test_the_queue_counts_every_answer(make_engine: EngineFactory) -> None:
     handle.cancel()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("begun", [False, True])
 def test_cancelling_ends_all_answers(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
     monkeypatch.setenv("HYDRA_FAULTS", "1")

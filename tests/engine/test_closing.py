@@ -60,6 +60,7 @@ async def by_a_task_that_is_cancelled(engine: Engine) -> None:
     engine.close()  # waits for what the task began
 
 
+@pytest.mark.quick("by_aclose", "by_an_error")
 @pytest.mark.parametrize(
     "way",
     [by_with, by_async_with, by_close, by_aclose, by_an_error, by_several_at_once, by_a_task_that_is_cancelled],

@@ -24,6 +24,7 @@ def ask(engine: Engine, image: Image.Image, detail: str | None = None, **options
     return engine.chat(messages, **ASKED, **options)
 
 
+@pytest.mark.quick("internvl")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_fewer_pixels_are_fewer_tokens(
     make_engine: EngineFactory, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch

@@ -46,7 +46,7 @@ def test_each_is_listed_and_tested() -> None:
     assert all(f"| [{name}]({name}) |" in index for name in files)
 
 
-@pytest.mark.quick("json_from_picture", "conversation")
+@pytest.mark.quick("conversation")
 @pytest.mark.parametrize("name", SAID)
 def test_it_says_what_it_should(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

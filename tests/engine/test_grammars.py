@@ -193,6 +193,7 @@ class Star(pydantic.BaseModel):
     answer: Literal["The star is red.", "The star is yellow.", "The star is blue."]
 
 
+@pytest.mark.slow
 def test_a_pydantic_model_a_dict_and_the_apis_shape_are_the_same() -> None:
     picture = Path(hydra_engine.__file__).parent / "demo" / "pictures" / "stars.png"
     schema = Star.model_json_schema()
@@ -218,6 +219,7 @@ def test_a_pydantic_model_a_dict_and_the_apis_shape_are_the_same() -> None:
             assert "  " not in re.sub('"[^"]*"', "", parsed.text) and "\n" not in re.sub('"[^"]*"', "", parsed.text)
 
 
+@pytest.mark.quick("asked0", "asked4")
 @pytest.mark.parametrize(
     ("asked", "param"),
     [

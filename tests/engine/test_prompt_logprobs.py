@@ -116,6 +116,7 @@ def test_nothing_changes_a_score(
     assert_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_hybrid_decoders_score_in_any_chunks(make_engine: EngineFactory, tmp_path: Path) -> None:
     text = {**HYBRID, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     make_tiny("minicpmv4_6", tmp_path, seed=7, text_type="qwen3_5_text", text=text)
@@ -123,6 +124,7 @@ def test_hybrid_decoders_score_in_any_chunks(make_engine: EngineFactory, tmp_pat
     assert together(cut) == alone(whole)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_scored_in_spite_of_what_is_cached(
     make_engine: EngineFactory, golden: list[tuple[Scores | None, tuple[int, ...]]]
 ) -> None:

@@ -148,6 +148,7 @@ def test_another_question_about_the_same_picture_needs_no_encode(make_engine: En
     assert (images_encoded(engine), images_encoded(plain)) == (2, 5)
 
 
+@pytest.mark.slow
 def test_a_picture_asked_about_by_many_at_once_is_encoded_once(make_engine: EngineFactory) -> None:
     engine, plain = make_engine(), make_engine(prefix_caching=False)
     asked = [f"Question number {number}" for number in range(6)]

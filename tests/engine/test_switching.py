@@ -26,6 +26,7 @@ def roles(engine: Engine) -> list[str]:
     return [state.role for state in engine.instances()]
 
 
+@pytest.mark.slow
 def test_roles_change_under_load_and_back(tiny_model: Path, golden: list[Outcome]) -> None:
     with RestlessEngine(tiny_model, topology="2EPD", **OPTIONS) as engine:
         rig = Rig(engine, REQUESTS, golden)

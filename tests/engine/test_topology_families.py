@@ -39,6 +39,7 @@ def test_families_give_the_tokens_of_one_instance(
     assert_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_recurrent_states_stay_where_they_are(make_engine: EngineFactory, tmp_path: Path) -> None:
     text = {**HYBRID, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     make_tiny("minicpmv4_6", tmp_path, seed=3, text_type="qwen3_5_text", text=text)

@@ -189,6 +189,7 @@ async def ask(frontend: Frontend, *, images: Any = None, max_tokens: int = 5) ->
     return number, handle
 
 
+@pytest.mark.quick("[EP+D", "[E+P+D")
 @pytest.mark.parametrize("topology", ["EPD", "EP+D", "ED+P", "2E+P+D", "E+PD", "2EPD"])
 async def test_answers_come_back_over_every_topology(topology: str) -> None:
     async with started(topology) as (frontend, _):
@@ -373,6 +374,7 @@ async def test_roles_are_switched_after_an_instance_has_finished() -> None:
         assert [state.role for state in frontend.instances()] == ["EPD"] * 3
 
 
+@pytest.mark.quick("[PD+E-1-EPD")
 @pytest.mark.parametrize(
     ("topology", "lost", "stands_in"), [("EP+D", 1, "EPD"), ("E+PD", 1, "EPD"), ("P+ED", 0, "EPD"), ("PD+E", 1, "EPD")]
 )
@@ -421,6 +423,7 @@ async def test_two_that_swap_their_roles_do_it_at_once() -> None:
         assert frontend.health() == (True, "ok")
 
 
+@pytest.mark.quick("E+P+D-P+E+D")
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

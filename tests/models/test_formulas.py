@@ -60,6 +60,7 @@ def test_parameter_counts(checkpoint: CheckpointFactory, variant: str) -> None:
         assert sum(torch.Size(slot.shape).numel() for slot in slots.values() if not slot.optional) == expected
 
 
+@pytest.mark.quick("gqa")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flops_are_those_that_torch_counts(checkpoint: CheckpointFactory, variant: str) -> None:
     directory = checkpoint(variant, **VARIANTS[variant])

@@ -168,7 +168,7 @@ def whole_pieces(pair: Pair, prompt: Prompt, sizes: list[int]) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-@pytest.mark.quick("native")
+@pytest.mark.quick("native-gemma3")
 @pytest.mark.parametrize("name", PLAIN)
 def test_logits_do_not_depend_on_how_the_prompt_is_cut(name: str, directories: Directories, backend: Backend) -> None:
     pair = Pair(directories(name), backend)

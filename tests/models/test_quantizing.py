@@ -73,7 +73,7 @@ def test_a_fused_layer_is_its_parts() -> None:
         assert torch.equal(packed.weight.values[rows], quantized_matrix(weights[name], 4).values)
 
 
-@pytest.mark.quick("llava", "llama", "qwen3_5_text-int4")
+@pytest.mark.quick("llama-int4", "llava-int4")
 @pytest.mark.parametrize("wanted", ["int4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "llava", "qwen3_5_text"])
 def test_a_model_s_decoder_is_quantised_and_nothing_else(

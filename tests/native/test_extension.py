@@ -92,7 +92,7 @@ def test_wide_kernels_move_16_bytes_at_once(arch: str, kernel: str, loads: int, 
     assert all(".64" in a for a in rest), rest
 
 
-@pytest.mark.quick("sm_80")
+@pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize("arch", CUBINS)
 def test_copies_have_all_their_loads_in_flight_before_the_first_store(arch: str) -> None:

@@ -129,6 +129,7 @@ def test_the_troubleshooting_page_quotes_what_the_code_says() -> None:
     assert not [q for q in said if not is_said(q)]
 
 
+@pytest.mark.slow
 def test_what_is_not_said_is_not_found() -> None:
     assert is_said("cannot listen on ...: ...") and is_said("the model is still loading")
     assert not is_said("the model is ... loading") and not is_said("the engine is tired")

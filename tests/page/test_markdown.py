@@ -151,6 +151,7 @@ _SPLITS = """async (texts) => {
 }"""
 
 
+@pytest.mark.slow
 def test_an_answer_looks_the_same_wherever_its_pieces_end(page: Any) -> None:
     num_cases, wrong = page.evaluate(_SPLITS, ANSWERS)
     assert wrong == [] and num_cases > 1000
@@ -214,6 +215,7 @@ def test_a_long_answer_costs_what_is_added(page: Any) -> None:
     assert seen[0] < 500 and seen[1] == 300
 
 
+@pytest.mark.slow
 def test_formulas_and_code_are_finished_by_their_libraries(page: Any) -> None:
     text = (
         "$\\frac{a}{\\sqrt b}$ and \\(\\unknown x\\)\n\n```python\nimport os  # x\n```\n\n$$\\href{https://x.org}{y}$$"

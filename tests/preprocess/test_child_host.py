@@ -92,7 +92,7 @@ def test_one_child_answers_job_after_job(make: Make) -> None:
     assert len(host.pids()) == 1
 
 
-@pytest.mark.quick("os.abort", "Answer('x'", "Answer(5)")
+@pytest.mark.quick("os.abort")
 @pytest.mark.parametrize(
     ("doing", "reason", "by_itself"),
     [
@@ -143,6 +143,7 @@ def test_a_child_ended_from_outside_is_no_fault_of_its_job(
     assert len(once.pids()) == 1
 
 
+@pytest.mark.slow
 def test_a_child_without_a_processor_is_no_fault_of_its_job(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "longest_wait_s", lambda pid, before: 0.2)
     with pytest.raises(Unavailable, match="given no time"):

@@ -143,6 +143,7 @@ async def test_what_never_ends_is_not_served(start: Make) -> None:
         await start(CHAT_TEMPLATE + LOOPS, command=(sys.executable, "-c", HASTY))
 
 
+@pytest.mark.slow
 async def test_a_child_that_somebody_kills_costs_nothing(start: Make) -> None:
     texts = await start()
     expected = await texts.encode("a", user("hello"))

@@ -140,6 +140,7 @@ def test_the_older_template_file_is_found(model_dir: Path, tmp_path: Path) -> No
     assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
 
 
+@pytest.mark.slow
 def test_the_whole_room_runs_without_torch(model_dir: Path) -> None:
     code = f"""
 import sys, asyncio

@@ -328,6 +328,7 @@ async def test_a_body_has_a_least_rate(serve: Serve) -> None:
         one.close()
 
 
+@pytest.mark.quick("[0]")
 @pytest.mark.parametrize("data", [b"", b"\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: "], ids=range(3))
 async def test_headers_that_do_not_come(served: Served, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(listening, "_HEADERS_S", 0.2)

@@ -71,6 +71,7 @@ async def test_later_ones_are_told_together(caplog: pytest.LogCaptureFixture, mo
     assert lines[1].startswith("the event loop was blocked 3 times since the last such line, at most for ")
 
 
+@pytest.mark.slow
 async def test_only_requests_that_wait_are_told_of(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     served.engine.prefill_s = 30
     for is_waiting in (False, True):

@@ -169,6 +169,7 @@ def test_completions_and_models(client: openai.OpenAI) -> None:
     assert completion.usage is not None and completion.usage.completion_tokens <= 5
 
 
+@pytest.mark.quick("Describe")
 @pytest.mark.parametrize("question", QUESTIONS[:3], ids=lambda q: q["question"])
 def test_right_answers_of_the_other_endpoints(served: Served, client: openai.OpenAI, question: dict[str, Any]) -> None:
     """The same question in OpenAI's newer form and in Anthropic's, whole and streamed."""

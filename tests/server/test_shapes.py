@@ -128,6 +128,7 @@ def test_conversations_of_any_shape(server: Server) -> None:
     assert server.seen["200"] - before > 40, server.seen
 
 
+@pytest.mark.slow
 @fuzz(60)
 @given(text=st.text(characters, min_size=1, max_size=60))
 def test_texts_come_back(server: Server, text: str) -> None:

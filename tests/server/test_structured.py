@@ -300,6 +300,7 @@ def shown(path: str, answer: Any) -> tuple[str, list[str]]:
     return "".join(texts), [block["name"] for block in answer["content"] if block["type"] == "tool_use"]
 
 
+@pytest.mark.quick("/v1/chat/completions")
 @pytest.mark.parametrize("path", FORCED)
 async def test_a_model_calls_a_tool_or_answers_in_the_form(url: str, path: str) -> None:
     body, forced = FORCED[path]

@@ -69,6 +69,7 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
     assert streamed == [entry.token for entry in whole.logprobs.content] and "".join(streamed).startswith(TEXT)
 
 
+@pytest.mark.slow
 async def test_responses_and_messages(client: openai.AsyncOpenAI, server: Listening) -> None:
     async with client.responses.stream(model="demo", input="x", tools=FUNCTIONS, **writes(TEXT)) as stream:
         async for _ in stream:

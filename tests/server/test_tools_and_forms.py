@@ -51,6 +51,7 @@ def chosen(form: Grammar, dialect: str, *, parallel: bool = True, mode: str = "a
     return use.sampling(SamplingParams(grammar=form))
 
 
+@pytest.mark.quick("text-hermes", "text-json")
 @pytest.mark.parametrize("dialect", CALLS)
 def test_a_call_or_the_form(texts: Texts, dialect: str) -> None:
     use = ToolUse(tuple(TOOLS), "auto", dialect=dialect)

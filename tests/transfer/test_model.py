@@ -79,6 +79,7 @@ def test_an_early_acknowledgement_alone_tears_nothing_because_the_word_is_read()
     assert not explore(Model(**(TWO | {"leases": False}), mutants=("no_verify",))).violation
 
 
+@pytest.mark.quick("source_ignores_death")
 @pytest.mark.parametrize("mutant", ["source_ignores_death", "target_ignores_death"])
 def test_watching_for_deaths_only_makes_it_faster(mutant: str) -> None:
     """The lease and the frontend's new attempt cover a death that one side never hears of."""

@@ -102,6 +102,7 @@ def test_published_configs_give_the_known_numbers(
     assert language.num_parameters() / 1e9 == pytest.approx(billions, abs=0.1)
 
 
+@pytest.mark.quick("size2", "size0")
 @pytest.mark.parametrize(
     ("size", "tiles"), [((1536, 1152), 12), ((1024, 1024), 16), ((400, 300), 12), ((1, 1), 16), ((3000, 200), 4)]
 )

@@ -152,6 +152,7 @@ def test_every_tile_is_a_span(published: ModelDir) -> None:
     assert (len(small.views), len(small.items), small.num_tokens) == (1, 1, 256)
 
 
+@pytest.mark.quick("1-2]")
 @pytest.mark.parametrize(("least", "most"), [(1, 12), (3, 7), (1, 2), (1, 1), (4, 4), (1, 40)])
 def test_tiles_are_those_of_transformers(published: ModelDir, least: int, most: int) -> None:
     published.write("preprocessor_config.json", {**IMAGES, "min_patches": least, "max_patches": most})

@@ -112,7 +112,7 @@ def test_steps_behind_their_launch_give_the_same_tokens(model_dir: Path, backend
     rig.worker.close()
 
 
-@pytest.mark.quick("[llava", "qwen2_vl]")
+@pytest.mark.quick("llava")
 def test_replayed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model_dir: Path) -> None:
     for number, generate in enumerate((rig.generate, rig.generate_ahead)):
         device.replays.clear()

@@ -84,6 +84,7 @@ def test_an_offer_that_is_gone_is_not_valid(ready: tuple[Rig, Rig]) -> None:
     assert pull(target, PoolKind.KV, [(1, 2)], slot=4095).valid
 
 
+@pytest.mark.quick("dst.mid_copy")
 @pytest.mark.parametrize("point", ["dst.mid_copy", "dst.after_copy"])
 def test_blocks_that_are_overwritten_during_the_copy_do_not_count(ready: tuple[Rig, Rig], point: str) -> None:
     """Checksums of what was offered do not make a lost race a problem: the bytes are nobody's any more."""

@@ -81,7 +81,7 @@ def filled(heads: int, dim: int, block_size: int, dtype: torch.dtype) -> PagedCa
 HEADS = [(2, 2, 64, 16), (3, 1, 80, 16), (7, 1, 128, 4), (2, 1, 256, 5), (2, 2, 20, 16), (4, 2, 8, 3)]
 
 
-@pytest.mark.quick("5-(3, 1, 80, 16)-torch.bfloat16", "1-(2, 2, 20, 16)-torch.float16")
+@pytest.mark.quick("[5-(3, 1, 80, 16)-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "heads"), [(1, HEADS[4]), (1, (1, 1, 64, 5)), *((5, h) for h in HEADS)], ids=str)
 def test_rope_linear(dtype: torch.dtype, num_rows: int, heads: tuple[int, int, int, int]) -> None:
