@@ -171,7 +171,7 @@ def test_quantised_layers_are_counted(
 def test_files_of_gguf_are_counted(
     checkpoint: CheckpointFactory, reference: Backend, built: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the last of its layers is there."""
+    """A file may hold the last layer without those before it."""
     pytest.importorskip("gguf", reason="writes the file")
     from tests import gguf_files
 

@@ -1,9 +1,9 @@
-"""Which rows of a step are deferred because their grammars' masks would keep other rows waiting.
+"""The budget of a step for masks of grammars, and the rows that are deferred beyond it.
 
-The lane waits for masks, so they are computed for so long and the one that is begun then; rows that are left are for a
-later step. Where several clients are in a step their masks take turns, and a client whose mask took longer pays with
-the steps that follow; one that is alone has longer steps, for it waits for itself. A row's token is the same in
-whatever step it is computed. Does not know what a grammar is.
+The lane waits for masks, so a step computes them until its budget is used; the mask begun last may exceed it. Rows
+without a mask are deferred to a later step. In a step with several clients their masks take turns, and a client whose
+mask exceeded the budget pays in the following steps; a single client has a larger budget, since only it waits. A row's
+token does not depend on the step that computes it. Does not know what a grammar is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_ROWS = 1 << 20  # more than a step has
 
 @dataclass(slots=True, eq=False)
 class _Mask:
-    """Of a row, and what it is computed with."""
+    """The mask of a row, with the inputs to compute it."""
 
     row: int
     seq_slot: int
@@ -39,8 +39,11 @@ class _Mask:
 
 
 class MaskTurns:
-    """`expected_only`: tokens are on a device, and the lane computes masks behind a step's forward, which they do not
-    hold up; only where they are expected to take too long are they computed before it."""
+    """Chooses the rows to defer.
+
+    `expected_only`: sampling is on a device, where masks are computed while a step's forward runs and delay nothing.
+    Then masks are computed ahead only if they are expected to exceed the budget.
+    """
 
     def __init__(
         self, slot_table: SlotTable, *, expected_only: bool, clock: Callable[[], float] = time.thread_time
@@ -54,8 +57,8 @@ class MaskTurns:
         self._step = 0
 
     def deferred(self, plan: LanguagePlan, barred: Collection[int]) -> list[int]:
-        """Rows of the plan, ascending, beside those that are barred. Computes the masks of the others, or leaves that
-        to whoever samples."""
+        """Returns the deferred rows of the plan, ascending, without `barred` ones. Computes the masks of the other rows
+        or, with `expected_only`, may leave that to the sampler."""
         table = self._slot_table
         rows = [row for row in table.deferrable(plan) if row not in barred]
         if not rows:
@@ -66,7 +69,7 @@ class MaskTurns:
         return sorted([*behind, *left])
 
     def choose(self, plan: LanguagePlan, rows: Sequence[int]) -> list[int]:
-        """Those of these rows that are left for a later step."""
+        """Computes masks within the budget and returns the rows, of these, that are left for a later step."""
         self._step += 1
         self._owed_s = {client: owed_s - STEP_S for client, owed_s in self._owed_s.items() if owed_s > STEP_S}
         is_alone = len({request.client for request in self._slot_table.requests(plan)}) == 1
@@ -109,7 +112,7 @@ class MaskTurns:
         return list(left)
 
     def _prepare(self, mask: _Mask) -> float:
-        """Seconds that it took. What it raises is raised again where the row is sampled."""
+        """Computes the mask and returns the seconds that it took. An error is raised again when the row is sampled."""
         began_s = self._clock()
         attempt("a mask", mask.prepare)
         return self._clock() - began_s
@@ -123,7 +126,7 @@ class MaskTurns:
         return self._deferred_since.get(mask.seq_slot, self._step)
 
     def _is_next(self, plan: LanguagePlan, mask: _Mask) -> bool:
-        """Whether its row samples behind the tokens that its history has now; none follows where a row failed."""
+        """True if the row samples the token after those of its history; False if an earlier row of it failed."""
         mask.history.settle()
         if not self._expected_only and mask.row < len(plan.decodes):
             start, token_id = self._slot_table.known_token(plan.decodes, mask.row)
