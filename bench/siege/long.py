@@ -12,7 +12,8 @@ import json
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,17 @@ async def piece(seed: str, tally: Tally, seconds: float, *, has_networks: bool) 
     print(f"siege: {topology} for {seconds:.0f} s", flush=True)
     try:
         await stage.start()
-        before = None
+        before = oracles.footprints(stage.server)
+        is_warm = False
         while (left_s := seconds - (time.monotonic() - began)) > 1.0:
-            await _round(stage, tally, rng, min(ROUND_S, left_s), before)
+            limit_mib = oracles.MAX_GROWTH_MIB if is_warm else inf
+            await _round(stage, tally, rng, min(ROUND_S, left_s), before, limit_mib)
             if not processes.is_running(stage.server.pid):
                 break
-            before = before or oracles.footprints(stage.server)  # the first round fills caches
+            if not is_warm:  # the first round fills caches
+                now = oracles.footprints(stage.server)
+                before = {n: replace(then, resident_mib=now[n].resident_mib) for n, then in before.items() if n in now}
+                is_warm = True
             tally.front_mib.append(round(processes.resident_mib(stage.server.pid), 1))
     finally:
         stage.close()
@@ -123,7 +129,12 @@ async def piece(seed: str, tally: Tally, seconds: float, *, has_networks: bool) 
 
 
 async def _round(
-    stage: Stage, tally: Tally, rng: random.Random, seconds: float, before: dict[str, oracles.Footprint] | None
+    stage: Stage,
+    tally: Tally,
+    rng: random.Random,
+    seconds: float,
+    before: dict[str, oracles.Footprint],
+    growth_mib: float,
 ) -> None:
     faults = tuple(rng.choice(FAULTS) for _ in range(max(int(seconds / FAULT_EVERY_S), 1)))
     log_before = stage.server.log_bytes
@@ -132,7 +143,7 @@ async def _round(
         return
     if not await stage.server.wait_whole(120):
         tally.note(Finding("ends", f"not every instance has come back: {stage.server.log[-300:]!r}"))
-    for finding in await oracles.footprint(stage.server, before or {}, log_before, within_s=20.0):
+    for finding in await oracles.footprint(stage.server, before, log_before, within_s=20.0, growth_mib=growth_mib):
         tally.note(finding)
 
 
