@@ -19,6 +19,7 @@ from bench.siege.running import Server
 from bench.siege.stage import Case, Stage
 
 _MESSAGES = [{"role": "user", "content": "x"}]
+_GIVEN_S = 0.5  # a request has reached its child by then; a stopped child is given up later than that
 
 
 def _picture(rng: random.Random) -> dict[str, Any]:
@@ -38,7 +39,8 @@ KINDS: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]]]] = {
 
 
 async def hurt(kind: str, number: signal.Signals, stage: Stage) -> list[Finding]:
-    """All idle children of a kind; good requests that need them follow."""
+    """Stops all children of a kind, and good requests that need them follow. SIGKILL comes when they have been given
+    those jobs: an idle child that is killed is noticed before the next job, more often than not."""
     module, make = KINDS[kind]
     rng = stage.rng
     await stage.bob.post(CHAT, make(rng))  # there is one
@@ -46,8 +48,13 @@ async def hurt(kind: str, number: signal.Signals, stage: Stage) -> list[Finding]
     if not pids:
         return [Finding("ends", f"there is no process with {module}")]
     for pid in pids:
-        processes.send(pid, number)
-    answers = await asyncio.gather(*(stage.bob.post(CHAT, make(rng)) for _ in range(3)))
+        processes.send(pid, signal.SIGSTOP)
+    requests = asyncio.gather(*(stage.bob.post(CHAT, make(rng)) for _ in range(3)))
+    if number is signal.SIGKILL:
+        await asyncio.sleep(_GIVEN_S)
+        for pid in pids:
+            processes.send(pid, number)
+    answers = await requests
     after = await stage.bob.post(CHAT, make(rng))
     for pid in pids:
         processes.send(pid, signal.SIGCONT)
