@@ -35,8 +35,8 @@ from hydra_engine.errors import CODES
 ANSWER_S = 60.0  # a request without an answer for this long is lost
 WARM_UP = 300  # malformed requests before footprints are taken, at most
 LARGE_BYTES = 1 << 20  # of a request; reading and parsing more takes its time, whatever is wrong with it
-MOST_GROWTH_MIB = 64  # of the memory of all processes after the first tenth, some of which is what bodies left unused
-MOST_THREADS = 24  # of the front, whose pools of bounded size fill up in their own time
+MAX_GROWTH_MIB = 64  # of the memory of all processes after the first tenth, some of which is what bodies left unused
+MAX_THREADS = 24  # of the front, whose pools of bounded size fill up in their own time
 RESULT = ROOT / "bench" / "results" / "fuzz.json"
 _DEMO = ROOT / "hydra_engine" / "demo"
 _INSIDE = re.compile(
@@ -354,13 +354,13 @@ class Campaign:
             await asyncio.sleep(0.1)
         self.tally.leaks += grown
         first, last = self.tally.memory_mib[1], self.tally.memory_mib[-1]
-        if last - first > MOST_GROWTH_MIB:
+        if last - first > MAX_GROWTH_MIB:
             self.tally.leaks.append(f"memory grew from {first} to {last} MiB")
 
     def _footprints(self) -> dict[int, Footprint]:
         found = {pid: footprint(pid) for pid in self._server.pids}
         front = self._server.process.pid
-        return found | {front: replace(found[front], threads=max(found[front].threads, MOST_THREADS))}
+        return found | {front: replace(found[front], threads=max(found[front].threads, MAX_THREADS))}
 
     def _memory_mib(self) -> float:
         """Resident in the front and its instances."""

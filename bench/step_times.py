@@ -27,7 +27,7 @@ _GREY = "#555555"
 _STEPS = 240  # of a drawn line
 _DECODES = 8  # beside which the map on the right is drawn
 _DPI = 130
-_MOST_TICKS = 8
+_MAX_TICKS = 8
 _WIDE = 5.0  # beyond it a scale is logarithmic
 _SPAN = 6.0  # from the fastest step of decodes, where no limit is given
 
@@ -92,7 +92,7 @@ def _vision(axes: Any, surface: CostSurface, samples: Samples) -> None:
         axes.set(yscale="log")
     _finish(axes)
     ticks = sorted(set(amounts))
-    axes.set_xticks(ticks[:: -(-len(ticks) // _MOST_TICKS)])
+    axes.set_xticks(ticks[:: -(-len(ticks) // _MAX_TICKS)])
     axes.tick_params(axis="x", which="minor", bottom=False)
 
 

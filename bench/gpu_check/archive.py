@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ARCHIVE, SUMMARY = "gpu-check.tar.gz", "summary.md"
-MOST_BYTES = 15 << 20
-_MOST_OF_A_FILE = 4 << 20
+MAX_BYTES = 15 << 20
+_MAX_OF_A_FILE = 4 << 20
 _WHOLE = (".json", ".md", ".png")  # a document without its middle is none
 
 
@@ -30,8 +30,8 @@ class Archive:
         summary = self._scratch / SUMMARY
         if summary.exists():
             self._replace(SUMMARY, summary.read_bytes())
-        most = _MOST_OF_A_FILE
-        while len(data := self._packed(most)) > MOST_BYTES and most > 1 << 12:
+        most = _MAX_OF_A_FILE
+        while len(data := self._packed(most)) > MAX_BYTES and most > 1 << 12:
             most //= 4
         self._replace(ARCHIVE, data)
 

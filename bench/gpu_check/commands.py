@@ -161,13 +161,13 @@ def run_bench(
     *,
     mode: str = "quick",
     flags: Sequence[str] = (),
-    least_s: float = 10.0,
+    min_s: float = 10.0,
 ) -> Part:
     name = "-".join(filter(None, ("full" if mode == "full" else "", bench, model)))
     command = (sys.executable, "-m", f"bench.micro.{bench}", f"--{mode}", *known(setup))
     command += ("--json", str(setup.folder / f"{name}.json"), *(("--model", model) if model else ()), *flags)
     needs = ENGINE if bench == "migrate" else _MODELS
-    return Part(name, command, limit_s, least_s, needs, "build", planned_s=planned_s)
+    return Part(name, command, limit_s, min_s, needs, "build", planned_s=planned_s)
 
 
 def run_together(

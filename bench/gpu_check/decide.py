@@ -96,7 +96,7 @@ def decisive(setup: Setup) -> list[Part]:
         build(setup, 35.0),
         run_tests(setup, Tests("tests-changed", files, "cuda and not alone", 14, 25.0, 90.0, CHANGED)),
         run_tests(setup, Tests("tests-changed-alone", files, "cuda and alone", 1, 15.0, 60.0, CHANGED)),
-        run_bench(setup, "ring", None, 4.0, 30.0, least_s=4.0),
+        run_bench(setup, "ring", None, 4.0, 30.0, min_s=4.0),
         ceilings(setup, 12.0),
         run_bench(setup, "layer", None, 30.0, 90.0, flags=("--rows", "1,8,16,64")),
         *run_together(
@@ -110,7 +110,7 @@ def decisive(setup: Setup) -> list[Part]:
         ),
         *run_together(setup, QWEN, ("encode", "prefill", "decode", "profile"), QWEN, 30.0, 120.0),
         *run_together(setup, TWIN, ("encode", "profile"), TWIN, 15.0, 60.0),
-        run_bench(setup, "attn_decode", None, 8.0, 40.0, flags=("--rows", "16,64", "--uneven"), least_s=8.0),
+        run_bench(setup, "attn_decode", None, 8.0, 40.0, flags=("--rows", "16,64", "--uneven"), min_s=8.0),
         run_bench(setup, "attn_prefill", None, 12.0, 60.0, flags=("--lengths", "676,1024,2048", "--prompts", "1")),
         run_bench(setup, "products", None, 15.0, 45.0),
         run_bench(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 VERSION = "0.7.2.post1"
 LABEL = "attention"  # of the version that a cut wheel has: VERSION+LABEL
-MOST_BYTES = 20 << 20
+MAX_BYTES = 20 << 20
 _CUT = (
     *("b12x/*", "build_backend.py", "build_utils.py"),
     *("flashinfer/data/*", "flashinfer/experimental/*", "flashinfer/moe_ep/*"),
@@ -65,7 +65,7 @@ def cut(wheel: Path, folder: Path, built: Sequence[Path]) -> Path:
     renamed = {name.replace(f"{info}/", f"{named}.dist-info/", 1): content for name, content in files.items()}
     path = folder / f"{named}-{tag}.whl"
     _write(path, renamed, f"{named}.dist-info/RECORD")
-    if path.stat().st_size > MOST_BYTES:
+    if path.stat().st_size > MAX_BYTES:
         size = path.stat().st_size / 2**20
         path.unlink()
         raise SystemExit(f"{wheel.name} cut and with {len(built)} kernels is {size:.0f} MiB: more than 20")

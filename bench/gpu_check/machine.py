@@ -153,7 +153,7 @@ def canonical(name: str) -> str:
 
 
 @cache
-def least_versions() -> dict[str, str]:
+def min_versions() -> dict[str, str]:
     """Distribution -> the lowest version that pyproject.toml allows, where it says one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
@@ -164,7 +164,7 @@ def least_versions() -> dict[str, str]:
 
 def too_old(module: str) -> str:
     """Empty, or "setuptools 65.5 is older than 77"."""
-    name, least = PACKAGES[module][0], least_versions().get(canonical(PACKAGES[module][0]))
+    name, least = PACKAGES[module][0], min_versions().get(canonical(PACKAGES[module][0]))
     version = _version(name)
     if not version or least is None or _numbers(version) >= _numbers(least):
         return ""

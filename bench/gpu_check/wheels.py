@@ -25,7 +25,7 @@ from bench.gpu_check import flashinfer_kernels, flashinfer_wheel
 from bench.gpu_check.machine import PACKAGES, canonical
 
 FOLDER = ROOT / ".whl"
-MOST_BYTES = 64 << 20  # that can be carried along
+MAX_BYTES = 64 << 20  # that can be carried along
 USUALLY_ABSENT = ("msgspec", "simplejpeg", "llguidance", "setuptools", "pybind11")  # the last two: may be too old
 BESIDE_FLASHINFER = (  # what its import needs and an image for CUDA work may lack
     *("apache-tvm-ffi==0.1.15.post2", "nvidia-ml-py==13.615.71"),
@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB{asks}")
     total = sum(wheel.stat().st_size for wheel in wheels)
     print(f"{total / 1e6:.1f} MB in {options.dir}")
-    if total > MOST_BYTES:
-        print(f"that is more than the {MOST_BYTES >> 20} MiB that can be carried: delete some, or --no-flashinfer")
+    if total > MAX_BYTES:
+        print(f"that is more than the {MAX_BYTES >> 20} MiB that can be carried: delete some, or --no-flashinfer")
         return 1
     return 0
 

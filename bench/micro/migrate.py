@@ -30,7 +30,7 @@ from hydra_engine.core.pools import PoolKind
 
 DTYPE = torch.bfloat16
 _BLOCK, _IMAGE_BLOCK = 16, 64
-_MOST_BYTES = 1 << 28  # of one request on a processor; larger ones are cut down
+_MAX_BYTES = 1 << 28  # of one request on a processor; larger ones are cut down
 
 
 class Moved(NamedTuple):
@@ -44,8 +44,8 @@ class Moved(NamedTuple):
     def block_bytes(self) -> int:
         return torch.Size(self.shape).numel() * DTYPE.itemsize
 
-    def cut(self, most_bytes: int) -> Moved:
-        return self._replace(blocks=max(1, min(self.blocks, most_bytes // self.block_bytes)))
+    def cut(self, max_bytes: int) -> Moved:
+        return self._replace(blocks=max(1, min(self.blocks, max_bytes // self.block_bytes)))
 
 
 REQUESTS = (
@@ -106,7 +106,7 @@ def _bits(x: Tensor) -> Tensor:
 
 def copies(report: Report, backend: Backend) -> None:
     for request in REQUESTS:
-        moved = request if on_gpu(report.device) else request.cut(_MOST_BYTES // (8 if report.quick else 1))
+        moved = request if on_gpu(report.device) else request.cut(_MAX_BYTES // (8 if report.quick else 1))
         pools = Pools(backend, moved)
         runs = pools.runs()
         seconds = timed(report.device, runs, report.effort)
@@ -181,7 +181,7 @@ def main() -> None:
         with Report("migrate", arguments, ceilings) as report:
             copies(report, backend)
             for request in REQUESTS:
-                moved = request if device.type == "cuda" else request.cut(_MOST_BYTES // (8 if report.quick else 1))
+                moved = request if device.type == "cuda" else request.cut(_MAX_BYTES // (8 if report.quick else 1))
                 through_host(report, backend, *moved)
             between_processes(report, arguments.threads or 1)
             if device.type == "cuda":

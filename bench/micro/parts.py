@@ -30,13 +30,13 @@ _LINE_LENGTH, _SAID_LENGTH = 160, 100
 @dataclass(frozen=True)
 class Part:
     """`limit_s`: it is ended after that, or earlier to leave the parts behind it their `planned_s`, of which it has its
-    own for certain. `least_s`: with less time left it is not begun. `packages`: what it imports, as modules. `after`:
+    own for certain. `min_s`: with less time left it is not begun. `packages`: what it imports, as modules. `after`:
     the part without which this one means nothing. `unless`: a part that this one repeats if it has not gone well."""
 
     name: str
     command: tuple[str, ...]
     limit_s: float
-    least_s: float = 5.0
+    min_s: float = 5.0
     packages: tuple[str, ...] = ()
     after: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -121,15 +121,15 @@ class Runner:
             why = f"{part.after}: {before.state}"
         elif absent:
             why = f"needs {', '.join(absent)}, not installed"
-        elif left_s < part.least_s:
-            why = f"{max(left_s, 0.0):.0f} s were left, it needs {part.least_s:.0f}"
+        elif left_s < part.min_s:
+            why = f"{max(left_s, 0.0):.0f} s were left, it needs {part.min_s:.0f}"
         else:
             return None
         return Outcome(part.name, "not run", 0.0, why)
 
     def _run(self, part: Part, label: str, kept_s: float) -> Outcome:
         left_s = self._deadline_s - self._clock()
-        limit_s = min(part.limit_s, left_s, max(left_s - kept_s, part.planned_s, part.least_s))
+        limit_s = min(part.limit_s, left_s, max(left_s - kept_s, part.planned_s, part.min_s))
         self._say(f"{self._stamp()} {label}  ... at most {limit_s:.0f} s")
         began_s = self._clock()
         path = self.log_of(part)

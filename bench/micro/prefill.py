@@ -26,7 +26,7 @@ from hydra_engine.worker.language.mixed_graphs import MixedSize, mixed_sizes
 QUICK_TOKENS, FULL_TOKENS = (1024, 2048), (256, 676, 1024, 2048, 4096)
 QUICK_ROWS, FULL_ROWS = (1,), (1, 4, 8)
 SMALL_TOKENS = (128, 512)  # of a processor's quick run
-_MOST_TOKENS = 16_384  # of one step
+_MAX_TOKENS = 16_384  # of one step
 _RESTED = Effort(5, 0.0, 1.0)  # one call a turn
 
 
@@ -54,7 +54,7 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> 
     for rows in numbers(arguments.rows, report.quick, QUICK_ROWS, FULL_ROWS):
         for tokens in numbers(arguments.tokens, report.quick, few, FULL_TOKENS):
             case = Case(rows, tokens)
-            if tokens > language.max_position or rows * tokens > _MOST_TOKENS:
+            if tokens > language.max_position or rows * tokens > _MAX_TOKENS:
                 report.skip(case.what(subject), "longer than the model or a step takes")
                 continue
             with report.case(case.what(subject)):

@@ -24,7 +24,7 @@ from bench.micro.machine import on_gpu
 from bench.micro.subject import run_ops
 from hydra_engine.backend.base import Activation, Backend, PackedLinear
 
-_MOST_COPIES = 16
+_MAX_COPIES = 16
 
 
 class Product(NamedTuple):
@@ -75,7 +75,7 @@ def measure(arguments: argparse.Namespace, report: Report, backend: Backend) -> 
 
 def _measure(report: Report, backend: Backend, product: Product, rows: int, what: str) -> None:
     device, dtype, ops = backend.device.torch_device, backend.dtype, backend.ops
-    copies = cold_copies(device, product.num_out * product.num_in * dtype.itemsize, most=_MOST_COPIES)
+    copies = cold_copies(device, product.num_out * product.num_in * dtype.itemsize, most=_MAX_COPIES)
     first, *others = (
         (torch.randn(product.shape, device=device) * product.num_in**-0.5).to(dtype) for _ in range(copies)
     )

@@ -29,7 +29,7 @@ ROWS, SMALL_ROWS = (1, 8, 64), (1, 4)  # decodes; of a processor
 _CONTEXT, _SMALL_CONTEXT = 1024, 256
 _PROMPT, _SMALL_PROMPT = 1024, 128
 _CALLS, _SMALL_CALLS = 5, 2  # under the profiler
-_NAME_LENGTH, _MOST_KERNELS, _SHOWN = 160, 60, 20
+_NAME_LENGTH, _MAX_KERNELS, _SHOWN = 160, 60, 20
 
 
 class Launch(NamedTuple):
@@ -129,7 +129,7 @@ def _measure(report: Report, subject: Subject, stage: Stage) -> None:
         launches=len(launches) / calls,
         kernels_s=sum(launch.us for launch in launches) / calls / 1e6,
         gap_us=gaps_of(launches),
-        kernels=kernels[:_MOST_KERNELS],
+        kernels=kernels[:_MAX_KERNELS],
     )
     for kernel in kernels[:_SHOWN]:
         print(f"  {kernel['count']:7.1f} x {kernel['us']:10.1f} us  {kernel['share']:6.1%}  {kernel['name'][:90]}")

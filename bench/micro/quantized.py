@@ -35,7 +35,7 @@ SMALL_SHAPES = ((9728, 896), (896, 4864))
 GROUPS = {"int8": (8, None), "int4": (4, 128)}  # bits, inputs of a group or whole rows
 FLOATS = {"fp8": None, "fp8-128": BLOCK}  # on a GPU
 _ROUNDED = 0.04  # how far products may be off whose rows are rounded to 8-bit floats: 0.026 each
-_MOST_COPIES = 16
+_MAX_COPIES = 16
 
 
 class Weights(NamedTuple):
@@ -54,7 +54,7 @@ def weights_of(backend: Backend, kind: str, shape: tuple[int, int]) -> Weights:
     num_out, num_in = shape
     floats = kind in FLOATS
     bits, group = (8, FLOATS[kind]) if floats else GROUPS.get(kind, (8 * backend.dtype.itemsize, None))
-    copies = cold_copies(device, num_out * num_in * bits // 8, most=_MOST_COPIES)
+    copies = cold_copies(device, num_out * num_in * bits // 8, most=_MAX_COPIES)
     wide = (torch.randn(shape, device=device) * num_in**-0.5).to(backend.dtype)
     if floats:
         scale = torch.full((num_out, num_in // (group or num_in)), num_in**-0.5, device=device)

@@ -15,7 +15,7 @@ from bench.micro.harness import Effort, Run, Seconds
 from bench.micro.subject import in_lane
 from hydra_engine.backend.device import Device, Lane
 
-LEAST_FIRSTS = 3
+MIN_FIRSTS = 3
 
 T = TypeVar("T")
 
@@ -85,13 +85,13 @@ class Duo:
         return _of_spans(spans[1:])
 
     def beside(self, seconds: float) -> Beside:
-        """Both over and over for so long, and until the first work has been done `LEAST_FIRSTS` times."""
+        """Both over and over for so long, and until the first work has been done `MIN_FIRSTS` times."""
         barrier, over = threading.Barrier(2), threading.Event()
 
         def firsts() -> list[Span]:
             try:
                 spans = [self._timed(self._first)]
-                while spans[-1].ended - spans[0].began < seconds or len(spans) < LEAST_FIRSTS:
+                while spans[-1].ended - spans[0].began < seconds or len(spans) < MIN_FIRSTS:
                     spans.append(self._timed(self._first))
                 return spans
             finally:

@@ -59,7 +59,7 @@ KINDS = {
 NATIVE = ("products", "attention", "other ops")
 PARTS = (*NATIVE, "python", "lane", "between")
 _REPLAY = _C.Recording.replay
-_MOST_STEPS = 700  # of a run
+_MAX_STEPS = 700  # of a run
 _TURN = 10  # steps that are timed alike, one after another
 _BLOCK = 16
 
@@ -181,7 +181,7 @@ class Decodes:
                 id=RequestId(index),
                 prompt_token_ids=tuple(random.integers(0, highest, context).tolist()),
                 sampling=SamplingParams(temperature=0.0, ignore_eos=True),
-                max_new_tokens=_MOST_STEPS,
+                max_new_tokens=_MAX_STEPS,
                 seed=0,
                 arrival_s=0.0,
             )
@@ -228,7 +228,7 @@ def stack_of(arguments: argparse.Namespace, rows: int, wake: threading.Event) ->
         threads=arguments.threads,
         quantization=arguments.quantization,
         scheduler=SchedulerConfig(max_num_seqs=rows, look_ahead=arguments.look_ahead),
-        cache=CacheConfig(block_size=_BLOCK, num_kv_blocks=rows * ((arguments.context + _MOST_STEPS) // _BLOCK + 1)),
+        cache=CacheConfig(block_size=_BLOCK, num_kv_blocks=rows * ((arguments.context + _MAX_STEPS) // _BLOCK + 1)),
     )
     return build_worker(config, wake, lambda *_: None)
 

@@ -17,7 +17,7 @@ from hydra_engine.planner.records import quantile
 
 _STEPS, _LATE, _USED = "hydra:decode_steps_total", "hydra:late_steps_total", "hydra:limit_used_ratio"
 _WORKLOAD = ("textvqa",)  # a picture, a question and an answer of 16 tokens: all three stages all the time
-_MOST_SPEED_UP = 8  # requests made ready: as many as a server ends that batches so many times faster than one by one
+_MAX_SPEED_UP = 8  # requests made ready: as many as a server ends that batches so many times faster than one by one
 
 
 def run(harness: Harness) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def run(harness: Harness) -> dict[str, Any]:
     workload = replace(settings.workload, shapes=_WORKLOAD, text_share=0.0, reuse=False)
     runs: dict[str, list[Run]] = {server.name: [] for server in settings.servers}
     contents = [harness.next_content() for _ in range(settings.rounds)]
-    count = settings.concurrency + int(settings.seconds * harness.idle_rate * _MOST_SPEED_UP)
+    count = settings.concurrency + int(settings.seconds * harness.idle_rate * _MAX_SPEED_UP)
     for server, round_number in harness.turns():
         specs = workload.specs(count, contents[round_number])
         target = harness.serving(server)

@@ -18,7 +18,7 @@ from hydra_engine.planner.slo import Limits
 
 # Limits where none are given: so many times what the idle server takes, and never below what a client can stamp.
 _TTFT_FACTOR, _TPOT_FACTOR = 5.0, 3.0
-_LEAST_TTFT_S, _LEAST_TPOT_S = 0.05, 0.005
+_MIN_TTFT_S, _MIN_TPOT_S = 0.05, 0.005
 _IDLE_REQUESTS = 6
 _WARM_UP_REQUESTS = 3
 _WARM_UP_CONTENT = 1 << 20  # from here on content numbers that no load has
@@ -111,8 +111,8 @@ class Harness:
             raise ServerFailed(f"{target.name} streams nothing that could be measured")
         if self._limits is None:
             self._limits = Limits(
-                max(ttft_s * _TTFT_FACTOR, _LEAST_TTFT_S),
-                max(gap_s * _TPOT_FACTOR, _LEAST_TPOT_S),
+                max(ttft_s * _TTFT_FACTOR, _MIN_TTFT_S),
+                max(gap_s * _TPOT_FACTOR, _MIN_TPOT_S),
                 source=f"{_TTFT_FACTOR:g} idle TTFTs and {_TPOT_FACTOR:g} idle gaps of {target.name}",
             )
         say(f"idle: TTFT {ttft_s * 1e3:.1f} ms, gap {gap_s * 1e3:.2f} ms; limits: {describe(self._limits)}")

@@ -42,10 +42,10 @@ class Finding:
 
 def lag(lag_ms: float, reference_ms: float) -> list[Finding]:
     """`reference_ms`: of `server.reference_s`, in the same process."""
-    most_ms = MAX_LAG_MS * max(1.0, reference_ms / REFERENCE_MS)
-    if lag_ms <= most_ms:
+    max_ms = MAX_LAG_MS * max(1.0, reference_ms / REFERENCE_MS)
+    if lag_ms <= max_ms:
         return []
-    return [Finding("lag", f"{lag_ms} ms of processor time in one turn of the loop; at most {most_ms:.0f} here")]
+    return [Finding("lag", f"{lag_ms} ms of processor time in one turn of the loop; at most {max_ms:.0f} here")]
 
 
 def bystander(found: Streamed, right: bytes) -> list[Finding]:

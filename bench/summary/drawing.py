@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which readers with any colour vision can tell apart.
 _COLOURS = {"moonshot": "#009E73", "par": "#0072B2", "below par": "#D55E00"}
-_MOST_ROWS = 90  # of one picture; beyond it the worst ones of every benchmark
+_MAX_ROWS = 90  # of one picture; beyond it the worst ones of every benchmark
 _WIDEST = 1.5  # of the axis, in moonshots
 _STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 120}
 
@@ -57,5 +57,5 @@ def _worst(rows: Sequence[Row]) -> list[Row]:
         assert row.goal is not None and row.value is not None
         return row.goal.share(row.value)
 
-    kept = set(sorted(range(len(rows)), key=lambda place: share(rows[place]))[:_MOST_ROWS])
+    kept = set(sorted(range(len(rows)), key=lambda place: share(rows[place]))[:_MAX_ROWS])
     return [row for place, row in enumerate(rows) if place in kept]

@@ -157,7 +157,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--requests", type=int, help="requests of each load")
     group.add_argument("--rate", type=float, help="requests per second")
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--token-budget", type=int, default=SchedulerConfig().most_tokens)
+    group.add_argument("--token-budget", type=int, default=SchedulerConfig().max_step_tokens)
 
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:

@@ -45,7 +45,7 @@ _FACTORS = (1.5, 1.5)  # limits: so many times the middle TTFT and TPOT that an 
 _SIDE, _SPEEDS, _SPEED_S = 512, 5, 0.2  # of the matrix product that tells the machine's speed
 FIGURES = ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90")
 _ALLOWED = {"mean": 0.15, "p90": 0.25}
-_LEAST_RANK = 0.9
+_MIN_RANK = 0.9
 
 
 class Times(NamedTuple):
@@ -305,4 +305,4 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
             f"{name.replace('_', ' ')}: {found['mean_abs']:.1%} off on the mean, {found['largest']:.0%} at most; "
             f"within {_allowed(name):.0%} at {found['within']} of {found['of']} points"
         )
-    yield f"rank correlation of goodput: {result['rank']:.3f} (asked for: {_LEAST_RANK})"
+    yield f"rank correlation of goodput: {result['rank']:.3f} (asked for: {_MIN_RANK})"

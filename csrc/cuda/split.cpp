@@ -57,7 +57,7 @@ unsigned int sms_of(const std::vector<CUdevResource>& parts) {
 
 // The driver's smallest group: 4 multiprocessors on compute capability 8.x, 8 from 9.0 on (CUDA programming
 // guide, green contexts).
-unsigned int least_group(int device) {
+unsigned int min_group(int device) {
   int major = 0;
   HYDRA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   return major >= 9 ? 8 : 4;
@@ -145,7 +145,7 @@ std::vector<Split> split_streams(int device, const std::vector<int>& counts, int
     HYDRA_CHECK(count > 0 && count < num_sms, "counts: expected 1 to ", num_sms - 1, " of the device's ", num_sms,
                 " multiprocessors, got ", count);
   }
-  const Groups divided = divide(driver, whole, least_group(device));
+  const Groups divided = divide(driver, whole, min_group(device));
   const std::vector<std::size_t> order = order_of(divided.groups.size(), spread);
   const std::size_t group = divided.groups[0].sm.smCount;
   std::vector<Split> splits;

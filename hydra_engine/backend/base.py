@@ -551,8 +551,8 @@ class Ops(Protocol):
         """
         ...
 
-    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
-        """Plans a step of decodes and at most `most_others` rows of prompts from device tensors: capturable, as
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
+        """Plans a step of decodes and at most `max_prompts` rows of prompts from device tensors: capturable, as
         `plan_decode`.
 
         num_tokens: T of the step, at least B. Tokens after the last row's are padding, with undefined results. Raises

@@ -75,7 +75,7 @@ def _default_concurrency(config: EngineConfig) -> int:
 
     topology = Topology.parse(config.topology)
     named = zip(topology.names, topology.instances, strict=True)
-    at_once = sum(config.for_instance(name, spec.role).scheduler.most_requests for name, spec in named)
+    at_once = sum(config.for_instance(name, spec.role).scheduler.max_running_requests for name, spec in named)
     return max(1, min(2 * at_once, config.scheduler.max_queue // 2))
 
 
@@ -118,7 +118,7 @@ async def _answer_all(
         async with serving(app, server.max_body_bytes) as batch:
             # None: a bar only on a terminal
             with tqdm(total=num_lines, unit="req", mininterval=0.2, disable=None) as bar:
-                await batch.run(_lines(source, batch.most_line_bytes), write, concurrency)
+                await batch.run(_lines(source, batch.max_line_bytes), write, concurrency)
         sys.stderr.write(
             f"{batch.num_done} requests in {time.monotonic() - began_s:.1f} s, {batch.num_failed} of them failed, "
             f"{tokens} tokens out ({rate():.0f} a second)\n"
@@ -128,14 +128,14 @@ async def _answer_all(
         await engine.aclose()
 
 
-async def _lines(source: BinaryIO, most_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+async def _lines(source: BinaryIO, max_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
     """Yields (number, line) of the lines that are not empty; a line that is too long is cut."""
     number = 0
-    while line := await asyncio.to_thread(source.readline, most_bytes + 2):
+    while line := await asyncio.to_thread(source.readline, max_bytes + 2):
         number += 1
         rest = line
-        while len(rest) == most_bytes + 2 and not rest.endswith(b"\n"):
-            rest = await asyncio.to_thread(source.readline, most_bytes + 2)
+        while len(rest) == max_bytes + 2 and not rest.endswith(b"\n"):
+            rest = await asyncio.to_thread(source.readline, max_bytes + 2)
         if line.strip():
             yield number, line.rstrip(b"\r\n")
 

@@ -265,7 +265,7 @@ def _admission(summaries: Sequence[InstanceSummary], config: EngineConfig, serve
     at_once = min((s.max_num_seqs for s in summaries if s.num_kv_blocks and s.max_num_seqs), default=None)
     one = media.max_images == 1 or any(s.one_picture for s in summaries)
     return (
-        f"  admission    {at_once or scheduler.most_requests} requests at once, {scheduler.max_queue} accepted; "
+        f"  admission    {at_once or scheduler.max_running_requests} requests at once, {scheduler.max_queue} accepted; "
         f"{'1 picture' if one else f'{media.max_images} pictures'} a request, bodies of {size(server.max_body_bytes)}"
     )
 

@@ -84,12 +84,12 @@ class SchedulerConfig:
     )
 
     @property
-    def most_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         """`token_budget` as given or found (`worker/memory/limits.py`); else 512, the default of a CPU."""
         return DEFAULT_TOKENS if self.token_budget is None else self.token_budget
 
     @property
-    def most_requests(self) -> int:
+    def max_running_requests(self) -> int:
         """`max_num_seqs` as given or found (`worker/memory/limits.py`); else 64, the default of a CPU."""
         return DEFAULT_REQUESTS if self.max_num_seqs is None else self.max_num_seqs
 

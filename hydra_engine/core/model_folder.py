@@ -33,7 +33,7 @@ _KINDS = (
 
 def read_file(folder: Path, name: str) -> bytes | None:
     """The content of a small file; None if there is none. `name` may begin with a subfolder. Raises CheckpointError."""
-    most = _most_bytes(name)
+    most = _max_bytes(name)
     file = _open_small(folder, name, most)
     if file is None:
         return None
@@ -61,7 +61,7 @@ def check_small_files(folder: Path) -> None:
     by itself."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_SMALL)]
     for name in (*sorted(names), *template_names(folder)):
-        if (file := _open_small(folder, name, _most_bytes(name))) is not None:
+        if (file := _open_small(folder, name, _max_bytes(name))) is not None:
             file.close()
 
 
@@ -87,7 +87,7 @@ def open_weights(path: Path) -> BinaryIO:
     return file
 
 
-def _most_bytes(name: str) -> int:
+def _max_bytes(name: str) -> int:
     if name.endswith(".jinja") or name == "chat_template.json":
         return MAX_TEMPLATE_BYTES
     if name.endswith(".index.json"):

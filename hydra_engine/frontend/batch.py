@@ -72,7 +72,7 @@ async def _run_all(
     limits = frontend.config.scheduler
     ended.extend([None] * len(prompts))
     # Enough to keep the lanes busy and preprocessing ahead of them, but never more than the queue admits.
-    at_once = max((summary.max_num_seqs for summary in frontend.summaries), default=0) or limits.most_requests
+    at_once = max((summary.max_num_seqs for summary in frontend.summaries), default=0) or limits.max_running_requests
     window = asyncio.Semaphore(max(1, min(2 * at_once, limits.max_queue // 2) // call.sampling.n))
     with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, frontend.statuses.total) as bar:
 

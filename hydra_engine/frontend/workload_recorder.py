@@ -22,7 +22,7 @@ from hydra_engine.core.media import ImageItem
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.request import Request
 from hydra_engine.preprocess.preprocessor import Asked
-from hydra_engine.telemetry.workload import MOST_REQUESTS, Picture, Video, WorkloadRequest, problem_of, request_line
+from hydra_engine.telemetry.workload import MAX_REQUESTS, Picture, Video, WorkloadRequest, problem_of, request_line
 
 BLOCK_TOKENS = 64  # of text; the granularity of shared prefixes
 MAX_WAITING = 4096  # ended requests that wait for an older one; above this the older one gets no line
@@ -60,7 +60,7 @@ class WorkloadRecorder:
     @property
     def full(self) -> bool:
         """True once there are as many lines as a file may have."""
-        return self.num_lines >= MOST_REQUESTS
+        return self.num_lines >= MAX_REQUESTS
 
     def ended(self, request: Request, asked: Asked, result: Result) -> None:
         """Adds a request that has ended. Of several answers to one prompt, the longest counts."""

@@ -29,7 +29,7 @@ _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 _NO_TOKEN = (1 << 31) - 1
 # Measured over 40 kinds of grammars with mallinfo2: at most 6.9 bytes per unit of the lexer cost if that dominates, and
 # at most 375 per character, or 34 if the grammar is one expression.
-_LEAST_BYTES, _BYTES_PER_COST = 128 << 10, 8
+_MIN_BYTES, _BYTES_PER_COST = 128 << 10, 8
 _BYTES_PER_CHAR, _BYTES_PER_CHAR_ALONE = 400, 48
 _UNKNOWN_BYTES = 64 << 20
 
@@ -68,7 +68,7 @@ class Guide:
             raise GrammarError(phrased(str(error))) from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         is_alone = grammar.kind in ("regex", "choice") and grammar.calls is None
-        num_bytes = _LEAST_BYTES + len(source) * (_BYTES_PER_CHAR_ALONE if is_alone else _BYTES_PER_CHAR)
+        num_bytes = _MIN_BYTES + len(source) * (_BYTES_PER_CHAR_ALONE if is_alone else _BYTES_PER_CHAR)
         return Matcher(matcher, self._tokenizer.eos_tokens, num_bytes)
 
 

@@ -17,7 +17,7 @@ Number = int | Decimal
 LOWEST = -(1 << 63) + 1024  # the least integer that llguidance takes as a bound; the greatest is 2^63 - 1
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MOST_ALONE = 10**18  # from here on llguidance takes a bound of integers only together with the opposite bound
+_MAX_ALONE = 10**18  # from here on llguidance takes a bound of integers only together with the opposite bound
 _MAX_SHOWN = 40  # digits
 _MAX_FACTOR = 1 << 32
 
@@ -108,8 +108,8 @@ def _shown(number: object) -> str:
 
 def _refuse(keyword: str, number: Number, way_out: str = "") -> ValueError:
     near = _near(number)
-    nearest = int(near) if isinstance(number, int) and abs(near) < _MOST_ALONE else near
-    other = "" if abs(near) >= _MOST_ALONE else f" or {nearest!r}"
+    nearest = int(near) if isinstance(number, int) and abs(near) < _MAX_ALONE else near
+    other = "" if abs(near) >= _MAX_ALONE else f" or {nearest!r}"
     return ValueError(
         f"{keyword} {_shown(number)} would not be kept exactly, as numbers here are doubles; write "
         + (way_out or f"the string {json.dumps(_shown(number))}{other}")
@@ -144,7 +144,7 @@ def _check_bound(schema: dict[str, Any], keyword: str, bound: Number) -> None:
     types = _types(schema)
     if "number" in types or "integer" not in types:
         near = _near(bound)
-        if abs(near) >= _MOST_ALONE or Decimal(repr(near)) != bound:
+        if abs(near) >= _MAX_ALONE or Decimal(repr(near)) != bound:
             raise _refuse(keyword, bound, "one of at most 15 digits")
     if "number" not in types or "integer" in types:
         _check_bound_of_integers(schema, keyword, bound)
@@ -160,11 +160,11 @@ def _check_bound_of_integers(schema: dict[str, Any], keyword: str, bound: Number
     if is_lower:
         least = math.ceil(bound) if keyword == "minimum" else math.floor(bound) + 1
         kept = math.ceil(near) if keyword == "minimum" or near != math.floor(near) else int(near + 1.0)
-        alone = least >= _MOST_ALONE and not any(_is_number(schema.get(name)) for name in _UPPER)
+        alone = least >= _MAX_ALONE and not any(_is_number(schema.get(name)) for name in _UPPER)
     else:
         least = math.floor(bound) if keyword == "maximum" else math.ceil(bound) - 1
         kept = math.floor(near) if keyword == "maximum" or near != math.floor(near) else int(near - 1.0)
-        alone = least <= -_MOST_ALONE and not any(_is_number(schema.get(name)) for name in _LOWER)
+        alone = least <= -_MAX_ALONE and not any(_is_number(schema.get(name)) for name in _LOWER)
     if min(kept, (1 << 63) - 1) != least or kept < LOWEST:
         raise _refuse(keyword, bound, "a bound up to 9007199254740991, or a string with a pattern of its digits")
     if alone:

@@ -119,7 +119,7 @@ def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: Vision
     )
     budgets: tuple[LimitBudget, ...] = ()
     if config.tpot_slo is not None:
-        counts = sorted({min(count, config.most_requests) for count in (*_DECODES, config.most_requests)})
+        counts = sorted({min(count, config.max_running_requests) for count in (*_DECODES, config.max_running_requests)})
         budgets = tuple(_budget(config, step_times, count, has_vision=vision is not None) for count in counts)
     return LimitSummary(
         tpot_limit_s=config.tpot_slo or 0.0,
@@ -133,6 +133,6 @@ def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: Vision
 def _budget(config: SchedulerConfig, step_times: StepCosts, num_decodes: int, *, has_vision: bool) -> LimitBudget:
     """The summary's budget beside `num_decodes` decodes."""
     assert config.tpot_slo is not None
-    most = max(config.most_tokens - num_decodes, 0)
+    most = max(config.max_step_tokens - num_decodes, 0)
     left = allowance(step_times.surface, num_decodes, TYPICAL_CONTEXT, config.tpot_slo, most)
     return LimitBudget(num_decodes, left.step_s, left.tokens_alone, left.vision_s if has_vision else None)

@@ -28,7 +28,7 @@ _STYLE: Any = {
     "grid.alpha": 0.25,
 }
 _BEST, _OTHER, _BOUND = "#1f6f8b", "#9db4c0", "#d9d9d9"
-_MOST_ROWS, _MOST_CURVES = 16, 6
+_MAX_ROWS, _MAX_CURVES = 16, 6
 
 
 def draw(plan: Plan, folder: Path, title: str) -> list[Path]:
@@ -51,7 +51,7 @@ def draw(plan: Plan, folder: Path, title: str) -> list[Path]:
 
 def _goodput(plan: Plan, title: str) -> Figure:
     """Bars: what was measured; grey behind them: the estimate from the work of each stage."""
-    rows = plan.rows[:_MOST_ROWS][::-1]
+    rows = plan.rows[:_MAX_ROWS][::-1]
     figure, axes = plt.subplots(figsize=(7.2, 0.32 * len(rows) + 1.4), layout="constrained")
     places = range(len(rows))
     offline = plan.objective == "offline"
@@ -77,7 +77,7 @@ def _value(row: Row, *, offline: bool) -> float:
 def _attainment(plan: Plan, title: str) -> Figure:
     """Every load that was simulated of the topologies that came farthest."""
     figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
-    for row in [row for row in plan.rows if len(row.curve) > 1][:_MOST_CURVES]:
+    for row in [row for row in plan.rows if len(row.curve) > 1][:_MAX_CURVES]:
         rates = sorted({rate for rate, _ in row.curve})
         means = [_mean([share for rate, share in row.curve if rate == one]) for one in rates]
         axes.plot(rates, means, marker="o", markersize=3, label=_label(row), linewidth=2 if row is plan.best else 1)

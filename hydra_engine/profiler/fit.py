@@ -22,10 +22,10 @@ from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, Slowdowns, 
 
 TYPICAL_CONTEXT = 512  # keys of each decode, where a table needs one number
 _ERROR_QUANTILE = 0.9
-_LEAST_SHARE = 0.25  # of the fastest step that was measured: no step costs less
+_MIN_SHARE = 0.25  # of the fastest step that was measured: no step costs less
 _KNOT_RATIO = 1.25  # between neighbouring knots at least
 _HUBER = 1.345  # of a standard deviation: 95 % efficient where noise is normal
-_LEAST_SPREAD = 0.02  # residuals below it cannot be distinguished from noise
+_MIN_SPREAD = 0.02  # residuals below it cannot be distinguished from noise
 _ROUNDS = 8
 _FAR = 10.0  # times too long or too short: no more weight is won or lost beyond
 _BURST = 3.0  # times the spread
@@ -79,15 +79,15 @@ class Allowance:
     vision_s: float  # of the vision lane beside the decodes; infinite: the whole step
 
 
-def allowance(surface: CostSurface, num_decodes: int, context: int, limit_s: float, most_tokens: int) -> Allowance:
-    """`context` keys for each decode; prompts of no more than `most_tokens` in one chunk from position 0."""
+def allowance(surface: CostSurface, num_decodes: int, context: int, limit_s: float, max_tokens: int) -> Allowance:
+    """`context` keys for each decode; prompts of no more than `max_tokens` in one chunk from position 0."""
 
     def load(tokens: int) -> LanguageLoad:
         pairs = tokens * (tokens + 1) / 2
         return LanguageLoad(num_decodes, num_decodes * context, tokens, pairs, int(tokens > 0))
 
     def most(vision_s: float) -> int:
-        return bisect_right(range(1, most_tokens + 1), limit_s, key=lambda n: surface.corun_s(load(n), vision_s))
+        return bisect_right(range(1, max_tokens + 1), limit_s, key=lambda n: surface.corun_s(load(n), vision_s))
 
     alone, factor = surface.language_s(load(0)), surface.slowdown(load(0))
     if alone * factor <= limit_s:
@@ -125,7 +125,7 @@ def without_bursts(seconds: Sequence[float]) -> list[float]:
     """Repeats of one step but for those that something else on the machine delayed: farther above the lower median than
     the usual spread, which is taken from the repeats below it."""
     middle = median_low(seconds)
-    spread = max(middle - min(seconds), _LEAST_SPREAD * middle)
+    spread = max(middle - min(seconds), _MIN_SPREAD * middle)
     return [s for s in seconds if s <= middle + _BURST * spread]
 
 
@@ -168,8 +168,8 @@ def _fit_curve(
     features = np.column_stack([np.ones_like(amount), *ramps, np.asarray(prices, dtype=np.float64)])
     x = _huber(features / np.asarray(seconds, dtype=np.float64)[:, None])
     heights = np.cumsum([x[0], *(x[1 : len(knots)] * np.diff(knots))])
-    least_s = _LEAST_SHARE * min(seconds)
-    curve = Curve(tuple(knots), tuple(max(float(height), least_s) for height in heights))
+    min_s = _MIN_SHARE * min(seconds)
+    curve = Curve(tuple(knots), tuple(max(float(height), min_s) for height in heights))
     return _Fitted(curve, tuple(float(price) for price in x[len(knots) :]))
 
 
@@ -186,7 +186,7 @@ def _huber(features: Floats) -> Floats:
         x = nnls(features * roots[:, None], roots)
         ratios = np.clip(features @ x, 1 / _FAR, _FAR)
         errors = np.abs(ratios - 1) / np.sqrt(ratios)
-        limit = _HUBER * max(1.4826 * float(np.median(errors)), _LEAST_SPREAD)
+        limit = _HUBER * max(1.4826 * float(np.median(errors)), _MIN_SPREAD)
         weights = np.minimum(1.0, limit / np.maximum(errors, 1e-12)) / ratios
     return x
 

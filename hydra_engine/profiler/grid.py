@@ -11,7 +11,7 @@ from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.models.specs.base import ItemPlan, VisionSpec
 
 SHORT_CONTEXT = 32
-LEAST_CHUNK = 16
+MIN_CHUNK = 16
 _SHAPE_RATIO = 1.9  # of patches between neighbouring shapes at least
 _SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792, 2688, 3584, 5376, 7168)  # pixels
 
@@ -123,8 +123,8 @@ def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
         corun = [CorunPoint(point, middle) for point in beside]
         parts = range(1, sizes.num_partitions)
         divided = [CorunPoint(point, middle, partition) for partition in parts for point in beside[:2]]
-    most_short = next(point for point in decodes if point.num_decodes == decodes[-1].num_decodes)
-    ends = [decodes[0], most_short, decodes[-1], plain[0], plain[-1], *behind[-1:]]
+    cheapest = next(point for point in decodes if point.num_decodes == decodes[-1].num_decodes)
+    ends = [decodes[0], cheapest, decodes[-1], plain[0], plain[-1], *behind[-1:]]
     coarse: list[Point] = [*ends, *pictures[:1], *corun[:2], *divided, *pictures[-1:]]
     every: list[Point] = [*coarse, *decodes, *plain, *behind, *mixed, *pictures, *corun]
     first = tuple(dict.fromkeys(coarse))
@@ -158,7 +158,7 @@ def _plain_chunks(sizes: Sizes) -> list[LanguagePoint]:
     """Prefill points from position 0: every amount in one chunk, or as many as it needs, and large amounts in two.
     Sorted by work."""
     longest = min(sizes.max_model_len, sizes.kv_tokens)
-    least = min(LEAST_CHUNK, sizes.token_budget, longest)
+    least = min(MIN_CHUNK, sizes.token_budget, longest)
     amounts = powers(least, sizes.token_budget)
     points = [LanguagePoint(chunks=_cut(n, longest)) for n in amounts]
     points += [LanguagePoint(chunks=((n // 2, 0),) * 2) for n in amounts[2::2] if n // 2 <= longest]
@@ -169,7 +169,7 @@ def _plain_chunks(sizes: Sizes) -> list[LanguagePoint]:
 def _chunks_behind(sizes: Sizes) -> list[LanguagePoint]:
     """Prefill points after a cached context: some amounts, each after a middle and after the longest context."""
     points = []
-    for count in powers(min(LEAST_CHUNK, sizes.token_budget), sizes.token_budget)[::2]:
+    for count in powers(min(MIN_CHUNK, sizes.token_budget), sizes.token_budget)[::2]:
         last = min(sizes.max_model_len, sizes.kv_tokens) - count
         points += [LanguagePoint(chunks=((count, start),)) for start in (last // 8, last) if start >= SHORT_CONTEXT]
     return [point for point in points if _fits(point, sizes)]

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _CACHE_SHARE = 0.25  # of the weights' bytes: so many keys and values do measured steps read at most
-_LEAST_CACHE_BYTES = 64 << 20
+_MIN_CACHE_BYTES = 64 << 20
 _STATE_STEPS = 4  # as many full steps may bring a slot's state to its context
 _EVEN = 2.0  # two lanes that share a device evenly
 
@@ -162,14 +162,14 @@ def _measured(
 
 
 def _sizes(config: EngineConfig, subject: Subject) -> Sizes:
-    block_size, token_budget = config.cache.block_size, config.scheduler.most_tokens
-    affordable = max(_LEAST_CACHE_BYTES, int(_CACHE_SHARE * subject.weights_bytes)) // max(subject.kv_token_bytes, 1)
+    block_size, token_budget = config.cache.block_size, config.scheduler.max_step_tokens
+    affordable = max(_MIN_CACHE_BYTES, int(_CACHE_SHARE * subject.weights_bytes)) // max(subject.kv_token_bytes, 1)
     if subject.spec.language.has_states:
         affordable = min(affordable, _STATE_STEPS * token_budget)
     max_model_len = config.max_model_len or subject.spec.max_model_len
     held = max(min(affordable // block_size, subject.num_kv_blocks), 1)
     return Sizes(
-        max_num_seqs=config.scheduler.most_requests,
+        max_num_seqs=config.scheduler.max_running_requests,
         token_budget=token_budget,
         image_budget=config.scheduler.image_budget,
         max_model_len=max_model_len,

@@ -140,8 +140,8 @@ def problem_of(profile: Profile) -> str | None:
     """Describes the first number that is out of range; None if there is none."""
     surface = profile.surface
     checks = [
-        *_curve_problems("rows", surface.rows, least_s=1e-9),
-        *_curve_problems("patches", surface.patches, least_s=0.0),
+        *_curve_problems("rows", surface.rows, min_s=1e-9),
+        *_curve_problems("patches", surface.patches, min_s=0.0),
     ]
     for names, least, most in _BOUNDS:
         checks += [_out_of(name, [getattr(surface, name)], least, most) for name in names]
@@ -172,11 +172,11 @@ def _had(name: str, value: object) -> str:
     return f"no {name}" if name in _LATER and not value else f"{name} {str(value)[:60]}"
 
 
-def _curve_problems(name: str, curve: Curve, least_s: float) -> Iterator[str | None]:
+def _curve_problems(name: str, curve: Curve, min_s: float) -> Iterator[str | None]:
     if not curve.knots or len(curve.knots) != len(curve.seconds):
         yield f"{name} has {len(curve.knots)} knots and {len(curve.seconds)} values"
     yield _out_of(f"knots of {name}", curve.knots, 0.0, 1e12)
-    yield _out_of(f"seconds of {name}", curve.seconds, least_s, _LONGEST_S)
+    yield _out_of(f"seconds of {name}", curve.seconds, min_s, _LONGEST_S)
     if any(high <= low for low, high in pairwise(curve.knots)):
         yield f"knots of {name} do not ascend"
     if any(high < low for low, high in pairwise(curve.seconds)):

@@ -28,7 +28,7 @@ USED = 0.9  # share of a step's vision seconds from which on they count as used 
 # Time that prefill may add to a step whose decodes have no limit, as a multiple of the decodes' own time. A chunk reads
 # the weights once more, which is about one decode step, so chunking costs at most 1 / 16 of the prefill.
 PREFILL_SHARE = 16.0
-LEAST_CHUNK = 64  # tokens; with fewer rows the matrix products of a prefill cost more per row
+MIN_CHUNK = 64  # tokens; with fewer rows the matrix products of a prefill cost more per row
 
 
 class PendingWork(NamedTuple):
@@ -77,21 +77,21 @@ class Budgets:
     """Budgets for the highest throughput, from the configuration alone; no latency limit is kept.
 
     Prefill is chunked only beside decodes, whose tokens wait for it: a chunk adds at most `PREFILL_SHARE` times the
-    recent duration of such decodes, or has `LEAST_CHUNK` tokens if that is more. The planner asks before each step and
+    recent duration of such decodes, or has `MIN_CHUNK` tokens if that is more. The planner asks before each step and
     reports after it. Calls of `language` and `on_language` may interleave (a step is planned while the one before it
     runs), but every budget that became a plan is reported, in order.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._latest_tokens = config.most_tokens
+        self._latest_tokens = config.max_step_tokens
         self._decode_steps = self._full_steps = 0
         self._typical = TypicalSteps(), TypicalSteps()  # steps without vision, steps beside vision
 
     def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; called once per step."""
-        tokens = max(0, self._config.most_tokens - pending.num_decodes)
-        if pending.num_decodes and min(tokens, pending.prefill_tokens) > LEAST_CHUNK:
+        tokens = max(0, self._config.max_step_tokens - pending.num_decodes)
+        if pending.num_decodes and min(tokens, pending.prefill_tokens) > MIN_CHUNK:
             tokens = min(tokens, self._beside_decodes(pending.num_decodes))
         self._latest_tokens = tokens
         return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens, partition=1)
@@ -99,13 +99,13 @@ class Budgets:
     def _beside_decodes(self, num_decodes: int) -> int:
         """Maximum tokens of prefill beside decodes without a limit. Steps beside vision are used only if no others were
         measured: vision slows decodes and chunks by about the same factor."""
-        highest = self._config.most_tokens
+        highest = self._config.max_step_tokens
         for typical in self._typical:
             decode_s, token_s = typical.decode_s(num_decodes), typical.per_token_s()
             if decode_s is not None and token_s is not None:
                 if PREFILL_SHARE * decode_s >= highest * token_s:
                     return highest
-                return max(1, int(PREFILL_SHARE * decode_s / token_s / LEAST_CHUNK)) * LEAST_CHUNK
+                return max(1, int(PREFILL_SHARE * decode_s / token_s / MIN_CHUNK)) * MIN_CHUNK
         return highest
 
     def vision(self) -> int:

@@ -62,7 +62,7 @@ class DecodeTable:
         self._shown = _zeros(num_seq_slots)  # positions whose blocks are in `tables`, a multiple of the block size
         self._tables: BlockIds = np.zeros((num_seq_slots, SPARE_COLUMNS), dtype=np.int32)
         self._tables_shared = False  # True: plans in flight may hold the array
-        self._most_blocks = 0  # capacity of the longest block table so far
+        self._max_blocks = 0  # capacity of the longest block table so far
         self._block_size = block_size
         self._in_flight: deque[RowsInFlight] = deque()  # includes rows of requests that have left
         self._index_of = np.full(num_seq_slots, _ABSENT, dtype=np.int64)  # by slot
@@ -103,7 +103,7 @@ class DecodeTable:
         self._chunk_in_flight[index], self._deferred[index] = unread, False
         num_shown = -(-start // self._block_size)
         self._shown[index] = num_shown * self._block_size
-        self._most_blocks = max(self._most_blocks, len(blocks.block_ids))
+        self._max_blocks = max(self._max_blocks, len(blocks.block_ids))
         self._reserve_columns(num_shown)
         self._tables[index] = 0
         self._tables[index, :num_shown] = blocks.block_ids[:num_shown]
@@ -171,7 +171,7 @@ class DecodeTable:
 
     def _width(self, count: int) -> int:
         """Number of columns for tables of `count` blocks: rounded up for growth, at most what a member can need."""
-        return max(count, min(-(-count // SPARE_COLUMNS) * SPARE_COLUMNS, self._most_blocks))
+        return max(count, min(-(-count // SPARE_COLUMNS) * SPARE_COLUMNS, self._max_blocks))
 
     def _tables_for(self, indices: Indices) -> BlockIds:
         """Block tables of these members for a plan: int32 [B, W]."""

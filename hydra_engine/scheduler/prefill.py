@@ -72,7 +72,7 @@ class Admission:
         self._requests = requests
         self._kv = requests.kv
         self._max_bypass = config.max_bypass
-        self._max_seqs = policy.sequence_limit(config.most_requests, config.most_tokens)
+        self._max_seqs = policy.sequence_limit(config.max_running_requests, config.max_step_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -121,7 +121,7 @@ class PrefillStarter(Admission):
         if not requests.waiting and not requests.encoding:
             return
         if not requests.prefilling and (self.is_full or self._kv.num_free <= len(requests.decoding)):
-            if first := requests.waiting.most_urgent():  # a start takes at least one block, and there is no victim
+            if first := requests.waiting.first_by_urgency():  # a start takes at least one block, and there is no victim
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()

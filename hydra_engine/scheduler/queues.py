@@ -106,7 +106,7 @@ class UrgencyQueue(ArrivalQueue):
         age."""
         return self._num_ranked > 0
 
-    def most_urgent(self) -> RequestState | None:
+    def first_by_urgency(self) -> RequestState | None:
         return self._by_order[self._urgencies[0][2]] if self._urgencies else None
 
     def by_urgency(self) -> Iterator[RequestState]:

@@ -66,8 +66,8 @@ class RequestTable:
         """`has_states`: the model keeps recurrent states. KV is of no use without the state at its end, so then only
         features are reused."""
         self.kv = kv
-        self.seq_slots = SlotPool(config.most_requests)
-        self.decodes = DecodeTable(config.most_requests, kv.block_size)
+        self.seq_slots = SlotPool(config.max_running_requests)
+        self.decodes = DecodeTable(config.max_running_requests, kv.block_size)
         self.features = FeatureCache(images, keeps=reuse)
         self.prefixes = PrefixCache(kv, enabled=reuse and not has_states, shares_features=reuse)
         self.ledger = Ledger(kv, self.features, self.seq_slots, has_states=has_states)

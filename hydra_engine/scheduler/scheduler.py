@@ -85,12 +85,12 @@ class StageScheduler:
         self._vision = VisionPlanner(self._requests, self._budgets, config)
         self._times = StepTimes()
         self._language = LanguagePlanner(self._requests, self._budgets, config, self._times)
-        self._most_ahead = 1 if config.look_ahead else 0
+        self._max_ahead = 1 if config.look_ahead else 0
         self._patience_s = policy.yield_patience_s(config.tpot_slo)
         self._speeds = SpeedMeter()
         self._results = ResultProcessor(self._requests, self._times)
         self._requests.connector.attach(self._requests, self._finish)
-        self._most_vision_plans = vision_plans
+        self._max_vision_plans = vision_plans
         self._vision_plans: deque[VisionPlan] = deque()  # in flight, the first one runs
         self._language_steps: dict[StepId, LanguageStep] = {}
         self._next_step = 0
@@ -176,7 +176,7 @@ class StageScheduler:
     def plan_vision(self, now: float) -> VisionPlan | None:
         """The next vision step, or None if there is nothing to encode, no free block, or the maximum of plans is in
         flight."""
-        if not self._requests.unencoded or len(self._vision_plans) >= self._most_vision_plans:
+        if not self._requests.unencoded or len(self._vision_plans) >= self._max_vision_plans:
             return None
         plan = self._vision.plan(StepId(self._next_step), now)
         if plan is not None:
@@ -198,7 +198,7 @@ class StageScheduler:
         """
         ahead = bool(self._language_steps)
         self._yielded = False
-        if not (self._requests.states and self._has_language) or len(self._language_steps) > self._most_ahead:
+        if not (self._requests.states and self._has_language) or len(self._language_steps) > self._max_ahead:
             return None
         if self._yields_to_vision(now, ahead=ahead):
             self._yielded = not ahead

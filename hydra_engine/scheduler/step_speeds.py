@@ -10,8 +10,8 @@ from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.messages import StepSpeeds
 
 _NEW_SHARE = 0.1  # weight of the newest step in the moving mean
-_LEAST_STEPS = 4  # steps of a size before it is reported
-_MOST_OF_MEAN = 2.0  # a longer step (the process was stopped) counts as this multiple of the mean
+_MIN_STEPS = 4  # steps of a size before it is reported
+_MAX_OF_MEAN = 2.0  # a longer step (the process was stopped) counts as this multiple of the mean
 
 
 class _Means:
@@ -24,10 +24,10 @@ class _Means:
         size = amount.bit_length()
         count, mean_s = self._means.get(size, (0, seconds))
         share = max(_NEW_SHARE, 1 / (count + 1))
-        self._means[size] = count + 1, mean_s + share * (min(seconds, _MOST_OF_MEAN * mean_s) - mean_s)
+        self._means[size] = count + 1, mean_s + share * (min(seconds, _MAX_OF_MEAN * mean_s) - mean_s)
 
     def report(self) -> dict[int, float]:
-        return {size: mean_s for size, (count, mean_s) in self._means.items() if count >= _LEAST_STEPS}
+        return {size: mean_s for size, (count, mean_s) in self._means.items() if count >= _MIN_STEPS}
 
 
 class SpeedMeter:

@@ -13,7 +13,7 @@ from aiohttp import web
 from hydra_engine.config import ServerConfig
 from hydra_engine.server import admin, generate, info, openapi
 from hydra_engine.server.anthropic import messages
-from hydra_engine.server.http.accepting import PLACES, Places, most_connections
+from hydra_engine.server.http.accepting import PLACES, Places, max_connections
 from hydra_engine.server.http.access import add_headers, install_tracer, request_middleware
 from hydra_engine.server.http.auth import KEYS, SALT_SECRET, KeyRing, auth_middleware
 from hydra_engine.server.http.body import body_middleware
@@ -54,7 +54,7 @@ def build_app(
     app[CONFIG] = config
     app[MODEL_NAME] = model_name or config.served_model_name or engine.model_name
     app[STATE] = ServerState(config, app[MODEL_NAME])
-    app[PLACES] = Places(most_connections())
+    app[PLACES] = Places(max_connections())
     app[admin.SWITCH] = admin.TopologySwitch(engine)
     app.add_routes(_routes(with_admin=keys.has_admin_key, debug_endpoints=debug_endpoints))
     if config.ui:

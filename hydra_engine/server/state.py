@@ -58,8 +58,8 @@ class ClientLimits:
     """Limits of each client: answers at once, and requests per minute; 0 turns a limit off. Only admitted requests
     count, refused ones cost a client nothing."""
 
-    def __init__(self, most_at_once: int, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most_at_once = most_at_once
+    def __init__(self, max_at_once: int, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_at_once = max_at_once
         self._per_minute = per_minute
         self._clock = clock
         self._clients: OrderedDict[str, _Client] = OrderedDict()  # least recently seen first
@@ -85,14 +85,14 @@ class ClientLimits:
     @contextmanager
     def running(self, client: str, num_answers: int) -> Iterator[None]:
         """Counts `num_answers` running answers for the duration of the `with`. Raises RateLimited."""
-        if not self._most_at_once:
+        if not self._max_at_once:
             yield
             return
         state = self._find(client)
-        if state.running + num_answers > self._most_at_once:
+        if state.running + num_answers > self._max_at_once:
             raise RateLimited(
                 f"Rate limit reached: this client waits for {state.running} answers and asks for {num_answers} more; "
-                f"at most {self._most_at_once} at once are allowed. Please wait for one of them.",
+                f"at most {self._max_at_once} at once are allowed. Please wait for one of them.",
                 retry_after_s=1,
             )
         state.running += num_answers

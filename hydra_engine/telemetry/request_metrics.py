@@ -111,10 +111,10 @@ class FinishedRequests:
         self._add_stages(result)
         self._add_slo(result.metrics.slo)
 
-    def add_choices(self, num_choices: int, most_tokens: int) -> None:
-        """Counts a whole request that ended well; its longest answer has `most_tokens`."""
+    def add_choices(self, num_choices: int, longest: int) -> None:
+        """Counts a whole request that ended well; its longest answer has `longest`."""
         self._plain["vllm:request_params_n"].observe(num_choices)
-        self._plain["vllm:request_max_num_generation_tokens"].observe(most_tokens)
+        self._plain["vllm:request_max_num_generation_tokens"].observe(longest)
 
     def _add_times(self, result: Result) -> None:
         usage, metrics = result.usage, result.metrics

@@ -22,10 +22,10 @@ import msgspec
 from hydra_engine.errors import ConfigError
 
 FORMAT, VERSION = "hydra-engine workload", 1
-MOST_REQUESTS = 1_000_000  # per file
-_MOST_TOKENS = 1 << 24
-_MOST_SIDE = 1 << 20  # pixels
-_MOST_FRAMES = 1 << 20
+MAX_REQUESTS = 1_000_000  # per file
+_MAX_TOKENS = 1 << 24
+_MAX_SIDE = 1 << 20  # pixels
+_MAX_FRAMES = 1 << 20
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -83,8 +83,8 @@ def read_workload(path: Path) -> tuple[WorkloadRequest, ...]:
     if len(lines) > 1 and not _is_whole(lines[-1]):
         lines.pop()
     _check_header(path, lines)
-    if len(lines) - 1 > MOST_REQUESTS:
-        raise _refused(path, f"has {len(lines) - 1} requests; give at most {MOST_REQUESTS}")
+    if len(lines) - 1 > MAX_REQUESTS:
+        raise _refused(path, f"has {len(lines) - 1} requests; give at most {MAX_REQUESTS}")
     decoder = msgspec.json.Decoder(WorkloadRequest, strict=True)
     requests: list[WorkloadRequest] = []
     for number, line in enumerate(lines[1:], start=2):
@@ -112,8 +112,8 @@ def problem_of(request: WorkloadRequest) -> str | None:
         ("output_tokens", request.output_tokens, 1),
         ("shared_tokens", request.shared_tokens, 0),
     ):
-        if not least <= value <= _MOST_TOKENS:
-            return f"{name} must be between {least} and {_MOST_TOKENS}"
+        if not least <= value <= _MAX_TOKENS:
+            return f"{name} must be between {least} and {_MAX_TOKENS}"
     if request.session is not None and request.session < 0:
         return "session must be 0 or more"
     if request.shared_tokens > request.prompt_tokens:
@@ -122,12 +122,12 @@ def problem_of(request: WorkloadRequest) -> str | None:
         return "shared_tokens needs a session that shares them"
     media: tuple[Picture | Video, ...] = (*request.pictures, *request.videos)
     for picture in media:
-        if not (1 <= picture.width <= _MOST_SIDE and 1 <= picture.height <= _MOST_SIDE):
+        if not (1 <= picture.width <= _MAX_SIDE and 1 <= picture.height <= _MAX_SIDE):
             return f"a picture of {picture.width} x {picture.height} pixels cannot be"
         if picture.number < 0:
             return "the number of a picture must be 0 or more"
     for video in request.videos:
-        if not (1 <= video.frames <= _MOST_FRAMES and 0 < video.fps < math.inf):
+        if not (1 <= video.frames <= _MAX_FRAMES and 0 < video.fps < math.inf):
             return "a video needs frames, and frames per second"
     return None
 

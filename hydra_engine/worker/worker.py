@@ -144,7 +144,7 @@ class Worker:
     @property
     def vision_plans(self) -> int:
         """The number of vision plans that may be in flight: 2 if the next is launched while one is computed."""
-        return 1 if self._vision is None else self._vision.most_plans
+        return 1 if self._vision is None else self._vision.max_plans
 
     @property
     def notes(self) -> tuple[str, ...]:

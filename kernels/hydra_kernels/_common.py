@@ -205,12 +205,12 @@ _VECTOR = {
     0: LinearLaunch(1, 1, 4096, 4, 3),
 }
 _SHORT_VECTOR = LinearLaunch(1, 2, 2048, 4, 3)  # instead of the second entry, for rows of at most two such pieces
-_MANY_OUTPUTS, _MOST_OUTPUTS = 3072, 8192
+_MANY_OUTPUTS, _MAX_OUTPUTS = 3072, 8192
 # Tables for two kinds of device, by `_tables_of`.
 _FEW_ROWS = {
     80: {_MANY_OUTPUTS: LinearLaunch(16, 32, 256, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
     90: {
-        _MOST_OUTPUTS: LinearLaunch(16, 64, 128, 4, 4),
+        _MAX_OUTPUTS: LinearLaunch(16, 64, 128, 4, 4),
         _MANY_OUTPUTS: LinearLaunch(16, 64, 128, 4, 6),
         0: LinearLaunch(16, 16, 256, 4, 5),
     },
@@ -219,13 +219,13 @@ _PAIRS_OF_ROWS = {
     80: _FEW_ROWS[80],
     90: {_MANY_OUTPUTS: LinearLaunch(16, 64, 128, 4, 4), 0: LinearLaunch(16, 16, 256, 4, 5)},
 }
-_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)  # 90, _MANY_OUTPUTS to _MOST_OUTPUTS, more than 8192 inputs
+_FEW_ROWS_LONG = LinearLaunch(16, 32, 512, 4, 4)  # 90, _MANY_OUTPUTS to _MAX_OUTPUTS, more than 8192 inputs
 _FEW_ROWS_WIDE = {_MANY_OUTPUTS: LinearLaunch(16, 32, 128, 4, 4), 0: LinearLaunch(16, 16, 128, 4, 5)}  # float32
 _FEW_PROGRAMS = 64  # fewer do not read at full memory speed: split-K makes up to twice as many
 # Narrow tiles of outputs give more programs in a step of few tokens; wide tiles read the tokens less often.
 _TILED = {
-    80: {_MOST_OUTPUTS: LinearLaunch(128, 128, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 4)},
-    90: {_MOST_OUTPUTS: LinearLaunch(128, 256, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 6)},
+    80: {_MAX_OUTPUTS: LinearLaunch(128, 128, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 4)},
+    90: {_MAX_OUTPUTS: LinearLaunch(128, 256, 64, 8, 3), 0: LinearLaunch(128, 64, 64, 4, 6)},
 }
 _TILED_WIDE = LinearLaunch(64, 64, 32, 4, 3)  # float32
 # Weights in 8 and 4 bits, by the least number of rows minus one: a tile has all rows of a step.
@@ -236,8 +236,8 @@ _FEW_ROWS_QUANTIZED = {
 _LONG_QUANTIZED = 8192  # inputs from which up to 16 rows take twice the depth
 _QUANTIZED_PROGRAMS = 256  # two for each of 132 SMs: conversion to floats takes warps, besides loads in flight
 _TILED_QUANTIZED = {
-    80: {_MOST_OUTPUTS: LinearLaunch(128, 128, 128, 8, 3), 0: LinearLaunch(64, 128, 128, 8, 3)},
-    90: {_MOST_OUTPUTS: LinearLaunch(128, 128, 128, 8, 4), 0: LinearLaunch(128, 64, 128, 4, 4)},
+    80: {_MAX_OUTPUTS: LinearLaunch(128, 128, 128, 8, 3), 0: LinearLaunch(64, 128, 128, 8, 3)},
+    90: {_MAX_OUTPUTS: LinearLaunch(128, 128, 128, 8, 4), 0: LinearLaunch(128, 64, 128, 4, 4)},
 }
 _SMALL_GROUP = 64  # inputs: sums of several groups at once need registers
 _TILED_QUANTIZED_SMALL = LinearLaunch(64, 128, 128, 8, 3)
@@ -261,7 +261,7 @@ def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, c
         return _fitted(launch, num_in, dtype)
     if dtype.itemsize > 2:
         launch = _first(_FEW_ROWS_WIDE, num_out)
-    elif _tables_of(capability) == 90 and _MANY_OUTPUTS <= num_out < _MOST_OUTPUTS < num_in:
+    elif _tables_of(capability) == 90 and _MANY_OUTPUTS <= num_out < _MAX_OUTPUTS < num_in:
         launch = _FEW_ROWS_LONG
     else:
         launch = _first(_FEW_ROWS[_tables_of(capability)], num_out)

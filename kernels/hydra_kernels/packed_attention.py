@@ -130,9 +130,9 @@ def packed_attention(
     if tma:
         triton.set_allocator(scratch)  # for this thread
     tiles = cdiv(max_length, launch.rows)
-    most_tiles = num_rows // launch.rows + segments  # each segment has at most one partial tile
-    search = search and segments <= _MAX_SEARCHED and most_tiles < segments * tiles
-    grid = (most_tiles, num_heads, 1) if search else (tiles, num_heads, segments)
+    max_tiles = num_rows // launch.rows + segments  # each segment has at most one partial tile
+    search = search and segments <= _MAX_SEARCHED and max_tiles < segments * tiles
+    grid = (max_tiles, num_heads, 1) if search else (tiles, num_heads, segments)
     strides, head_strides = (q.stride(0), k.stride(0), v.stride(0)), (q.stride(1), k.stride(1), v.stride(1))
     launches = _launches(num_heads, dim, head_strides, launch, next_power_of_2(segments) if search else 0)
     kernel = packed_tma_kernel if tma else _packed_kernel

@@ -146,7 +146,7 @@ def prefill_attention(
     max_q: int,
     out: Tensor | None = None,
     tma: bool = False,
-    most_requests: int = 0,
+    max_requests: int = 0,
     scales: Scales | None = None,
 ) -> Tensor:
     """Returns softmax(scale * q K^T + causal mask) V of each request's queries over its context: contiguous [T, Hq, D].
@@ -158,7 +158,7 @@ def prefill_attention(
     (padding) gets zeros. out: the result's tensor, a new one by default. scales: of int8 caches, as in
     `decode_attention`.
 
-    tma: uses the Hopper kernel, if `tma_attention.takes_cache` both caches. most_requests: for steps whose rows are
+    tma: uses the Hopper kernel, if `tma_attention.takes_cache` both caches. max_requests: for steps whose rows are
     known to the device only, the most of up to 1024 requests that have queries: launches programs for as many tiles as
     q can have then, not for the longest request times the number of requests. Reads nothing back from the device.
     """
@@ -168,8 +168,8 @@ def prefill_attention(
     check_vector("cu_q", cu_q, batch + 1, torch.int32, q.device)
     if not 0 <= max_q <= q.shape[0]:
         raise ValueError(f"max_q: expected 0 to {q.shape[0]}, the tokens of the step, got {max_q}")
-    if most_requests and (tma or batch > _MAX_SEARCHED):
-        raise ValueError(f"most_requests: expected 0 for the kernel for Hopper and for {batch} requests")
+    if max_requests and (tma or batch > _MAX_SEARCHED):
+        raise ValueError(f"max_requests: expected 0 for the kernel for Hopper and for {batch} requests")
     out = output(out, q)
     if batch == 0 or max_q == 0:
         return out
@@ -182,14 +182,14 @@ def prefill_attention(
     stride_block, stride_slot, stride_head, _ = k_cache.stride()
     strides = (q.stride(0), stride_block, stride_slot)
     shape = q.shape[1], block_size, group, dim
-    search = next_power_of_2(batch) if most_requests else None if tma else 0
+    search = next_power_of_2(batch) if max_requests else None if tma else 0
     launches = _launches(shape, q.stride(1), stride_head, launch, search)
     grid = cdiv(max_q * group, launch.rows), num_kv_heads, batch
     if tma:
         launches(prefill_tma_kernel, grid, q, k_cache, v_cache, *tensors, *strides, block_tables.stride(0))
         return out
-    if most_requests:  # each has at most one partial tile
-        grid = q.shape[0] * group // launch.rows + most_requests, num_kv_heads, 1
+    if max_requests:  # each has at most one partial tile
+        grid = q.shape[0] * group // launch.rows + max_requests, num_kv_heads, 1
     caches = (k_cache, v_cache, *(scales or (None, None)))
     stride_scales = 0 if scales is None else scales[0].stride(0)
     launches(_prefill_kernel, grid, q, *caches, *tensors, *strides, stride_scales, block_tables.stride(0), batch)

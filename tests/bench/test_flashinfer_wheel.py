@@ -17,7 +17,7 @@ import pytest
 
 from bench.gpu_check import flashinfer_kernels, flashinfer_wheel, wheels
 from bench.gpu_check.flashinfer_kernels import Toolkit
-from bench.gpu_check.machine import OPTIONAL, PACKAGES, canonical, least_versions
+from bench.gpu_check.machine import OPTIONAL, PACKAGES, canonical, min_versions
 
 INFO = "flashinfer_python-0.7.2.post1.dist-info"
 METADATA = """Metadata-Version: 2.4
@@ -142,7 +142,7 @@ def test_a_release_that_is_laid_out_otherwise_is_refused(tmp_path: Path, gone: s
 
 
 def test_what_is_larger_than_can_be_carried_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_wheel, "MOST_BYTES", 1000)
+    monkeypatch.setattr(flashinfer_wheel, "MAX_BYTES", 1000)
     with pytest.raises(SystemExit, match="cut and with 0 kernels is 0 MiB: more than 20"):
         flashinfer_wheel.cut(miniature(tmp_path), tmp_path, [])
     assert [path.name for path in tmp_path.glob("*.whl")] == ["flashinfer_python-0.7.2.post1-py3-none-any.whl"]
@@ -232,4 +232,4 @@ def test_what_flashinfer_imports_is_carried_and_asked_for_by_name() -> None:
     assert {canonical(PACKAGES[module][0]) for module in OPTIONAL} == carried | {"flashinfer-python"}
     facts = json.loads((Path(__file__).parents[1] / "ops" / "flashinfer_signatures.json").read_text())
     assert facts["version"] == flashinfer_wheel.VERSION
-    assert flashinfer_wheel.VERSION.startswith(least_versions()["flashinfer-python"])
+    assert flashinfer_wheel.VERSION.startswith(min_versions()["flashinfer-python"])

@@ -20,7 +20,7 @@ from bench.gpu_check import commands as runs
 from bench.gpu_check import machine as on_machine
 from bench.gpu_check import plan, wheels
 from bench.gpu_check.commands import Setup, files_by_kind
-from bench.gpu_check.machine import PACKAGES, Machine, least_versions, too_old, unknown
+from bench.gpu_check.machine import PACKAGES, Machine, min_versions, too_old, unknown
 from bench.gpu_check.plan import CALLS, chosen, parts_of
 from bench.micro.goals import BENCHES
 from bench.micro.parts import Part
@@ -70,7 +70,7 @@ def test_the_seconds_of_a_call_fit_its_budget(monkeypatch: pytest.MonkeyPatch, c
     beyond = {part.name for part in parts("second")} if call == "first" else set()
     own = [part for part in found if part.name not in beyond or part.name in ("build", "quick-ceilings")]
     assert plan.START_S + sum(part.planned_s for part in found) + plan.SUMMARY_S <= plan.BUDGET_S
-    assert all(part.least_s <= part.planned_s <= part.limit_s for part in own if part.unless is None)
+    assert all(part.min_s <= part.planned_s <= part.limit_s for part in own if part.unless is None)
 
 
 def test_the_sanitizer_leaves_out_a_test_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_the_commit_that_is_said_goes_before_that_of_a_repository_around_a_copy(
 
 
 def test_packages_are_those_of_the_project_with_the_versions_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = least_versions()
+    asked = min_versions()
     assert asked["setuptools"] == "77" and asked["torch"] == "2.11" and asked["pytest-xdist"] == "3.8"
     assert not [text for module in PACKAGES if (text := too_old(module))], "what is installed here is new enough"
     monkeypatch.setattr(on_machine.metadata, "version", lambda name: "65.5.0+local")

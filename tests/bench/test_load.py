@@ -28,7 +28,7 @@ class Stub:
         self._ready = threading.Event()
         self.asked: list[dict] = []
         self.keys: list[str | None] = []
-        self.under_way = self.most_under_way = self.pages = 0
+        self.under_way = self.max_under_way = self.pages = 0
         self.url = ""
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class Stub:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.max_under_way = max(self.max_under_way, self.under_way)
         try:
             if word == "hang":
                 await asyncio.sleep(60)
@@ -148,7 +148,7 @@ def test_what_goes_wrong_is_counted_and_named(target: Target) -> None:
 def test_a_closed_loop_keeps_so_many_under_way(stub: Stub, target: Target) -> None:
     run = closed_loop(target, [spec("3")] * 8, 3, with_pages=True)
     assert len(run.records) == 8 and all(record.ok for record in run.records)
-    assert stub.most_under_way == 3
+    assert stub.max_under_way == 3
     assert all(record.planned_s == record.sent_s for record in run.records)
     assert growth(run.pages, "steps_total") == stub.pages - 1 and growth(run.pages, "absent_total") is None
     assert readings(run.pages, "used") == [0.5] * len(run.pages)

@@ -20,7 +20,7 @@ from bench.micro.colocate import options, sharings
 from bench.micro.floors import Ceilings, Rates, Work, overlap_s, serial_s
 from bench.micro.harness import OVERLAP, Effort, Report, Seconds, agree, in_turn, parse, require, scaled, timed
 from bench.micro.profile import Launch, gaps_of, kernels_of
-from bench.micro.side_by_side import LEAST_FIRSTS, Duo
+from bench.micro.side_by_side import MIN_FIRSTS, Duo
 from bench.micro.steps import Step
 from bench.micro.subject import Sharing, _sharing, run_together
 from bench.summary import table
@@ -271,7 +271,7 @@ def test_two_lanes_run_at_once() -> None:
             assert steps.acquire(timeout=10)
 
         beside = Duo(device, vision, language, one_more_step, steps.release).beside(0.01)
-        assert beside.num_firsts >= LEAST_FIRSTS and beside.whole_s >= 0.01 and beside.num_steps > 0
+        assert beside.num_firsts >= MIN_FIRSTS and beside.whole_s >= 0.01 and beside.num_steps > 0
         assert beside.first_s * beside.num_firsts == pytest.approx(beside.whole_s)
         broken = Duo(device, vision, language, lambda: 1 // 0, lambda: None)
         with pytest.raises(ZeroDivisionError):  # and the steps end

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def script(name: str, code: str, **options: object) -> Part:
-    settings: dict[str, object] = {"limit_s": 20.0, "least_s": 0.1} | options
+    settings: dict[str, object] = {"limit_s": 20.0, "min_s": 0.1} | options
     return Part(name, (sys.executable, "-c", code), **settings)  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_run_is_not_begun(tmp_path: Path) -> None:
         script("breaks", "raise SystemExit(3)"),
         script("follows", "print('no')", after="breaks"),
         script("lacks", "print('no')", packages=("json", "no_such_module_here", "nor_this")),
-        script("long", "print('no')", least_s=1000.0),
+        script("long", "print('no')", min_s=1000.0),
         script("short", "print('yes')"),
     )
     assert [(o.name, o.state) for o in outcomes.values()] == [
@@ -111,7 +111,7 @@ def test_what_cannot_be_run_is_not_begun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_part_outlives_the_budget(tmp_path: Path) -> None:
     began = time.monotonic()
-    sleeps = [script(f"sleeps-{i}", "import time; time.sleep(30)", least_s=0.8) for i in range(3)]
+    sleeps = [script(f"sleeps-{i}", "import time; time.sleep(30)", min_s=0.8) for i in range(3)]
     outcomes, _ = run(tmp_path, *sleeps, budget_s=2.0)
     assert time.monotonic() - began < 12
     assert [o.state for o in outcomes.values()] == ["out of time", "not run", "not run"]

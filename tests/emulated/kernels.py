@@ -269,13 +269,13 @@ def _prefill_attention(
     max_q: int,
     out: Tensor | None = None,
     tma: bool = False,
-    most_requests: int = 0,
+    max_requests: int = 0,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Tokens before the first request's and behind the last one's keep what `out` holds."""
     counts = [end - begin for begin, end in pairwise(cu_q.tolist())]
     assert max_q >= max(counts), "max_q is too small"
-    assert not most_requests or sum(count > 0 for count in counts) <= most_requests, "most_requests is too small"
+    assert not max_requests or sum(count > 0 for count in counts) <= max_requests, "max_requests is too small"
     found = _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale, scales)
     if out is None:
         return found

@@ -54,13 +54,13 @@ def _ring_read(words: Tensor, num_sms: int, held_kib: int) -> Tensor:
 class Reader:
     """The library: nothing of it is launched."""
 
-    most_bytes = 227 << 10  # of shared memory
+    max_bytes = 227 << 10  # of shared memory
 
     def ring_read(self, device: int, words: int, num_bytes: int, blocks: int, *ring: int) -> bytes | None:
         stages, piece_bytes, sums, _ = ring
         assert device == 0 and num_bytes and stages and 1 <= blocks <= 8
         assert words % 16 == sums % 4 == num_bytes % 16 == piece_bytes % 16 == 0
-        return b"too much" if 4 * stages * piece_bytes > self.most_bytes else None
+        return b"too much" if 4 * stages * piece_bytes > self.max_bytes else None
 
 
 def _dependent_add(x: Tensor) -> tuple[()]:
@@ -211,7 +211,7 @@ def test_reads_through_a_ring(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
         assert row["gb_per_s_sm"] == pytest.approx(rate / row["inputs"]["sms"])
 
     few = Reader()
-    few.most_bytes = 100 << 10
+    few.max_bytes = 100 << 10
     monkeypatch.setattr(ring_reader, "library", lambda device: few)
     document = run("ring", "--gib", "0.0001")
     assert len(document["rows"]) == 4 and document["skipped"][0]["reason"].endswith("1 multiprocessors: too much")

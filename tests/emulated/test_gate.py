@@ -142,10 +142,10 @@ def test_pieces_that_are_not_as_expected(steps: list[tuple[float, float]], piece
     with lanes() as both:
         both.run(lambda: both.encode(pieces), lambda: [both.step(*step) for step in steps] and None)
     longest_s = max(pieces) + GAPS_S
-    most_unexpected_s = longest_s - min(pieces)
+    max_unexpected_s = longest_s - min(pieces)
     for step in both.steps:
-        most_s = max(2 * longest_s, step.allowance_s + longest_s + most_unexpected_s)
-        assert step.beside(both.vision) <= most_s + SLACK_S
+        max_s = max(2 * longest_s, step.allowance_s + longest_s + max_unexpected_s)
+        assert step.beside(both.vision) <= max_s + SLACK_S
 
 
 def test_an_encode_that_is_not_held_up_leaves_no_gap() -> None:

@@ -37,9 +37,9 @@ def test_logits_move_little(tmp_path: Path, form: str) -> None:
     requests = [torch.tensor(tokenizer.encode(text)) for text in texts]
     base = Subject(MODEL_DIR, backend)
     expected = [base.logits(request) for request in requests]
-    for held_on, most_kl, most_others in (("cpu", 0.008, 0.04), ("cuda:0", 0.02, 0.06)):
+    for held_on, max_kl, max_other in (("cpu", 0.008, 0.04), ("cuda:0", 0.02, 0.06)):
         found = compared(Subject(directory, backend, held_on=held_on), requests, expected)
-        assert found["kl"] < most_kl and found["other"] < most_others, held_on
+        assert found["kl"] < max_kl and found["other"] < max_other, held_on
 
 
 @pytest.mark.slow

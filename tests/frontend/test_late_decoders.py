@@ -10,7 +10,7 @@ from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.request import Request
 from hydra_engine.errors import Unavailable
 from hydra_engine.frontend.in_flight import Phase
-from hydra_engine.frontend.routing.decode_stealing import MOST_LATE_TOKENS
+from hydra_engine.frontend.routing.decode_stealing import MAX_LATE_TOKENS
 from hydra_engine.frontend.routing.late_decoder import PATIENCE_S
 from tests.frontend.rig import Rig, token
 from tests.frontend.several import ABORT, LENGTH, MOVED, STOP, attempt
@@ -206,14 +206,14 @@ def test_the_victim_may_end_or_keep_it() -> None:
     rig = Rig("ED+PD")
     request = lent(rig)
     rig.take("ed0")
-    rig.speak("pd0", request, *range(3, 4 + MOST_LATE_TOKENS))
+    rig.speak("pd0", request, *range(3, 4 + MAX_LATE_TOKENS))
     assert rig.aborted("ed0") == [1]
     assert attempt(rig).decoder == "pd0" and rig.dispatcher.requests[1].moved
     rig.wait(9.0)
     assert rig.take("ed0") == []
     rig.finish("ed0", request.id, ABORT)
-    rig.finish("pd0", request.id, STOP, 4 + MOST_LATE_TOKENS)
-    rig.assert_done(1, 4 + MOST_LATE_TOKENS)
+    rig.finish("pd0", request.id, STOP, 4 + MAX_LATE_TOKENS)
+    rig.assert_done(1, 4 + MAX_LATE_TOKENS)
     rig.assert_at_rest()
 
 

@@ -13,7 +13,7 @@ from hydra_engine.core.roles import lends_decodes
 from hydra_engine.frontend.routing.decode_stealing import (
     CALM_S,
     FEW_DECODES,
-    MOST_BORROWED,
+    MAX_BORROWED,
     PERIOD_S,
     Decode,
     StealPolicy,
@@ -99,7 +99,7 @@ def test_what_has_moved_stays_and_no_thief_has_too_many() -> None:
     instances = busy_table()
     policy = settled(instances)
     assert policy.decide(instances, [decode(1, moved=True)], NOW) == []
-    borrowed = [decode(100 + i, "ed0", moved=True) for i in range(MOST_BORROWED)]
+    borrowed = [decode(100 + i, "ed0", moved=True) for i in range(MAX_BORROWED)]
     assert policy.decide(instances, [decode(1), *borrowed], NOW) == []
     assert len(policy.decide(instances, [decode(1), *borrowed[1:]], NOW)) == 1
 
@@ -141,5 +141,5 @@ def test_nothing_moves_twice_or_against_the_order_of_roles(data: st.DataObject) 
             moves.append(taken.request_id)
             decodes[index] = replace(taken, instance=name, moved=True)
         for name in instances:
-            assert sum(d.moved and d.instance == name for d in decodes) <= MOST_BORROWED
+            assert sum(d.moved and d.instance == name for d in decodes) <= MAX_BORROWED
     assert len(moves) == len(set(moves))

@@ -172,7 +172,7 @@ def test_a_request_that_too_many_overtake_is_left_out(monkeypatch: pytest.Monkey
 
 
 def test_a_file_gets_no_more_lines_than_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload_recorder, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(workload_recorder, "MAX_REQUESTS", 2)
     recorder = Recorder()
     for number in range(5):
         recorder.ended(number, float(number))

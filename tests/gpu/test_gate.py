@@ -110,6 +110,6 @@ def test_what_runs_beside_a_step_is_bounded(
         threading.Event().wait(30e-3)
         told.append(gate.end())
     gate.close()
-    most_s = max(2 * piece_s[0], allowance_s + piece_s[0])
+    max_s = max(2 * piece_s[0], allowance_s + piece_s[0])
     beside = told[1:-1]  # of the first pieces nothing is known
-    assert len(beside) > 3 and max(beside) <= 1.2 * most_s + 1e-3 and min(beside) > 0
+    assert len(beside) > 3 and max(beside) <= 1.2 * max_s + 1e-3 and min(beside) > 0

@@ -51,11 +51,11 @@ def decode(heads: int, kv_heads: int, dim: int, splits: int, dtype: torch.dtype 
     return decode_attention(q, cache[:, 1, 0], cache[:, 1, 1], tables, INDICES[:4], 0.1, num_splits=splits)
 
 
-def prefill(heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16, *, most_requests: int = 0) -> object:
+def prefill(heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16, *, max_requests: int = 0) -> object:
     cache = torch.zeros(4, 2, 2, 16, kv_heads, dim, dtype=dtype)
     q = torch.zeros(300, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
     tables = torch.zeros(4, 64, dtype=torch.int32)
-    caches, searched = (cache[:, 1, 0], cache[:, 1, 1]), {"max_q": 300, "most_requests": most_requests}
+    caches, searched = (cache[:, 1, 0], cache[:, 1, 1]), {"max_q": 300, "max_requests": max_requests}
     return prefill_attention(q, *caches, tables, INDICES, INDICES[:4], 0.1, **searched)
 
 
@@ -249,7 +249,7 @@ CASES: dict[str, Callable[[], object]] = {
     "write_int8-mha-128": lambda: written_in_int8(32, 32, 128),
     "write_int8-gqa-64": lambda: written_in_int8(14, 2, 64),
     "packed-64": lambda: packed(64, 577),
-    "prefill-gqa-128-searched": lambda: prefill(28, 4, 128, most_requests=2),
+    "prefill-gqa-128-searched": lambda: prefill(28, 4, 128, max_requests=2),
     "packed-80": lambda: packed(80, 577),
     "packed-72-windows": lambda: packed(72, 64),
     "packed-80-searched": lambda: packed(80, 600, segments=66),

@@ -71,7 +71,7 @@ def of_step(tokens: int, first: int) -> object:
         small_quantized_linear(x, QUANTIZED),
         invariant_quantized_linear(x, QUANTIZED),
         prefill_attention(q, k_cache, v_cache, tables, cu_q, context, 0.1, max_q=tokens),
-        prefill_attention(q, k_cache, v_cache, *mixed, 0.1, max_q=tokens, most_requests=8),
+        prefill_attention(q, k_cache, v_cache, *mixed, 0.1, max_q=tokens, max_requests=8),
         packed_attention(q, q, q, cu_q, 0.1, max_length=tokens),
         *(decode_attention(q, k_cache, v_cache, tables, context, 0.1, num_splits=splits) for splits in (3, 1)),
         sample(torch.zeros(tokens, 32064), fields[0], fields[1].int(), *fields[2:]),

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from hydra_engine.backend.base import DeltaInputs, PagedCache, Places, StateCache, StateRows, States
 from hydra_engine.backend.cpu.ops import NativeOps
-from hydra_engine.backend.cpu.recording import MOST_ROWS, RecordedDecode
+from hydra_engine.backend.cpu.recording import MAX_ROWS, RecordedDecode
 from hydra_engine.backend.quantized import quantized
 
 HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
 SIZE, INNER = HEADS * DIM, 96
-PLACES, TAPS = 2 * (MOST_ROWS + 1), 4
+PLACES, TAPS = 2 * (MAX_ROWS + 1), 4
 VOCAB, POSITIONS = 50, 40
 Given = tuple[Tensor, Tensor, Tensor, PagedCache, Places]
 
@@ -144,14 +144,14 @@ def test_replays_are_the_calls(isa: str, threads: int, kind: type[Layers], dtype
     layers = kind(dtype)
     recorded, cache = RecordedDecode(layers), layers.cache()
     recordings: set[int] = set()
-    for rows in (1, 3, 1, MOST_ROWS, 3, 2, 1, MOST_ROWS + 1, 3):
+    for rows in (1, 3, 1, MAX_ROWS, 3, 2, 1, MAX_ROWS + 1, 3):
         given = layers.given(rows, cache)
         expected = expected_of(layers, given)
         before = layers.calls
         found = recorded(*given)
         assert all(torch.equal(*pair) for pair in zip((found, *left_in(given)), expected, strict=True)), rows
         assert layers.calls - before == (rows not in recordings)
-        recordings |= {rows} if rows <= MOST_ROWS else set()
+        recordings |= {rows} if rows <= MAX_ROWS else set()
 
 
 @pytest.mark.parametrize("table", [torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.prompting import AS_CONFIGURED, LOW_DETAIL_PIXELS, PixelBudget
 from hydra_engine.errors import InvalidImage, InvalidRequest
-from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, budgeted_size, most_tokens
+from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, budgeted_size, max_image_tokens
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.preprocessor import Preprocessor
@@ -126,7 +126,7 @@ def test_qwen_pictures_stay_below_what_a_request_asks_for() -> None:
     exact = PixelBudget(1_000_000, 1_000_000)
     for width, height in ((300, 200), (31, 17), (1000, 1001)):
         wide, high = budgeted_size(width, height, 28, limits, exact)
-        assert wide * high <= 1_000_000 and wide * high // 784 <= most_tokens(28, limits)
+        assert wide * high <= 1_000_000 and wide * high // 784 <= max_image_tokens(28, limits)
     assert budgeted_size(4000, 3000, 28, limits, PixelBudget(max_pixels=1)) == (28, 28)
 
 

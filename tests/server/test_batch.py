@@ -125,19 +125,19 @@ async def test_no_more_are_under_way_or_read_than_there_is_room_for() -> None:
             finally:
                 self.under_way -= 1
 
-    engine, done, num_read, most_ahead = Counting(intake_s=0.01), [0], 0, 0
+    engine, done, num_read, max_ahead = Counting(intake_s=0.01), [0], 0, 0
 
     def read() -> None:
-        nonlocal num_read, most_ahead
+        nonlocal num_read, max_ahead
         num_read += 1
-        most_ahead = max(most_ahead, num_read - done[0])
+        max_ahead = max(max_ahead, num_read - done[0])
 
     def write(_: bytes) -> None:
         done[0] += 1
 
     async with serving(build_app(engine, ServerConfig()), 10_000) as batch:
         await batch.run(numbered([line(str(i)) for i in range(40)], read), write, 3)
-    assert engine.most == 3 and done == [40] and most_ahead <= 3
+    assert engine.most == 3 and done == [40] and max_ahead <= 3
 
 
 async def test_what_cannot_be_written_ends_all_and_leaves_no_socket() -> None:

@@ -25,7 +25,7 @@ REQUESTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
-MOST_BYTES = 1 << 18  # of a value that is really sent
+MAX_BYTES = 1 << 18  # of a value that is really sent
 Case = tuple[bool, Any]  # whether it is within the bounds, and the value
 
 
@@ -38,7 +38,7 @@ def cases(kind: inspect.Type) -> Iterator[Case]:
             yield from ((False, wrong) for wrong in (1 << 70, -(1 << 70), [kind.ge]))
             if isinstance(kind, inspect.IntType):
                 yield from ((False, 1.5), (False, True))
-        case inspect.StrType(max_length=most) if most is not None and most <= MOST_BYTES:
+        case inspect.StrType(max_length=most) if most is not None and most <= MAX_BYTES:
             yield from ((True, "x" * most), (False, "x" * (most + 1)))
             if kind.min_length:
                 yield False, "x" * (kind.min_length - 1)
@@ -64,7 +64,7 @@ def lists(kind: inspect.ListType) -> Iterator[Case]:
     good = next((value for ok, value in cases(kind.item_type) if ok), None)
     if good is None:
         return
-    if kind.max_length * len(str(good)) <= MOST_BYTES:
+    if kind.max_length * len(str(good)) <= MAX_BYTES:
         yield from ((True, [good] * kind.max_length), (False, [good] * (kind.max_length + 1)))
     if kind.min_length:
         yield False, [good] * (kind.min_length - 1)

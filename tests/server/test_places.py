@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from hydra_engine.server.http import accepting
-from hydra_engine.server.http.accepting import PLACES, Acceptor, Places, most_connections
+from hydra_engine.server.http.accepting import PLACES, Acceptor, Places, max_connections
 from tests.server.conftest import Serve, Served, until
 
 PROBE = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -188,4 +188,4 @@ async def test_without_descriptors_it_waits_and_says_so_once(
 )
 def test_descriptors_are_kept_for_others(monkeypatch: pytest.MonkeyPatch, limit: int, most: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert most_connections() == most
+    assert max_connections() == most

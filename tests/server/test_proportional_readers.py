@@ -61,6 +61,6 @@ def cpu_s(make: Callable[[], Any], before: str, again: str, size: int, *, whole:
 @pytest.mark.parametrize("whole", [False, True], ids=["pieces", "whole"])
 def test_eight_times_the_text_takes_less_than_24_times_as_long(case: str, *, whole: bool) -> None:
     few, many = SIZES
-    least_s = min(cpu_s(*CASES[case], few, whole=whole) for _ in range(3))
-    most_s = min(cpu_s(*CASES[case], many, whole=whole) for _ in range(2))
-    assert most_s < 24 * least_s + 0.005
+    min_s = min(cpu_s(*CASES[case], few, whole=whole) for _ in range(3))
+    max_s = min(cpu_s(*CASES[case], many, whole=whole) for _ in range(2))
+    assert max_s < 24 * min_s + 0.005

@@ -380,14 +380,14 @@ class Simulator:
 
     def _check_language(self, plan: LanguagePlan) -> None:
         if self.scheduler_class is StageScheduler:
-            check_chunks(plan, self.requests, self.config.most_tokens)
+            check_chunks(plan, self.requests, self.config.max_step_tokens)
         rows = rows_of(plan)
         ids = [row.request_id for row in rows]
         assert len(ids) == len(set(ids)), "a request is in a step twice"
         assert all(row.token_ids for row in rows)
         for row in rows:
             assert row.num_generated < self.requests[row.request_id].max_new_tokens, "a row beyond the last token"
-        assert len(self.scheduler._requests.kv.tables) <= self.config.most_requests, "too many sequences"
+        assert len(self.scheduler._requests.kv.tables) <= self.config.max_running_requests, "too many sequences"
 
     def _start_language(self) -> None:
         plan, started_s = self._queued.popleft(), self.clock.now()

@@ -108,7 +108,7 @@ class Stepper:
         plan = self.scheduler.plan_language(self.now)
         self.scheduler.check()
         if plan is not None and type(self.scheduler) is StageScheduler:
-            check_chunks(plan, self.requests, self.config.most_tokens)
+            check_chunks(plan, self.requests, self.config.max_step_tokens)
         self.oracle.look()
         return plan
 

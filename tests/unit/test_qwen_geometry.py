@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.qwen_vl.frames_spec import FRAMES, FrameSampling
-from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, most_tokens, smart_resize
+from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, max_image_tokens, smart_resize
 from hydra_engine.models.specs.base import VideoInfo
 
 
@@ -33,15 +33,20 @@ def test_sizes_are_those_of_the_processor() -> None:
         taken += 1
         size = smart_resize(width, height, factor, limits)
         assert size[::-1] == processors_resize(height, width, factor, *limits), (width, height, factor, limits)
-        assert (size[0] // factor) * (size[1] // factor) <= most_tokens(factor, limits), (width, height, factor, limits)
+        assert (size[0] // factor) * (size[1] // factor) <= max_image_tokens(factor, limits), (
+            width,
+            height,
+            factor,
+            limits,
+        )
     assert taken > 10000
 
 
 def test_the_bound_on_tokens_is_reached() -> None:
-    assert most_tokens(28, PixelLimits(3136, 12845056)) == 16384
+    assert max_image_tokens(28, PixelLimits(3136, 12845056)) == 16384
     assert smart_resize(3584, 3584, 28, PixelLimits(3136, 12845056)) == (3584, 3584)
     thin = PixelLimits(1, 28 * 28)  # one row of blocks, as long as the aspect allows
-    assert smart_resize(20000, 100, 28, thin)[0] // 28 == most_tokens(28, thin) == 14
+    assert smart_resize(20000, 100, 28, thin)[0] // 28 == max_image_tokens(28, thin) == 14
 
 
 def test_impossible_sizes() -> None:

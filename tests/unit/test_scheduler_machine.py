@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.languages = []  # in flight, the first one runs
         self.most = 2 if sizes["look_ahead"] else 1
         self.visions = []
-        self.most_visions = sizes["vision_plans"]
+        self.max_visions = sizes["vision_plans"]
 
     @rule(
         parts=PARTS,
@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.stepper.plan_vision()
         if plan is not None:
             self.visions.append(plan)
-            assert plan.num_patches <= 32 and len(self.visions) <= self.most_visions
+            assert plan.num_patches <= 32 and len(self.visions) <= self.max_visions
             items = [item for vision in self.visions for item in vision.items]
             if self.stepper.reuse:
                 keys = [self._key(item) for item in items]

@@ -70,7 +70,7 @@ class Asked(Stepper):
 
     def __init__(self, **changes) -> None:
         super().__init__(**changes)
-        self.budgets = Scripted(fixed=self.config.most_tokens)
+        self.budgets = Scripted(fixed=self.config.max_step_tokens)
         self.scheduler._budgets = self.scheduler._language._budgets = self.scheduler._vision._budgets = self.budgets
 
     @property

@@ -302,7 +302,7 @@ def test_sizes_are_the_processors(slicing: Slicing) -> None:
 
 @pytest.mark.parametrize("slicing", SLICINGS, ids=str)
 def test_no_picture_has_more_cells_than_is_said(slicing: Slicing) -> None:
-    most = slicing.most_cells() * slicing.cell**2
+    most = slicing.max_cells() * slicing.cell**2
     seen = 0
     for width, height in taken(awkward_sizes(slicing.scale, 4000, seed=1)) + [(1, n) for n in range(1, MAX_ASPECT + 1)]:
         sizes = [slicing.fitted(width, height)]

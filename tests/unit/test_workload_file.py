@@ -168,7 +168,7 @@ def test_a_file_that_is_not_there_or_too_long_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"^the workload none.jsonl cannot be read: No such file or directory$"):
         read_workload(tmp_path / "none.jsonl")
-    monkeypatch.setattr(workload, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(workload, "MAX_REQUESTS", 2)
     assert len(read_workload(file(HEADER, ROW, ROW))) == 2
     with pytest.raises(ConfigError, match="has 3 requests; give at most 2"):
         read_workload(file(HEADER, ROW, ROW, ROW))

@@ -88,7 +88,7 @@ class FakeOps:
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         return ReferenceOps().plan_decode(num_context, block_tables)
 
-    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
         raise ValueError("plan_mixed: the fake model reads contents")
 
     def plan_states(self, rows: StateRows) -> StateRows:
@@ -371,7 +371,7 @@ class Rig:
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)
         self._steps = 0
-        num_seq_slots = config.scheduler.most_requests if states is None else states.conv.shape[0] // 2
+        num_seq_slots = config.scheduler.max_running_requests if states is None else states.conv.shape[0] // 2
         self._free_seq_slots: list[int] = np.random.default_rng(6).permutation(num_seq_slots).tolist()
         self._results: dict[StepId, Any] = {}
         self.seq_slots: dict[int, int] = {}

@@ -63,8 +63,8 @@ class FlashOps(ReferenceOps):
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         return self._attention.plan_decode(num_context, block_tables)
 
-    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
-        return self._attention.plan_mixed(rows, num_tokens, most_others)
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
+        return self._attention.plan_mixed(rows, num_tokens, max_prompts)
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         return self._attention.paged(q, cache, layer, plan, scale)

@@ -155,7 +155,7 @@ def test_steps_with_special_rows_are_replayed(rig: Rig, device: LateDevice, mode
 
 @pytest.mark.quick("[llava")
 def test_biases_that_no_graph_has_room_for(rig: Rig, device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hydra_engine.worker.language.asynchronous_step.MOST_BIASES", 2)
+    monkeypatch.setattr("hydra_engine.worker.language.asynchronous_step.MAX_BIASES", 2)
     found = []
     for base, count in ((20, 2), (40, 3)):
         device.replays.clear()
@@ -372,14 +372,14 @@ def test_a_capture_that_fails_says_what_to_change(model_dir: Path) -> None:
 
 
 @pytest.mark.quick("[llava")
-@pytest.mark.parametrize("most_tokens", [0, 70, 300])
-def test_graphs_that_do_not_fit_are_left_out_and_requests_served(model_dir: Path, most_tokens: int) -> None:
+@pytest.mark.parametrize("max_tokens", [0, 70, 300])
+def test_graphs_that_do_not_fit_are_left_out_and_requests_served(model_dir: Path, max_tokens: int) -> None:
     """The largest first."""
 
     class Small(LateDevice):
         def capture(self, launch: Any) -> Any:
             graph = super().capture(launch)
-            if seen and seen[-1] > most_tokens:
+            if seen and seen[-1] > max_tokens:
                 raise torch.OutOfMemoryError("no room for a pool")
             return graph
 
@@ -401,15 +401,15 @@ def test_graphs_that_do_not_fit_are_left_out_and_requests_served(model_dir: Path
         0: [],
         70: [16, 32, 64],
         300: [16, 32, 64, 128, 256],
-    }[most_tokens]
-    assert bool(graphs.decodes._captured) == (most_tokens > 0)
+    }[max_tokens]
+    assert bool(graphs.decodes._captured) == (max_tokens > 0)
     number = len(graphs.wanted) - len(graphs.mixed._captured) - len(graphs.decodes._captured)
     (note,) = rig.worker.notes
     assert note.startswith(f"{number} graphs of language steps are left out, the device has no memory for them")
     device.replays.clear()
     made = requests(rig, 20, special=True)
     assert rig.generate_ahead(*made, chunk=40) == expected(model_dir, special=True)
-    assert bool(device.replays) == (most_tokens > 0)
+    assert bool(device.replays) == (max_tokens > 0)
     assert device.trims
     rig.worker.close()
 

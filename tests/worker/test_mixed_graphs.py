@@ -13,7 +13,7 @@ import pytest
 
 from hydra_engine.core.request import Request
 from hydra_engine.worker.language import lane
-from hydra_engine.worker.language.mixed_graphs import MOST_TOKENS, MixedSize, mixed_sizes
+from hydra_engine.worker.language.mixed_graphs import MAX_TOKENS, MixedSize, mixed_sizes
 from tests.worker.fakes import Rig, Row, make_request, outcomes_of
 from tests.worker.late import LateDevice
 from tests.worker.test_graphs import expected, graph_rig, leave, requests
@@ -153,7 +153,7 @@ def test_prompts_with_pictures_are_replayed(model_dir: Path) -> None:
 def test_without_room_for_their_graphs_steps_with_prompts_are_launched_op_by_op(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "mixed_sizes", lambda *given: mixed_sizes(*given[:2], most_tokens=0))
+    monkeypatch.setattr(lane, "mixed_sizes", lambda *given: mixed_sizes(*given[:2], max_tokens=0))
     device = LateDevice()
     rig = graph_rig(model_dir, device)
     assert rig.generate_ahead(*requests(rig, 20)) == expected(model_dir)
@@ -176,13 +176,13 @@ def test_a_row_that_is_not_finite_fails_alone(rig: Rig, device: LateDevice) -> N
 
 def test_sizes() -> None:
     """Up to the tile of products that a budget ends in, with few rows, some and as many as may run."""
-    large = [(tokens, rows) for tokens in range(256, MOST_TOKENS + 1, 128) for rows in (8, 32, 256)]
+    large = [(tokens, rows) for tokens in range(256, MAX_TOKENS + 1, 128) for rows in (8, 32, 256)]
     small = [(16, 8), (16, 16), (32, 8), (32, 32), (64, 8), (64, 32), (64, 64), (128, 8), (128, 32), (128, 128)]
     assert mixed_sizes(4096, 256) == mixed_sizes(2048, 256) == (*small, *large)
     assert {(512, 8), (768, 32), (1024, 8), (1536, 32), (2048, 8), (2048, 32)} < {*mixed_sizes(2048, 64)}
-    assert mixed_sizes(520, 64)[-1] == (640, 64) and mixed_sizes(520, 64, most_tokens=256)[-1] == (256, 64)
+    assert mixed_sizes(520, 64)[-1] == (640, 64) and mixed_sizes(520, 64, max_tokens=256)[-1] == (256, 64)
     assert mixed_sizes(24, 6) == (MixedSize(16, 6), MixedSize(32, 6))
     assert mixed_sizes(1, 64) == (MixedSize(16, 8), MixedSize(16, 16))
-    assert mixed_sizes(2048, 256, most_tokens=0) == ()
+    assert mixed_sizes(2048, 256, max_tokens=0) == ()
     assert [MixedSize(2048, rows).chunks for rows in (8, 32, 256)] == [8, 32, 64]
     assert [MixedSize(tokens, 256).chunks for tokens in (256, 1024)] == [16, 32]

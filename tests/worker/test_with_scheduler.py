@@ -58,7 +58,7 @@ class Loop:
         self.finished: dict[int, Finished] = {}
         self.in_flight: list[StepId] = []
         self.seq_slots: set[int] = set()
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.now = 0.0
 
     def add(self, request: Request) -> None:
@@ -71,7 +71,7 @@ class Loop:
             self.now += 0.01
             while (plan := self.scheduler.plan_language(self.now)) is not None:
                 self._submit(plan)
-            self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+            self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
             assert self.in_flight, "work is left and nothing runs"
             result = self.rig.wait(self.in_flight.pop(0))
             self._take(self.scheduler.on_language(result, self.now))
@@ -110,7 +110,7 @@ def test_every_request_gets_its_own_tokens_whatever_is_planned_ahead(seed: int, 
             loop.add(request)
         loop.run_to_the_end()
     rig.worker.close()
-    assert loop.most_in_flight == 2 and loop.seq_slots <= set(range(MAX_SEQS))
+    assert loop.max_in_flight == 2 and loop.seq_slots <= set(range(MAX_SEQS))
     assert sum(event.num_preemptions for event in loop.finished.values()) > 0
     for request in requests:
         event, tokens = loop.finished[request.id], loop.tokens[request.id]
@@ -150,7 +150,7 @@ def test_rows_may_be_deferred_at_any_time(seed: int, asynchronous: bool, monkeyp
         loop.add(request)
     loop.run_to_the_end()
     rig.worker.close()
-    assert all(num_deferred) and loop.most_in_flight == 2
+    assert all(num_deferred) and loop.max_in_flight == 2
     for request in requests:
         tokens = loop.tokens[request.id]
         if loop.finished[request.id].error is None:

@@ -66,9 +66,9 @@ async def killed(turn: int, stage: Stage) -> list[Finding]:
     the beginning of the interpreter on."""
     rng = random.Random(f"{stage.seed}/starts/{turn}")
     topologies = ["EPD", "EP+D", "EPD"]
-    most_s = (0.1, 1.0, 3.0, 2.0)[turn]
+    max_s = (0.1, 1.0, 3.0, 2.0)[turn]
     ending = [
-        _one(number, rng.uniform(0.0, most_s), topology, at_once=turn == _TURNS - 1)
+        _one(number, rng.uniform(0.0, max_s), topology, at_once=turn == _TURNS - 1)
         for number, topology in zip(_SIGNALS, topologies, strict=True)
     ]
     return [finding for findings in await asyncio.gather(*ending) for finding in findings]

@@ -148,9 +148,9 @@ class Cut {
   // Many queries: a task takes one head and a block of tokens; later blocks see more keys and start first.
   void add_long(const Sequence& sequence) {
     // Fewer tokens than a task could take where threads would be idle, down to two column tiles.
-    const int64_t most_blocks = divided_up(sequence.num_queries * call_.group(), 2 * kColumnTile);
+    const int64_t max_blocks = divided_up(sequence.num_queries * call_.group(), 2 * kColumnTile);
     const int64_t scale = std::max<int64_t>(1, threads_ / long_tasks_);
-    const int64_t blocks = std::max(long_blocks(sequence), std::min(most_blocks, long_blocks(sequence) * scale));
+    const int64_t blocks = std::max(long_blocks(sequence), std::min(max_blocks, long_blocks(sequence) * scale));
     // Whole column tiles: no half-filled tile but the sequence's last.
     const int64_t unit = kColumnTile / std::gcd(call_.group(), int64_t{kColumnTile});
     const int64_t tokens = divided_up(divided_up(sequence.num_queries, blocks), unit) * unit;

@@ -28,7 +28,7 @@ void run_level(const BestCall& call, int64_t begin, int64_t end) {
 }
 
 // Rows of a thread: about ten microseconds of work, below which waking it does not pay.
-int64_t least_rows(int64_t columns) {
+int64_t min_rows(int64_t columns) {
   constexpr int64_t kElementsPerThread = 1 << 15;
   return std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, columns));
 }
@@ -36,12 +36,12 @@ int64_t least_rows(int64_t columns) {
 }  // namespace
 
 void best_of_rows(const BestCall& call) {
-  parallel_for(call.rows, least_rows(call.columns),
+  parallel_for(call.rows, min_rows(call.columns),
                [&](int64_t begin, int64_t end) { run_level(call, begin, end); });
 }
 
 void run_rows(RowsOp op, const RowsCall& call) {
-  parallel_for(call.rows, least_rows(call.columns),
+  parallel_for(call.rows, min_rows(call.columns),
                [&](int64_t begin, int64_t end) { run_level(op, call, begin, end); });
 }
 

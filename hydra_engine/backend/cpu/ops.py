@@ -62,7 +62,7 @@ class NativeOps(CacheOps, ComposedOps):
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         raise ValueError("plan_decode: expected ops that plan without contents; these cut their work by them")
 
-    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
         raise ValueError("plan_mixed: expected ops that plan without contents; these cut their work by them")
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:

@@ -26,7 +26,7 @@ from hydra_engine.backend.cpu.linear import DTYPE_CODES, aligned
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 32  # with more rows, Python takes less than 1 % of a step
+MAX_ROWS = 32  # with more rows, Python takes less than 1 % of a step
 _HALVES = (torch.bfloat16, torch.float16)
 _NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
@@ -59,7 +59,7 @@ class RecordedDecode:
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
     ) -> Tensor:
         rows = token_ids.shape[0]
-        if not self._recordable or not 0 < rows <= MOST_ROWS:
+        if not self._recordable or not 0 < rows <= MAX_ROWS:
             return self._decode(token_ids, positions, angles, cache, places)
         kept = self._kept.get(rows)
         if kept is None or not kept.is_of(angles, cache, places):

@@ -56,7 +56,7 @@ class CudaPlan:
     max_rest_q: int
     rows: Rows | None  # None: known to the device only
     mixed: MixedRows | None = None  # of a captured mixed step
-    most_others: int = 0  # rows of its prompts at most
+    max_prompts: int = 0  # rows of its prompts at most
 
 
 def num_leading_decodes(cu_q: Int32s) -> int:
@@ -122,14 +122,14 @@ class CudaAttention:
         native = CudaPlan(batch, num_decodes, None, cu_q[: batch + 1 - num_decodes], max_rest_q, None)
         return AttentionPlan(cu_q, num_context, block_tables, 1, 0, native)
 
-    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
         """`Ops.plan_mixed`. The decode kernel runs for all rows, with a context of 0 for rows of prompts; the prefill
         kernel then overwrites their results."""
         batch = checks.check_mixed_plan(rows, num_tokens)
         checks.check_device(self._device, rows._asdict().items())
         num_decodes, rest = (0, rows.cu_q) if self._deterministic else (batch, rows.rest_cu_q)
-        most_others = batch if self._deterministic else min(most_others, batch)
-        native = CudaPlan(num_tokens, num_decodes, None, rest, num_tokens, None, rows, most_others)
+        max_prompts = batch if self._deterministic else min(max_prompts, batch)
+        native = CudaPlan(num_tokens, num_decodes, None, rest, num_tokens, None, rows, max_prompts)
         return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native)
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
@@ -189,7 +189,7 @@ class CudaAttention:
                 _behind(plan.num_context, split),
                 scale,
                 max_q=native.max_rest_q,
-                most_requests=native.most_others,
+                max_requests=native.max_prompts,
                 out=_behind(out, split),
                 tma=self._tma_prompts and native.mixed is None and scales is None and takes_cache(k_cache, v_cache),
                 scales=scales,

@@ -163,7 +163,7 @@ class FlashInferAttention:
         native = GraphPlan(batch, width, plan.native)
         return replace(plan, native=native, refresh=native.refresh)
 
-    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
         raise ValueError("plan_mixed: expected ops that plan without contents; FlashInfer cuts prompts by them")
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:

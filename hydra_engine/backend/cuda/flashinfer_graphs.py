@@ -109,10 +109,10 @@ class GraphBuffers:
             self._schedule = torch.empty(SCHEDULE_BYTES, dtype=torch.uint8, device=self._device)
         return self._schedule
 
-    def pages(self, batch: int, most_pages: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(indptr [batch + 1], indices of at least `most_pages`, last_page_len [batch]), int32."""
+    def pages(self, batch: int, max_pages: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(indptr [batch + 1], indices of at least `max_pages`, last_page_len [batch]), int32."""
         self._indptr = self._of(self._indptr, batch + 1)
-        self._indices = self._of(self._indices, most_pages)
+        self._indices = self._of(self._indices, max_pages)
         self._last_page_len = self._of(self._last_page_len, batch)
         return self._indptr[: batch + 1], self._indices, self._last_page_len[:batch]
 

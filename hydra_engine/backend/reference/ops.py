@@ -296,7 +296,7 @@ class ReferenceOps(ComposedOps):
         cu_q = torch.arange(batch + 1, dtype=torch.int32)
         return AttentionPlan(cu_q, num_context, block_tables, max_q=1, max_context=0)
 
-    def plan_mixed(self, rows: MixedRows, num_tokens: int, most_others: int) -> AttentionPlan:
+    def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
         """Keeps the tensors, whose contents are read by each op."""
         checks.check_mixed_plan(rows, num_tokens)
         return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native=_PADDED)

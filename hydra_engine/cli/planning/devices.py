@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hydra_engine.profiler.start import StepCosts
     from hydra_engine.profiler.store import Profile
 
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 _PART = re.compile(r"(?:(?P<count>[0-9]{1,4})\s*[x*]\s*)?(?P<kind>\S.*)")
 _HOST_CORES = 16  # of a host with devices that are not here
 
@@ -68,8 +68,8 @@ def _part(part: str, text: str, config: EngineConfig, spec: ModelSpec) -> tuple[
 
 
 def _checked(count: int, text: str) -> int:
-    if not 1 <= count <= MOST_DEVICES:
-        raise ConfigError(f"--devices {text[:40]}: plan for 1 to {MOST_DEVICES} devices", param="devices")
+    if not 1 <= count <= MAX_DEVICES:
+        raise ConfigError(f"--devices {text[:40]}: plan for 1 to {MAX_DEVICES} devices", param="devices")
     return count
 
 

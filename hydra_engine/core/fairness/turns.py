@@ -108,7 +108,7 @@ class FairQueue(Generic[J]):
 
     def _next(self, may_begin: Callable[[str], bool]) -> str | None:
         """The client whose job begins next: no client begins twice while another that may begin waits."""
-        now, since, best, least_s = self._clock(), None, None, 0.0
+        now, since, best, min_s = self._clock(), None, None, 0.0
         for client, state in self._waiting.items():
             if not may_begin(client):
                 continue
@@ -116,8 +116,8 @@ class FairQueue(Generic[J]):
             if state.begun_at > since:
                 continue
             used_s = self._used(state, now)
-            if best is None or used_s < least_s:
-                best, least_s = client, used_s
+            if best is None or used_s < min_s:
+                best, min_s = client, used_s
         return best
 
     def _used(self, state: _Client[J], now: float) -> float:

@@ -20,7 +20,7 @@ from hydra_engine.frontend.in_flight import Attempt, Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad
 
 # Stolen decodes on one thief: an encode that arrives shares the instance with no more than these.
-MOST_BORROWED = 8
+MAX_BORROWED = 8
 # A thief has fewer decodes than this.
 FEW_DECODES = 8
 # Least number of tokens left to generate: fewer are done before the KV has been copied.
@@ -32,7 +32,7 @@ PERIOD_S = 0.1
 # Share of the victim's KV blocks in use from which its queue waits for blocks rather than for a step.
 VICTIM_FULL = 0.85
 # A request to be handed over decodes on while steps are in flight; after this many tokens it stays.
-MOST_LATE_TOKENS = 32
+MAX_LATE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class StealPolicy:
         plans: list[tuple[Decode, str]] = []
         taken: set[RequestId] = set()
         for thief in sorted(thieves, key=lambda instance: (instance.decodes, instance.name)):
-            if borrowed[thief.name] >= MOST_BORROWED or now - self._latest.get(thief.name, -PERIOD_S) < PERIOD_S:
+            if borrowed[thief.name] >= MAX_BORROWED or now - self._latest.get(thief.name, -PERIOD_S) < PERIOD_S:
                 continue
             decode = _best((d for d in decodes if d.request_id not in taken), victims, thief)
             if decode is not None:
@@ -125,7 +125,7 @@ class DecodeStealing:
     def __init__(self, config: EngineConfig, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         roles = {instance.name: instance.role for instance in dispatcher.instances.values()}
-        limits = {name: config.for_instance(name, role).scheduler.most_requests for name, role in roles.items()}
+        limits = {name: config.for_instance(name, role).scheduler.max_running_requests for name, role in roles.items()}
         self._policy = StealPolicy(limits) if config.cluster.steal_decodes else None
 
     def on_up(self, name: str, max_num_seqs: int) -> None:
@@ -159,10 +159,10 @@ class DecodeStealing:
         instances.send(victim, [HandOver(attempt.id, thief)])
 
     def victim_sent(self, in_flight: RequestInFlight, attempt: Attempt, num_tokens: int) -> None:
-        """Counts tokens that the victim sends after the hand-over was asked for; above `MOST_LATE_TOKENS` it keeps the
+        """Counts tokens that the victim sends after the hand-over was asked for; above `MAX_LATE_TOKENS` it keeps the
         request."""
         attempt.late_victim_tokens += num_tokens
-        if attempt.late_victim_tokens <= MOST_LATE_TOKENS or attempt.decoder_ready:
+        if attempt.late_victim_tokens <= MAX_LATE_TOKENS or attempt.decoder_ready:
             return
         self._dispatcher.abort_at(in_flight, attempt.decoder)
         attempt.decode_at(self._dispatcher.instances[attempt.victim], in_flight.num_tokens, ready=True)

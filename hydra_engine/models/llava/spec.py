@@ -14,7 +14,7 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
-from hydra_engine.models.specs.fields import ELSEWHERE, MOST_LAYERS, Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, MAX_LAYERS, Fields
 from hydra_engine.models.specs.geometry import check_picture, shortest_edge_size
 from hydra_engine.models.specs.vision import (
     SquareTowerSpec,
@@ -132,8 +132,8 @@ def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
         if isinstance(layer, bool) or not isinstance(index, int) or not 0 <= index <= num_layers:
             raise config.wrong("vision_feature_layer", f"a layer of the tower's {num_layers} or a list of them")
         indices.append(index)
-    if not 1 <= len(indices) <= MOST_LAYERS:
-        raise config.wrong("vision_feature_layer", f"1 to {MOST_LAYERS} layers")
+    if not 1 <= len(indices) <= MAX_LAYERS:
+        raise config.wrong("vision_feature_layer", f"1 to {MAX_LAYERS} layers")
     return tuple(indices)
 
 

@@ -71,7 +71,7 @@ class Slicing:
         rows, columns = grid
         return self.fitted(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
 
-    def most_cells(self) -> int:
+    def max_cells(self) -> int:
         """Most cells of one picture or slice of any accepted shape. For a number of rows the largest is the lowest."""
         longest = math.sqrt(MAX_ASPECT)
         least, most = max(int(self.scale / longest), 1), int(self.scale * longest)

@@ -38,7 +38,7 @@ from hydra_engine.models.specs.vision import (
 )
 
 HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and transformers' default
-MOST_ROUNDS, MOST_SLICES, MOST_SCALE = 8, 1024, 1 << 14  # beyond any processor's limits
+MAX_ROUNDS, MAX_SLICES, MAX_SCALE = 8, 1024, 1 << 14  # beyond any processor's limits
 MODES = {"4x": 1, "16x": 2}  # rounds of merging 2 x 2 neighbours, counted with the one inside the tower
 TOWER_DEFAULTS = TowerSpec(  # MiniCPMV4_6VisionConfig's
     hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, hidden_act="gelu_pytorch_tanh", norm_eps=1e-6
@@ -228,7 +228,7 @@ def _vision(files: ModelFiles, feature_size: int, *, has_videos: bool) -> MiniCp
         videos=videos,
         max_frames=max_frames,
         preprocess=preprocess,
-        max_slice_tokens=max(cuts.most_cells() for cuts in (images, videos) if cuts is not None),
+        max_slice_tokens=max(cuts.max_cells() for cuts in (images, videos) if cuts is not None),
     )
 
 
@@ -237,7 +237,7 @@ def _merging(config: Fields, tower: Fields, num_layers: int) -> tuple[int | None
     for section, name in ((tower, "window_kernel_size"), (config, "merge_kernel_size")):
         if section.numbers(name, (2, 2)) != (2, 2):
             raise section.wrong(name, "[2, 2]")
-    num_rounds = config.integer("merger_times", 1, at_most=MOST_ROUNDS)
+    num_rounds = config.integer("merger_times", 1, at_most=MAX_ROUNDS)
     if config.text("downsample_mode", "16x") not in MODES:
         raise config.wrong("downsample_mode", " or ".join(MODES))
     if config.text("downsample_mode", "16x") == "4x":
@@ -256,8 +256,8 @@ def _slicing(settings: Fields, patch_size: int, rounds: int) -> Slicing:
     mode = settings.text("downsample_mode", "16x")
     if MODES.get(mode) != rounds:
         raise settings.wrong("downsample_mode", f"the one whose tokens have {4**rounds} patches, as config.json says")
-    max_slices = settings.integer("max_slice_nums", 9, at_most=MOST_SLICES) if settings.flag("slice_mode", True) else 1
-    return Slicing(settings.integer("scale_resolution", 448, at_most=MOST_SCALE), patch_size * 2**rounds, max_slices)
+    max_slices = settings.integer("max_slice_nums", 9, at_most=MAX_SLICES) if settings.flag("slice_mode", True) else 1
+    return Slicing(settings.integer("scale_resolution", 448, at_most=MAX_SCALE), patch_size * 2**rounds, max_slices)
 
 
 def _frames(settings: Fields, pictures: PreprocessSpec) -> int:

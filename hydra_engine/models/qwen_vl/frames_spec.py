@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, InvalidImage
-from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, most_tokens, pixel_limits, smart_resize
+from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, max_image_tokens, pixel_limits, smart_resize
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.geometry import check_frames, check_picture
@@ -145,10 +145,10 @@ class TimedFrames:
         """Time of one temporal patch of source frames: the middle between its first and its last."""
         return (frames[0] / fps + frames[-1] / fps) / 2
 
-    def most_tokens(self, factor: int) -> int:
+    def max_image_tokens(self, factor: int) -> int:
         """Most tokens of any temporal patch: frames are largest when there are fewest."""
         least, most = self._limits(self.depth)
-        return most_tokens(factor, PixelLimits(-(-least // self.depth), -(-most // self.depth)))
+        return max_image_tokens(factor, PixelLimits(-(-least // self.depth), -(-most // self.depth)))
 
     def _limits(self, num_frames: int) -> PixelLimits:
         least, most = self.limits

@@ -18,7 +18,7 @@ from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.geometry import check_picture
 
 MAX_ASPECT = 200
-MOST_FRAMES = 64  # of one temporal patch
+MAX_FRAMES = 64  # of one temporal patch
 
 
 class PixelLimits(NamedTuple):
@@ -99,7 +99,7 @@ def smart_resize(
 
 def budgeted_size(width: int, height: int, factor: int, limits: PixelLimits, budget: PixelBudget) -> tuple[int, int]:
     """Applies `smart_resize` within limits and budget. A picture that rounding would enlarge beyond the budget is
-    shrunk to it, so that `most_tokens` of the limits holds for every budget."""
+    shrunk to it, so that `max_image_tokens` of the limits holds for every budget."""
     if budget == AS_CONFIGURED:
         return smart_resize(width, height, factor, limits)
     most = limits.max_pixels if budget.max_pixels is None else min(budget.max_pixels, limits.max_pixels)
@@ -118,7 +118,7 @@ def _filling(width: int, height: int, factor: int, pixels: int, num_frames: int 
     return wide, max(factor, math.floor(height / shrink / factor) * factor)
 
 
-def most_tokens(factor: int, limits: PixelLimits) -> int:
+def max_image_tokens(factor: int, limits: PixelLimits) -> int:
     """Upper bound of the number of `factor` by `factor` blocks of any picture that `smart_resize` takes."""
     block = factor * factor
     # Shrunk: within the maximum, or one side stuck at one block and the other as long as the aspect allows.
@@ -156,7 +156,7 @@ def patch_geometry(tower: Fields, settings: Fields, patch_size: int) -> PatchGeo
     geometry = PatchGeometry(
         patch_size=tower.integer("patch_size", patch_size),
         merge_size=tower.integer("spatial_merge_size", 2),
-        temporal_patch_size=tower.integer("temporal_patch_size", 2, at_most=MOST_FRAMES),
+        temporal_patch_size=tower.integer("temporal_patch_size", 2, at_most=MAX_FRAMES),
     )
     for name, default in (("patch_size", patch_size), ("merge_size", 2), ("temporal_patch_size", 2)):
         expected = getattr(geometry, name)

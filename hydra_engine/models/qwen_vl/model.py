@@ -165,7 +165,7 @@ class Qwen25Vision(Qwen2Vision):
         `indices`, and the windows to `bounds`. None if the room has too few windows."""
         side = self._tower.window_tokens
         windows = cut_windows(grids, self._merge, side)
-        bounds = bounds_of(windows.sizes, self._most_windows(room) if room else 0)
+        bounds = bounds_of(windows.sizes, self._max_windows(room) if room else 0)
         if bounds is None:
             return None
         places = [_places_in_windows(rows, columns, self._merge, side) for _, rows, columns in grids]
@@ -177,7 +177,7 @@ class Qwen25Vision(Qwen2Vision):
             longest=(*packing.longest, min(self._window, packing.num_patches)),
         )
 
-    def _most_windows(self, room: int) -> int:
+    def _max_windows(self, room: int) -> int:
         """Number of windows in a room: twice the full windows that fill it, plus a constant for the edges of small
         pictures, at most one per token."""
         return min(room // self.granule, 2 * room // self._window + _EDGES)

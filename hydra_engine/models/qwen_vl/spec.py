@@ -19,7 +19,7 @@ from hydra_engine.models.qwen_vl.geometry_spec import (
     PatchGeometry,
     PixelLimits,
     budgeted_size,
-    most_tokens,
+    max_image_tokens,
     patch_geometry,
     pixel_limits,
     smart_resize,
@@ -38,7 +38,7 @@ from hydra_engine.models.specs.base import (
     VisionSpec,
 )
 from hydra_engine.models.specs.decoder import activation, build_language, decoder_type
-from hydra_engine.models.specs.fields import MOST_LAYERS, Fields
+from hydra_engine.models.specs.fields import MAX_LAYERS, Fields
 from hydra_engine.models.specs.rope import rope_section
 from hydra_engine.models.specs.vision import (
     CLIP_MEAN,
@@ -104,7 +104,7 @@ class GridVisionSpec(VisionSpec):
 
     @property
     def max_tokens_per_image(self) -> int:
-        return most_tokens(self.geometry.factor, self.limits)
+        return max_image_tokens(self.geometry.factor, self.limits)
 
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         size = budgeted_size(width, height, self.geometry.factor, self.limits, budget)
@@ -185,7 +185,9 @@ class Qwen2VisionSpec(GridVisionSpec):
         """Most tokens of a span; a temporal patch of a video may have more than any picture."""
         limits = self.sampling.limits
         most = max(limits.max_pixels, int(limits.min_pixels * 1.05))
-        return max(self.max_tokens_per_image, most_tokens(self.geometry.factor, PixelLimits(limits.min_pixels, most)))
+        return max(
+            self.max_tokens_per_image, max_image_tokens(self.geometry.factor, PixelLimits(limits.min_pixels, most))
+        )
 
     @property
     def max_patches_per_image(self) -> int:
@@ -226,7 +228,7 @@ def build_qwen2_vl(files: ModelFiles) -> ModelSpec:
     hidden = vision.integer("embed_dim", 1280)
     tower = QwenTower(
         hidden_size=hidden,
-        num_layers=vision.integer("depth", 32, at_most=MOST_LAYERS),
+        num_layers=vision.integer("depth", 32, at_most=MAX_LAYERS),
         num_heads=vision.integer("num_heads", 16),
         intermediate_size=int(hidden * vision.number("mlp_ratio", 4)),
         hidden_act=activation(vision, "hidden_act", "quick_gelu"),
@@ -243,7 +245,7 @@ def build_qwen2_5_vl(files: ModelFiles) -> ModelSpec:
         raise vision.wrong("window_size", f"at least {side} pixels, the width of one token")
     tower = QwenTower(
         hidden_size=vision.integer("hidden_size", 3584),
-        num_layers=vision.integer("depth", 32, at_most=MOST_LAYERS),
+        num_layers=vision.integer("depth", 32, at_most=MAX_LAYERS),
         num_heads=vision.integer("num_heads", 16),
         intermediate_size=vision.integer("intermediate_size", 3420),
         hidden_act=activation(vision, "hidden_act", "silu"),
@@ -282,7 +284,7 @@ def _build_qwen2(
 def _full_layers(vision: Fields) -> frozenset[int]:
     """Returns the layers with full attention. Indices beyond the tower's layers are ignored: shortened towers keep the
     whole list."""
-    depth = vision.integer("depth", 32, at_most=MOST_LAYERS)
+    depth = vision.integer("depth", 32, at_most=MAX_LAYERS)
     value = vision.get("fullatt_block_indexes")
     layers = [7, 15, 23, 31] if value is None else value
     if not isinstance(layers, list) or any(type(index) is not int or index < 0 for index in layers):
@@ -306,7 +308,7 @@ class Qwen3VlVisionSpec(GridVisionSpec):
 
     @property
     def max_tokens_per_item(self) -> int:
-        return max(self.max_tokens_per_image, self.frames.most_tokens(self.geometry.factor))
+        return max(self.max_tokens_per_image, self.frames.max_image_tokens(self.geometry.factor))
 
     @property
     def num_planes(self) -> int:
@@ -357,7 +359,7 @@ def _qwen3_vision(files: ModelFiles, feature_size: int) -> Qwen3VlVisionSpec:
     # The other means and deviations are those of the video processor's class.
     geometry, limits, preprocess, videos = grid_settings(files, "qwen3_vl", 16, video_mean=HALF, video_std=HALF)
     num_layers, num_positions = (
-        tower.integer("depth", 27, at_most=MOST_LAYERS),
+        tower.integer("depth", 27, at_most=MAX_LAYERS),
         tower.integer("num_position_embeddings", 2304),
     )
     deepstack = _deepstack(tower, num_layers)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.base import DTYPE_BYTES, DeltaShape, LanguageSpec, LayerKind
-from hydra_engine.models.specs.fields import ELSEWHERE, MOST_LAYERS, Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, MAX_LAYERS, Fields
 from hydra_engine.models.specs.rope import Sections, rope_settings
 
 LAYER_KINDS: dict[str, LayerKind] = {"linear_attention": "delta", "full_attention": "attention"}
@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
-MOST_HEAD_DIM = 2048  # a table of rotary positions is made before weights are read
+MAX_HEAD_DIM = 2048  # a table of rotary positions is made before weights are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
     head_dim = config.integer("head_dim", defaults.head_dim or hidden // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"head_dim {head_dim} is odd, rotary positions need an even one")
-    if head_dim > MOST_HEAD_DIM:
-        raise CheckpointError(f"head_dim {head_dim} is larger than {MOST_HEAD_DIM}, which no decoder's is")
+    if head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(f"head_dim {head_dim} is larger than {MAX_HEAD_DIM}, which no decoder's is")
     qkv_bias, output_bias = _biases(config, defaults, model_type)
     max_position = config.integer("max_position_embeddings", defaults.max_position)
     rope = rope_settings(
@@ -149,7 +149,7 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
         max_position=max_position,
         share=defaults.rotary_share,
     )
-    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None, at_most=MOST_LAYERS)
+    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None, at_most=MAX_LAYERS)
     return LanguageSpec(
         num_layers=num_layers,
         hidden_size=hidden,

@@ -38,7 +38,7 @@ def read_json_if_present(directory: Path, name: str) -> Fields | None:
 
 
 LARGEST = 2**31  # of sizes and counts
-MOST_LAYERS = 1024  # of a decoder or a tower, whatever the weights have; drawn weights have any number
+MAX_LAYERS = 1024  # of a decoder or a tower, whatever the weights have; drawn weights have any number
 LARGEST_NUMBER = 1e38  # of other numbers, within float32
 # Ends an error about something that only the native implementations do not support.
 ELSEWHERE = "; --model-impl transformers runs what transformers can load"

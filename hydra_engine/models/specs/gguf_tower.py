@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.fields import MOST_LAYERS, Fields
+from hydra_engine.models.specs.fields import MAX_LAYERS, Fields
 from hydra_engine.models.specs.gguf_file import GgufHeader
 
 # Pixels of a picture in the published checkpoints.
@@ -61,8 +61,8 @@ def num_layers(header: GgufHeader, name: str, tensor: str, besides: int = 0) -> 
         raise CheckpointError(
             f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count + besides}; take a whole file"
         )
-    if count > MOST_LAYERS:
-        raise header.settings.wrong(name, f"at most {MOST_LAYERS + besides}")
+    if count > MAX_LAYERS:
+        raise header.settings.wrong(name, f"at most {MAX_LAYERS + besides}")
     return count
 
 

@@ -22,7 +22,7 @@ _AUTO_ROUND, _MODELOPT = "auto-round", "modelopt"  # which store weights like GP
 _SAME = {"compressed_tensors": COMPRESSED, "intel/auto-round": _AUTO_ROUND}
 _MODELOPT_FILE = "hf_quant_config.json"
 FILES = (_MODELOPT_FILE, "quantize_config.json", "quant_config.json")  # that say it beside config.json
-_MOST_HEADER_BYTES = 16 << 20  # of a safetensors file
+_MAX_HEADER_BYTES = 16 << 20  # of a safetensors file
 AT_LOAD: dict[str, Literal[4, 8]] = {"int4": 4, "int8": 8}
 AT_LOAD_GROUP = 32  # inputs that share a scale in 4 bits; in 8 bits a row does
 ROW = -1  # a group size: all inputs
@@ -111,7 +111,7 @@ def _float_share(model_dir: Path, quantization: Quantization) -> float:
     for path in filter(Path.is_file, model_dir.glob("*.safetensors")):
         try:
             with open_weights(path) as file:
-                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)))
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)))
             for name, entry in header.items():
                 if name.endswith((".weight", ".weight_packed")) and entry["dtype"] in counts:
                     counts[entry["dtype"]] += math.prod(entry["shape"])

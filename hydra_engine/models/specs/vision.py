@@ -10,7 +10,7 @@ from typing import Any
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.specs.base import PreprocessSpec, TowerAttention, VisionSpec
 from hydra_engine.models.specs.decoder import activation
-from hydra_engine.models.specs.fields import ELSEWHERE, MOST_LAYERS, Fields
+from hydra_engine.models.specs.fields import ELSEWHERE, MAX_LAYERS, Fields
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -153,7 +153,7 @@ def tower_shape(tower: Fields, defaults: TowerSpec) -> dict[str, Any]:
         )
     return {
         "hidden_size": hidden_size,
-        "num_layers": tower.integer("num_hidden_layers", defaults.num_layers, at_most=MOST_LAYERS),
+        "num_layers": tower.integer("num_hidden_layers", defaults.num_layers, at_most=MAX_LAYERS),
         "num_heads": num_heads,
         "intermediate_size": tower.integer("intermediate_size", defaults.intermediate_size),
         "hidden_act": activation(tower, "hidden_act", defaults.hidden_act),

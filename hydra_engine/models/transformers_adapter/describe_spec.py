@@ -32,7 +32,7 @@ from hydra_engine.models.transformers_adapter.processor_spec import Expansion, P
 from hydra_engine.models.transformers_adapter.spec import FAMILY, Answer, GenericVisionSpec
 
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
-MOST_COUNTED = 4096
+MAX_COUNTED = 4096
 _COUNTED = ("layer", "layers", "depth", "blocks", "experts", "stages", "labels", "levels")  # ends of names
 _SIZES = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size")  # of a layer
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -124,8 +124,8 @@ def _check_counts(section: Fields) -> None:
     for name, value in section.values.items():
         if isinstance(value, dict):
             _check_counts(Fields(value, f"{name[:40]} of {section.where}"))
-        elif type(value) is int and value > MOST_COUNTED and name.endswith(_COUNTED):
-            raise section.wrong(name, f"at most {MOST_COUNTED}")
+        elif type(value) is int and value > MAX_COUNTED and name.endswith(_COUNTED):
+            raise section.wrong(name, f"at most {MAX_COUNTED}")
 
 
 def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any:

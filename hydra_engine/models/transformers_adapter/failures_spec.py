@@ -22,7 +22,7 @@ PROCESSOR_ERRORS = (
 # Errors whose message comes from Python itself.
 _OF_PYTHON = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError)
 _UNPACKING = re.compile(r"values to unpack|invalid literal for|could not convert string")
-_MOST_CHARS = 300
+_MAX_CHARS = 300
 
 
 def in_words(error: BaseException) -> str:
@@ -34,9 +34,9 @@ def in_words(error: BaseException) -> str:
         missing = _missing(error)
         what = f", in which there is no {missing[:60]}" if missing else ""
         return f"code of transformers or of the model does not work with these files{what} ({at})"
-    if len(text) <= _MOST_CHARS:
+    if len(text) <= _MAX_CHARS:
         return text
-    head = text[:_MOST_CHARS]
+    head = text[:_MAX_CHARS]
     sentence = head.rfind(". ")
     return head[: sentence + 1] if sentence > 0 else head[: head.rfind(" ")] + " ..."
 

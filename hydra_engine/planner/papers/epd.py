@@ -87,7 +87,7 @@ def _tokens(name: str, size: tuple[int, int]) -> tuple[int, int]:
     return sum(-(-item.num_tokens // 64) * 64 for item in items), sum(item.num_tokens for item in items)
 
 
-def most_pictures() -> Result:
+def max_pictures() -> Result:
     rows: list[tuple[Cell, ...]] = []
     for name, model in MODELS.items():
         for size, pixels in SIZES.items():

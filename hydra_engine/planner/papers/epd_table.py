@@ -52,7 +52,7 @@ EXPERIMENTS = (
         "Most pictures of one request",
         "closed form",
         _MEMORY,
-        closed(epd.most_pictures),
+        closed(epd.max_pictures),
         Table(("model", "picture", "DistServe", "EPD"), _IMAGES, 2),
         remark="19 pictures of 787x444 are 15,000 tokens of InternVL2-8B, so the same context cannot bind at all "
         "sizes as "

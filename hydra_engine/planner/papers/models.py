@@ -147,6 +147,6 @@ def _minicpm() -> ModelSpec:
         videos=None,
         max_frames=0,
         preprocess=normalisation(Fields({}, "preprocessor_config.json"), "minicpmv", mean=HALF, std=HALF),
-        max_slice_tokens=slicing.most_cells(),
+        max_slice_tokens=slicing.max_cells(),
     )
     return replace(spec, vision=vision, image_token_id=1)

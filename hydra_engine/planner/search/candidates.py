@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
 from hydra_engine.planner.search.settings import Setting
 
-_MOST_SPLITS = 24  # of one family: more devices than make these are shared out in larger steps
+_MAX_SPLITS = 24  # of one family: more devices than make these are shared out in larger steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _keeps(part: Sequence[str]) -> bool:
 def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Numbers of devices of each part, all of them used and none without."""
     every = list(_compositions(total, parts))
-    step = -(-len(every) // _MOST_SPLITS) if every else 1
+    step = -(-len(every) // _MAX_SPLITS) if every else 1
     yield from every[::step]
 
 

@@ -18,7 +18,7 @@ from hydra_engine.planner.simulator.costs import DeviceKind
 from hydra_engine.planner.work import DECODES, RequestSeconds, Work, decode_seconds, prefill_seconds, vision_seconds
 
 STAGES = (("encode", Role.E), ("prefill", Role.P), ("decode", Role.D))
-_LEAST_RATE, _MOST_RATE, _ROUNDS = 1e-4, 1e5, 40  # of the search for the bound
+_MIN_RATE, _MAX_RATE, _ROUNDS = 1e-4, 1e5, 40  # of the search for the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def _batch(surface: CostSurface, work: Work, tpot_s: float | None) -> int:
 
 def bound_of(candidate: Candidate, kinds: Mapping[str, DeviceKind], seconds: Mapping[str, RequestSeconds]) -> Bound:
     """`seconds`: of a request, by the name of a kind."""
-    low, high = _LEAST_RATE, _MOST_RATE
+    low, high = _MIN_RATE, _MAX_RATE
     if _short_of(candidate, kinds, seconds, low) is not None:
         high = low
     for _ in range(_ROUNDS):

@@ -29,7 +29,7 @@ from hydra_engine.planner.simulator.preprocessing import pixels_of, preprocess_s
 from hydra_engine.planner.simulator.sizing import Sizes, sizes_of
 from hydra_engine.planner.work import RequestSeconds, works
 
-_MOST_CANDIDATES = 18  # are simulated: those with the highest bounds
+_MAX_CANDIDATES = 18  # are simulated: those with the highest bounds
 _SAMPLE = 200  # requests of the workload from which work is estimated
 # Of the highest goodput: topologies within this share of it, and within its error, are alike, and the simplest wins.
 _ALIKE = 0.95
@@ -169,7 +169,7 @@ def _highest(search: Search, chosen: Sequence[Candidate]) -> Plan:
     """The highest goodput of all devices."""
     question, effort, progress = search.question, search.effort, search.progress
     entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
-    simulated, left_out = entries[:_MOST_CANDIDATES], entries[_MOST_CANDIDATES:]
+    simulated, left_out = entries[:_MAX_CANDIDATES], entries[_MAX_CANDIDATES:]
     finalists = race(simulated, search, effort, progress)
     measure_goodputs(finalists, search, effort, progress, [0])
     ranked = sorted(finalists, key=lambda entry: -entry.goodput)
@@ -213,7 +213,7 @@ def _cheapest(search: Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
     groups = [group for group in groups if group]
     for group in sorted(groups, key=lambda group: device_price(question, group[0].devices)):
         entries, _ = search.entries(group)
-        able = [entry for entry in entries if entry.bound.rate >= rate][:_MOST_CANDIDATES]
+        able = [entry for entry in entries if entry.bound.rate >= rate][:_MAX_CANDIDATES]
         search.progress(f"{len(able)} topologies of {len(group[0].devices)} devices at {rate:g} requests/s", len(able))
         for entry, point in zip(able, search([(e.candidate, rate, count, 0) for e in able]), strict=True):
             entry.points.append(point)
@@ -247,7 +247,7 @@ def _offline(search: Search, chosen: Sequence[Candidate]) -> Plan:
     """All requests at once, the last answer as early as possible."""
     question, effort = search.question, search.effort
     entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
-    running, count = entries[:_MOST_CANDIDATES], min(effort.requests[0], effort.offline)
+    running, count = entries[:_MAX_CANDIDATES], min(effort.requests[0], effort.offline)
     while True:
         search.progress(f"{len(running)} topologies with {count} requests at once", len(running))
         for entry, point in zip(running, search([(e.candidate, None, count, 0) for e in running]), strict=True):
@@ -316,8 +316,8 @@ def limits_of(question: Question, candidate: Candidate) -> list[InstanceLimits]:
         limits.append(
             InstanceLimits(
                 role=role,
-                token_budget=scheduler.most_tokens,
-                max_num_seqs=scheduler.most_requests,
+                token_budget=scheduler.max_step_tokens,
+                max_num_seqs=scheduler.max_running_requests,
                 image_budget=scheduler.image_budget,
                 kv_tokens=sizes.plan.num_kv_blocks * sizes.config.cache.block_size,
             )

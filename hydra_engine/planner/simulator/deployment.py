@@ -290,7 +290,7 @@ class Deployment:
     # ---- the cluster's listener
 
     def on_up(self, name: str) -> None:
-        self._stealing.on_up(name, self.cluster.nodes[name].sizes.config.scheduler.most_requests)
+        self._stealing.on_up(name, self.cluster.nodes[name].sizes.config.scheduler.max_running_requests)
         self.dispatcher.on_up(name, self.agenda.now_s)
 
     def on_down(self, name: str, *, restarts: bool) -> None:

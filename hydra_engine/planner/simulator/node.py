@@ -33,7 +33,7 @@ from hydra_engine.transfer.messages import TransferMessage
 
 # Pieces of the largest encode between which it can wait: 24 layers, as CLIP-L has; only budgets ask for it.
 NUM_SLICES = 24
-_LEAST_PAUSE_S = 1e-6  # between two turns of one loop
+_MIN_PAUSE_S = 1e-6  # between two turns of one loop
 _OVERDUE_PAUSE_S = 1e-3  # where a deadline has passed and the turn could do nothing about it
 
 FromNode = Callable[["Node", Sequence[ToFrontend]], None]
@@ -204,7 +204,7 @@ class Node:
         self._turns += 1
         self.instance.turn()
         turn, pause_s = self._turns, self.instance.wait_s()
-        pause_s = max(pause_s, _LEAST_PAUSE_S) if pause_s else _OVERDUE_PAUSE_S
+        pause_s = max(pause_s, _MIN_PAUSE_S) if pause_s else _OVERDUE_PAUSE_S
         self._agenda.after(pause_s, lambda: self._wake_unless(turn))
 
     def _wake_unless(self, turn: int) -> None:

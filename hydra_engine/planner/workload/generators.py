@@ -17,7 +17,7 @@ import numpy as np
 from hydra_engine.errors import ConfigError
 from hydra_engine.planner.workload.arrivals import Arrivals
 from hydra_engine.planner.workload.shapes import MIXED, SHAPES, TEXT, Shape
-from hydra_engine.telemetry.workload import MOST_REQUESTS, Picture, WorkloadRequest, read_workload
+from hydra_engine.telemetry.workload import MAX_REQUESTS, Picture, WorkloadRequest, read_workload
 
 MIXED_TEXT_SHARE = 0.25
 
@@ -47,8 +47,8 @@ def make_load(
     ConfigError."""
     if name not in LOADS:
         raise _unknown(name)
-    if not 1 <= count <= MOST_REQUESTS:
-        raise ConfigError(f"a workload has between 1 and {MOST_REQUESTS} requests, not {count}", param="workload")
+    if not 1 <= count <= MAX_REQUESTS:
+        raise ConfigError(f"a workload has between 1 and {MAX_REQUESTS} requests, not {count}", param="workload")
     if rate is not None and not 0 < rate < math.inf:
         raise ConfigError(f"the rate of a workload is more than 0 requests a second, not {rate}", param="workload")
     if not 0 < scale < math.inf:

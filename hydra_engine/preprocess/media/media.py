@@ -137,8 +137,8 @@ class MediaLoader:
             reason = f" here: {self._spec.no_images_because}" if self._spec.no_images_because else ""
             raise InvalidRequest(f"this model takes no images{reason}", param=parts[0].param)
         one_alone = self._spec.processor is not None and not self._spec.processor.joins
-        most_images = 1 if one_alone else self._limits.max_images
-        for kind, most in (("image", most_images), ("video", self._limits.max_videos)):
+        max_count = 1 if one_alone else self._limits.max_images
+        for kind, most in (("image", max_count), ("video", self._limits.max_videos)):
             of_kind = [part for part in parts if part.kind == kind]
             if of_kind and kind == "video" and self._spec.video_token_id is None:
                 error = no_videos()

@@ -16,7 +16,7 @@ from hydra_engine.core.request import SamplingParams
 from hydra_engine.preprocess.text.tokenizer import REPLACEMENT, Tokenizer, name_of
 
 # A character has at most four bytes: more tokens than this that end in no character never complete one.
-_MOST_HELD_TOKENS = 8
+_MAX_HELD_TOKENS = 8
 
 
 class IncrementalDetokenizer:
@@ -178,7 +178,7 @@ class _WindowDecoder:
         self._tokens.append(token_id)
         text = self._new_text()
         incomplete = not text or text.endswith(REPLACEMENT)
-        if incomplete and len(self._tokens) - self._context < _MOST_HELD_TOKENS:
+        if incomplete and len(self._tokens) - self._context < _MAX_HELD_TOKENS:
             return ""
         self._tokens = self._tokens[self._context :]
         self._context = len(self._tokens)

@@ -210,7 +210,7 @@ class Pulls:
         computing = next((s.order for s in requests.prefilling if s.num_scheduled or not is_stalled(s)), None)
         queues = requests.waiting, requests.encoding
         oldest = min((s.order for queue in queues if (s := queue.oldest()) is not None), default=None)
-        first = min((s.urgency for queue in queues if (s := queue.most_urgent()) is not None), default=None)
+        first = min((s.urgency for queue in queues if (s := queue.first_by_urgency()) is not None), default=None)
         for state in states:
             started = state.request.id in requests.kv.tables
             is_next = started or state.order == oldest or state.urgency == first

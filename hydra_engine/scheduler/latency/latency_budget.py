@@ -135,7 +135,7 @@ class LatencyBudgets(Budgets):
 
     def language(self, pending: PendingWork) -> StepBudget:
         limit = pending.decode_limit_s
-        highest = max(0, self._config.most_tokens - pending.num_decodes)
+        highest = max(0, self._config.max_step_tokens - pending.num_decodes)
         if not pending.num_decodes or limit == math.inf:
             budget = super().language(pending)._replace(partition=0)
         else:
@@ -361,7 +361,7 @@ class LatencyBudgets(Budgets):
         config, latest = self._config, self._latest
         tokens = self._latest_tokens
         if latest.num_decodes and latest.decode_limit_s < math.inf:
-            highest = max(0, config.most_tokens - latest.num_decodes)
+            highest = max(0, config.max_step_tokens - latest.num_decodes)
             waiting = max(highest, latest.prefill_tokens)
             crowd = latest._replace(prefill_tokens=waiting, num_prefills=max(1, latest.num_prefills))
             tokens = self._filled(crowd, highest, latest.decode_limit_s, _Towards.BOTH).tokens

@@ -51,14 +51,14 @@ def check_limits(
                 f"one request alone takes {_text(best)} per token"
             )
     if config.ttft_slo is not None:
-        best = best_ttft_s(surface, config.most_tokens)
+        best = best_ttft_s(surface, config.max_step_tokens)
         if best > config.ttft_slo:
             problems.append(
                 f"ttft_slo {_text(config.ttft_slo)} cannot be kept here: "
                 f"a prompt of {SHORT_PROMPT} tokens alone takes {_text(best)}"
             )
         elif picture is not None:
-            best = best_ttft_s(surface, config.most_tokens, picture=picture, picture_tokens=picture_tokens)
+            best = best_ttft_s(surface, config.max_step_tokens, picture=picture, picture_tokens=picture_tokens)
             if best > config.ttft_slo:
                 problems.append(
                     f"ttft_slo {_text(config.ttft_slo)} cannot be kept for the largest picture: "

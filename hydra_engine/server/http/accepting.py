@@ -29,7 +29,7 @@ _EPISODE_S = 60.0  # repeats within this are logged once
 _NOT_NOW = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """The number of connections that the limit of open files allows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:

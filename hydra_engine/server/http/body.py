@@ -19,7 +19,7 @@ from hydra_engine.server.http.strict_json import parse
 from hydra_engine.server.http.unknown_names import judge_unknown_names
 from hydra_engine.server.state import CONFIG, STATE, client_of
 
-LEAST_RATE = 1024  # bytes per second while a body arrives
+MIN_RATE = 1024  # bytes per second while a body arrives
 _PACE = 1 / 6  # share of the time limit over which the rate is measured
 # Above these, parsing may take more than 2 to 3 ms and runs in the thread: bytes cost up to 25 ns each, quotes 1 us,
 # and the values between commas may be checked one by one. Usual texts and pictures cost less than 1 ns per byte.
@@ -90,11 +90,11 @@ async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:
                 if not lease.take(len(chunk)):
                     raise _overloaded()
                 body += chunk
-                if len(body) - num_paced >= LEAST_RATE * pace_s:
+                if len(body) - num_paced >= MIN_RATE * pace_s:
                     num_paced = len(body)
                     pace.reschedule(loop.time() + pace_s)
     except TimeoutError:
-        message = f"the request body came slower than {LEAST_RATE} bytes a second for {pace_s:g} s"
+        message = f"the request body came slower than {MIN_RATE} bytes a second for {pace_s:g} s"
         raise RequestTimeout(message) from None
     return body
 

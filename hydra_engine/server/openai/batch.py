@@ -28,9 +28,9 @@ from hydra_engine.server.http.errors import ErrorBody, error_json
 from hydra_engine.server.http.strict_json import NO_NUL
 
 MAX_ID_CHARS = 512
-MOST_OVERHEAD = 1 << 16  # bytes of a line in addition to its body
+MAX_OVERHEAD = 1 << 16  # bytes of a line in addition to its body
 _ATTEMPTS = 5  # after 503: the server is overloaded, or an instance was lost
-_MOST_WAIT_S = 30.0
+_MAX_WAIT_S = 30.0
 _CLOSE_S = 1.0
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -71,21 +71,21 @@ class _Named(msgspec.Struct, frozen=True):
 class Batch:
     """A client that sends lines to the application on its own socket; created by `serving`."""
 
-    def __init__(self, session: aiohttp.ClientSession, most_bytes: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, max_bytes: int) -> None:
         self.num_done = 0
         self.num_failed = 0  # part of num_done
         self._session = session
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     @property
-    def most_line_bytes(self) -> int:
-        return self._most_bytes + MOST_OVERHEAD
+    def max_line_bytes(self) -> int:
+        return self._max_bytes + MAX_OVERHEAD
 
     async def run(
         self, lines: AsyncIterator[tuple[int, bytes]], write: Callable[[bytes], None], concurrency: int
     ) -> None:
         """Answers all lines, up to `concurrency` at once. `lines` yields (number, text) and is read only when a request
-        can start; lines that are too long may be cut, to more than `most_line_bytes`. `write` takes a line without its
+        can start; lines that are too long may be cut, to more than `max_line_bytes`. `write` takes a line without its
         line end; an exception from it ends the run."""
         room = asyncio.Semaphore(concurrency)
 
@@ -120,8 +120,8 @@ class Batch:
 
     def _read(self, number: int, line: bytes) -> BatchLine:
         """Parses a line. Raises InvalidRequest, which names the line if nothing else does."""
-        if len(line) > self.most_line_bytes:
-            raise InvalidRequest(f"line {number} is longer than {size(self.most_line_bytes)}")
+        if len(line) > self.max_line_bytes:
+            raise InvalidRequest(f"line {number} is longer than {size(self.max_line_bytes)}")
         try:
             item = parse_request(line, BatchLine)
         except InvalidRequest as error:
@@ -140,7 +140,7 @@ class Batch:
                 answer = BatchAnswer(
                     response.status, response.headers.get("X-Request-Id", ""), msgspec.Raw(await response.read())
                 )
-                wait_s = min(float(response.headers.get("Retry-After", 0)), _MOST_WAIT_S)
+                wait_s = min(float(response.headers.get("Retry-After", 0)), _MAX_WAIT_S)
             if answer.status_code != 503 or attempt == _ATTEMPTS:
                 break
             await asyncio.sleep(wait_s)
@@ -170,8 +170,8 @@ def _error_of(answer: BatchAnswer) -> ErrorBody:
 
 
 @asynccontextmanager
-async def serving(app: web.Application, most_bytes: int) -> AsyncIterator[Batch]:
-    """Runs the application on a socket in a folder that no other user may enter, and yields a Batch. `most_bytes`:
+async def serving(app: web.Application, max_bytes: int) -> AsyncIterator[Batch]:
+    """Runs the application on a socket in a folder that no other user may enter, and yields a Batch. `max_bytes`:
     limit of one body."""
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_S, access_log=None)
     await runner.setup()
@@ -182,6 +182,6 @@ async def serving(app: web.Application, most_bytes: int) -> AsyncIterator[Batch]
             connector = aiohttp.UnixConnector(path, limit=0)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-                yield Batch(session, most_bytes)
+                yield Batch(session, max_bytes)
     finally:
         await runner.cleanup()

@@ -206,15 +206,15 @@ REFUSED: dict[str, Harmless] = {
     "prompt_truncate_len": (),
     "context_length_exceeded_behavior": ("error",),
 }
-_MOST_TOKENS = ("max_tokens", "max_output_tokens")
+_MAX_TOKENS = ("max_tokens", "max_output_tokens")
 _CONTENT = ("messages[].content", "input[].content")
 _NEVER_CUT = "a prompt is never cut: shorten it and leave this out"
 # name -> the end of the error about it, or fields of which the first that the request has is named
 INSTEAD: dict[str, str | tuple[str, ...]] = {
     "repeat_penalty": ("repetition_penalty",),
     "grammar": ("structured_outputs.grammar",),
-    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length"), _MOST_TOKENS),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _MOST_TOKENS),
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length"), _MAX_TOKENS),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _MAX_TOKENS),
     "min_new_tokens": ("min_tokens",),
     "min_length": ("min_tokens",),
     "enable_thinking": ("chat_template_kwargs.enable_thinking",),

@@ -28,7 +28,7 @@ from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.samples import Samples
 from hydra_engine.worker.language.slot_table import SamplingRows
 from hydra_engine.worker.language.special import (
-    MOST_BIASES,
+    MAX_BIASES,
     SampledRows,
     SpecialArrays,
     SpecialTensors,
@@ -110,13 +110,13 @@ class AsynchronousStep(StepForm):
 
     def _replay_of(self, plan: LanguagePlan, rows: StepRows, begun: Begun) -> _Replay | None:
         """The replay of the step; None: it is launched op by op. Reasons are injected faults, scored prompts (the host
-        reads their logits), more than MOST_BIASES biases, or no graph that fits."""
+        reads their logits), more than MAX_BIASES biases, or no graph that fits."""
         graphs, sampling = self._graphs, begun.sampling
         if graphs is None or begun.poisoned or begun.scoring is not None:
             return None
         if self._parts.faults.is_armed(MID_LANGUAGE_STEP):
             return None
-        if sampling.special.size and self._slot_table.specials.num_biases(sampling.seq_slots) > MOST_BIASES:
+        if sampling.special.size and self._slot_table.specials.num_biases(sampling.seq_slots) > MAX_BIASES:
             return None
         seq_slots = sampling.seq_slots
         arrays = partial(self._slot_table.sampling.of, seq_slots, sampling.num_generated)

@@ -25,7 +25,7 @@ _Floats = npt.NDArray[np.float32]
 _Words = npt.NDArray[np.uint64]
 
 _MAX_TOP_K = (1 << 31) - 1
-_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # 0 would mean the largest logit
+_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # 0 would mean the largest logit
 
 
 class SamplingArrays(NamedTuple):
@@ -50,7 +50,7 @@ class SlotSampling:
 
     def assign(self, seq_slot: int, state: SamplingState) -> None:
         params = state.params
-        self._temperatures[seq_slot] = 0.0 if params.greedy else max(params.temperature, _LEAST_TEMPERATURE)
+        self._temperatures[seq_slot] = 0.0 if params.greedy else max(params.temperature, _MIN_TEMPERATURE)
         self._top_k[seq_slot] = min(max(params.top_k, 0), _MAX_TOP_K)
         self._top_p[seq_slot] = params.top_p
         self._min_p[seq_slot] = params.min_p

@@ -186,7 +186,7 @@ class LanguageLane:
         self._clock = clock
         self._ahead = asynchronous
         self._device = device = backend.device
-        num_seq_slots, max_model_len = config.scheduler.most_requests, config.max_model_len or spec.max_model_len
+        num_seq_slots, max_model_len = config.scheduler.max_running_requests, config.max_model_len or spec.max_model_len
         self._warm_up = partial(
             warm_language, model, backend, spec.language, kv_cache, image_cache, states, max_model_len, asynchronous
         )
@@ -199,7 +199,7 @@ class LanguageLane:
             self._slot_table = slot_table = DeviceSlotTable(num_seq_slots, device.torch_device)
             if model.can_be_captured and not config.enforce_eager:
                 scheduler = config.scheduler
-                mixed = mixed_sizes(scheduler.most_tokens, scheduler.most_requests, captured_tokens)
+                mixed = mixed_sizes(scheduler.max_step_tokens, scheduler.max_running_requests, captured_tokens)
                 self.graphs = StepGraphs(parts, slot_table, _graph_sizes(config), mixed, max_model_len)
             self._step = AsynchronousStep(parts, slot_table, self.graphs)
             self._order = StepOrder(slot_table, clock, gate)
@@ -300,7 +300,7 @@ class LanguageLane:
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Rows of the decode graphs, ascending, at most the rows of a step."""
-    most = config.scheduler.most_requests
+    most = config.scheduler.max_running_requests
     if not config.cuda_graph_sizes:
         return default_sizes(most)
     fitting = tuple(size for size in config.cuda_graph_sizes if size <= most)

@@ -76,8 +76,8 @@ class MaskTurns:
         masks = [
             self._mask(row, seq_slot) for row, seq_slot in zip(rows, seq_slots_of(plan)[rows].tolist(), strict=True)
         ]
-        most_s = ALONE_S if is_alone else STEP_S
-        if self._expected_only and sum(mask.constraint.dearest_s for mask in masks) <= most_s:
+        max_s = ALONE_S if is_alone else STEP_S
+        if self._expected_only and sum(mask.constraint.dearest_s for mask in masks) <= max_s:
             return []
         masks = [mask for mask in sorted(masks, key=self._since) if self._is_next(plan, mask)]
         left = self._left_alone(masks) if is_alone else self._left_by_turns(masks)

@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 # processor does in 20. Fifteen numbers of tokens instead of six cost some two seconds at start and little memory, for
 # all of them compute in that of the largest.
 _TILE = 128
-MOST_TOKENS = 2048  # from about there on launches are hidden behind what they compute, for models of 3B as well
+MAX_TOKENS = 2048  # from about there on launches are hidden behind what they compute, for models of 3B as well
 FEW_TOKENS = 2 * _TILE  # of an instance that only decodes, where a prompt is what a preemption has left
-_TOKENS = (16, 32, 64, *range(_TILE, MOST_TOKENS + 1, _TILE))
+_TOKENS = (16, 32, 64, *range(_TILE, MAX_TOKENS + 1, _TILE))
 _ROWS = (8, 32)  # besides as many as may run
 
 # A prompt may have a tile of queries that is not full, and programs are launched for as many tiles, one for each head
@@ -64,12 +64,12 @@ class MixedSize(NamedTuple):
         return min(self.rows, max(_FEWEST_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
 
 
-def mixed_sizes(token_budget: int, max_num_seqs: int, most_tokens: int = MOST_TOKENS) -> tuple[MixedSize, ...]:
-    """Ascending, of at most `most_tokens`. The largest number of rows of each is that of steps of one token a row, or
+def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKENS) -> tuple[MixedSize, ...]:
+    """Ascending, of at most `max_tokens`. The largest number of rows of each is that of steps of one token a row, or
     what may run at all."""
     sizes: list[MixedSize] = []
     for tokens in _TOKENS[: bisect_left(_TOKENS, token_budget) + 1]:
-        if tokens <= most_tokens:
+        if tokens <= max_tokens:
             counts = {min(rows, tokens, max_num_seqs) for rows in (*_ROWS, max_num_seqs)}
             sizes += [MixedSize(tokens, rows) for rows in sorted(counts)]
     return tuple(sizes)

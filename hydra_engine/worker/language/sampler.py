@@ -36,7 +36,7 @@ MAX_NUMBER = float(np.nextafter(np.float32(1), np.float32(0)))  # of a draw
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step
 
 _MASK = (1 << 64) - 1
-_MOST_UNREAD = 8  # more than are in flight, so that reading the oldest is no wait
+_MAX_UNREAD = 8  # more than are in flight, so that reading the oldest is no wait
 
 
 class TokenHistory:
@@ -67,7 +67,7 @@ class TokenHistory:
     def expect(self, position: int, read: Callable[[], int]) -> None:
         """`read` waits for the token at `position`, of which the device has not told yet; negative: its row failed."""
         self._unread.append((position, read))
-        if len(self._unread) > _MOST_UNREAD:
+        if len(self._unread) > _MAX_UNREAD:
             self._read_next()
 
     def settle(self) -> None:

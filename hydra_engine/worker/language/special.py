@@ -24,7 +24,7 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.worker.boundary import attempt
 from hydra_engine.worker.language.sampler import SamplingState, TokenHistory, allowed_tokens
 
-MOST_BIASES = 1 << 14  # that a captured step has room for
+MAX_BIASES = 1 << 14  # that a captured step has room for
 WORDS = 6  # of 8 bytes, that a row has in `SpecialColumns`
 
 _Words = npt.NDArray[np.int32]

@@ -16,7 +16,7 @@ from hydra_engine.backend.base import Ops, SamplingTensors
 from hydra_engine.backend.device import Device, Graph
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.special import (
-    MOST_BIASES,
+    MAX_BIASES,
     WORDS,
     SampledRows,
     SpecialArrays,
@@ -39,20 +39,20 @@ class _Inputs(NamedTuple):
     """For the largest step."""
 
     packed: Tensor  # [WORDS * B] int64
-    bias_ids: Tensor  # [MOST_BIASES] int32
-    bias_values: Tensor  # [MOST_BIASES] float64
+    bias_ids: Tensor  # [MAX_BIASES] int32
+    bias_values: Tensor  # [MAX_BIASES] float64
     masks: Tensor  # [B, ceil(V / 32)] int32
 
 
 class SpecialGraphs:
-    """Steps of at most `most_rows` that sample. For the lane's thread, in inference mode."""
+    """Steps of at most `max_rows` that sample. For the lane's thread, in inference mode."""
 
-    def __init__(self, ops: Ops, device: Device, slot_table: DeviceSlotTable, most_rows: int) -> None:
+    def __init__(self, ops: Ops, device: Device, slot_table: DeviceSlotTable, max_rows: int) -> None:
         self.num_bytes = 0  # of device memory that graphs took, and what they read
         self._ops = ops
         self._device = device
         self._slot_table = slot_table
-        self._most_rows = most_rows
+        self._max_rows = max_rows
         self._inputs: _Inputs | None = None
 
     def capture(
@@ -89,10 +89,10 @@ class SpecialGraphs:
         if self._inputs is None:
             zeros = partial(torch.zeros, device=self._device.torch_device)
             self._inputs = inputs = _Inputs(
-                zeros(WORDS * self._most_rows, dtype=torch.int64),
-                zeros(MOST_BIASES, dtype=torch.int32),
-                zeros(MOST_BIASES, dtype=torch.float64),
-                zeros((self._most_rows, -(-vocabulary // 32)), dtype=torch.int32),
+                zeros(WORDS * self._max_rows, dtype=torch.int64),
+                zeros(MAX_BIASES, dtype=torch.int32),
+                zeros(MAX_BIASES, dtype=torch.float64),
+                zeros((self._max_rows, -(-vocabulary // 32)), dtype=torch.int32),
             )
             self.num_bytes += sum(tensor.nbytes for tensor in (*inputs, self._slot_table.counts(vocabulary)))
         packed, *lists = self._inputs
@@ -101,7 +101,7 @@ class SpecialGraphs:
 
     def replay(self, captured: SpecialGraph, special: SpecialArrays, count: int) -> SampledRows:
         """Behind the replay of its step, of which `count` rows sample; until the next one. `special` is of as many rows
-        as the graph has, and names at most MOST_BIASES biases."""
+        as the graph has, and names at most MAX_BIASES biases."""
         assert self._inputs is not None, "nothing was captured"
         given = special.packed, special.bias_ids, special.bias_values, special.masks
         for target, sent in zip(self._inputs, self._device.send(given), strict=True):

@@ -22,8 +22,8 @@ class StepGraphs:
         max_model_len: int,
     ) -> None:
         self._device = parts.device
-        most_rows = max(decode_sizes[-1], *(size.rows for size in mixed_sizes), 0)
-        self.special = SpecialGraphs(parts.ops, parts.device, slot_table, most_rows)
+        max_rows = max(decode_sizes[-1], *(size.rows for size in mixed_sizes), 0)
+        self.special = SpecialGraphs(parts.ops, parts.device, slot_table, max_rows)
         self.decodes = DecodeGraphs(parts, slot_table, self.special, decode_sizes, max_model_len)
         self.mixed = MixedGraphs(parts, slot_table, self.special, mixed_sizes, max_model_len)
 

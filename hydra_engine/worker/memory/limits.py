@@ -24,7 +24,7 @@ from hydra_engine.worker.memory.working import estimate
 TOKENS, REQUESTS = (2048, 4096), 256
 FULL = 0.9  # share of places that have a tile
 STEPS_SHARE = 0.125  # of what weights leave: what larger limits may take, of working memory and recurrent states
-LEAST_CONTEXT = 256  # tokens of KV for each request: with fewer, most of them would only wait for blocks
+MIN_CONTEXT = 256  # tokens of KV for each request: with fewer, most of them would only wait for blocks
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 _MULTIPROCESSORS = 132  # of an H100 or H200; others have 108 to 148, for which the shares are alike
 
@@ -52,7 +52,7 @@ def with_limits(
         return config, None
     of = Needs(spec, role, config, dtype_bytes, weight_bytes), own_bytes
     limits = next((limits for limits in _candidates(given, spec.language) if _holds(*of, limits)), given)
-    tokens, requests = limits.most_tokens, limits.most_requests
+    tokens, requests = limits.max_step_tokens, limits.max_running_requests
     said = [f"{tokens} tokens a language step"] if given.token_budget is None else []
     said += [f"{requests} requests at once"] if given.max_num_seqs is None else []
     resolved = replace(given, token_budget=tokens, max_num_seqs=requests)
@@ -61,13 +61,13 @@ def with_limits(
 
 def _candidates(given: SchedulerConfig, language: LanguageSpec) -> Iterator[SchedulerConfig]:
     """Yields limits, the largest first. Lowers requests before tokens, since tokens give prompts their full speed."""
-    all_tokens = [given.most_tokens]
+    all_tokens = [given.max_step_tokens]
     if given.token_budget is None:
         best = next((count for count in TOKENS if filled_places(language, count) >= FULL), TOKENS[-1])
         all_tokens = [*_halved(best, DEFAULT_TOKENS)]
     # No step has more rows than tokens.
     most = min(REQUESTS, max(all_tokens[0], DEFAULT_REQUESTS))
-    requests = [*_halved(most, DEFAULT_REQUESTS)] if given.max_num_seqs is None else [given.most_requests]
+    requests = [*_halved(most, DEFAULT_REQUESTS)] if given.max_num_seqs is None else [given.max_running_requests]
     for tokens in all_tokens:
         for count in requests:
             yield replace(given, token_budget=tokens, max_num_seqs=count)
@@ -86,12 +86,12 @@ def _holds(needs: Needs, own_bytes: int, limits: SchedulerConfig) -> bool:
     larger, smaller = (replace(needs, config=replace(needs.config, scheduler=each)) for each in (limits, least))
     if _steps_bytes(larger) - _steps_bytes(smaller) > STEPS_SHARE * max(left_bytes, 0):
         return False
-    if limits.most_requests == DEFAULT_REQUESTS or needs.config.scheduler.max_num_seqs is not None:
+    if limits.max_running_requests == DEFAULT_REQUESTS or needs.config.scheduler.max_num_seqs is not None:
         return True  # there are no fewer to take
     kv_bytes = left_bytes - _steps_bytes(larger) - larger.usual_cache_bytes + larger.state_bytes
     given = larger.given("kv", larger.kv_block_bytes)
     num_blocks = max(kv_bytes, 0) // larger.kv_block_bytes if given is None else given
-    return num_blocks * needs.config.cache.block_size >= LEAST_CONTEXT * limits.most_requests
+    return num_blocks * needs.config.cache.block_size >= MIN_CONTEXT * limits.max_running_requests
 
 
 def _steps_bytes(needs: Needs) -> int:

@@ -68,11 +68,11 @@ class _Peaks:
         return self._peak(partial(self._encode, largest))
 
     def decode(self) -> int:
-        return self._peak(partial(self._forward, [1] * self._config.scheduler.most_requests, scored=False))
+        return self._peak(partial(self._forward, [1] * self._config.scheduler.max_running_requests, scored=False))
 
     def prefill(self) -> int:
         scheduler = self._config.scheduler
-        counts = counts_of_largest(scheduler.most_tokens, scheduler.most_requests, self._max_model_len)
+        counts = counts_of_largest(scheduler.max_step_tokens, scheduler.max_running_requests, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=True, merged=True))
 
     def captured(self, size: MixedSize) -> int:

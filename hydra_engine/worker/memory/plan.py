@@ -57,7 +57,7 @@ class Needs:
     def state_bytes(self) -> int:
         """Of recurrent states: two state slots for every request that may run, see `cache_store.py`."""
         slot_bytes = 2 * self.spec.language.state_bytes(self.dtype_bytes) if self.role.needs_language else 0
-        return self.config.scheduler.most_requests * slot_bytes
+        return self.config.scheduler.max_running_requests * slot_bytes
 
     @property
     def pictures(self) -> VisionSpec | None:
@@ -221,8 +221,8 @@ def _plan(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, t
     left_bytes -= needs.state_bytes
     share_bytes = int(MEMORY_SHARE * max(left_bytes, 0))
     image_reasons: list[str] = []
-    most_bytes = share_bytes if filling is None or role.needs_language else left_bytes
-    image = _images(needs, most_bytes, left_bytes - needs.given_kv_bytes, image_reasons)
+    max_bytes = share_bytes if filling is None or role.needs_language else left_bytes
+    image = _images(needs, max_bytes, left_bytes - needs.given_kv_bytes, image_reasons)
     room_bytes = share_bytes if filling is None else left_bytes - image.num_bytes
     kv, wanted_len = _kv(needs, room_bytes, reasons, filled=filling is not None)
     holds = kv.num_blocks * config.cache.block_size
@@ -258,7 +258,7 @@ def _divided(free_bytes: int, shares: int, reasons: list[str]) -> int:
 
 def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
     """One for every request that may run, where the model keeps recurrent states."""
-    num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.most_requests
+    num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.max_running_requests
     if not num_bytes:
         return 0
     if num_bytes > free_bytes:
@@ -291,13 +291,13 @@ def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> t
         )
     else:
         num_blocks = _kv_blocks(config, wanted_len, block_bytes, room_bytes, reasons)
-    least, least_is = _least_request(spec, config, wanted_len, reasons)
-    least_blocks = _ceil(least, config.cache.block_size)
-    return CacheSize("kv", num_blocks, block_bytes, least_blocks, least_is, needs.flag("kv")), wanted_len
+    least, min_is = _min_request(spec, config, wanted_len, reasons)
+    min_blocks = _ceil(least, config.cache.block_size)
+    return CacheSize("kv", num_blocks, block_bytes, min_blocks, min_is, needs.flag("kv")), wanted_len
 
 
 def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
-    max_num_seqs = config.scheduler.most_requests
+    max_num_seqs = config.scheduler.max_running_requests
     per_request = _ceil(min(max_model_len, TYPICAL_TOKENS), config.cache.block_size)
     wanted = max(max_num_seqs * per_request, _ceil(max_model_len, config.cache.block_size))
     affordable = share_bytes // block_bytes
@@ -309,7 +309,7 @@ def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share
     return affordable
 
 
-def _least_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons: list[str]) -> tuple[int, str]:
+def _min_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons: list[str]) -> tuple[int, str]:
     """(tokens, why): the one that was asked for by name, or one with a largest picture."""
     least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
     if least > wanted_len:  # what was asked for, or what the model is: such pictures are refused one by one
@@ -329,15 +329,15 @@ def _lowered(wanted_len: int, max_model_len: int, kv: CacheSize, block_size: int
     return f"max_model_len lowered from {wanted_len} to {max_model_len}, what the KV cache holds; {whole} it all"
 
 
-def _images(needs: Needs, most_bytes: int, beside_bytes: int, reasons: list[str]) -> CacheSize:
+def _images(needs: Needs, max_bytes: int, beside_bytes: int, reasons: list[str]) -> CacheSize:
     """Without blocks where no feature ever comes. `beside_bytes`: what a KV cache of a given size leaves."""
     if needs.pictures is None:
         return CacheSize("image")
     per_image, block_bytes = needs.image_sizes(needs.pictures)
     num_blocks = needs.given("image", block_bytes, reasons)
     if num_blocks is None:
-        most_bytes = min(most_bytes, max(beside_bytes, per_image * block_bytes))
-        num_blocks = min(needs.wanted_images * per_image, most_bytes // block_bytes)
+        max_bytes = min(max_bytes, max(beside_bytes, per_image * block_bytes))
+        num_blocks = min(needs.wanted_images * per_image, max_bytes // block_bytes)
         waiting = "" if Role.P in needs.role else ", until other instances have fetched them"
         reasons.append(f"image cache: room for {num_blocks // per_image} of the largest images{waiting}")
     fitting = num_blocks // per_image

@@ -19,14 +19,14 @@ _NAMES = {"kv": "KV cache", "image": "image cache"}
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Blocks that a cache gets and the least that it works with; `least_is` says what that is for. `given`: the flag
+    """Blocks that a cache gets and the least that it works with; `min_is` says what that is for. `given`: the flag
     that says its size, if one does."""
 
     kind: str  # kv or image
     num_blocks: int = 0
     block_bytes: int = 0
-    least_blocks: int = 0
-    least_is: str = ""
+    min_blocks: int = 0
+    min_is: str = ""
     given: str = ""
 
     @property
@@ -34,19 +34,19 @@ class CacheSize:
         return self.num_blocks * self.block_bytes
 
     @property
-    def least_bytes(self) -> int:
-        return self.least_blocks * self.block_bytes
+    def min_bytes(self) -> int:
+        return self.min_blocks * self.block_bytes
 
     @property
     def too_small(self) -> bool:
-        return self.num_blocks < self.least_blocks
+        return self.num_blocks < self.min_blocks
 
     @property
-    def least_flag(self) -> str:
+    def min_flag(self) -> str:
         """The flag with the least value, as it is typed."""
         if self.given == f"--num-{self.kind}-blocks":
-            return f"{self.given} {self.least_blocks}"
-        return f"--{self.kind}-cache-gib {typed_gib(self.least_bytes)}"
+            return f"{self.given} {self.min_blocks}"
+        return f"--{self.kind}-cache-gib {typed_gib(self.min_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,12 @@ def caches_too_small(
 ) -> ResourceError:
     """The error that caches are below their minimum. `lower_to`: a --max-model-len for which the KV cache suffices."""
     short = [cache for cache in caches if cache.too_small]
-    sizes = " and ".join(f"{_NAMES[c.kind]} {size(c.num_bytes)} < {size(c.least_bytes)} ({c.least_is})" for c in short)
-    ways = [cache.least_flag for cache in short if cache.given]
-    least_bytes = sum(max(c.least_bytes, c.num_bytes if c.given else 0) for c in caches)
+    sizes = " and ".join(f"{_NAMES[c.kind]} {size(c.num_bytes)} < {size(c.min_bytes)} ({c.min_is})" for c in short)
+    ways = [cache.min_flag for cache in short if cache.given]
+    min_bytes = sum(max(c.min_bytes, c.num_bytes if c.given else 0) for c in caches)
     if not all(cache.given for cache in short):
-        if not part.filled and least_bytes <= left_bytes:
-            ways = [cache.least_flag for cache in short]
+        if not part.filled and min_bytes <= left_bytes:
+            ways = [cache.min_flag for cache in short]
         else:
             ways = []
     change = f"give at least {' '.join(ways)}" if ways else part.more_room()

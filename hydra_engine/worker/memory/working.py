@@ -17,8 +17,8 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.inputs import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
-from hydra_engine.worker.language.mixed_graphs import FEW_TOKENS, MOST_TOKENS, MixedSize, mixed_sizes
-from hydra_engine.worker.vision.graphs import most_captured
+from hydra_engine.worker.language.mixed_graphs import FEW_TOKENS, MAX_TOKENS, MixedSize, mixed_sizes
+from hydra_engine.worker.vision.graphs import max_captured
 
 GRAPH_BYTES = 1 << 28  # what captured decode steps take on a partition, besides the memory that they compute in
 MIXED_GRAPH_BYTES = 1 << 22  # and each captured step with prompts, of about 360 kernels of a model of 7B
@@ -45,7 +45,7 @@ class WorkingMemory:
     encode_bytes: int = 0
     language_bytes: int = 0
     graph_bytes: int = 0
-    captured_tokens: int = MOST_TOKENS
+    captured_tokens: int = MAX_TOKENS
     fewer: tuple[FewerGraphs, ...] = ()
 
     @property
@@ -125,7 +125,7 @@ def working_memory(
 ) -> WorkingMemory:
     """Returns the memory of the role's steps. `captures`: the device can replay steps. `enforce_eager` applies."""
     encode = language = graphs = 0
-    of_steps = [FewerGraphs(MOST_TOKENS, 0)]
+    of_steps = [FewerGraphs(MAX_TOKENS, 0)]
     if spec.vision is not None and role.needs_vision:
         encode = steps.encode(spec.vision)
         graphs += encode_graph_bytes(spec.vision, config, encode) if captures else 0
@@ -143,8 +143,10 @@ def _step_graphs(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, decode_bytes: int
 ) -> list[FewerGraphs]:
     """Memory of the graphs of language steps, then of smaller sets of graphs. Graphs share their activation memory."""
-    scheduler, most = config.scheduler, MOST_TOKENS if Role.P in role else FEW_TOKENS
-    sizes = () if spec.language.has_states else mixed_sizes(scheduler.most_tokens, scheduler.most_requests, most)
+    scheduler, most = config.scheduler, MAX_TOKENS if Role.P in role else FEW_TOKENS
+    sizes = (
+        () if spec.language.has_states else mixed_sizes(scheduler.max_step_tokens, scheduler.max_running_requests, most)
+    )
     if not sizes:
         return [FewerGraphs(0, decode_bytes + GRAPH_BYTES)]
     largest, found = sizes[-1].tokens, list[FewerGraphs]()
@@ -166,16 +168,16 @@ class _Estimates:
         return estimated_encode(vision, self.config, self.dtype_bytes)
 
     def decode(self) -> int:
-        return self._step(self.config.scheduler.most_requests, 0)
+        return self._step(self.config.scheduler.max_running_requests, 0)
 
     def prefill(self) -> int:
-        return self._step(self.config.scheduler.most_tokens, SCORED_ROWS)
+        return self._step(self.config.scheduler.max_step_tokens, SCORED_ROWS)
 
     def captured(self, size: MixedSize) -> int:
         return self._step(size.tokens, 0)
 
     def _step(self, num_tokens: int, num_scored: int) -> int:
-        language, num_rows = self.spec.language, self.config.scheduler.most_requests
+        language, num_rows = self.spec.language, self.config.scheduler.max_running_requests
         layer = num_tokens * 3 * (language.hidden_size + language.intermediate_size) * self.dtype_bytes
         return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)
 
@@ -198,7 +200,7 @@ def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int)
 def special_row_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Bytes of token counts and masks on a device that samples special rows itself (worker/language/special.py)."""
     per_slot = 4 * spec.language.vocab_size + 4 * -(-spec.language.vocab_size // 32)
-    return (config.scheduler.most_requests + 1) * per_slot
+    return (config.scheduler.max_running_requests + 1) * per_slot
 
 
 def encode_graph_bytes(vision: VisionSpec, config: EngineConfig, encode_bytes: int) -> int:
@@ -206,5 +208,5 @@ def encode_graph_bytes(vision: VisionSpec, config: EngineConfig, encode_bytes: i
     if vision.processor is not None:
         return 0
     largest = largest_encode(vision, image_budget(config, vision)).num_patches
-    captured = most_captured(config, largest)
+    captured = max_captured(config, largest)
     return -(-encode_bytes * captured // largest) + ENCODE_GRAPH_BYTES if captured else 0

@@ -61,7 +61,7 @@ def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[in
     return fitting or (most,)
 
 
-def most_captured(config: EngineConfig, largest: int) -> int:
+def max_captured(config: EngineConfig, largest: int) -> int:
     """Approximate patches of the largest graph, before the tower is known; 0: none is captured."""
     if config.enforce_eager:
         return 0

@@ -89,7 +89,7 @@ class VisionLane:
         self._run = run
         slices_layers = gate.can_hold and config.scheduler.slices_layers and not asynchronous
         self._piece_rows = piece_rows if slices_layers else 0
-        self._most_patches = vision.max_patches_per_image
+        self._max_patches = vision.max_patches_per_image
         if asynchronous:
             largest = 0 if model.tower is None else largest_encode(vision, image_budget(config, vision)).num_patches
             self.graphs, self.note = encode_graphs(model, backend, cache, config, largest, pauses=gate.can_hold)
@@ -100,7 +100,7 @@ class VisionLane:
         self.thread = backend.device.lane("vision")
 
     @property
-    def most_plans(self) -> int:
+    def max_plans(self) -> int:
         """The number of plans that may be in flight: 2 if launches are asynchronous, else 1."""
         return 1 if self._readers is None else 2
 
@@ -125,9 +125,9 @@ class VisionLane:
         pause."""
         if not self._gate.can_hold:
             return 0
-        if self.graphs is not None and self.graphs.largest >= self._most_patches:
+        if self.graphs is not None and self.graphs.largest >= self._max_patches:
             return self.graphs.num_pieces
-        return self._model.num_slices * (max(1, self._most_patches // self._piece_rows) if self._piece_rows else 1)
+        return self._model.num_slices * (max(1, self._max_patches // self._piece_rows) if self._piece_rows else 1)
 
     @property
     def warm_up_jobs(self) -> list[Job]:

@@ -68,7 +68,7 @@ def test_a_captured_grid_finds_its_tiles(heads: tuple[int, int, int]) -> None:
     q = torch.cat([step.q, step.q[:9]])
     out = torch.full(q.shape, 7.0)
     tables, caches = step.block_tables, (step.k_cache, step.v_cache)
-    prefill_attention(q, *caches, tables, rest, step.num_context, 0.15, max_q=len(q), out=out, most_requests=3)
+    prefill_attention(q, *caches, tables, rest, step.num_context, 0.15, max_q=len(q), out=out, max_requests=3)
     assert_attention_close(out[2:num_tokens].clone(), step.expected(0.15)[2:].contiguous())
     assert (out[:2] == 7).all() and (out[num_tokens:] == 7).all()
 
@@ -90,9 +90,9 @@ def test_messages() -> None:
         prefill(step, 0.1, max_q=3)
     with pytest.raises(ValueError, match=r"cu_q: expected contiguous \[2\] torch.int32"):
         prefill(Step(step.q, step.cache, step.block_tables, step.cu_q.long(), step.num_context), 0.1)
-    with pytest.raises(ValueError, match=r"most_requests: expected 0 .* for 1025 requests"):
+    with pytest.raises(ValueError, match=r"max_requests: expected 0 .* for 1025 requests"):
         zeros = torch.zeros(1026, dtype=torch.int32)
         tables, caches = step.block_tables.expand(1025, -1), (step.k_cache, step.v_cache)
-        prefill_attention(step.q, *caches, tables, zeros, zeros[:-1], 0.1, max_q=1, most_requests=1)
+        prefill_attention(step.q, *caches, tables, zeros, zeros[:-1], 0.1, max_q=1, max_requests=1)
     with pytest.raises(ValueError, match="scale: expected a positive number, got 0"):
         prefill(step, 0.0)

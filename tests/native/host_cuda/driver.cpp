@@ -73,11 +73,11 @@ CUresult get_resource(CUdevice, CUdevResource* found, CUdevResourceType type) {
 }
 
 CUresult split(CUdevResource* result, unsigned* count, const CUdevResource* input, CUdevResource* rest, unsigned flags,
-               unsigned least_count) {
+               unsigned min_count) {
   const Inside whole = inside_of(*input);
-  if (flags != 0 || result == nullptr || least_count > whole.sms.count()) return CUDA_ERROR_INVALID_VALUE;
+  if (flags != 0 || result == nullptr || min_count > whole.sms.count()) return CUDA_ERROR_INVALID_VALUE;
   if (whole.split != 0) return CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
-  const unsigned size = std::max(least(), (least_count + least() - 1) / least() * least());
+  const unsigned size = std::max(least(), (min_count + least() - 1) / least() * least());
   const unsigned fitting = static_cast<unsigned>(whole.sms.count()) / size;
   *count = std::min(*count, fitting - std::min(fitting, device.lost));
   const int number = ++num_splits;

@@ -1,6 +1,6 @@
 // Which seconds a timeline shows: the last ones, which slide, or some that a wheel, a drag or keys have chosen.
 
-const LEAST_S = 0.005, MOST_S = 300;
+const MIN_S = 0.005, MAX_S = 300;
 const PER_PIXEL = 0.0022; // of the logarithm of the length, for the wheel
 const DRAG_PX = 4; // less is a click
 
@@ -45,7 +45,7 @@ export class Viewport {
 
   /** Shows `factor` times as many seconds; what is at `share` of the width stays there. */
   zoom(factor, share) {
-    const seconds = Math.min(Math.max(this.seconds * factor, LEAST_S), MOST_S);
+    const seconds = Math.min(Math.max(this.seconds * factor, MIN_S), MAX_S);
     const at = this.from + share * this.seconds;
     const end = at + (1 - share) * seconds;
     this.#end = this.live && share > 0.98 ? null : end;
