@@ -19,10 +19,10 @@ from bench.serve.pictures import jpeg
 from bench.serve.servers import ours, running
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.examples import examples
-from tests.unit.sim import Img, Simulator, config, expected_tokens, make_request
-from tests.unit.stepper import Stepper
-from tests.unit.test_instance import Rig
-from tests.unit.test_scheduler_progress import minimum_pools, workloads
+from tests.instance.test_instance import Rig
+from tests.scheduler.sim import Img, Simulator, config, expected_tokens, make_request
+from tests.scheduler.stepper import Stepper
+from tests.scheduler.test_progress import minimum_pools, workloads
 
 SCHEDULERS = [StageScheduler, OneLaneScheduler, RequestScheduler]
 

@@ -19,8 +19,8 @@ from hydra_engine.cli.settings import other_engines
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.frontend.frontend import Frontend
 from tests.cli.conftest import Here
+from tests.models.specs.test_model_files import text as gguf_text
 from tests.packaging.flags import FLAG
-from tests.unit.test_model_files import text as gguf_text
 
 ROOT = Path(__file__).parents[2]
 PICTURE = "hydra_engine/demo/pictures/stars.png"

@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from hydra_engine import Engine
 from hydra_engine.errors import CheckpointError
+from tests.config.hub import fill_cache
 from tests.engine.conftest import EngineFactory
-from tests.unit.hub import fill_cache
 
 NAME = "acme/tiny-vlm"
 

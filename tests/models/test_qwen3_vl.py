@@ -21,7 +21,7 @@ from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import Pair, clip, picture
 from tests.models.families.qwen3_vl import QWEN3_VL
-from tests.unit.test_specs_qwen3_vl import IMAGES, MODELS, VIDEOS
+from tests.models.specs.test_qwen3_vl import IMAGES, MODELS, VIDEOS
 
 
 def published(name: str, directory: Path) -> ModelSpec:

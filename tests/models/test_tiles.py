@@ -23,9 +23,9 @@ from hydra_engine.preprocess.media.pixels import render
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import picture
 from tests.models.families.cases import CASES
-from tests.unit import test_specs_internvl as internvl
-from tests.unit import test_specs_llava_next as llava_next
-from tests.unit.model_dirs import Json, ModelDir
+from tests.models.specs import test_internvl as internvl
+from tests.models.specs import test_llava_next as llava_next
+from tests.models.specs.model_dirs import Json, ModelDir
 
 PUBLISHED: dict[str, tuple[Json, Json, Renames, tuple[str, ...]]] = {  # with what of the checkpoint nobody reads
     "llava-v1.6-mistral-7b": (

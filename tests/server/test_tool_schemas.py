@@ -24,8 +24,8 @@ from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.tools.tool_calls import ToolUse
 from hydra_engine.server.tools.tool_schemas import check_parameters
+from tests.guidance.grammar_texts import DEMO, Texts
 from tests.server.conftest import Serve
-from tests.unit.grammar_texts import DEMO, Texts
 
 APIS = ("chat", "responses", "messages")
 FIELDS = {

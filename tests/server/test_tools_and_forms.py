@@ -12,9 +12,9 @@ from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
+from tests.guidance.grammar_texts import Texts
+from tests.guidance.test_guidance import FORMS, KINDS_OF_MARKS, guide_with
 from tests.server.test_tool_parsers import TOOLS, tool
-from tests.unit.grammar_texts import Texts
-from tests.unit.test_guidance import FORMS, KINDS_OF_MARKS, guide_with
 
 CALLS = {
     "hermes": [
