@@ -86,9 +86,9 @@ def progress_line() -> Callable[[str, int, int], None]:
 # ---- the report
 
 
-def profile_lines(profile: Profile, limit_s: float | None = None) -> list[str]:
-    """Measured times beside predicted ones; with `limit_s` also the budgets within that time between two tokens, in
-    seconds."""
+def profile_lines(profile: Profile, tpot_limit_s: float | None = None) -> list[str]:
+    """Measured times beside predicted ones; with `tpot_limit_s` also the budgets within that time between two
+    tokens, in seconds."""
     samples, surface = profile.samples, profile.surface
     lines = [*_head(profile), "", "language steps alone"]
     language = sorted(samples.language, key=lambda point: _order(point.load))
@@ -105,9 +105,9 @@ def profile_lines(profile: Profile, limit_s: float | None = None) -> list[str]:
     lines += _table({"patches": "", "pairs": ""} | _TIMES, cells) if cells else ["  none measured"]
     if samples.corun:
         lines += ["", *_corun_lines(profile)]
-    if limit_s is not None:
+    if tpot_limit_s is not None:
         busy = busy_note(profile.other_load)
-        lines += ["", *(_limit_lines(profile, limit_s) if busy is None else [f"no limits from this: {busy}"])]
+        lines += ["", *(_limit_lines(profile, tpot_limit_s) if busy is None else [f"no limits from this: {busy}"])]
     return lines
 
 
@@ -155,23 +155,23 @@ def _corun_cells(profile: Profile, point: CorunTimes) -> tuple[str, ...]:
     return (*_load_cells(point.language), *language, str(point.vision.num_patches), vision, *partition)
 
 
-def _limit_lines(profile: Profile, limit_s: float) -> Iterator[str]:
+def _limit_lines(profile: Profile, tpot_limit_s: float) -> Iterator[str]:
     from hydra_engine.profiler.fit import TYPICAL_CONTEXT, allowance
 
-    yield f"a limit of {_ms(limit_s)} ms between tokens leaves, beside decodes of {TYPICAL_CONTEXT} keys each"
+    yield f"a limit of {_ms(tpot_limit_s)} ms between tokens leaves, beside decodes of {TYPICAL_CONTEXT} keys each"
     units = {"decodes": "", "alone": "ms", "prompt tokens a step": "tokens", "with vision": "tokens", "vision": "ms"}
     rows = []
     for decodes in sorted({min(number, profile.reach.decodes) for number in _DECODES}):
         most = max(profile.reach.rows - decodes, 0)
-        left = allowance(profile.surface, decodes, TYPICAL_CONTEXT, limit_s, most)
-        if left.step_s > limit_s:
+        left = allowance(profile.surface, decodes, TYPICAL_CONTEXT, tpot_limit_s, most)
+        if left.step_s > tpot_limit_s:
             rows.append((str(decodes), _ms(left.step_s), "over the limit", "", ""))
         else:
             vision = "whole step" if left.vision_s == float("inf") else _ms(left.vision_s)
             rows.append((str(decodes), _ms(left.step_s), str(left.tokens_alone), str(left.tokens_beside), vision))
     yield from _table(units, rows)
     best_s = profile.surface.language_s(LanguageLoad(1, TYPICAL_CONTEXT))
-    if best_s > limit_s:
+    if best_s > tpot_limit_s:
         yield f"  this machine cannot keep the limit: one request alone takes {_ms(best_s)} ms a token"
 
 

@@ -79,7 +79,7 @@ class Allowance:
     vision_s: float  # of the vision lane beside the decodes; infinite: the whole step
 
 
-def allowance(surface: CostSurface, num_decodes: int, context: int, limit_s: float, max_tokens: int) -> Allowance:
+def allowance(surface: CostSurface, num_decodes: int, context: int, tpot_limit_s: float, max_tokens: int) -> Allowance:
     """`context` keys for each decode; prompts of no more than `max_tokens` in one chunk from position 0."""
 
     def load(tokens: int) -> LanguageLoad:
@@ -87,13 +87,13 @@ def allowance(surface: CostSurface, num_decodes: int, context: int, limit_s: flo
         return LanguageLoad(num_decodes, num_decodes * context, tokens, pairs, int(tokens > 0))
 
     def most(vision_s: float) -> int:
-        return bisect_right(range(1, max_tokens + 1), limit_s, key=lambda n: surface.corun_s(load(n), vision_s))
+        return bisect_right(range(1, max_tokens + 1), tpot_limit_s, key=lambda n: surface.corun_s(load(n), vision_s))
 
     alone, factor = surface.language_s(load(0)), surface.slowdown(load(0))
-    if alone * factor <= limit_s:
+    if alone * factor <= tpot_limit_s:
         vision_s = float("inf")
     else:  # the step ends within the limit exactly, see `CostSurface.corun_s`
-        vision_s = (limit_s - alone) / (1 - 1 / factor) if alone < limit_s else 0.0
+        vision_s = (tpot_limit_s - alone) / (1 - 1 / factor) if alone < tpot_limit_s else 0.0
     return Allowance(alone, most(0.0), most(float("inf")), vision_s)
 
 

@@ -43,7 +43,7 @@ class PendingWork(NamedTuple):
     now: float
     num_decodes: int = 0
     decode_context: int = 0  # sum of keys that the decodes read
-    decode_limit_s: float = math.inf  # tightest TPOT limit among the running decodes
+    tpot_limit_s: float = math.inf  # tightest TPOT limit among the running decodes
     stretch_s: float = math.inf  # longest step that puts no running decode's limit at risk, see `stretch`
     prefill_tokens: int = 0
     num_prefills: int = 0
@@ -59,8 +59,8 @@ class StepBudget(NamedTuple):
 
     tokens: int  # prefill tokens
     vision_s: float  # seconds that the vision lane may run beside it; infinite: no limit
-    limit_s: float = math.inf  # tightest TPOT limit among its decodes
-    target_s: float = math.inf  # longest duration, with the pause before it; above `limit_s`: stretched
+    tpot_limit_s: float = math.inf  # tightest TPOT limit among its decodes
+    target_s: float = math.inf  # longest duration, with the pause before it; above `tpot_limit_s`: stretched
     planned_s: float = 0.0  # the cost surface's uncorrected prediction for a step that uses all of it
     more_tokens: bool = False  # more prefill waits than the step may hold
     more_vision: bool = False  # more images wait than can be encoded beside it

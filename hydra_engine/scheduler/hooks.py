@@ -48,9 +48,11 @@ class StepObserver:
         """Called when a request leaves the steps of this instance, until `until_s` or (infinite) its own next step.
         `kind`: the kind of `DelayCause` for that time."""
 
-    def explain(self, request_id: RequestId, since_s: float, until_s: float, limit_s: float) -> tuple[DelayCause, ...]:
+    def explain(
+        self, request_id: RequestId, since_s: float, until_s: float, tpot_limit_s: float
+    ) -> tuple[DelayCause, ...]:
         """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
-        next one at `until_s`, which is longer than `limit_s`."""
+        next one at `until_s`, which is longer than `tpot_limit_s`."""
         return (DelayCause("step", until_s - since_s),)
 
 

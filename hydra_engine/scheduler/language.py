@@ -208,17 +208,17 @@ def pending_work(
     if can_start:
         prefills += islice(requests.waiting.by_urgency(), MAX_SEEN)
     table = requests.decodes
-    limit_s = stretch_s = math.inf
+    tpot_limit_s = stretch_s = math.inf
     if table.times.has_limits and ready.num_rows:
         limits = table.times.limits(ready.indices)
-        limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(ready))
+        tpot_limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(ready))
     due = requests.next_due(now)
     due_tokens, due_patches = _before_due(requests, due) if due is not None else (0, 0)
     return PendingWork(
         now=now,
         num_decodes=ready.num_rows,
         decode_context=ready.num_keys,
-        decode_limit_s=limit_s,
+        tpot_limit_s=tpot_limit_s,
         stretch_s=stretch_s,
         prefill_tokens=sum(map(_computable, prefills)),
         num_prefills=len(prefills),

@@ -122,9 +122,9 @@ class RequestTable:
         self.states[request.id] = state
         num_cached = state.num_tokens if state.held else self._rank(state)  # held: images are looked up at release
         self.images.arrive(state, num_cached, now)
-        limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
+        tpot_limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
         timeline = Timeline(
-            self._instance, now, state.waits_for_images, prefills=not state.is_encode_job, limit_s=limit_s
+            self._instance, now, state.waits_for_images, prefills=not state.is_encode_job, tpot_limit_s=tpot_limit_s
         )
         self.timelines[request.id] = timeline
         if (before := request.resumed) is not None:

@@ -194,8 +194,8 @@ class ResultProcessor:
     def _explained(self, state: RequestState, since_s: float, ended_s: float) -> StageSpan:
         """The span of the gap before a late token, with its causes, added to the request's timeline."""
         timeline = self._requests.timelines[state.request.id]
-        limit_s = timeline.limit_s if timeline.limit_s < math.inf else self._times.gap_s
-        causes = self._requests.observer.explain(state.request.id, since_s, ended_s, limit_s)
+        tpot_limit_s = timeline.tpot_limit_s if timeline.tpot_limit_s < math.inf else self._times.gap_s
+        causes = self._requests.observer.explain(state.request.id, since_s, ended_s, tpot_limit_s)
         if state.request.cache_salt:  # an isolated client: it must not learn of other requests
             causes = unnamed(causes)
         return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)

@@ -33,11 +33,12 @@ _WAITS = frozenset({"encode_wait", "prefill_wait", "decode_wait", "preempted"})
 
 
 def is_late(
-    gap_s: Seconds | np.float64, limit_s: Seconds | np.float64 | None, unlimited_s: float
+    gap_s: Seconds | np.float64, tpot_limit_s: Seconds | np.float64 | None, unlimited_s: float
 ) -> npt.NDArray[np.bool_]:
-    """Mask of the gaps that are late: longer than the request's TPOT limit or, if that is infinite (`limit_s` None: for
-    all), than `unlimited_s` (`StepTimes.gap_s`). The single definition of a late token."""
-    return gap_s > (unlimited_s if limit_s is None else np.where(limit_s < math.inf, limit_s, unlimited_s))
+    """Mask of the gaps that are late: longer than the request's TPOT limit or, if that is infinite (`tpot_limit_s`
+    None: for all), than `unlimited_s` (`StepTimes.gap_s`). The single definition of a late token."""
+    limits = unlimited_s if tpot_limit_s is None else np.where(tpot_limit_s < math.inf, tpot_limit_s, unlimited_s)
+    return gap_s > limits
 
 
 class Timeline:
@@ -46,7 +47,7 @@ class Timeline:
     `cause`: what the request waits for on the language lane; the planner sets it, the next chunk resets it. `last_s`:
     end of its latest language step. `first_token_s`, `last_token_s`: times of its first and latest token (0.0: none
     yet); `late_gaps`: number of late gaps between its tokens. While the request is in the table of decodes, these four
-    are kept there. `limit_s`: its TPOT limit, infinite without one.
+    are kept there. `tpot_limit_s`: its TPOT limit, infinite without one.
     """
 
     __slots__ = (
@@ -60,11 +61,11 @@ class Timeline:
         "last_s",
         "last_token_s",
         "late_gaps",
-        "limit_s",
+        "tpot_limit_s",
     )
 
     def __init__(
-        self, instance: str, now: float, has_images: bool, *, prefills: bool = True, limit_s: float = math.inf
+        self, instance: str, now: float, has_images: bool, *, prefills: bool = True, tpot_limit_s: float = math.inf
     ) -> None:
         """`prefills` False: an encode job, which waits for no language step."""
         self._instance = instance
@@ -77,7 +78,7 @@ class Timeline:
         self.last_s = now
         self.last_token_s = 0.0
         self.late_gaps = 0
-        self.limit_s = limit_s
+        self.tpot_limit_s = tpot_limit_s
 
     def encode_waits(self, now: float) -> None:
         """Starts a wait for an encode, unless one is open."""
@@ -127,7 +128,7 @@ class Timeline:
         before_s, self.last_token_s = self.last_token_s, ended_s
         if not self.first_token_s:
             self.first_token_s = ended_s
-        elif is_late(np.float64(ended_s - before_s), np.float64(self.limit_s), unlimited_s):
+        elif is_late(np.float64(ended_s - before_s), np.float64(self.tpot_limit_s), unlimited_s):
             self.late_gaps += 1
             return before_s
         return None
@@ -200,7 +201,7 @@ class DecodeTimes:
 
     def __init__(self, num_slots: int) -> None:
         self._watched: list[_Watched] = []
-        self._limits, self._first_s, self._last_s = self._floats = np.zeros(
+        self._tpot_limits_s, self._first_s, self._last_s = self._floats = np.zeros(
             (3, num_slots)
         )  # times of tokens; 0.0: none yet
         self._late_gaps = np.zeros(num_slots, dtype=np.int64)
@@ -214,8 +215,8 @@ class DecodeTimes:
         """Appends a member: its index is the number of members before."""
         index = len(self._watched)
         self._watched.append(_Watched(state, timeline))
-        self._limits[index] = timeline.limit_s
-        self._num_limited += timeline.limit_s < math.inf
+        self._tpot_limits_s[index] = timeline.tpot_limit_s
+        self._num_limited += timeline.tpot_limit_s < math.inf
         self._first_s[index], self._last_s[index] = timeline.first_token_s, timeline.last_token_s
         self._late_gaps[index] = timeline.late_gaps
         self._open(self._watched[index], timeline.last_s)
@@ -224,7 +225,7 @@ class DecodeTimes:
         """Removes a member; the last one gets its index."""
         watched = self._watched[index]
         timeline = watched.timeline
-        self._num_limited -= bool(self._limits[index] < math.inf)
+        self._num_limited -= bool(self._tpot_limits_s[index] < math.inf)
         self._close(watched, float(self._last_s[index]))
         timeline.first_token_s, timeline.last_token_s = float(self._first_s[index]), float(self._last_s[index])
         timeline.last_s = max(timeline.last_s, timeline.last_token_s)
@@ -263,7 +264,7 @@ class DecodeTimes:
         """Records a token of each of these members, from a step of `batch` rows. Returns (index, time of the token
         before) of each late token. `gap_s`: `StepTimes.gap_s`."""
         before_s = self._last_s[indices]
-        limits = self._limits[indices] if self.has_limits else None
+        limits = self._tpot_limits_s[indices] if self.has_limits else None
         late = is_late(ended_s - before_s, limits, gap_s).nonzero()[0]
         found: list[tuple[int, float]] = []
         if late.size:
@@ -293,7 +294,7 @@ class DecodeTimes:
     def limits(self, indices: Indices) -> Seconds:
         """[len(indices)] TPOT limits in seconds, infinite for none. May be a view: valid until the next change, read
         only."""
-        return self._limits[indices]
+        return self._tpot_limits_s[indices]
 
     def elapsed(self, indices: Indices) -> tuple[Seconds, Int64s]:
         """(seconds from the first to the latest token, late gaps) of these members, counting the tokens read so far."""
@@ -303,7 +304,7 @@ class DecodeTimes:
         """Raises AssertionError unless these are the members, in this order."""
         assert len(states) == len(self._watched), "the times of a decode are lost"
         assert all(watched.state is state for watched, state in zip(self._watched, states, strict=True))
-        assert self._num_limited == int((self._limits[: len(states)] < math.inf).sum())
+        assert self._num_limited == int((self._tpot_limits_s[: len(states)] < math.inf).sum())
 
 
 def squeezed(spans: list[StageSpan]) -> list[StageSpan]:
@@ -345,8 +346,8 @@ def unnamed(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
 
 def sentence(causes: Sequence[DelayCause]) -> str:
     """The largest causes in words: "prefill of request 12 (384 tokens), encode of request 9 (1152 patches)"."""
-    limit_s = _MIN_NAMED * sum(cause.seconds for cause in causes)
-    return ", ".join(_words(cause) for cause in causes[:_MAX_NAMED] if cause.seconds >= limit_s)
+    tpot_limit_s = _MIN_NAMED * sum(cause.seconds for cause in causes)
+    return ", ".join(_words(cause) for cause in causes[:_MAX_NAMED] if cause.seconds >= tpot_limit_s)
 
 
 def _words(cause: DelayCause) -> str:

@@ -41,19 +41,19 @@ def load(num_decodes: int, context: int, tokens: int) -> LanguageLoad:
 
 @given(st.integers(0, 64), st.integers(1, 4000), st.floats(1e-3, 1.0), st.integers(0, 512))
 def test_an_allowance_is_the_most_that_stays_within_the_limit(
-    num_decodes: int, context: int, limit_s: float, most: int
+    num_decodes: int, context: int, tpot_limit_s: float, most: int
 ) -> None:
-    left = allowance(SURFACE, num_decodes, context, limit_s, most)
+    left = allowance(SURFACE, num_decodes, context, tpot_limit_s, most)
     for tokens, vision_s in ((left.tokens_alone, 0.0), (left.tokens_beside, math.inf)):
-        assert tokens == 0 or SURFACE.corun_s(load(num_decodes, context, tokens), vision_s) <= limit_s
-        assert tokens == most or SURFACE.corun_s(load(num_decodes, context, tokens + 1), vision_s) > limit_s
+        assert tokens == 0 or SURFACE.corun_s(load(num_decodes, context, tokens), vision_s) <= tpot_limit_s
+        assert tokens == most or SURFACE.corun_s(load(num_decodes, context, tokens + 1), vision_s) > tpot_limit_s
     bare_step = load(num_decodes, context, 0)
     if left.vision_s == math.inf:
-        assert SURFACE.corun_s(bare_step, math.inf) <= limit_s
+        assert SURFACE.corun_s(bare_step, math.inf) <= tpot_limit_s
     elif left.vision_s:
-        assert SURFACE.corun_s(bare_step, left.vision_s) == pytest.approx(limit_s)
+        assert SURFACE.corun_s(bare_step, left.vision_s) == pytest.approx(tpot_limit_s)
     else:
-        assert left.step_s >= limit_s
+        assert left.step_s >= tpot_limit_s
 
 
 def test_every_measured_step_has_its_line(profile: Profile) -> None:

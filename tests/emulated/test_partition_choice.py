@@ -202,7 +202,7 @@ def serve(surface: CostSurface, partition: int | None, *phases: Phase) -> Served
                     now=now,
                     num_decodes=load.num_decodes,
                     decode_context=load.decode_context,
-                    decode_limit_s=LIMIT_S,
+                    tpot_limit_s=LIMIT_S,
                     stretch_s=LIMIT_S,
                     encode_patches=2 * PATCHES,
                 )

@@ -79,9 +79,9 @@ class LateDeployment(Deployment):
         super().__init__(topology, site(num_kv_blocks))
         self._maker = LimitedRequests(site(num_kv_blocks).spec, self.limits_s)
 
-    def ask(self, row: WorkloadRequest, limit_s: float) -> None:
+    def ask(self, row: WorkloadRequest, tpot_limit_s: float) -> None:
         self.submit(row)
-        self.limits_s[len(self._rows)] = limit_s
+        self.limits_s[len(self._rows)] = tpot_limit_s
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         super()._report(active, result)
@@ -115,7 +115,7 @@ def check(deployment: LateDeployment) -> Counter[str]:
     """Returns late gaps by what most of each went to, of requests that ended well."""
     by_kind: Counter[str] = Counter()
     for number, result in deployment.results.items():
-        slo, gaps, limit_s = result.metrics.slo, explained(result), deployment.limits_s[number]
+        slo, gaps, tpot_limit_s = result.metrics.slo, explained(result), deployment.limits_s[number]
         assert slo.late_gaps == late_of(deployment, number), f"request {number}: counted"
         assert len(gaps) == slo.late_gaps, f"request {number}: explained"
         assert Counter(gap.blame[0].kind for gap in gaps) == slo.late_by
@@ -123,7 +123,7 @@ def check(deployment: LateDeployment) -> Counter[str]:
         assert all(gap.cause and sum(blame.seconds for blame in gap.blame) > 0 for gap in gaps)
         assert (slo.reason is not None) == (slo.tpot_met is False)
         assert sum(phases(result.timeline, result.metrics.e2e_s).values()) == pytest.approx(result.metrics.e2e_s)
-        assert limit_s == slo.tpot_limit_s
+        assert tpot_limit_s == slo.tpot_limit_s
         if result.finish_reason is not FinishReason.ABORT:
             by_kind.update(slo.late_by)
     counted = {kind: count for kind, count in deployment.finished._totals.late.items() if count}
@@ -145,10 +145,10 @@ def load(deployment: LateDeployment, random: Random, count: int) -> None:
             deployment.kill(name, random.uniform(0.0, now + 0.2), None)
 
 
-def one(topology: str, num_tokens: int, limit_s: float, kill_s: float = 0.0) -> tuple[LateDeployment, Result]:
+def one(topology: str, num_tokens: int, tpot_limit_s: float, kill_s: float = 0.0) -> tuple[LateDeployment, Result]:
     """A request about a picture alone in its deployment, whose first decoder may die."""
     deployment = LateDeployment(topology, num_kv_blocks=200)
-    deployment.ask(row(0.0, 20, num_tokens, [1]), limit_s)
+    deployment.ask(row(0.0, 20, num_tokens, [1]), tpot_limit_s)
     if kill_s:
         decoders = (name for name, node in deployment.cluster.nodes.items() if Role.D in node.role)
         deployment.kill(next(decoders), kill_s, None)
@@ -159,7 +159,7 @@ def one(topology: str, num_tokens: int, limit_s: float, kill_s: float = 0.0) -> 
 
 @pytest.mark.parametrize("topology", ["EP+D", "ED+P", "E+P+D", "2E+2P+2D"])
 def test_a_token_that_is_late_because_its_kv_moved_says_so(topology: str) -> None:
-    _, result = one(topology, 6, limit_s=0.0043)
+    _, result = one(topology, 6, tpot_limit_s=0.0043)
     (gap,) = explained(result)
     assert gap.start_s == result.metrics.ttft_s and gap.blame[0].kind == "transfer" and gap.cause == "transfer"
     assert result.metrics.slo.late_by == {"transfer": 1}
@@ -171,7 +171,7 @@ def test_a_token_that_is_late_because_its_kv_moved_says_so(topology: str) -> Non
 def test_a_prefill_whose_decoder_is_lost_is_given_back_by_the_prefiller_before_the_frontend_is_told(
     topology: str,
 ) -> None:
-    deployment, result = one(topology, 60, limit_s=0.0043, kill_s=0.01)
+    deployment, result = one(topology, 60, tpot_limit_s=0.0043, kill_s=0.01)
     assert len(result.token_ids) == 60 and not [span for span in result.timeline if span.stage == "lost"]
     assert (result.metrics.ttft_s or 1.0) < 0.01 + NOTICED_S and not deployment.dispatcher.requests
 
@@ -180,7 +180,7 @@ def test_a_prefill_whose_decoder_is_lost_is_given_back_by_the_prefiller_before_t
 def test_what_an_instance_that_was_lost_took_along_is_told_and_the_gap_over_it_blamed(
     topology: str, kill_s: float
 ) -> None:
-    _, result = one(topology, 60, limit_s=0.0043, kill_s=kill_s)
+    _, result = one(topology, 60, tpot_limit_s=0.0043, kill_s=kill_s)
     (lost, *others) = [span for span in result.timeline if span.stage == "lost"][::-1]
     assert lost.cause == "instance lost, tried again" and lost.end_s == pytest.approx(kill_s + NOTICED_S, abs=0.01)
     assert len(others) == (kill_s == 0.2 and topology == "2EPD"), "its prefill, where tokens came of it"

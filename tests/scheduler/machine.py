@@ -102,7 +102,7 @@ class Step:
 
     @property
     def late(self) -> bool:
-        return self.load.num_decodes > 0 and self.gap_s > self.pending.decode_limit_s
+        return self.load.num_decodes > 0 and self.gap_s > self.pending.tpot_limit_s
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Traffic:
 
     machine: SimulatedMachine
     budgets: Budgets
-    limit_s: float
+    tpot_limit_s: float
     requests_per_s: float = 0.0
     images_per_s: float = 0.0
     longest: int = 1500
@@ -151,15 +151,15 @@ class Traffic:
         self.gaps += [[] for _ in range(count)]
 
     def pending(self) -> PendingWork:
-        limits = np.full(len(self.contexts), self.limit_s)
+        limits = np.full(len(self.contexts), self.tpot_limit_s)
         elapsed = np.array([sum(gaps) for gaps in self.gaps])
         counts = np.array([len(gaps) for gaps in self.gaps], np.int64)
-        late = np.array([sum(gap > self.limit_s for gap in gaps) for gaps in self.gaps], np.int64)
+        late = np.array([sum(gap > self.tpot_limit_s for gap in gaps) for gaps in self.gaps], np.int64)
         return PendingWork(
             now=self.now,
             num_decodes=len(self.contexts),
             decode_context=sum(self.contexts),
-            decode_limit_s=self.limit_s if self.contexts else math.inf,
+            tpot_limit_s=self.tpot_limit_s if self.contexts else math.inf,
             stretch_s=stretch(limits, elapsed, counts, late),
             prefill_tokens=sum(prompt.tokens - prompt.computed for prompt in self.prompts),
             num_prefills=len(self.prompts),

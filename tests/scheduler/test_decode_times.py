@@ -15,7 +15,7 @@ def times_of(*latest_token_s: float) -> tuple[DecodeTimes, list[Timeline]]:
     times, timelines = DecodeTimes(4), []
     for number, token_s in enumerate(latest_token_s):
         state = RequestState.new(make_request(number, 4), number, 0.0)
-        timelines.append(timeline := Timeline("here", 0.0, has_images=False, limit_s=0.05))
+        timelines.append(timeline := Timeline("here", 0.0, has_images=False, tpot_limit_s=0.05))
         timeline.first_token_s, timeline.last_token_s, timeline.last_s = 0.5, token_s, 1.0
         times.join(state, timeline)
     return times, timelines

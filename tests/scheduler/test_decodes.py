@@ -73,8 +73,8 @@ def explained_of(s: Stepper, number: int) -> list[StageSpan]:
 def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, engine_s, tight, budget) -> None:
     """Steps and pauses of any length, also with few blocks, so that requests give way in the middle."""
     s = Stepper(tpot_slo=engine_s, kv_blocks=9 if tight else 64, reuse=not tight, token_budget=budget)
-    for number, limit_s in enumerate(limits):
-        s.submit(replace(make_request(number, 4, max_new=10), slo=Slo(tpot_s=limit_s)))
+    for number, tpot_limit_s in enumerate(limits):
+        s.submit(replace(make_request(number, 4, max_new=10), slo=Slo(tpot_s=tpot_limit_s)))
     times: dict[int, list[float]] = {number: [] for number in range(len(limits))}
     for took_s, pause_s in steps * 12:
         before = {number: len(s.tokens[number]) for number in times}
@@ -83,13 +83,13 @@ def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, en
             times[number] += [s.now] * (len(s.tokens[number]) - before[number])
         s.now += pause_s
     s.finish_all()
-    for number, limit_s in enumerate(limits):
+    for number, tpot_limit_s in enumerate(limits):
         assert len(times[number]) == 10
         gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
-        limit_s = limit_s if limit_s is not None else engine_s
+        tpot_limit_s = tpot_limit_s if tpot_limit_s is not None else engine_s
         explained = explained_of(s, number)
-        if limit_s is not None:
-            assert len(explained) == sum(gap > limit_s for gap in gaps)
+        if tpot_limit_s is not None:
+            assert len(explained) == sum(gap > tpot_limit_s for gap in gaps)
             assert explained == s.late[number], "in the timeline and beside the tokens"
 
 

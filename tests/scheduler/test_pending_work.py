@@ -95,7 +95,7 @@ def test_decodes_prefills_and_images_are_counted() -> None:
     assert (d.num_decodes, d.decode_context) == (1, 8)  # eight keys, its own included
     assert (d.prefill_tokens, d.num_prefills, d.prefill_context) == (13 + 5, 2, 7)
     assert d.encode_patches == 22, "one in flight and one that waits"
-    assert (d.decode_limit_s, d.stretch_s, d.ttft_due_s, d.due_tokens) == (math.inf, math.inf, math.inf, 0)
+    assert (d.tpot_limit_s, d.stretch_s, d.ttft_due_s, d.due_tokens) == (math.inf, math.inf, math.inf, 0)
     s.end_vision(vision)
 
 
@@ -104,12 +104,12 @@ def test_the_tightest_limit_of_those_that_decode_counts() -> None:
     s.submit(replace(make_request(1, 4, max_new=9), slo=Slo(tpot_s=0.08)))
     s.language(took_s=0.01)
     s.language(took_s=0.01)
-    assert s.pending.decode_limit_s == 0.08
+    assert s.pending.tpot_limit_s == 0.08
     s.add(2, 4, max_new=9)
     s.language(took_s=0.01)
-    assert s.pending.decode_limit_s == 0.08, "the other one is not in the step yet"
+    assert s.pending.tpot_limit_s == 0.08, "the other one is not in the step yet"
     s.language(took_s=0.01)
-    assert s.pending.decode_limit_s == 0.05
+    assert s.pending.tpot_limit_s == 0.05
 
 
 def test_a_decode_with_gaps_to_spare_lets_a_step_be_longer() -> None:

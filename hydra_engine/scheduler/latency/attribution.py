@@ -71,9 +71,9 @@ class _Gap:
     """The causes of one gap of one request, added up. The request's own chunks and images count as the cause of its
     absence (`away`). Patches of a vision step count once, however many language steps it delayed."""
 
-    def __init__(self, request_id: RequestId, limit_s: float, away: _Away | None) -> None:
+    def __init__(self, request_id: RequestId, tpot_limit_s: float, away: _Away | None) -> None:
         self.request_id = request_id
-        self.limit_s = limit_s
+        self.tpot_limit_s = tpot_limit_s
         self.own = "preemption" if away is None else away.kind
         self.stays = away is not None and away.until_s == math.inf  # away until its own next step
         self.encodes: set[_VisionStep] = set()
@@ -164,17 +164,19 @@ class StepHistory(StepObserver):
 
     # ---- why
 
-    def explain(self, request_id: RequestId, since_s: float, until_s: float, limit_s: float) -> tuple[DelayCause, ...]:
+    def explain(
+        self, request_id: RequestId, since_s: float, until_s: float, tpot_limit_s: float
+    ) -> tuple[DelayCause, ...]:
         """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
-        next one at `until_s`, which is longer than `limit_s`. The last step in the gap computed the token; its decodes'
-        own time is left out if it is within the limit. Together with that time the causes sum to the gap."""
+        next one at `until_s`, which is longer than `tpot_limit_s`. The last step in the gap computed the token; its
+        decodes' own time is left out if it is within the limit. Together with that time the causes sum to the gap."""
         away = self._was_away(request_id, since_s, until_s)
-        question = since_s, until_s, limit_s, self._serial
+        question = since_s, until_s, tpot_limit_s, self._serial
         answer = self._answer
         if answer is not None and away is None and answer.question == question and request_id not in answer.involved:
             return answer.causes
         here_s = since_s
-        gap = _Gap(request_id, limit_s, away)
+        gap = _Gap(request_id, tpot_limit_s, away)
         if away is not None and not gap.stays:
             here_s = min(away.until_s, until_s)
             gap.add(away.kind, here_s - since_s)
@@ -230,7 +232,7 @@ class StepHistory(StepObserver):
         shares = self._shares(step)
         prefill_s, rest_s = shares.prefill_s, shares.rest_s
         num_tokens = _total(step.chunks)
-        if last and part * shares.decode_s > gap.limit_s:
+        if last and part * shares.decode_s > gap.tpot_limit_s:
             gap.add("decode", part * shares.decode_s)
         elif own and not last:
             gap.add(gap.own, part * shares.decode_s)

@@ -134,15 +134,15 @@ class LatencyBudgets(Budgets):
     # ---- before a step
 
     def language(self, pending: PendingWork) -> StepBudget:
-        limit = pending.decode_limit_s
+        tpot_limit_s = pending.tpot_limit_s
         highest = max(0, self._config.max_step_tokens - pending.num_decodes)
-        if not pending.num_decodes or limit == math.inf:
+        if not pending.num_decodes or tpot_limit_s == math.inf:
             budget = super().language(pending)._replace(partition=0)
         else:
-            budget = self._filled(pending, highest, limit, _Towards.BOTH)
+            budget = self._filled(pending, highest, tpot_limit_s, _Towards.BOTH)
             if self._is_at_risk(pending, budget):
                 towards = _Towards.VISION if pending.due_patches else _Towards.PREFILL
-                target = max(limit, min(pending.stretch_s, MAX_STRETCH * limit))
+                target = max(tpot_limit_s, min(pending.stretch_s, MAX_STRETCH * tpot_limit_s))
                 budget = self._filled(pending, highest, target, towards)
         budget = self._placed(pending, budget, min(highest, pending.prefill_tokens))
         self._latest, self._latest_vision_s = pending, math.inf if budget.partition else budget.vision_s
@@ -152,26 +152,26 @@ class LatencyBudgets(Budgets):
         """The largest budget whose step stays within `target_s`, its slack given to `towards`; at most `highest`
         tokens."""
         step, guess = _Step(self._surface, pending), self._guesses[towards]
-        limit, want = pending.decode_limit_s, min(highest, pending.prefill_tokens)
+        tpot_limit_s, want = pending.tpot_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
         if not pending.encode_patches:
             tokens = _largest(step.alone, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
             self._guesses[towards] = tokens
             vision_s = max(0.0, step.room(tokens, allowed) - self._overrun_s)  # for a picture that arrives meanwhile
-            return StepBudget(tokens, vision_s, limit, target_s, step.alone(tokens), tokens < want)
+            return StepBudget(tokens, vision_s, tpot_limit_s, target_s, step.alone(tokens), tokens < want)
         if step.beside(want, math.inf) <= allowed:
-            return StepBudget(want, math.inf, limit, target_s)
+            return StepBudget(want, math.inf, tpot_limit_s, target_s)
         if not self._num_slices:
             tokens = _largest(lambda count: step.beside(count, math.inf), allowed, want, guess=guess)
-            return StepBudget(tokens, math.inf, limit, target_s, step.beside(tokens, math.inf), tokens < want)
+            return StepBudget(tokens, math.inf, tpot_limit_s, target_s, step.beside(tokens, math.inf), tokens < want)
         work = self._vision_s(pending.encode_patches)
-        least = min(work, MIN_VISION * limit)
+        least = min(work, MIN_VISION * tpot_limit_s)
         tokens = self._tokens_beside(step, pending, want, allowed, least, work, towards) if want else 0
         self._guesses[towards] = tokens
         room = step.room(tokens, allowed)
         vision_s = max(least, room - self._overrun_s)
         planned = step.beside(tokens, vision_s + self._overrun_s)
-        return StepBudget(tokens, vision_s, limit, target_s, planned, tokens < want, room < work)
+        return StepBudget(tokens, vision_s, tpot_limit_s, target_s, planned, tokens < want, room < work)
 
     def _tokens_beside(
         self, step: _Step, pending: PendingWork, want: int, allowed: float, least: float, work: float, towards: _Towards
@@ -200,7 +200,7 @@ class LatencyBudgets(Budgets):
             return budget
         self._starved = 0
         step = _Step(self._surface, pending)
-        tokens = _largest(step.alone, step.base + STARVED_SHARE * budget.limit_s, want)
+        tokens = _largest(step.alone, step.base + STARVED_SHARE * budget.tpot_limit_s, want)
         return budget._replace(tokens=max(tokens, min(MIN_CHUNK, want)), more_tokens=False, more_vision=False)
 
     # ---- a divided device
@@ -247,7 +247,7 @@ class LatencyBudgets(Budgets):
         if not seconds or seconds > allowed:
             return 0.0
         vision_rate = min(vision_s, seconds) / seconds / surface.vision_slowdown
-        decode_rate = step.base / seconds if pending.decode_limit_s == math.inf else 0.0
+        decode_rate = step.base / seconds if pending.tpot_limit_s == math.inf else 0.0
         if not tokens or not vision_rate:
             return decode_rate + vision_rate
         vision_work = self._vision_s(pending.encode_patches) / self._vision_slowdown
@@ -265,12 +265,14 @@ class LatencyBudgets(Budgets):
         left = pending.ttft_due_s - pending.now
         if not 0 < left < math.inf or not (budget.more_tokens or budget.more_vision):
             return False
-        limit = pending.decode_limit_s
-        needed = limit
+        tpot_limit_s = pending.tpot_limit_s
+        needed = tpot_limit_s
         if pending.due_patches:
-            needed += self._vision_s(pending.due_patches) * max(1.0, limit / max(budget.vision_s, MIN_VISION * limit))
+            needed += self._vision_s(pending.due_patches) * max(
+                1.0, tpot_limit_s / max(budget.vision_s, MIN_VISION * tpot_limit_s)
+            )
         if pending.due_tokens:
-            needed += limit * pending.due_tokens / budget.tokens if budget.tokens else math.inf
+            needed += tpot_limit_s * pending.due_tokens / budget.tokens if budget.tokens else math.inf
         return needed > left
 
     def _allowed(self, kind: Kind, target_s: float) -> float:
@@ -297,8 +299,8 @@ class LatencyBudgets(Budgets):
     def _best_image_budget(self) -> int:
         """Patches of a vision step. With a limit: the smallest batch with 95 % of the best throughput, whose slices are
         short beside the limit, for pictures like the latest (a slice is at least one picture)."""
-        highest, limit = self._config.image_budget, self._config.tpot_slo
-        if limit is None or highest < 1 or not self._vision_s(highest):  # no vision lane: it takes no time
+        highest, tpot_limit_s = self._config.image_budget, self._config.tpot_slo
+        if tpot_limit_s is None or highest < 1 or not self._vision_s(highest):  # no vision lane: it takes no time
             return highest
         knots = {int(knot) for knot in self._surface.patches.knots if 1 <= knot < highest} | {1, highest}
         best = max(count / self._vision_s(count) for count in knots)
@@ -308,7 +310,7 @@ class LatencyBudgets(Budgets):
         below = max((count for count in knots if count < above), default=above)
         short_of = _largest(lambda count: count - enough * self._vision_s(count), 0.0, above, low=below)
         efficient = min(above, short_of + 1)
-        short = _largest(self._vision_s, SLICE_SHARE * limit * max(1, self._num_slices), highest)
+        short = _largest(self._vision_s, SLICE_SHARE * tpot_limit_s * max(1, self._num_slices), highest)
         return max(1, min(efficient, short, highest))
 
     def on_vision(self, load: VisionLoad) -> None:
@@ -328,7 +330,7 @@ class LatencyBudgets(Budgets):
     def on_language(
         self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
     ) -> None:
-        limit = budget.limit_s
+        tpot_limit_s = budget.tpot_limit_s
         self._typical[vision_s > 0].learn(load, duration_s)
         self._kind = kind_of(load, vision_s)
         took = duration_s
@@ -337,17 +339,17 @@ class LatencyBudgets(Budgets):
             took = gap_s - self._correction.pause_s
         used_up = budget.is_used_up(load.prefill_tokens, vision_s)
         predicted = budget.planned_s if used_up and budget.planned_s else self._expected_s(load, budget, vision_s)
-        scale = max(predicted, MIN_PREDICTION * limit) if limit < math.inf else predicted
+        scale = max(predicted, MIN_PREDICTION * tpot_limit_s) if tpot_limit_s < math.inf else predicted
         self._correction.measured(self._kind, 1 + (took - predicted) / scale)
         if not budget.partition and vision_s > 0 and vision_s >= USED * budget.vision_s:
             self._overruns.add(max(0.0, vision_s - budget.vision_s))
         if load.num_decodes:
             self._decode_steps += 1
-            self._late_steps += gap_s > limit
-            self._stretched_steps += budget.target_s > limit
-            if used_up and budget.target_s == limit < math.inf:
+            self._late_steps += gap_s > tpot_limit_s
+            self._stretched_steps += budget.target_s > tpot_limit_s
+            if used_up and budget.target_s == tpot_limit_s < math.inf:
                 self._full_steps += 1
-                self._used.append(gap_s / limit)
+                self._used.append(gap_s / tpot_limit_s)
 
     def _expected_s(self, load: LanguageLoad, budget: StepBudget, vision_s: float) -> float:
         """Predicted seconds of a step with this load. On a part of the device the step is slowed all along if vision
@@ -360,11 +362,11 @@ class LatencyBudgets(Budgets):
         waited."""
         config, latest = self._config, self._latest
         tokens = self._latest_tokens
-        if latest.num_decodes and latest.decode_limit_s < math.inf:
+        if latest.num_decodes and latest.tpot_limit_s < math.inf:
             highest = max(0, config.max_step_tokens - latest.num_decodes)
             waiting = max(highest, latest.prefill_tokens)
             crowd = latest._replace(prefill_tokens=waiting, num_prefills=max(1, latest.num_prefills))
-            tokens = self._filled(crowd, highest, latest.decode_limit_s, _Towards.BOTH).tokens
+            tokens = self._filled(crowd, highest, latest.tpot_limit_s, _Towards.BOTH).tokens
         return BudgetReport(
             tpot_limit_s=config.tpot_slo or 0.0,
             token_budget=tokens,

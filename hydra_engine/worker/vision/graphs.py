@@ -44,9 +44,9 @@ PIECE_SHARE = 0.05
 SHORTEST_PIECE_S, LONGEST_PIECE_S = 0.5e-3, 2e-3
 
 
-def piece_seconds(limit_s: float | None) -> float:
+def piece_seconds(tpot_limit_s: float | None) -> float:
     """Target seconds of one captured piece; infinite if encodes never pause."""
-    return inf if limit_s is None else min(LONGEST_PIECE_S, max(SHORTEST_PIECE_S, PIECE_SHARE * limit_s))
+    return inf if tpot_limit_s is None else min(LONGEST_PIECE_S, max(SHORTEST_PIECE_S, PIECE_SHARE * tpot_limit_s))
 
 
 def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[int, ...]:

@@ -129,12 +129,12 @@ def test_a_step_that_nothing_explains(log: StepHistory) -> None:
     assert kinds(blames) == [("step", None)] and blames[0].seconds == pytest.approx(0.090)
 
 
-@pytest.mark.parametrize("limit_s", [0.002, 0.0099999999])
-def test_a_step_as_it_should_be_is_blamed_itself_where_the_limit_is_shorter(log: StepHistory, limit_s: float) -> None:
+@pytest.mark.parametrize("tpot_limit_s", [0.002, 0.0099999999])
+def test_a_step_within_its_time_is_blamed_itself_if_the_limit_is_shorter(log: StepHistory, tpot_limit_s: float) -> None:
     log.on_language_done(0.0, 0.010, DECODES, (), 0.0)
-    assert log.explain(VICTIM, 0.0, 0.010, limit_s) == (DelayCause("decode", pytest.approx(0.010)),)
+    assert log.explain(VICTIM, 0.0, 0.010, tpot_limit_s) == (DelayCause("decode", pytest.approx(0.010)),)
     log.on_language_done(0.010, 0.0202, mixed(1), work((12, 1)), 0.0)
-    blames = log.explain(VICTIM, 0.010, 0.0202, limit_s)
+    blames = log.explain(VICTIM, 0.010, 0.0202, tpot_limit_s)
     assert kinds(blames)[0] == ("decode", None) and total(blames) == pytest.approx(0.0102)
 
 

@@ -25,7 +25,7 @@ def make_budgets(surface: CostSurface | None = None, *, num_slices: int = MANY_S
 
 
 def decoding(count: int = 16, **changes) -> PendingWork:
-    values = {"now": 100.0, "num_decodes": count, "decode_context": 500 * count, "decode_limit_s": LIMIT}
+    values = {"now": 100.0, "num_decodes": count, "decode_context": 500 * count, "tpot_limit_s": LIMIT}
     return PendingWork(
         **(values | {"stretch_s": LIMIT, "num_prefills": 1 if "prefill_tokens" in changes else 0} | changes)
     )
@@ -130,11 +130,11 @@ class TestPrefillBesideDecodes:
     def test_without_decodes_prefill_and_vision_are_free(self, pending: PendingWork) -> None:
         budget = make_budgets().language(pending)
         assert budget[:2] == (2048, math.inf)
-        unlimited = pending._replace(num_decodes=8, decode_limit_s=math.inf)
+        unlimited = pending._replace(num_decodes=8, tpot_limit_s=math.inf)
         assert make_budgets().language(unlimited)[:2] == (2040, math.inf)
 
     def test_the_tightest_limit_of_a_request_counts(self) -> None:
-        loose, tight = (decoding(prefill_tokens=3000, decode_limit_s=limit) for limit in (0.04, 0.02))
+        loose, tight = (decoding(prefill_tokens=3000, tpot_limit_s=limit) for limit in (0.04, 0.02))
         assert make_budgets().language(tight).tokens < make_budgets().language(loose).tokens / 2
 
 
@@ -191,7 +191,7 @@ class TestBothLanes:
         self, surface: CostSurface, pending: PendingWork, tighter: float
     ) -> None:
         loose = make_budgets(surface).language(pending)
-        tight = make_budgets(surface).language(pending._replace(decode_limit_s=LIMIT * tighter))
+        tight = make_budgets(surface).language(pending._replace(tpot_limit_s=LIMIT * tighter))
         assert tight.tokens <= loose.tokens
         took = [surface.corun_s(load_of(pending, budget.tokens), budget.vision_s) for budget in (tight, loose)]
         assert took[0] <= took[1] * NEVER_LATE
@@ -201,7 +201,7 @@ class TestBothLanes:
         self, surface: CostSurface, pending: PendingWork, tighter: float
     ) -> None:
         pending = pending._replace(prefill_tokens=0, num_prefills=0)
-        tight = make_budgets(surface).language(pending._replace(decode_limit_s=LIMIT * tighter))
+        tight = make_budgets(surface).language(pending._replace(tpot_limit_s=LIMIT * tighter))
         assert tight.vision_s <= make_budgets(surface).language(pending).vision_s * NEVER_LATE
 
     def test_what_fits_is_not_restricted(self) -> None:
@@ -239,7 +239,7 @@ class TestNobodyStarves:
         self, surface: CostSurface, pending: PendingWork, limit: float
     ) -> None:
         work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
-        budget = make_budgets(surface).language(pending._replace(decode_limit_s=limit))
+        budget = make_budgets(surface).language(pending._replace(tpot_limit_s=limit))
         assert budget.vision_s >= min(work, 0.05 * limit)
 
     @settings(max_examples=30)
@@ -250,13 +250,13 @@ class TestNobodyStarves:
         """Also where decodes alone take longer than the limit, and where all the slack goes to a picture."""
         budgets = make_budgets(surface)
         due = {"ttft_due_s": pending.now + 0.001, "due_patches": 5000} if at_risk else {}
-        pending = pending._replace(decode_limit_s=limit, stretch_s=limit, **due)
+        pending = pending._replace(tpot_limit_s=limit, stretch_s=limit, **due)
         granted = [budgets.language(pending).tokens for _ in range(65 * 3)]
         for first in range(65):
             assert max(granted[first : first + 65]) >= min(16, pending.prefill_tokens, 2048 - pending.num_decodes)
 
     def test_that_chunk_takes_half_a_limit(self) -> None:
-        surface, pending = make_surface(), decoding(64, decode_limit_s=0.005, prefill_tokens=3000)
+        surface, pending = make_surface(), decoding(64, tpot_limit_s=0.005, prefill_tokens=3000)
         budgets = make_budgets(surface)
         tokens = [budgets.language(pending).tokens for _ in range(65)]
         assert tokens[:64] == [0] * 64

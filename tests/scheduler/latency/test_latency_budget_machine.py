@@ -30,7 +30,7 @@ def make_traffic(
 
 def share_late(steps: list[Step]) -> float:
     decoding = [step for step in steps if step.load.num_decodes]
-    return sum(step.gap_s > step.pending.decode_limit_s * ROUNDING for step in decoding) / len(decoding)
+    return sum(step.gap_s > step.pending.tpot_limit_s * ROUNDING for step in decoding) / len(decoding)
 
 
 BUSY = {"requests_per_s": 20.0, "images_per_s": 20.0}
@@ -138,7 +138,7 @@ def test_decodes_that_alone_exceed_the_limit_end_neither_vision_nor_prefill() ->
 
 def test_without_a_limit_every_step_is_that_of_an_engine_without_limits() -> None:
     traffic = make_traffic(SimulatedMachine(make_surface()), **BUSY)
-    traffic.limit_s = math.inf
+    traffic.tpot_limit_s = math.inf
     steps = traffic.run(300)
     fixed = Traffic(
         SimulatedMachine(make_surface()),

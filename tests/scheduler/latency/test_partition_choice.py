@@ -126,7 +126,7 @@ def test_a_limit_that_only_the_whole_device_keeps_makes_vision_wait() -> None:
     surface = divided_surface((Slowdowns(2.0, 4.0, 1.2),) * 3)
     budgets = LatencyBudgets(surface, config, num_slices=8)
     pending = PendingWork(
-        now=0.0, num_decodes=64, decode_context=575_000, decode_limit_s=LIMIT, stretch_s=LIMIT, encode_patches=4096
+        now=0.0, num_decodes=64, decode_context=575_000, tpot_limit_s=LIMIT, stretch_s=LIMIT, encode_patches=4096
     )
     assert surface.language_s(LanguageLoad(64, 575_000)) == pytest.approx(0.03)
     budget = budgets.language(pending)
