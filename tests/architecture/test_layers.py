@@ -1,7 +1,7 @@
-"""The shape of the house: imports point to earlier rooms only, deciding rooms stay free of torch, nothing prints.
+"""Layers: imports point to earlier folders only, deciding folders stay free of torch.
 
-Each test looks at all files and tells all that is wrong, for there are some four hundred of them.
-Rooms and their order are the table of docs/architecture.md. Size limits are warnings, shown with `pytest -rA`.
+Each test reads all files and reports everything that is wrong, since there are several hundred of them.
+Folders and their order are the table of docs/architecture.md. Size limits are warnings, shown with `pytest -rA`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hydra_engine"
 
-# Each room may import itself and rooms before it in this list, as far as `ALLOWED` agrees.
+# Each folder (or module beside them) may import itself and what is listed here, which only holds names above it.
 BASE = {"errors", "clock", "log"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -91,7 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
 }
-# Rooms that must run without torch. Only these files of other rooms may assemble what computes.
+# Folders that must run without torch, and files of other folders that must.
 TORCH_FREE = {
     *(
         "errors",
@@ -110,16 +110,16 @@ TORCH_FREE = {
     *("frontend", "engine", "server", "cli", "profiler", "planner", "transfer"),
 }
 TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}
-# Folders and files that hang onto the rest of their room: `HOOKS` puts them in, where they are needed.
-WINGS = {
+# Folders and files that only some deployments need: `HOOKS` attaches them.
+OPTIONAL_PARTS = {
     *("scheduler/handover", "scheduler/latency"),
     *("worker/transfer", "worker/vision/gate.py", "instance/migration.py"),
 }
 HOOKS = "instance/hooks.py"
-# Besides the backend, only this file calls the extension: for pictures, which are no devices' business.
+# The only file outside the backend that calls the extension, for pictures.
 PICTURES_IN_C = "preprocess/media/pixels.py"
-# What a topology names is compared with what the driver shows: this file may ask, by a file of the backend that is free
-# of torch until an instance chooses.
+# Compares the devices that a topology names with those of the driver: may import this module of the backend, which does
+# not import torch itself.
 ASKS_FOR_DEVICES = ("frontend/routing/placement.py", "hydra_engine.backend")
 # Folders of the repository that are not shipped.
 OUTSIDE = {"tools", "bench", "tests", "examples"}
@@ -137,12 +137,12 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def room_of(path: Path) -> str:
-    return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
+def folder_of(path: Path) -> str:
+    return folder_named(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def room_named(parts: Sequence[str]) -> str:
-    """The first folder; of the models what is known of them without torch is a room of its own."""
+def folder_named(parts: Sequence[str]) -> str:
+    """The first folder, or "specs" for the files of models that describe a family without torch."""
     if parts[0] == "models" and (parts[1:2] == ("specs",) or parts[-1] == "spec" or parts[-1].endswith("_spec")):
         return "specs"
     return "" if parts[0] == "__init__" else parts[0]
@@ -178,64 +178,64 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def test_every_room_is_in_the_table() -> None:
-    rooms = {room_of(path) for path in modules()}
-    assert rooms <= ALLOWED.keys(), "a new room: add it to the table here and in docs/architecture.md"
+def test_every_folder_is_in_the_table() -> None:
+    folders = {folder_of(path) for path in modules()}
+    assert folders <= ALLOWED.keys(), "a new folder: add it to the table here and in docs/architecture.md"
 
 
 def forbidden_imports(path: Path) -> Iterator[str]:
-    room = room_of(path)
+    folder = folder_of(path)
     for module, line in imports_of(path):
         if module.split(".")[0] in OUTSIDE:
             yield f"{name_of(path)}:{line} imports {module}: no part of the package"
         if module.split(".")[0] != "hydra_engine":
             continue
-        target = room_named(tuple(module.split(".")[1:]) or ("__init__",))
-        if target == room or target == "__version__":
+        target = folder_named(tuple(module.split(".")[1:]) or ("__init__",))
+        if target == folder or target == "__version__":
             continue
-        if target == "_C" and (room == "backend" or name_of(path) == PICTURES_IN_C):
+        if target == "_C" and (folder == "backend" or name_of(path) == PICTURES_IN_C):
             continue
         if (name_of(path), module) == ASKS_FOR_DEVICES:
             continue
-        if target not in ALLOWED[room]:
-            yield f"{name_of(path)}:{line} imports {module}: not allowed for room {room!r}"
+        if target not in ALLOWED[folder]:
+            yield f"{name_of(path)}:{line} imports {module}: not allowed for folder {folder!r}"
 
 
 def in_all_modules(look: Callable[[Path], Iterator[str]]) -> list[str]:
     return [problem for path in modules() for problem in look(path)]
 
 
-def test_imports_point_to_earlier_rooms() -> None:
+def test_imports_point_to_earlier_folders() -> None:
     assert in_all_modules(forbidden_imports) == []
 
 
-def test_the_core_of_a_room_imports_no_wing() -> None:
-    def wings(path: Path) -> Iterator[str]:
-        for wing in WINGS:
-            module = "hydra_engine." + wing.removesuffix(".py").replace("/", ".")
-            in_core = room_of(path) == wing.split("/")[0] and not path.is_relative_to(PACKAGE / wing)
+def test_the_core_of_a_folder_imports_no_optional_part() -> None:
+    def optional_parts(path: Path) -> Iterator[str]:
+        for part in OPTIONAL_PARTS:
+            module = "hydra_engine." + part.removesuffix(".py").replace("/", ".")
+            in_core = folder_of(path) == part.split("/")[0] and not path.is_relative_to(PACKAGE / part)
             for imported, line in imports_of(path) if in_core and name_of(path) != HOOKS else ():
                 if f"{imported}.".startswith(f"{module}."):
-                    yield f"{name_of(path)}:{line} imports {imported}: the core knows no wing"
+                    yield f"{name_of(path)}:{line} imports {imported}: the core knows no optional part"
 
-    assert all((PACKAGE / wing).exists() for wing in WINGS)
-    assert in_all_modules(wings) == []
+    assert all((PACKAGE / part).exists() for part in OPTIONAL_PARTS)
+    assert in_all_modules(optional_parts) == []
 
 
 def test_the_import_order_has_no_cycle() -> None:
-    edges = {room: set(allowed) - {room} for room, allowed in ALLOWED.items()}
+    edges = {folder: set(allowed) - {folder} for folder, allowed in ALLOWED.items()}
     ordered: list[str] = []
     while edges:
-        ready = [room for room, targets in edges.items() if targets <= set(ordered)]
+        ready = [folder for folder, targets in edges.items() if targets <= set(ordered)]
         assert ready, f"cycle among {sorted(edges)}"
         ordered += ready
-        for room in ready:
-            del edges[room]
+        for folder in ready:
+            del edges[folder]
 
 
 def test_deciding_and_connecting_files_do_not_import_torch() -> None:
     def heavy(path: Path) -> Iterator[str]:
-        if room_of(path) in TORCH_FREE or name_of(path) in TORCH_FREE_FILES:
+        if folder_of(path) in TORCH_FREE or name_of(path) in TORCH_FREE_FILES:
             for module, line in imports_of(path):
                 if module.split(".")[0] in ("torch", "triton"):
                     yield f"{name_of(path)}:{line} imports {module}"
@@ -245,7 +245,7 @@ def test_deciding_and_connecting_files_do_not_import_torch() -> None:
 
 def test_only_the_backend_knows_devices() -> None:
     def devices(path: Path) -> Iterator[str]:
-        if room_of(path) == "backend":
+        if folder_of(path) == "backend":
             return
         extension = () if name_of(path) == PICTURES_IN_C else ("hydra_engine._C", "import _C\n")
         for word in ("torch.cuda", ".is_cuda", "import triton", *extension):

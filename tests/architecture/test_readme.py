@@ -25,11 +25,11 @@ def test_every_link_and_path_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_tree_lists_every_room() -> None:
+def test_the_tree_lists_every_folder() -> None:
     tree = README.split("```\nhydra_engine/\n")[1].split("```")[0]
     listed = set(re.findall(r"^  ([a-z_]+)/", tree, re.MULTILINE))
-    rooms = {p.name for p in (ROOT / "hydra_engine").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
-    assert listed == rooms
+    folders = {p.name for p in (ROOT / "hydra_engine").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert listed == folders
 
 
 def test_the_table_of_models_has_every_family_and_no_failure() -> None:

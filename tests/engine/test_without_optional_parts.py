@@ -1,4 +1,4 @@
-"""Wings are what only some deployments need: a copy of the package without them serves the demo."""
+"""A copy of the package without the parts that only some deployments need serves the demo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_layers import HOOKS, PACKAGE, WINGS
+from tests.architecture.test_layers import HOOKS, OPTIONAL_PARTS, PACKAGE
 
 NO_HOOKS = """
 from types import SimpleNamespace
@@ -53,14 +53,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_demo_answers_without_the_wings(tmp_path: Path) -> None:
+def test_the_demo_answers_without_the_optional_parts(tmp_path: Path) -> None:
     copy = tmp_path / "hydra_engine"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for wing in WINGS:
-        if (copy / wing).is_dir():
-            shutil.rmtree(copy / wing)
+    for part in OPTIONAL_PARTS:
+        if (copy / part).is_dir():
+            shutil.rmtree(copy / part)
         else:
-            (copy / wing).unlink()
+            (copy / part).unlink()
     (copy / HOOKS).write_text(NO_HOOKS)
     script = tmp_path / "answer.py"
     script.write_text(SCRIPT)
