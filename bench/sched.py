@@ -24,7 +24,7 @@ import torch
 
 from bench.common import card, emit
 from hydra_engine.backend.select import create_backend
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage, Submit, ToFrontend, ToInstance

@@ -29,7 +29,7 @@ from bench.micro.encode import numbers
 from bench.micro.harness import Report, Seconds, parse
 from bench.micro.subject import directory_of
 from hydra_engine import _C
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import DEMO_MODEL, CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, Submit, ToFrontend, ToInstance

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.cache.prefix import feature_hashes
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 from hydra_engine.core.plans import BlockIds

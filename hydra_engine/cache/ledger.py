@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from hydra_engine.cache.blocks import CacheManager, SlotPool
 from hydra_engine.cache.features import FeatureCache
-from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.slots import SlotPool
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import LedgerReport
 

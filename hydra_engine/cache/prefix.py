@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.ids import BlockHash, FeatureKey, ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.request import Request

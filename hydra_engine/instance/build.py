@@ -9,7 +9,7 @@ import time
 import torch
 
 from hydra_engine.backend.select import weights_dtype
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, Loading, Ready
 from hydra_engine.errors import HydraError

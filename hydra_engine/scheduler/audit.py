@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hydra_engine.cache.table import BlockTable
+from hydra_engine.cache.blocks import BlockTable
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import LanguagePlan, PullPlan, VisionPlan
 from hydra_engine.core.roles import Role

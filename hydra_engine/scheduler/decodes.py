@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hydra_engine.cache.table import BlockTable
+from hydra_engine.cache.blocks import BlockTable
 from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.scheduler.decode_rows import Bools, NewTokens, Ready, RowsInFlight, some

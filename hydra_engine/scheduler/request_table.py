@@ -10,11 +10,10 @@ from __future__ import annotations
 import heapq
 import math
 
+from hydra_engine.cache.blocks import CacheManager, SlotPool
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import Ledger
-from hydra_engine.cache.manager import CacheManager
 from hydra_engine.cache.prefix import PrefixCache
-from hydra_engine.cache.slots import SlotPool
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request

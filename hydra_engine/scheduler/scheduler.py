@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import replace
 from itertools import islice
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId

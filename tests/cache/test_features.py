@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.cache.features import FeatureCache
-from hydra_engine.cache.manager import CacheManager
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.state import ImageProgress
 from tests.examples import examples

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import (
     Abort,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hydra_engine.cache.table import BlockTable
+from hydra_engine.cache.blocks import BlockTable
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.core.state import RequestState

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, RequestMessage, Tokens
 from hydra_engine.core.outputs import FinishReason, StageSpan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 from hydra_engine.scheduler.policy import Limits, check_fits, check_queue

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.messages import Delta, Finished, RequestMessage, Tokens

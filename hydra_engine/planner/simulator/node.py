@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.messages import ToFrontend, ToInstance

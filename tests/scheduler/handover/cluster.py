@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hydra_engine.cache.manager import CacheManager
+from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import ClusterConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished

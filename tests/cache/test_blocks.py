@@ -1,4 +1,5 @@
-"""Tables and managers: growth is all or nothing, slots never overlap, arrays that a plan holds never change."""
+"""Blocks: the pool against a brute-force model (no block is handed out twice, nothing is lost, content is evicted LRU),
+tables (growth is all or nothing, slots never overlap, arrays that a plan holds never change) and sequence slots."""
 
 from __future__ import annotations
 
@@ -6,13 +7,162 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hydra_engine.cache.blocks import BlockPool, BlockTable, CacheManager, OutOfBlocks, SlotPool
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import MAX_LINES, Ledger
-from hydra_engine.cache.manager import CacheManager
-from hydra_engine.cache.slots import SlotPool
-from hydra_engine.cache.table import BlockTable
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
+from tests.examples import examples
+
+
+def key(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(32, "little"))
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The model: owners per block, content per block, and the order in which content became evictable."""
+
+    @initialize(size=st.integers(0, 8))
+    def start(self, size: int) -> None:
+        self.size = size
+        self.pool = BlockPool(size)
+        self.owners: dict[int, int] = {}
+        self.content: dict[int, BlockHash] = {}
+        self.evictable: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return self.size - len(self.owners)
+
+    @rule(count=st.integers(0, 9))
+    def allocate_is_all_or_nothing_and_never_gives_a_held_block(self, count: int) -> None:
+        if count > self.num_free:
+            with pytest.raises(OutOfBlocks):
+                self.pool.allocate(count)
+            return
+        plain = self.num_free - len(self.evictable)
+        blocks = self.pool.allocate(count)
+        assert len(set(blocks)) == len(blocks) == count
+        assert not set(blocks) & self.owners.keys()
+        evicted = [b for b in blocks if b in self.evictable]
+        assert evicted == self.evictable[: max(0, count - plain)], "content is evicted late and least recent first"
+        for block in blocks:
+            self.owners[block] = 1
+            self.content.pop(block, None)
+        self.evictable = self.evictable[len(evicted) :]
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def release(self, data) -> None:
+        block = data.draw(st.sampled_from(sorted(self.owners)))
+        self.pool.release([block])
+        self.owners[block] -= 1
+        if not self.owners[block]:
+            del self.owners[block]
+            if block in self.content:
+                self.evictable.append(block)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), number=st.integers(0, 5))
+    def name(self, data, number: int) -> None:
+        block = data.draw(st.sampled_from(sorted(set(self.owners) - set(self.content)) or [None]))
+        if block is None:
+            return
+        known = key(number) in self.content.values()
+        assert self.pool.set_hash(block, key(number)) is not known
+        if not known:
+            self.content[block] = key(number)
+
+    @rule(number=st.integers(0, 5))
+    def acquire_finds_content_until_it_is_evicted(self, number: int) -> None:
+        expected = next((b for b, k in self.content.items() if k == key(number)), None)
+        assert self.pool.find(key(number)) == expected
+        assert self.pool.acquire(key(number)) == expected
+        if expected is not None:
+            self.owners[expected] = self.owners.get(expected, 0) + 1
+            if expected in self.evictable:
+                self.evictable.remove(expected)
+
+    @rule(number=st.integers(0, 5))
+    def forget_takes_only_content_that_nobody_holds(self, number: int) -> None:
+        block = next((b for b, k in self.content.items() if k == key(number)), None)
+        if block is not None and block in self.owners:
+            with pytest.raises(AssertionError, match="is held"):
+                self.pool.forget(key(number))
+            return
+        assert self.pool.forget(key(number)) is (block is not None)
+        if block is not None:
+            del self.content[block]
+            self.evictable.remove(block)
+
+    @rule()
+    def forget_evictable_leaves_what_is_held(self) -> None:
+        assert self.pool.forget_evictable() == len(self.evictable)
+        for block in self.evictable:
+            del self.content[block]
+        self.evictable.clear()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        assert self.pool.num_free == self.num_free
+        assert self.pool.num_held == len(self.owners)
+        assert len(self.pool._evictable) == len(self.evictable)
+        assert all(self.pool.refcount(block) == self.owners.get(block, 0) for block in range(self.size))
+        assert all(self.pool.hash_of(block) == self.content.get(block) for block in range(self.size))
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)
+
+
+def test_a_failed_allocation_takes_nothing() -> None:
+    pool = BlockPool(4)
+    pool.allocate(3)
+    with pytest.raises(OutOfBlocks, match="2 blocks wanted, 1 of 4 free"):
+        pool.allocate(2)
+    assert len(pool.allocate(1)) == 1
+    pool.check()
+
+
+def test_releasing_more_often_than_held_is_a_bug() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="more often than held"):
+        pool.release(blocks)
+
+
+def test_renaming_a_block_to_other_content_is_a_bug() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.allocate(1)
+    assert pool.set_hash(block, key(1))
+    assert pool.set_hash(block, key(1)), "saying it again changes nothing"
+    with pytest.raises(AssertionError, match="other content"):
+        pool.set_hash(block, key(2))
+
+
+@pytest.mark.parametrize("damage", ["free twice", "lost", "two states", "wrong name"])
+def test_check_notices(damage: str) -> None:
+    pool = BlockPool(3)
+    held = pool.allocate(1)
+    pool.set_hash(held[0], key(1))
+    if damage == "free twice":
+        pool._free.append(pool._free[0])
+    elif damage == "lost":
+        pool._free.pop()
+    elif damage == "two states":
+        pool._free.append(held[0])
+    else:
+        pool._block_of[key(2)] = held[0]
+    with pytest.raises(AssertionError):
+        pool.check()
+
+
+# ---- tables and managers
 
 
 def slots_of(table: BlockTable) -> list[int]:
@@ -156,15 +306,11 @@ def test_holders_are_given_one_block_each_or_none_at_all() -> None:
 # ---- shared blocks
 
 
-def name(number: int) -> BlockHash:
-    return BlockHash(number.to_bytes(32, "little"))
-
-
 def test_a_block_is_in_several_tables_only_as_often_as_it_is_held() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     manager.grow(1, 4, capacity=4)
-    manager.set_hashes(1, 0, [name(1)])
-    manager.adopt(2, [name(1)], capacity=8)
+    manager.set_hashes(1, 0, [key(1)])
+    manager.adopt(2, [key(1)], capacity=8)
     manager.check()
     assert manager.tables[1].blocks() == manager.tables[2].blocks() and manager.num_held == 1
     manager.grow(3, 4, capacity=4)
@@ -187,24 +333,24 @@ def test_a_block_twice_in_one_table_is_noticed() -> None:
 def test_what_is_found_ends_at_the_first_name_without_a_block() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     manager.grow(1, 12, capacity=12)
-    manager.set_hashes(1, 0, [name(0)])
-    manager.set_hashes(1, 2, [name(2)])
-    assert manager.hashes(1) == [name(0), None, name(2)] and manager.hashes(9) == []
-    assert manager.find([name(0), name(1), name(2)]) == [manager.tables[1].blocks()[0]]
-    assert manager.find(name(n) for n in (2, 0, 2)) == [2, 0, 2]
-    assert manager.find([]) == manager.find([name(7)]) == []
+    manager.set_hashes(1, 0, [key(0)])
+    manager.set_hashes(1, 2, [key(2)])
+    assert manager.hashes(1) == [key(0), None, key(2)] and manager.hashes(9) == []
+    assert manager.find([key(0), key(1), key(2)]) == [manager.tables[1].blocks()[0]]
+    assert manager.find(key(n) for n in (2, 0, 2)) == [2, 0, 2]
+    assert manager.find([]) == manager.find([key(7)]) == []
 
 
 def test_held_blocks_cost_a_newcomer_nothing_and_unheld_ones_count_as_free() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
     for holder in (1, 2):
         manager.grow(holder, 4, capacity=4)
-        manager.set_hashes(holder, 0, [name(holder)])
+        manager.set_hashes(holder, 0, [key(holder)])
     manager.free(2)
-    found = manager.find([name(1), name(2)])
+    found = manager.find([key(1), key(2)])
     assert (manager.num_free, len(manager._pool._evictable)) == (3, 1)
     assert manager.num_to_take(16, found) == 3, "one is held by others already"
-    manager.adopt(3, [name(1), name(2)], capacity=16)
+    manager.adopt(3, [key(1), key(2)], capacity=16)
     assert manager.num_free == 2 and manager.grow(3, 16, capacity=16) and manager.num_free == 0
     assert manager.tables[3].blocks()[:2] == found
     manager.check()
@@ -214,7 +360,7 @@ def test_held_blocks_cost_a_newcomer_nothing_and_unheld_ones_count_as_free() -> 
 
 def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
     manager: CacheManager[int] = CacheManager(4, 4)
-    names = [name(n) for n in range(4)]
+    names = [key(n) for n in range(4)]
     manager.grow(1, 16, capacity=16)
     for index in range(4):
         manager.set_hashes(1, index, [names[index]])
@@ -228,10 +374,10 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
 def test_content_that_is_forgotten_is_not_found_and_its_blocks_are_plainly_free() -> None:
     manager: CacheManager[int] = CacheManager(2, 4)
     manager.grow(1, 8, capacity=8)
-    manager.set_hashes(1, 0, [name(0)])
+    manager.set_hashes(1, 0, [key(0)])
     manager.free(1)
-    manager.forget([name(0), name(5)])
-    assert manager.find([name(0)]) == [] and (manager.num_free, len(manager._pool._evictable)) == (2, 0)
+    manager.forget([key(0), key(5)])
+    assert manager.find([key(0)]) == [] and (manager.num_free, len(manager._pool._evictable)) == (2, 0)
     manager.check()
 
 
@@ -241,3 +387,32 @@ def test_a_long_list_of_holders_is_cut_with_a_count() -> None:
         kv.grow(RequestId(number), 1, capacity=1)
     holders = books.report([RequestId(n) for n in range(250)]).holders
     assert len(holders) == MAX_LINES and holders[-1] == "and 51 more"
+
+
+# ---- sequence slots
+
+
+def test_slots_are_taken_and_given_back() -> None:
+    pool = SlotPool(2)
+    first, second = RequestId(1), RequestId(2)
+    assert (pool.allocate(first), pool.allocate(second), pool.num_free) == (0, 1, 0)
+    pool.check()
+    with pytest.raises(AssertionError):
+        pool.allocate(first)
+    pool.free(first)
+    pool.free(first)
+    assert pool.num_free == 1 and pool.allocate(RequestId(3)) == 0
+    assert {pool.of(RequestId(3)), pool.of(second)} == {0, 1}
+    pool.check()
+    pool.held[first] = pool.of(second)
+    with pytest.raises(AssertionError, match="lost or held twice"):
+        pool.check()
+
+
+def test_the_lowest_free_slot_goes_first() -> None:
+    pool = SlotPool(4)
+    for number in range(4):
+        pool.allocate(RequestId(number))
+    for number in (3, 1, 2):
+        pool.free(RequestId(number))
+    assert [pool.allocate(RequestId(number)) for number in (5, 6, 7)] == [1, 2, 3]
