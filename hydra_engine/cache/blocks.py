@@ -169,10 +169,6 @@ class BlockTable:
         self.num_blocks = 0
         self.num_slots = 0  # token positions [0, num_slots) have a block
 
-    def missing(self, num_tokens: int) -> int:
-        """Number of further blocks that positions [0, num_tokens) need."""
-        return max(0, -(-num_tokens // self.block_size) - self.num_blocks)
-
     def append(self, blocks: Sequence[int]) -> None:
         end = self.num_blocks + len(blocks)
         assert end <= len(self.block_ids), "a block table grows beyond the maximum it was made for"
@@ -205,6 +201,7 @@ class CacheManager(Generic[Holder]):
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._tables: dict[Holder, BlockTable] = {}
+        self.tables: Mapping[Holder, BlockTable] = MappingProxyType(self._tables)  # read only
 
     @property
     def num_blocks(self) -> int:
@@ -219,11 +216,6 @@ class CacheManager(Generic[Holder]):
     def num_held(self) -> int:
         return self._pool.num_held
 
-    @property
-    def tables(self) -> Mapping[Holder, BlockTable]:
-        """Read-only view of the block table of each holder."""
-        return MappingProxyType(self._tables)
-
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -235,9 +227,9 @@ class CacheManager(Generic[Holder]):
         The first call makes the table, with space for `capacity` tokens; later calls ignore `capacity`. Never shrinks.
         """
         table = self._tables.get(holder)
-        missing = self.blocks_for(num_tokens) if table is None else table.missing(num_tokens)
+        missing = self.blocks_for(num_tokens) - (0 if table is None else table.num_blocks)
         try:
-            blocks = self._pool.allocate(missing)
+            blocks = self._pool.allocate(max(0, missing))
         except OutOfBlocks:
             return False
         if table is None:
@@ -309,7 +301,7 @@ class CacheManager(Generic[Holder]):
         for block_hash in hashes:
             self._pool.forget(block_hash)
 
-    def forget_unheld(self) -> int:
+    def forget_evictable(self) -> int:
         """Makes all content without a holder impossible to find; returns the number of its blocks. Held blocks keep
         their hashes and can still be found."""
         return self._pool.forget_evictable()
@@ -344,7 +336,7 @@ class SlotPool:
     def __init__(self, num_seq_slots: int) -> None:
         assert num_seq_slots > 0, "no request could run"
         self.num_seq_slots = num_seq_slots
-        self.held: dict[RequestId, int] = {}
+        self.slot_of: dict[RequestId, int] = {}
         self._free = list(range(num_seq_slots))  # a heap
 
     @property
@@ -353,20 +345,17 @@ class SlotPool:
 
     def allocate(self, request_id: RequestId) -> int:
         """Allocates the lowest free slot; the caller must make sure that there is one."""
-        assert request_id not in self.held, f"request {request_id} takes a second slot"
-        seq_slot = self.held[request_id] = heapq.heappop(self._free)
+        assert request_id not in self.slot_of, f"request {request_id} takes a second slot"
+        seq_slot = self.slot_of[request_id] = heapq.heappop(self._free)
         return seq_slot
 
     def free(self, request_id: RequestId) -> None:
         """Frees the request's slot, if it has one."""
-        seq_slot = self.held.pop(request_id, None)
+        seq_slot = self.slot_of.pop(request_id, None)
         if seq_slot is not None:
             heapq.heappush(self._free, seq_slot)
 
-    def of(self, request_id: RequestId) -> int:
-        return self.held[request_id]
-
     def check(self) -> None:
         """Raises AssertionError unless every slot is held once or free once."""
-        slots = sorted([*self.held.values(), *self._free])
+        slots = sorted([*self.slot_of.values(), *self._free])
         assert slots == list(range(self.num_seq_slots)), "a slot is lost or held twice"

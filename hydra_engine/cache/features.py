@@ -93,7 +93,7 @@ class FeatureCache:
         """int32 [blocks] of features that are ENCODING or ENCODED."""
         return self._blocks.tables[key].block_ids
 
-    def held(self) -> Iterator[tuple[FeatureKey, ImageProgress, int]]:
+    def held_blocks(self) -> Iterator[tuple[FeatureKey, ImageProgress, int]]:
         """(key, ENCODING or ENCODED, number of blocks) of each entry with blocks."""
         for key, table in self._blocks.tables.items():
             yield key, self._entries[key].progress, table.num_blocks
@@ -134,7 +134,7 @@ class FeatureCache:
 
     def forget_unused(self) -> None:
         """Forgets all features without users."""
-        self._blocks.forget_unheld()
+        self._blocks.forget_evictable()
 
     # ---- inside
 

@@ -30,11 +30,11 @@ class Ledger:
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
         """Descriptions of blocks without a live owner and of broken bookkeeping; empty if there are none."""
         problems = [f"request {r} is gone and holds KV blocks" for r in self._kv.tables if r not in live]
-        for key, _, _ in self._features.held():
+        for key, _, _ in self._features.held_blocks():
             users = self._features.users(key)
             problems += [f"request {r} is gone and holds image {i}" for r, i in users if r not in live]
-        problems += [f"request {r} is gone and holds a sequence slot" for r in self._seq_slots.held if r not in live]
-        if self._seq_slots.held.keys() != self._kv.tables.keys():
+        problems += [f"request {r} is gone and holds a sequence slot" for r in self._seq_slots.slot_of if r not in live]
+        if self._seq_slots.slot_of.keys() != self._kv.tables.keys():
             problems.append("sequence slots and KV blocks are not held by the same requests")
         managers: tuple[tuple[str, CacheManager[RequestId] | FeatureCache | SlotPool], ...]
         managers = (("KV cache", self._kv), ("image cache", self._features), ("sequence slots", self._seq_slots))
@@ -53,7 +53,7 @@ class Ledger:
     def report(self, live: Collection[RequestId]) -> LedgerReport:
         """The ledger report; names at most MAX_LINES holders."""
         lines = [f"request {r}: {table.num_blocks} KV blocks" for r, table in self._kv.tables.items()]
-        for key, _, num_blocks in self._features.held():
+        for key, _, num_blocks in self._features.held_blocks():
             users = self._features.users(key)
             lines += [f"request {r} image {i}: {num_blocks} blocks" for r, i in users]
             if not users:
@@ -68,6 +68,6 @@ class Ledger:
             image_blocks_total=self._features.num_blocks,
             holders=tuple(lines),
             problems=self.problems(live),
-            state_slots_held=len(self._seq_slots.held) if self._has_states else 0,
+            state_slots_held=len(self._seq_slots.slot_of) if self._has_states else 0,
             state_slots_total=self._seq_slots.num_seq_slots if self._has_states else 0,
         )

@@ -32,7 +32,7 @@ _TOKEN_BYTES = 8
 def chain_seed(block_size: int, cache_salt: str = "") -> BlockHash:
     """The parent hash of the first block. Requests with different salts, and caches with different block sizes, share
     nothing."""
-    data = struct.pack("<I", block_size) + _salt_bytes(cache_salt)
+    data = struct.pack("<I", block_size) + cache_salt.encode("utf-8", "surrogatepass")
     return BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-seed").digest())
 
 
@@ -108,7 +108,7 @@ def _image_run(image: ImageItem, count: int, offset: int) -> bytes:
 
 def feature_key(digest: ImageDigest, cache_salt: str = "") -> FeatureKey:
     """Key of a picture's features. Requests with different salts share none."""
-    data = digest + _salt_bytes(cache_salt)
+    data = digest + cache_salt.encode("utf-8", "surrogatepass")
     return FeatureKey(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-image").digest())
 
 
@@ -117,10 +117,6 @@ def feature_hashes(key: FeatureKey, num_blocks: int) -> Iterator[BlockHash]:
     for index in range(num_blocks):
         data = key + index.to_bytes(4, "little")
         yield BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-feature").digest())
-
-
-def _salt_bytes(cache_salt: str) -> bytes:
-    return cache_salt.encode("utf-8", "surrogatepass")
 
 
 # ---- KV of requests
@@ -155,7 +151,9 @@ class PrefixCache:
         self.publish()
         usable = (state.num_tokens - 1) // self._block_size
         found = self._kv.find(self._hashes(state, usable)[:usable])
-        del found[_outside_whole_images(len(found), self._block_size, state.request.images) :]
+        for image in reversed(state.request.images):  # cutting one off may land in one before it
+            if image.whole and image.start < len(found) * self._block_size < image.end:
+                del found[image.start // self._block_size :]
         return found
 
     def adopt(self, state: RequestState, num_blocks: int) -> None:
@@ -165,16 +163,12 @@ class PrefixCache:
         state.num_published = num_blocks
         state.num_prefilled = num_blocks * self._block_size
 
-    def publish_later(self, state: RequestState) -> None:
-        """Queues the full blocks that the request has computed for the next `publish`.
+    def publish_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
+        """Queues the full blocks that requests have computed for the next `publish`: (request, number of its blocks).
 
         Called only after a token was sampled behind them: a NaN spoils everything behind it, so finite logits prove
         that all KV before them is sound. Blocks of a row that fails are never found.
         """
-        self.publish_all_later([(state, state.num_computed // self._block_size)])
-
-    def publish_all_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
-        """Queues blocks of several requests: (request, number of its full blocks)."""
         if self._enabled:
             self._unpublished += filled
 
@@ -202,11 +196,3 @@ class PrefixCache:
             tokens = state.tokens(len(chain) * size, num_blocks * size)
             extend_chain(chain, tokens, request.images, block_size=size, cache_salt=request.cache_salt)
         return chain
-
-
-def _outside_whole_images(num_blocks: int, block_size: int, images: tuple[ImageItem, ...]) -> int:
-    """The largest number of blocks up to `num_blocks` that does not end inside a `whole` image."""
-    for image in reversed(images):  # cutting one off may land in one before it
-        if image.whole and image.start < num_blocks * block_size < image.end:
-            num_blocks = image.start // block_size
-    return num_blocks

@@ -31,7 +31,11 @@ def check_requests(requests: RequestTable) -> None:
         chunk_in_flight = state.num_scheduled > 0 and state.num_planned == state.num_tokens
         joins = state.ending is None and chunk_in_flight and Role.D in state.stages
         if state.phase is RequestPhase.DECODING or joins:
-            members[requests.seq_slots.of(request_id)] = state, requests.kv.tables[request_id], int(chunk_in_flight)
+            members[requests.seq_slots.slot_of[request_id]] = (
+                state,
+                requests.kv.tables[request_id],
+                int(chunk_in_flight),
+            )
     for queue in (*requests.queues.values(), requests.unencoded, requests.unfetched):
         orders = [state.order for state in queue]
         assert orders == sorted(orders), "a queue is out of order"
@@ -106,7 +110,7 @@ def check_in_flight(
             plans[chunk.request_id] = plans.get(chunk.request_id, 0) + 1
         pairs = zip(step.decodes.request_ids.tolist(), step.decodes.seq_slots.tolist(), strict=True)
         for request_id, seq_slot in pairs:
-            assert requests.seq_slots.held.get(request_id) == seq_slot, (
+            assert requests.seq_slots.slot_of.get(request_id) == seq_slot, (
                 f"request {request_id} has lost its slot in a plan"
             )
     requests.decodes.check_in_flight([step.decodes for step in steps if len(step.decodes)])

@@ -150,7 +150,7 @@ class ImageTracker:
 
     def encoded(self) -> Iterator[Holder]:
         """(key, images that use it, blocks) of all encoded features in the cache that are held for requests."""
-        for key, progress, num_blocks in self._features.held():
+        for key, progress, num_blocks in self._features.held_blocks():
             if progress == ImageProgress.ENCODED:
                 yield key, [(self._states[request_id], i) for request_id, i in self._features.users(key)], num_blocks
 

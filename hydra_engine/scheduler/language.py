@@ -113,7 +113,7 @@ class LanguagePlanner:
             request_id = state.request.id
             while request_id in self._kv.tables:
                 if blocks := self._kv.extend([request_id]):
-                    table.show(np.array([table.index_of(requests.seq_slots.of(request_id))]), blocks)
+                    table.show(np.array([table.index_of(requests.seq_slots.slot_of[request_id])]), blocks)
                     break
                 victim = requests.youngest_running()
                 alone = len(requests.prefilling) + len(requests.decoding) == 1
@@ -176,7 +176,7 @@ class LanguagePlanner:
             self._requests.join_decodes(state, unread=1)
         return ChunkRow(
             request_id=request_id,
-            seq_slot=self._requests.seq_slots.of(request_id),
+            seq_slot=self._requests.seq_slots.slot_of[request_id],
             token_ids=state.tokens(start, end),
             start=start,
             block_ids=table.block_ids,

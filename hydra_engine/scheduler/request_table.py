@@ -171,7 +171,9 @@ class RequestTable:
                 state.starts_seen = None  # bypasses are not counted while it waits for images or an offer
             elif phase in (RequestPhase.WAITING, RequestPhase.KV_OFFERED) and state.starts_seen is None:
                 state.starts_seen = self._started.younger_than(state.order)
-            elif phase is RequestPhase.DECODING and not self.decodes.is_member(self.seq_slots.of(state.request.id)):
+            elif phase is RequestPhase.DECODING and not self.decodes.is_member(
+                self.seq_slots.slot_of[state.request.id]
+            ):
                 self.join_decodes(state, unread=0)
         _index(self.unencoded, state, belongs=live and state.needs_encode)
         _index(self.unfetched, state, belongs=live and bool(state.remote_images) and state.needs_pull)
@@ -198,7 +200,7 @@ class RequestTable:
         """Adds a request to the table of decodes. `unread` 1: its last chunk is about to be in flight, and the decode
         behind it can be planned."""
         request_id = state.request.id
-        seq_slot, table = self.seq_slots.of(request_id), self.kv.tables[request_id]
+        seq_slot, table = self.seq_slots.slot_of[request_id], self.kv.tables[request_id]
         self.decodes.join(state, seq_slot, table, self.timelines[request_id], unread=unread)
 
     def end(self, state: RequestState, ending: Ending) -> None:
@@ -212,7 +214,7 @@ class RequestTable:
 
     def in_use(self, state: RequestState) -> bool:
         """True while a plan in flight names the request."""
-        seq_slot = self.seq_slots.held.get(state.request.id)
+        seq_slot = self.seq_slots.slot_of.get(state.request.id)
         return state.plans_in_flight > 0 or (seq_slot is not None and self.decodes.num_in_flight(seq_slot) > 0)
 
     def forget(self, state: RequestState) -> None:
@@ -265,7 +267,7 @@ class RequestTable:
         request_id = state.request.id
         if not self.connector.may_preempt(state):
             return False
-        computes = state.num_scheduled or self.decodes.num_in_flight(self.seq_slots.of(request_id))
+        computes = state.num_scheduled or self.decodes.num_in_flight(self.seq_slots.slot_of[request_id])
         assert not computes, "a request is preempted while a step computes it"
         self.free_blocks(state)
         state.num_preemptions += 1
@@ -293,14 +295,14 @@ class RequestTable:
     def defer(self, state: RequestState) -> None:
         """Records that the chunk of a request's one missing token was not computed: a later step computes that token's
         row."""
-        seq_slot = self.seq_slots.of(state.request.id)
+        seq_slot = self.seq_slots.slot_of[state.request.id]
         if self.decodes.is_member(seq_slot):
             self.decodes.defer_chunk(seq_slot)
         self.requeue(state)
 
     def leave_decodes(self, state: RequestState) -> None:
         """Removes the request from the table of decodes; a row still in flight is discarded on return."""
-        slot = self.seq_slots.held.get(state.request.id)
+        slot = self.seq_slots.slot_of.get(state.request.id)
         if slot is not None:
             self.decodes.leave(slot)
 

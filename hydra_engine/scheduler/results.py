@@ -136,7 +136,7 @@ class ResultProcessor:
             self.generation_tokens += 1
             state.generated.append(token_id)
             late = self._sampled(state, chunk.seq_slot, token_id, ended_s)
-            self._requests.prefixes.publish_later(state)
+            self._requests.prefixes.publish_later([(state, state.num_computed // self._requests.kv.block_size)])
             if (ending := state.ending_with(token_id)) is not None:
                 self._requests.end(state, ending)
         if state.ending is None:
@@ -174,8 +174,8 @@ class ResultProcessor:
         self.generation_tokens += len(new.token_ids)
         for state, since_s in new.late:
             gap = output.tokens.late[state.request.id] = self._explained(state, since_s, result.ended_s)
-            table.resume(requests.seq_slots.of(state.request.id), gap.end_s)
-        requests.prefixes.publish_all_later(new.filled)
+            table.resume(requests.seq_slots.slot_of[state.request.id], gap.end_s)
+        requests.prefixes.publish_later(new.filled)
         if output.logprobs:
             live = range(len(new.token_ids)) if new.live is None else new.live.nonzero()[0].tolist()
             for row, *token in zip(live, new.request_ids, new.positions, new.token_ids, strict=True):

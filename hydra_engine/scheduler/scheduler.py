@@ -145,7 +145,7 @@ class StageScheduler:
         """Forgets reusable KV, reusable features, or both; blocks held by requests stay. A request that counted on
         reusable blocks finds them missing at its next lookup, as after an eviction."""
         if kv:
-            self._requests.kv.forget_unheld()
+            self._requests.kv.forget_evictable()
         if images:
             self._requests.features.forget_unused()
 

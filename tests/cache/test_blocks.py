@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hydra_engine.cache.blocks import BlockPool, BlockTable, CacheManager, OutOfBlocks, SlotPool
-from hydra_engine.cache.features import FeatureCache
-from hydra_engine.cache.ledger import MAX_LINES, Ledger
-from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
+from hydra_engine.core.ids import BlockHash, RequestId
 from tests.examples import examples
 
 
@@ -179,10 +177,11 @@ def test_slots_follow_the_block_ids() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "missing"), [(0, 0), (1, 0), (4, 0), (5, 1), (9, 2)])
-def test_missing_counts_whole_blocks(tokens: int, missing: int) -> None:
-    table = BlockTable(capacity=9, block_size=4)
-    table.append([0])
-    assert table.missing(tokens) == missing
+def test_growth_counts_whole_blocks(tokens: int, missing: int) -> None:
+    manager: CacheManager[int] = CacheManager(9, 4)
+    manager.grow(1, 4, capacity=36)
+    assert manager.grow(1, tokens, capacity=36)
+    assert manager.tables[1].num_blocks == 1 + missing and manager.num_held == 1 + missing
 
 
 def test_growth_appends_in_place_and_never_moves_the_array() -> None:
@@ -233,60 +232,6 @@ def test_growth_is_all_or_nothing_and_slots_never_overlap(num_blocks: int, calls
         assert {h: t.num_blocks for h, t in manager.tables.items()} == model
         slots = [slot for table in manager.tables.values() for slot in slots_of(table)]
         assert len(slots) == len(set(slots)) and all(0 <= slot < num_blocks * 4 for slot in slots)
-
-
-def ledger() -> tuple[Ledger, CacheManager, FeatureCache, SlotPool]:
-    kv: CacheManager[RequestId] = CacheManager(300, 4)
-    features, seq_slots = FeatureCache(CacheManager(4, 4)), SlotPool(300)
-    return Ledger(kv, features, seq_slots), kv, features, seq_slots
-
-
-PICTURE = FeatureKey(b"picture")
-
-
-def test_the_ledger_names_holders_and_is_empty_at_rest() -> None:
-    books, kv, features, seq_slots = ledger()
-    kv.grow(RequestId(3), 9, capacity=20)
-    seq_slots.allocate(RequestId(3))
-    features.need((RequestId(3), 1), PICTURE, 4)
-    features.need((RequestId(4), 0), PICTURE, 4)
-    features.reserve(PICTURE)
-    snapshot = books.report([RequestId(3), RequestId(4)])
-    assert (snapshot.num_requests, snapshot.kv_blocks_held, snapshot.image_blocks_held) == (2, 3, 1)
-    shared = ("request 3 image 1: 1 blocks", "request 4 image 0: 1 blocks")
-    assert snapshot.holders == ("request 3: 3 KV blocks", *shared)
-    assert not snapshot.problems
-    kv.free(RequestId(3))
-    seq_slots.free(RequestId(3))
-    features.drop((RequestId(3), 1), PICTURE)
-    features.drop((RequestId(4), 0), PICTURE)
-    assert books.report([]).holders == ("an encode that no request waits for any more: 1 blocks",)
-    features.finish(PICTURE, failed=False)
-    rest = books.report([])
-    assert (rest.kv_blocks_held, rest.image_blocks_held, rest.holders, rest.problems) == (0, 0, (), ())
-    assert (rest.kv_blocks_total, rest.image_blocks_total) == (300, 4)
-
-
-def test_the_ledger_reports_blocks_of_the_dead_and_broken_books() -> None:
-    books, kv, features, seq_slots = ledger()
-    kv.grow(RequestId(1), 4, capacity=4)
-    seq_slots.allocate(RequestId(1))
-    features.need((RequestId(2), 0), PICTURE, 4)
-    features.reserve(PICTURE)
-    dead = ("request 1 is gone and holds KV blocks", "request 2 is gone and holds image 0")
-    assert books.problems([]) == (*dead, "request 1 is gone and holds a sequence slot")
-    kv._pool.allocate(1)
-    with pytest.raises(AssertionError, match="no table has"):
-        books.check([RequestId(1), RequestId(2)])
-
-
-def test_whoever_holds_blocks_has_a_slot_and_states_are_counted_by_slots() -> None:
-    _, kv, features, seq_slots = ledger()
-    books = Ledger(kv, features, seq_slots, has_states=True)
-    seq_slots.allocate(RequestId(1))
-    snapshot = books.report([RequestId(1)])
-    assert snapshot.problems == ("sequence slots and KV blocks are not held by the same requests",)
-    assert (snapshot.state_slots_held, snapshot.state_slots_total) == (1, 300)
 
 
 def test_holders_are_given_one_block_each_or_none_at_all() -> None:
@@ -381,14 +326,6 @@ def test_content_that_is_forgotten_is_not_found_and_its_blocks_are_plainly_free(
     manager.check()
 
 
-def test_a_long_list_of_holders_is_cut_with_a_count() -> None:
-    books, kv, _, _ = ledger()
-    for number in range(250):
-        kv.grow(RequestId(number), 1, capacity=1)
-    holders = books.report([RequestId(n) for n in range(250)]).holders
-    assert len(holders) == MAX_LINES and holders[-1] == "and 51 more"
-
-
 # ---- sequence slots
 
 
@@ -402,9 +339,9 @@ def test_slots_are_taken_and_given_back() -> None:
     pool.free(first)
     pool.free(first)
     assert pool.num_free == 1 and pool.allocate(RequestId(3)) == 0
-    assert {pool.of(RequestId(3)), pool.of(second)} == {0, 1}
+    assert {pool.slot_of[RequestId(3)], pool.slot_of[second]} == {0, 1}
     pool.check()
-    pool.held[first] = pool.of(second)
+    pool.slot_of[first] = pool.slot_of[second]
     with pytest.raises(AssertionError, match="lost or held twice"):
         pool.check()
 

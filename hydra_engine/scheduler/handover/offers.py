@@ -194,5 +194,5 @@ class EncodeJobQuota:
 
     def _held_by_jobs(self) -> int:
         states, features = self._requests.states, self._requests.features
-        held = ((features.users(key), num_blocks) for key, _, num_blocks in features.held())
+        held = ((features.users(key), num_blocks) for key, _, num_blocks in features.held_blocks())
         return sum(n for users, n in held if all(states[request_id].is_encode_job for request_id, _ in users))

@@ -316,7 +316,7 @@ class Pulls:
         timeline.last_s, timeline.late_gaps = now, end.late_gaps
         requests.observer.on_away(state.request.id, "transfer", now, until_s=now)
         requests.images.consume(state, now)
-        requests.prefixes.publish_later(state)
+        requests.prefixes.publish_later([(state, state.num_computed // requests.kv.block_size)])
         requests.requeue(state)
 
     def _restart(self, state: RequestState) -> None:
