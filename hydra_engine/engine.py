@@ -27,7 +27,7 @@ from hydra_engine.frontend.call import (
     Messages,
     Prompt,
     Videos,
-    call_of,
+    make_call,
     one_of,
     with_prompt,
 )
@@ -131,7 +131,7 @@ class Engine(EngineLife):
         request_id: str | None = None,
         **options: Unpack[CallOptions],
     ) -> GenerationCall:
-        return with_prompt(call_of(options, self.default_sampling_params, request_id), prompt, images, videos)
+        return with_prompt(make_call(options, self.default_sampling_params, request_id), prompt, images, videos)
 
     def stream(
         self, prompt: Prompt | Messages, images: Images = None, videos: Videos = None, **options: Unpack[CallOptions]

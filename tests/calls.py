@@ -5,12 +5,12 @@ from typing import Any
 
 from hydra_engine.core.call import ChatMessage, GenerationCall, ImagePart, MediaPart, TextPart
 from hydra_engine.core.request import SamplingParams
-from hydra_engine.frontend.call import call_of, one_of, with_prompt
+from hydra_engine.frontend.call import make_call, one_of, with_prompt
 
 
 def asked(prompt: Any = None, *, messages: Any = None, images: Any = None, videos: Any = None, **options: Any) -> Any:
     """As a method of `Engine` makes it of its arguments."""
-    call: GenerationCall = call_of(options, SamplingParams())
+    call: GenerationCall = make_call(options, SamplingParams())
     return with_prompt(call, one_of(prompt, messages), images, videos)
 
 

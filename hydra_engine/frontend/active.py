@@ -20,7 +20,7 @@ from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, Us
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.errors import HydraError
-from hydra_engine.preprocess.preprocessor import Asked, Prepared
+from hydra_engine.preprocess.preprocessor import CallFacts, Prepared
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer, Spelling
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 from hydra_engine.telemetry.timeline import metrics_of, relative, slo_report
@@ -58,7 +58,7 @@ class ActiveRequest:
     tokenizer: Tokenizer
     detokenizer: IncrementalDetokenizer
     preprocess_spans: tuple[StageSpan, ...]
-    asked: Asked | None = None
+    facts: CallFacts | None = None
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: Sequence[TextLogprob] = ()
@@ -239,7 +239,7 @@ def activate(prepared: Prepared, handle: Reader, tokenizer: Tokenizer, engine: S
     slo = prepared.request.slo.with_defaults(engine.ttft_slo, engine.tpot_slo)
     request = replace(prepared.request, age=prepared.request.id, slo=slo)
     detokenizer = IncrementalDetokenizer(tokenizer, request.sampling)
-    return ActiveRequest(request, handle, tokenizer, detokenizer, prepared.spans, prepared.asked)
+    return ActiveRequest(request, handle, tokenizer, detokenizer, prepared.spans, prepared.facts)
 
 
 def usage_of(request: Request) -> Usage:

@@ -14,7 +14,7 @@ from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest
-from hydra_engine.frontend.call import call_of, check_prompt, is_chat, is_token_ids, with_prompt
+from hydra_engine.frontend.call import check_prompt, is_chat, is_token_ids, make_call, with_prompt
 from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.progress import BatchProgress
 
@@ -38,7 +38,7 @@ async def run_batch(
     pictures = [images] if single else _one_each(images, len(items), "images")
     films = [videos] if single else _one_each(videos, len(items), "videos")
     prompts = list(zip(items, pictures, films, strict=True))
-    results = await _run_all(frontend, call_of(options, defaults), prompts, ended, progress=progress, single=single)
+    results = await _run_all(frontend, make_call(options, defaults), prompts, ended, progress=progress, single=single)
     for result in results if raises else ():
         if result.error is not None:
             if not single:

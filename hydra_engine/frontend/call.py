@@ -107,7 +107,7 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _OTHERS = frozenset(CallOptions.__annotations__) - _SAMPLING
 
 
-def call_of(options: Mapping[str, Any], defaults: SamplingParams, request_id: str | None = None) -> GenerationCall:
+def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: str | None = None) -> GenerationCall:
     """Returns a call without its prompt. `options` are CallOptions; sampling fields that they do not give come from
     `defaults`. Raises InvalidRequest."""
     unknown = options.keys() - _SAMPLING - _OTHERS
@@ -318,14 +318,14 @@ def _tool_call(call: object, path: str) -> ToolCall:
     return ToolCall(name, arguments, _optional_text(call, "id", path, MAX_CALL_ID_CHARS), param)
 
 
-def _optional_text(values: Mapping[str, Any], name: str, path: str, most: int) -> str | None:
+def _optional_text(values: Mapping[str, Any], name: str, path: str, limit: int) -> str | None:
     value = values.get(name)
-    return None if value is None else _text(value, f"{path}.{name}", most)
+    return None if value is None else _text(value, f"{path}.{name}", limit)
 
 
-def _text(value: object, path: str, most: int) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= most:
-        raise InvalidRequest(f"{path} must be text of 1 to {most} characters", param=path)
+def _text(value: object, path: str, limit: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= limit:
+        raise InvalidRequest(f"{path} must be text of 1 to {limit} characters", param=path)
     return value
 
 

@@ -78,7 +78,7 @@ class _Group:
         first."""
         dispatcher, now = self._choices.dispatcher, self._choices.clock.now()
         first = dispatcher.requests.get(self._numbers[0])
-        near = first.attempt.route.prefill if first is not None and first.attempt is not None else ""
+        preferred = first.attempt.route.prefill if first is not None and first.attempt is not None else ""
         with dispatcher.instances.gathered():
             for index in range(start, end):
                 if self.handle.done:
@@ -89,7 +89,7 @@ class _Group:
                 spans = (waited,) if index else self._prepared.spans
                 prepared = replace(self._prepared, request=self._request(index), spans=spans)
                 active = activate(prepared, _Answer(self, index), self._tokenizer, self._choices.config)
-                dispatcher.submit(active, prepared.pixels, now, near=near)
+                dispatcher.submit(active, prepared.pixels, now, preferred=preferred)
 
     def _request(self, index: int) -> Request:
         request = self._prepared.request

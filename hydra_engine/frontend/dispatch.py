@@ -121,9 +121,9 @@ class Dispatcher:
 
     # ---- requests
 
-    def submit(self, active: ActiveRequest, pixels: Sequence[PixelPayload], now: float, *, near: str = "") -> None:
-        """Starts a new request. `near`: an instance that has computed this prompt, or empty."""
-        in_flight = RequestInFlight(active, tuple(pixels), near)
+    def submit(self, active: ActiveRequest, pixels: Sequence[PixelPayload], now: float, *, preferred: str = "") -> None:
+        """Starts a new request. `preferred`: an instance that has computed this prompt, or empty."""
+        in_flight = RequestInFlight(active, tuple(pixels), preferred)
         self.requests[active.request.id] = in_flight
         self.start(in_flight, now)
 
@@ -159,7 +159,7 @@ class Dispatcher:
                 if attempt.unserved:
                     self.encode(in_flight, attempt, (), now)
                 if attempt.asks_decoder and in_flight.attempt is attempt:
-                    self.bind(in_flight, attempt, now)
+                    self.choose_decoder(in_flight, attempt, now)
 
     def _by_age(self) -> list[RequestInFlight]:
         return sorted(self.requests.values(), key=lambda in_flight: in_flight.age)
@@ -172,7 +172,7 @@ class Dispatcher:
             if in_flight.deadline_s is None:  # set once: the retries of `tick` do not extend it
                 in_flight.deadline_s = now + self._cluster.recovery_s
             return
-        route = self._router.route(in_flight.request, in_flight.near)
+        route = self._router.route(in_flight.request, in_flight.preferred)
         if isinstance(route, Role):
             self._wait(in_flight, now)
             return
@@ -183,11 +183,11 @@ class Dispatcher:
         pixels = () if route.remote_images else in_flight.pixels
         self.instances.send(route.prefill, [Submit(request, pixels, route.stages, remote)])
 
-    def bind(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
+    def choose_decoder(self, in_flight: RequestInFlight, attempt: Attempt, now: float) -> None:
         """Chooses the decoder; without one the request waits."""
-        if not self.late_decoder.bind(in_flight, attempt):
+        if not self.late_decoder.choose_decoder(in_flight, attempt):
             self._wait_or_stay(in_flight, attempt, Role.D, now)
-        elif not attempt.waits:
+        elif not attempt.is_unserved:
             in_flight.deadline_s = None
 
     def encode(self, in_flight: RequestInFlight, attempt: Attempt, indices: Iterable[int], now: float) -> None:
@@ -199,7 +199,7 @@ class Dispatcher:
             self._wait_or_stay(in_flight, attempt, chosen, now)
             return
         attempt.unserved.clear()
-        if not attempt.waits:
+        if not attempt.is_unserved:
             in_flight.deadline_s = None
         for name, share in chosen.items():
             number = self._next_id()

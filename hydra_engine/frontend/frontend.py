@@ -172,7 +172,7 @@ class Frontend:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._look_for_stand_ins()
+            self._update_stand_ins()
             self._dispatcher.tick(self._clock.now())
             self._stealing.tick(self._clock.now())
 
@@ -180,9 +180,9 @@ class Frontend:
         if self._switching.locked():
             return False
         loaded = {name: link.role for name, link in self._links.items()}
-        return self._stand_ins.look(loaded, self._placement.stages)
+        return self._stand_ins.update(loaded, self._placement.stages)
 
-    def _look_for_stand_ins(self) -> None:
+    def _update_stand_ins(self) -> None:
         if self._stand_in():
             self._dispatcher.wake(self._clock.now())
 
@@ -306,7 +306,7 @@ class Frontend:
     def on_pair(self, one: str, other: str, up: bool) -> None:
         self._dispatcher.on_pair(one, other, up, self._clock.now())
         if up:
-            self._look_for_stand_ins()
+            self._update_stand_ins()
 
     def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
         now = self._clock.now()

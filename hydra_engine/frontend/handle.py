@@ -101,7 +101,7 @@ class Handle:
     def takes_pieces(self) -> bool:
         return self._takes_pieces is True
 
-    def forward(self, take: Callable[[Piece], bool]) -> None:
+    def offer_pieces_to(self, take: Callable[[Piece], bool]) -> None:
         """Offers every further piece without a result to `take` first, if no piece is queued and the frontend runs on
         this thread. Pieces for which it returns False are queued. It must not raise."""
         self._taker, self._taker_thread = take, get_ident()

@@ -102,7 +102,7 @@ class Attempt:
         return self.request.id
 
     @property
-    def waits(self) -> bool:
+    def is_unserved(self) -> bool:
         """True while it waits for an instance that serves one of its stages."""
         return self.asks_decoder or bool(self.unserved)
 
@@ -171,7 +171,7 @@ class RequestInFlight:
 
     active: ActiveRequest
     pixels: tuple[PixelPayload, ...]
-    near: str = ""  # the instance that has computed the same prompt for another answer, or empty
+    preferred: str = ""  # the instance that has computed the same prompt for another answer, or empty
     phase: Phase = Phase.WAITING
     attempt: Attempt | None = None
     deadline_s: float | None = None  # of waiting (for an attempt or an encoder) or closing
@@ -212,7 +212,7 @@ class RequestInFlight:
         """True once the attempt has produced a token."""
         return self.attempt is not None and self.num_known > self.attempt.base
 
-    def goes_on(self, name: str, number: int, position: int) -> bool:
+    def is_plain_next_token(self, name: str, number: int, position: int) -> bool:
         """True for a token that changes nothing but the text. Its conditions, and what is to be decided where one
         fails:
 

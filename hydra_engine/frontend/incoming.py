@@ -54,7 +54,7 @@ class Incoming:
         find, time_s, late = cast(dict[int, RequestInFlight], self._dispatcher.by_id).get, message.time_s, message.late
         for number, position, token_id in zip(*columns, strict=True):
             in_flight = find(number)
-            if in_flight is None or number in late or not in_flight.goes_on(name, number, position):
+            if in_flight is None or number in late or not in_flight.is_plain_next_token(name, number, position):
                 self._on_delta(
                     name, Delta(RequestId(number), position, (token_id,), time_s, late=late.get(number)), now
                 )
@@ -134,7 +134,7 @@ class Incoming:
             self._settle(in_flight, attempt, attempt.final, now)
 
     def _feed_next(self, in_flight: RequestInFlight, token_id: int, time_s: float, now: float) -> None:
-        """Fast path of `_on_delta`, for most tokens: `RequestInFlight.goes_on` is true."""
+        """Fast path of `_on_delta`, for most tokens: `RequestInFlight.is_plain_next_token` is true."""
         active, attempt = in_flight.active, in_flight.attempt
         assert attempt is not None
         active.handle.feed(active.on_next_token(token_id, time_s))
@@ -222,7 +222,7 @@ class Incoming:
         if in_flight is None or attempt is None:
             self._instances.reject(name, number)
         elif in_flight.running and not attempt.decoder:
-            self._dispatcher.bind(in_flight, attempt, now)
+            self._dispatcher.choose_decoder(in_flight, attempt, now)
 
     def _on_need(self, name: str, need: NeedImages, now: float) -> None:
         in_flight = self._dispatcher.by_id.get(need.request_id)

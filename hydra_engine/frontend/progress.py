@@ -45,7 +45,7 @@ class LoadProgress(_Bars):
         super().__init__(enabled)
         self._phase: str | None = None
         self._tell = tell
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __enter__(self) -> Self:
         self._tell_once("starting")
@@ -53,8 +53,8 @@ class LoadProgress(_Bars):
 
     def _tell_once(self, phase: str) -> None:
         """Reports a phase once, although each instance goes through it."""
-        if self._tell is not None and not self._enabled and phase not in self._told:
-            self._told.add(phase)
+        if self._tell is not None and not self._enabled and phase not in self._reported:
+            self._reported.add(phase)
             self._tell(phase)
 
     def update(self, loading: Loading) -> None:

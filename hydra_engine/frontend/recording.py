@@ -52,8 +52,8 @@ class Recording:
         self._release(math.inf)
 
     def _ended(self, active: ActiveRequest, result: Result) -> None:
-        if active.asked is not None:
-            self._recorder.ended(active.request, active.asked, result)
+        if active.facts is not None:
+            self._recorder.ended(active.request, active.facts, result)
 
     async def _release_often(self) -> None:
         while not self._recorder.full:

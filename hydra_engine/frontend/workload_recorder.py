@@ -21,7 +21,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.request import Request
-from hydra_engine.preprocess.preprocessor import Asked
+from hydra_engine.preprocess.preprocessor import CallFacts
 from hydra_engine.telemetry.workload import MAX_REQUESTS, Picture, Video, WorkloadRequest, problem_of, request_line
 
 BLOCK_TOKENS = 64  # of text; the granularity of shared prefixes
@@ -62,20 +62,20 @@ class WorkloadRecorder:
         """True once there are as many lines as a file may have."""
         return self.num_lines >= MAX_REQUESTS
 
-    def ended(self, request: Request, asked: Asked, result: Result) -> None:
+    def ended(self, request: Request, facts: CallFacts, result: Result) -> None:
         """Adds a request that has ended. Of several answers to one prompt, the longest counts."""
         num_tokens, arrival_s = result.usage.completion_tokens, request.arrival_s
         if not num_tokens or not self._began_s <= arrival_s > self._released_s or self.full:
             return
-        known = self._waiting.get(asked.number)
+        known = self._waiting.get(facts.number)
         if known is not None:
             most = max(num_tokens, known.row.output_tokens)
             known.row = msgspec.structs.replace(known.row, output_tokens=most)
             return
-        ended = self._ended(request, asked, num_tokens)
+        ended = self._ended(request, facts, num_tokens)
         if problem_of(ended.row) is None:
-            self._waiting[asked.number] = ended
-            heapq.heappush(self._order, (arrival_s, asked.number))
+            self._waiting[facts.number] = ended
+            heapq.heappush(self._order, (arrival_s, facts.number))
 
     def release(self, oldest_s: float) -> list[bytes]:
         """Returns the lines that are ready when every request that came before `oldest_s` has ended."""
@@ -90,7 +90,7 @@ class WorkloadRecorder:
 
     # ---- one request
 
-    def _ended(self, request: Request, asked: Asked, num_tokens: int) -> _Ended:
+    def _ended(self, request: Request, facts: CallFacts, num_tokens: int) -> _Ended:
         salt = request.cache_salt.encode("utf-8", "surrogatepass")
         firsts: dict[int, ImageItem] = {}
         for image in request.images:
@@ -98,14 +98,14 @@ class WorkloadRecorder:
         pictures: dict[tuple[bytes, int], Picture] = {}  # by key and source
         videos: dict[tuple[bytes, int], Video] = {}
         for source, first in firsts.items():
-            key, video = (self._hash(first.digest, salt), source), asked.videos[source]
+            key, video = (self._hash(first.digest, salt), source), facts.videos[source]
             if video is None:
                 pictures[key] = Picture(first.width, first.height, 0)
             else:
                 videos[key] = Video(video.width, video.height, video.num_frames, video.fps, 0)
         row = WorkloadRequest(
             at_s=round(request.arrival_s - self._began_s, 6),
-            prompt_tokens=max(asked.num_text, 1),  # 0 for a picture alone
+            prompt_tokens=max(facts.num_text, 1),  # 0 for a picture alone
             output_tokens=num_tokens,
             pictures=tuple(pictures.values()),
             videos=tuple(videos.values()),

@@ -38,7 +38,7 @@ _COUNTING = SamplingParams(max_tokens=1, seed=0)  # for a call of which only the
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallFacts:
     """Facts about the call that `Request` does not carry. `number`: the user's request, which several answers share;
     `num_text`: prompt tokens that are not for pictures or videos; `videos`: an entry per picture or video in prompt
     order, None for a picture."""
@@ -56,7 +56,7 @@ class Prepared:
     request: Request
     pixels: tuple[PixelPayload, ...]
     spans: tuple[StageSpan, ...]
-    asked: Asked | None = None  # None: not made of a call
+    facts: CallFacts | None = None  # None: not made of a call
 
 
 class Preprocessor:
@@ -150,7 +150,7 @@ class Preprocessor:
             ),
         )
         spans.extend(span for item in media for span in item.spans)
-        asked = Asked(request_id, num_text, tuple(item.video for item in media))
+        facts = CallFacts(request_id, num_text, tuple(item.video for item in media))
         if media and (processor := self._spec.processor) is not None:
             token_ids, media = await self._place_pictures(prompt, token_ids, media, processor, call.client)
         token_ids, items, rope_delta = await self._expansion.expand(token_ids, media, call.client)
@@ -172,7 +172,7 @@ class Preprocessor:
             rope_delta=rope_delta,
             priority=call.priority,
         )
-        return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans), asked)
+        return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans), facts)
 
     async def prompt_ids(self, request_id: RequestId, call: GenerationCall) -> tuple[int, ...]:
         """Returns the token ids of a call's prompt, image tokens included; opens its pictures. Raises RequestError as

@@ -214,7 +214,7 @@ async def _stream(
     ):
         request[STREAM] = events
         if answer.text_event is not None:
-            handle.forward(partial(_write_text, answer.text_event, events))
+            handle.offer_pieces_to(partial(_write_text, answer.text_event, events))
         async for piece in handle:
             if piece.result is not None:
                 request[ACCESS].add(piece.result)

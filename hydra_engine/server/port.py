@@ -33,7 +33,7 @@ class Handle(Protocol):
         probabilities."""
         ...
 
-    def forward(self, take: Callable[[Piece], bool]) -> None:
+    def offer_pieces_to(self, take: Callable[[Piece], bool]) -> None:
         """Lets `take` receive pieces without a result directly, on the calling loop, while no other piece is queued. If
         it returns False the piece is read as usual. It must not raise."""
         ...

@@ -35,7 +35,7 @@ async def test_pieces_are_given_away_without_a_turn_of_the_reader() -> None:
 
     reader = asyncio.create_task(read(handle, read_text))
     await asyncio.sleep(0)
-    handle.forward(take)
+    handle.offer_pieces_to(take)
     handle.feed(Piece("a"))
     handle.feed(Piece("b"))
     assert taken == ["a", "b"]
@@ -56,7 +56,7 @@ async def test_none_overtakes_another_whoever_takes_them() -> None:
             seen.append(piece.text)
             return True
 
-        handle.forward(take)
+        handle.offer_pieces_to(take)
         reader = asyncio.create_task(read(handle, seen))
         for number in range(60):
             handle.feed(Piece(f"{number} "))
@@ -79,7 +79,7 @@ async def test_nothing_is_given_away_on_another_thread() -> None:
             handle.feed(Piece(f"{number} "))
         handle.feed(last())
 
-    handle.forward(take)
+    handle.offer_pieces_to(take)
     frontend = threading.Thread(target=feed)
     frontend.start()
     await asyncio.wait_for(read(handle, seen), 10)

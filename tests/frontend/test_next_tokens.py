@@ -73,7 +73,7 @@ def test_both_ways_show_the_same(data: st.DataObject, sampling: dict[str, Any], 
     columns = [data.draw(st.lists(token_ids, min_size=length, max_size=length)) for _ in range(NUM_REQUESTS)]
     short = play(columns, sampling, joined)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestInFlight, "goes_on", lambda *_: False)
+        patch.setattr(RequestInFlight, "is_plain_next_token", lambda *_: False)
         long = play(columns, sampling, joined)
     assert short == long
 

@@ -153,7 +153,7 @@ def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_
     def start_bound(dispatcher: Dispatcher, in_flight: RequestInFlight, now: float) -> None:
         start(dispatcher, in_flight, now)
         assert in_flight.attempt is not None
-        dispatcher.bind(in_flight, in_flight.attempt, now)
+        dispatcher.choose_decoder(in_flight, in_flight.attempt, now)
 
     monkeypatch.setattr(Dispatcher, "start", start_bound)
     early = first_gaps()

@@ -23,7 +23,7 @@ class LateDecoder:
         self._instances = instances
         self._router = router
 
-    def bind(self, in_flight: RequestInFlight, attempt: Attempt) -> bool:
+    def choose_decoder(self, in_flight: RequestInFlight, attempt: Attempt) -> bool:
         """Chooses the decoder and informs it. Returns False if no instance can decode the request."""
         chosen = self._router.decoder(attempt.route.prefill, in_flight.num_tokens)
         attempt.asks_decoder = isinstance(chosen, Role)

@@ -59,13 +59,13 @@ class Router:
         self._prefilled = _Memory()  # by image digest
         self._encoded = _Memory()
 
-    def route(self, request: Request, near: str = "") -> Route | Role:
-        """Returns the route, or the stage that no instance can serve. `near`: an instance that has just computed the
-        whole prompt; it is chosen whatever its queue, if it is usable."""
+    def route(self, request: Request, preferred: str = "") -> Route | Role:
+        """Returns the route, or the stage that no instance can serve. `preferred`: an instance that has just
+        computed the whole prompt; it is chosen whatever its queue, if it is usable."""
         able = prefillers(self._instances.values(), images=bool(request.images))
         if isinstance(able, Role):
             return able
-        able = [instance for instance in able if instance.name == near] or able
+        able = [instance for instance in able if instance.name == preferred] or able
         known = self._known_prefill(request, able)
         prefill = self._choose("P", able, lambda p: _prefill_key(p, request.num_prompt), known, BUSIER_TOKENS)
         self._remember_prefill(request, prefill.name)

@@ -25,7 +25,7 @@ class StandIns:
         self._set_role = set_role
         self._own: dict[str, Role] = {}  # the own roles of stand-ins
 
-    def look(self, loaded: Mapping[str, Role], stages: Role) -> bool:
+    def update(self, loaded: Mapping[str, Role], stages: Role) -> bool:
         """Chooses the stand-ins. Call it when an instance is lost or returns, but not while roles are being switched.
         `loaded`: the stages that each instance has weights for; `stages`: the stages of the model. Returns True if an
         unserved stage is served now."""

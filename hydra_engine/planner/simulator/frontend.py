@@ -70,7 +70,7 @@ class TextlessIncoming(Incoming):
         load = self._instances[name]
         for number, position, token_id in zip(*columns, strict=True):
             in_flight = find(number)
-            if in_flight is None or number in late or not in_flight.goes_on(name, number, position):
+            if in_flight is None or number in late or not in_flight.is_plain_next_token(name, number, position):
                 delta = Delta(RequestId(number), position, (token_id,), time_s, late=late.get(RequestId(number)))
                 self._on_delta(name, delta, now)
                 continue

@@ -161,7 +161,7 @@ def _webp(data: bytes) -> Container:
     if length + 8 > len(data):
         raise broken("it ends too early")
     kept: list[bytes] = []
-    told: dict[bytes, bytes] = {}
+    metadata: dict[bytes, bytes] = {}
     size, offset = None, 12
     for _ in range(_MAX_SEGMENTS):
         if offset + 8 > length + 8:
@@ -171,7 +171,7 @@ def _webp(data: bytes) -> Container:
         if size is None:
             size = _webp_size(kind, data[offset + 8 : offset + 18])
         if kind in (b"EXIF", b"XMP "):
-            told.setdefault(kind, data[offset + 8 : offset + 8 + size_bytes])
+            metadata.setdefault(kind, data[offset + 8 : offset + 8 + size_bytes])
         elif kind != b"ICCP":
             kept.append(data[offset:end])
         offset = end
@@ -184,7 +184,7 @@ def _webp(data: bytes) -> Container:
         flags = body[8]
         body = body[:8] + bytes([flags & ~0x2C]) + body[9:]
     # libwebp ignores chunks that the header does not announce.
-    exif, xmp = (told.get(kind, b"") if flags & flag else b"" for kind, flag in ((b"EXIF", 8), (b"XMP ", 4)))
+    exif, xmp = (metadata.get(kind, b"") if flags & flag else b"" for kind, flag in ((b"EXIF", 8), (b"XMP ", 4)))
     packed = b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
     return Container("WEBP", *size, orientation_of(exif, xmp), packed)
 
