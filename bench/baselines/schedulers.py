@@ -12,10 +12,16 @@ from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import Budgets
-from hydra_engine.scheduler.decode_rows import Ready
-from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep, pending_work
-from hydra_engine.scheduler.prefill import NeedsResult, PrefillStarter, StepBuilder
+from hydra_engine.scheduler.decodes import Ready
 from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_engine.scheduler.step import (
+    LanguagePlanner,
+    LanguageStep,
+    NeedsResult,
+    PrefillStarter,
+    StepBuilder,
+    pending_work,
+)
 from hydra_engine.scheduler.vision import VisionPlanner
 
 

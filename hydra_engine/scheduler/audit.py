@@ -12,7 +12,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import LanguagePlan, PullPlan, VisionPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestPhase, RequestState
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.requests import RequestTable
 
 
 def check_requests(requests: RequestTable) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
-from hydra_engine.scheduler.typical_steps import TypicalSteps
+from hydra_engine.scheduler.step_stats import TypicalSteps
 
 Seconds = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

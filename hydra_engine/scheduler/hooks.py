@@ -20,8 +20,8 @@ from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.state import Ending, RequestState
 
 if TYPE_CHECKING:
-    from hydra_engine.scheduler.prefill import StepBuilder
-    from hydra_engine.scheduler.request_table import RequestTable
+    from hydra_engine.scheduler.requests import RequestTable
+    from hydra_engine.scheduler.step import StepBuilder
 
 Work = Sequence[tuple[RequestId, int]]  # (request, tokens or patches), amounts positive
 

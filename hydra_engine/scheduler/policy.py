@@ -4,7 +4,7 @@ A request that can never fit is refused with the quota and a remedy, a full queu
 request is always served: the rules guarantee progress for every request that fits alone. Urgency (priority, then the
 deadline of the first token) decides which is considered first. Age decides which may take blocks from another: only an
 older request from a younger one, so the oldest always progresses, and by induction every request does. The planners in
-`language.py` and `vision.py` apply these rules.
+`step.py` and `vision.py` apply these rules.
 """
 
 from __future__ import annotations

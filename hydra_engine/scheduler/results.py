@@ -15,8 +15,8 @@ from hydra_engine.core.plans import ChunkRow, LanguagePlan, LanguageResult, Toke
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.scheduler.request_table import RequestTable
-from hydra_engine.scheduler.step_times import StepTimes
+from hydra_engine.scheduler.requests import RequestTable
+from hydra_engine.scheduler.step_stats import StepTimes
 from hydra_engine.scheduler.timeline import unnamed
 
 

@@ -2,11 +2,10 @@
 drive the same object.
 
 Pure: reads no clock; the same calls with the same `now` give the same plans. Owns the states of its requests and the
-bookkeeping of both caches (`request_table.py`). A language step is filled in `language.py` (decodes, running prefills)
-and `prefill.py` (requests that start), a vision step in `vision.py`; the rules of order and preemption are in
-`policy.py`, and `results.py` applies results. Optional parts plug in (`hooks.py`, `budget.py`): a connector to other
-instances, budgets for latency limits, an observer that explains late tokens. Does not know tensors, threads, channels,
-other instances or text.
+bookkeeping of both caches (`requests.py`). A language step is filled in `step.py`, a vision step in `vision.py`; the
+rules of order and preemption are in `policy.py`, and `results.py` applies results. Optional parts plug in (`hooks.py`,
+`budget.py`): a connector to other instances, budgets for latency limits, an observer that explains late tokens. Does
+not know tensors, threads, channels, other instances or text.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.audit import check_in_flight, check_requests
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
-from hydra_engine.scheduler.language import LanguagePlanner, LanguageStep
 from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.results import ResultProcessor
-from hydra_engine.scheduler.step_speeds import SpeedMeter
-from hydra_engine.scheduler.step_times import StepTimes
+from hydra_engine.scheduler.step import LanguagePlanner, LanguageStep
+from hydra_engine.scheduler.step_stats import SpeedMeter, StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
 
 MAX_REPORTS = 100

@@ -18,7 +18,7 @@ from hydra_engine.core.plans import EncodeItem, VisionPlan
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.requests import RequestTable
 
 
 class VisionPlanner:

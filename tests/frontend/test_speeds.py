@@ -13,7 +13,7 @@ from hydra_engine.frontend.in_flight import Charge
 from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceLoad, Instances
 from hydra_engine.frontend.routing.router import Route, Router
 from hydra_engine.frontend.routing.slowness import ALIKE, slowness
-from hydra_engine.scheduler.step_speeds import SpeedMeter
+from hydra_engine.scheduler.step_stats import SpeedMeter
 from tests.examples import examples
 from tests.frontend.rig import make_request
 from tests.frontend.test_router import status, table

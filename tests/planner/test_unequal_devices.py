@@ -16,7 +16,7 @@ from hydra_engine.planner.records import Record
 from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_engine.planner.simulator.deployment import Deployment
 from hydra_engine.planner.simulator.node import Site
-from hydra_engine.scheduler.step_speeds import SpeedMeter
+from hydra_engine.scheduler.step_stats import SpeedMeter
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 
 FAST = CostSurface(

@@ -14,7 +14,7 @@ from hydra_engine.core.outputs import FinishReason, StageSpan
 from hydra_engine.core.plans import LanguageResult, TokenLogprobs
 from hydra_engine.core.request import Slo
 from hydra_engine.scheduler.decodes import SPARE_COLUMNS
-from hydra_engine.scheduler.step_times import MIN_GAP_S
+from hydra_engine.scheduler.step_stats import MIN_GAP_S
 from tests.examples import examples
 from tests.scheduler.sim import Simulator, config, expected_tokens, make_request, rows_of
 from tests.scheduler.stepper import Stepper

@@ -16,7 +16,7 @@ from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.budget import PendingWork, StepBudget
-from hydra_engine.scheduler.language import MAX_SEEN
+from hydra_engine.scheduler.step import MAX_SEEN
 from tests.examples import examples
 from tests.scheduler.sim import Img, Simulator, config, make_request
 from tests.scheduler.stepper import Stepper

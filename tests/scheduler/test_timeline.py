@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.scheduler.step_times import StepTimes
+from hydra_engine.scheduler.step_stats import StepTimes
 from hydra_engine.scheduler.timeline import MAX_SPANS, Timeline, squeezed
 from tests.scheduler.sim import Costs, Img, Simulator, config, make_request
 from tests.scheduler.stepper import Stepper

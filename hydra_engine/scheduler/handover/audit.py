@@ -10,7 +10,7 @@ from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.events import handover_of
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.requests import RequestTable
 
 
 def check_offers(

@@ -23,8 +23,8 @@ from hydra_engine.scheduler.handover.offers import EncodeJobQuota, Offers
 from hydra_engine.scheduler.handover.pulls import Pulls
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
 from hydra_engine.scheduler.hooks import Connector, Finish
-from hydra_engine.scheduler.prefill import StepBuilder
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.requests import RequestTable
+from hydra_engine.scheduler.step import StepBuilder
 
 _NEW_SHARE = 0.25  # weight of the newest report in the moving mean
 

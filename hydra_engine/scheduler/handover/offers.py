@@ -24,7 +24,7 @@ from hydra_engine.scheduler.handover.events import (
     handover_of,
 )
 from hydra_engine.scheduler.hooks import Finish
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.requests import RequestTable
 
 _KV = -1  # key of the KV in `HandoverState.offered_s`; keys from 0 are images
 

@@ -19,7 +19,7 @@ from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.events import RemoteEvents, UnneededEvent, handover_of
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
 from hydra_engine.scheduler.policy import is_stalled
-from hydra_engine.scheduler.request_table import RequestTable
+from hydra_engine.scheduler.requests import RequestTable
 
 
 class RemoteImages:

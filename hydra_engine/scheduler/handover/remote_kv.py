@@ -14,7 +14,7 @@ from itertools import islice
 
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.prefill import Admission, StepBuilder
+from hydra_engine.scheduler.step import Admission, StepBuilder
 
 
 class RemoteKvAdmission(Admission):

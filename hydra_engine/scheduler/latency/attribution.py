@@ -18,7 +18,7 @@ from hydra_engine.core.cost import CostSurface, LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import DelayCause
 from hydra_engine.scheduler.hooks import StepObserver, Work
-from hydra_engine.scheduler.typical_steps import TypicalSteps
+from hydra_engine.scheduler.step_stats import TypicalSteps
 
 MAX_PARTS = 9  # causes of one answer
 _ALWAYS_WHOLE = 3  # largest causes that always keep their request; with at most six kinds in a gap that makes nine

@@ -13,7 +13,7 @@ from enum import IntEnum
 from statistics import NormalDist, median
 
 from hydra_engine.core.cost import LanguageLoad
-from hydra_engine.scheduler.step_times import Window
+from hydra_engine.scheduler.step_stats import Window
 
 WINDOW = 200  # steps
 FEW = 32  # with fewer steps of a kind, the ratios of all kinds are used; also the number of ratios from the error bars

@@ -18,7 +18,7 @@ from hydra_engine.core.messages import BudgetReport
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.correction import Correction, Kind, kind_of
 from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
-from hydra_engine.scheduler.step_times import Window
+from hydra_engine.scheduler.step_stats import Window
 
 MIN_SHARE = 0.2  # share of the slack that prefill and vision each get at least while both have work
 MIN_VISION = 0.05  # share of the limit that vision gets beside every step, even if decodes alone fill it

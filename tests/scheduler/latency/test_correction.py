@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.scheduler.latency.correction import FEW, HIGHEST, LOWEST, WINDOW, Correction, Kind
-from hydra_engine.scheduler.step_times import Window
+from hydra_engine.scheduler.step_stats import Window
 
 
 def after(ratios: list[float], kind: Kind = Kind.CHUNKS, error: float = 0.0) -> Correction:

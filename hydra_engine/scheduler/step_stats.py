@@ -1,0 +1,152 @@
+"""Statistics of step durations: what the next step is expected to take, from which gap a token is late, the speed that
+this instance reports to the frontend, and the typical durations that budgets use on a machine without a cost surface.
+
+Sizes are bit lengths of an amount (tokens, rows or patches): steps of one size take about the same time. Reads no
+clock; times are arguments.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from statistics import median
+
+from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.core.messages import StepSpeeds
+
+MIN_GAP_S = 0.05
+_REMEMBERED_STEPS = 64
+_NEW_SHARE = 0.25  # weight of the newest step in a moving mean
+
+
+class Window:
+    """The latest `size` values, kept both in order of time and sorted."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        if len(self._values) == self._size:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+        self._values.append(value)
+        insort(self._sorted, value)
+
+    def quantile(self, share: float) -> float:
+        """The value that the next one exceeds with a probability of at most 1 - `share`, if it is distributed like the
+        window."""
+        rank = min(len(self._sorted) - 1, int(share * (len(self._sorted) + 1)))
+        return self._sorted[rank]
+
+    @property
+    def median(self) -> float:
+        middle = len(self._sorted) // 2
+        return self._sorted[middle] if len(self._sorted) % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
+
+
+class StepTimes:
+    """The durations of the latest language steps. `typical_s`: their median; 0.0 before the first."""
+
+    def __init__(self) -> None:
+        self._durations = Window(_REMEMBERED_STEPS)
+        self._by_size: dict[int, float] = {}  # moving mean, by the bit length of the number of tokens
+        self.typical_s = 0.0
+
+    def record(self, duration_s: float, num_tokens: int) -> None:
+        size = num_tokens.bit_length()
+        before_s = self._by_size.get(size, duration_s)
+        self._by_size[size] = before_s + _NEW_SHARE * (duration_s - before_s)
+        self._durations.add(duration_s)
+        self.typical_s = self._durations.median
+
+    def expected_s(self, num_tokens: int) -> float | None:
+        """Expected seconds of a step of `num_tokens` tokens: the moving mean of its size, else the median of all steps;
+        None before the first step."""
+        return self._by_size.get(num_tokens.bit_length(), self.typical_s if len(self._durations) else None)
+
+    @property
+    def shortest_s(self) -> float:
+        """Fixed cost of a step: the moving mean of the cheapest size; 0.0 before the first."""
+        return min(self._by_size.values(), default=0.0)
+
+    @property
+    def gap_s(self) -> float:
+        """Gap between two tokens, in seconds, above which the later one is late if its request has no limit."""
+        return max(MIN_GAP_S, 2 * self.typical_s)
+
+
+_NEW_SPEED_SHARE = 0.1  # weight of the newest step in the moving mean
+_MIN_STEPS = 4  # steps of a size before it is reported
+_MAX_OF_MEAN = 2.0  # a longer step (the process was stopped) counts as this multiple of the mean
+
+
+class _Means:
+    """Moving means of seconds by size, the bit length of an amount."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[int, float]] = {}  # (steps, seconds)
+
+    def add(self, amount: int, seconds: float) -> None:
+        size = amount.bit_length()
+        count, mean_s = self._means.get(size, (0, seconds))
+        share = max(_NEW_SPEED_SHARE, 1 / (count + 1))
+        self._means[size] = count + 1, mean_s + share * (min(seconds, _MAX_OF_MEAN * mean_s) - mean_s)
+
+    def report(self) -> dict[int, float]:
+        return {size: mean_s for size, (count, mean_s) in self._means.items() if count >= _MIN_STEPS}
+
+
+class SpeedMeter:
+    """Mean durations of the steps of this instance: steps with prefill, decode steps and vision steps."""
+
+    def __init__(self) -> None:
+        self._prefill, self._decode, self._vision = _Means(), _Means(), _Means()
+
+    def on_language(self, load: LanguageLoad, duration_s: float, vision_s: float) -> None:
+        """Records a language step. Ignores one beside vision, which slows it."""
+        if not vision_s:
+            means = self._prefill if load.prefill_tokens else self._decode
+            means.add(load.num_rows, duration_s)
+
+    def on_vision(self, num_patches: int, duration_s: float) -> None:
+        self._vision.add(num_patches, duration_s)
+
+    def report(self) -> StepSpeeds:
+        return StepSpeeds(self._prefill.report(), self._decode.report(), self._vision.report())
+
+
+_RECENT = 32  # steps behind each median
+
+
+class TypicalSteps:
+    """Medians of step durations. One instance holds steps beside vision or steps without vision, never both."""
+
+    def __init__(self) -> None:
+        self._decodes: dict[int, deque[float]] = {}  # seconds by the bit length of the number of rows
+        self._per_token: deque[float] = deque(maxlen=_RECENT)
+
+    def learn(self, load: LanguageLoad, duration_s: float) -> None:
+        """Records a step. Tokens of chunks are learned from what a step takes beyond its decodes."""
+        if not load.prefill_tokens:
+            size = load.num_decodes.bit_length()
+            if size not in self._decodes:
+                self._decodes[size] = deque(maxlen=_RECENT)
+            self._decodes[size].append(duration_s)
+            return
+        decode_s = self.decode_s(max(load.num_decodes, 1))  # a step of chunks alone reads the weights too
+        if decode_s is not None or not load.num_decodes:
+            self._per_token.append(max(0.0, duration_s - (decode_s or 0.0)) / load.prefill_tokens)
+
+    def decode_s(self, num_decodes: int) -> float | None:
+        """Seconds of a step of about `num_decodes` decodes and no chunks; None before any such step."""
+        size = num_decodes.bit_length()
+        nearest = min(self._decodes, key=lambda other: abs(other - size), default=None)
+        return None if nearest is None else median(self._decodes[nearest])
+
+    def per_token_s(self) -> float | None:
+        """Seconds that one token of a chunk adds to a step; None before any step with chunks."""
+        return median(self._per_token) if self._per_token else None
