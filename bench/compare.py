@@ -40,7 +40,7 @@ from bench.serve.load import open_loop
 from bench.serve.servers import Server, ServerFailed, Target, running
 from bench.serve.workload import Spec, sentence
 from bench.workload import QUESTION, point
-from hydra_engine.planner.records import Record, quantile
+from hydra_planner.records import Record, quantile
 
 _SIDE = 336  # of a picture
 _WORDS = 24  # of a text prompt: as many tokens, or 110 where tokens are bytes

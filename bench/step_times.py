@@ -18,9 +18,9 @@ import numpy as np
 
 from hydra_engine.config import parse_seconds
 from hydra_engine.core.cost import CostSurface, LanguageLoad
-from hydra_engine.planner.simulator.costs import read_profile
 from hydra_engine.profiler.fit import TYPICAL_CONTEXT, LanguageTimes, Samples, VisionTimes
 from hydra_engine.profiler.store import Profile
+from hydra_planner.simulator.costs import read_profile
 
 _COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everyone
 _GREY = "#555555"

@@ -21,7 +21,7 @@ from bench.serve import ablation, breakdown, budget, curve, tail
 from bench.serve.harness import Harness, say
 from bench.serve.options import Settings, settings_from
 from bench.serve.servers import ServerFailed
-from hydra_engine.planner.slo import Limits
+from hydra_planner.slo import Limits
 
 _MODES: dict[str, ModuleType] = {
     "curve": curve,

@@ -14,7 +14,7 @@ from typing import Any
 from bench.serve.curve import find_goodput
 from bench.serve.harness import Harness, say
 from bench.serve.servers import ours
-from hydra_engine.planner.slo import Goodput, goodput
+from hydra_planner.slo import Goodput, goodput
 
 EVERYTHING = "everything on"
 AGAIN = "everything on, again"

@@ -15,8 +15,8 @@ import msgspec
 from bench.serve.curve import first_goodput
 from bench.serve.harness import Harness, say
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.planner.records import Record, quantile
 from hydra_engine.telemetry.timeline import phases
+from hydra_planner.records import Record, quantile
 
 UNEXPLAINED = "other"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from bench.serve.harness import Harness, say, summary
 from bench.serve.servers import Target
-from hydra_engine.planner.records import Record
-from hydra_engine.planner.slo import SHARE, goodput, search
+from hydra_planner.records import Record
+from hydra_planner.slo import SHARE, goodput, search
 
 _AROUND = (0.4, 0.7, 0.9, 1.1, 1.4, 2.0)
 _AROUND_QUICK = (0.5, 0.9, 1.2, 2.0)

@@ -13,8 +13,8 @@ from bench.serve.load import Run, closed_loop, open_loop
 from bench.serve.options import Settings
 from bench.serve.servers import Server, ServerFailed, Target, running
 from bench.serve.workload import Spec
-from hydra_engine.planner.records import Record, quantile
-from hydra_engine.planner.slo import Limits
+from hydra_planner.records import Record, quantile
+from hydra_planner.slo import Limits
 
 # Limits where none are given: so many times what the idle server takes, and never below what a client can stamp.
 _TTFT_FACTOR, _TPOT_FACTOR = 5.0, 3.0

@@ -20,7 +20,7 @@ from bench.serve.client import Answer, Client
 from bench.serve.events import Stream, parse
 from bench.serve.servers import Target
 from bench.serve.workload import Spec, bodies
-from hydra_engine.planner.records import Record, quantile
+from hydra_planner.records import Record, quantile
 
 _LEAD_S = 0.05  # between making the tasks and the first request
 _PAGE_EVERY_S = 0.5

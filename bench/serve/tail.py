@@ -14,8 +14,8 @@ import numpy as np
 from bench.serve.harness import Harness, say
 from bench.serve.servers import Target
 from bench.serve.workload import Spec, sentence
-from hydra_engine.planner.records import Record, quantile
-from hydra_engine.planner.workload.shapes import SHAPES
+from hydra_planner.records import Record, quantile
+from hydra_planner.workload.shapes import SHAPES
 
 _STREAM_WORDS = 24
 _PICTURE_TOKENS = 4

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bench.gantt import draw_gantt
 from bench.serve.breakdown import timeline
-from hydra_engine.planner.records import Record
 from hydra_engine.telemetry.trace import TraceRing
+from hydra_planner.records import Record
 
 
 def write(records: Sequence[Record], path: Path, title: str) -> Path | None:

@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from bench.serve.pictures import jpeg
-from hydra_engine.planner.workload.generators import MIXED_TEXT_SHARE, Load, draw
-from hydra_engine.planner.workload.shapes import MIXED, SHAPES
 from hydra_engine.telemetry.workload import Picture
+from hydra_planner.workload.generators import MIXED_TEXT_SHARE, Load, draw
+from hydra_planner.workload.shapes import MIXED, SHAPES
 
 # Short common words: about one token each in most vocabularies.
 _TEXT = (

@@ -1,7 +1,7 @@
 """Topologies measured with real processes on this machine, and one request seen moving.
 
 `python -m bench.topology real --profile FILE`: six small topologies on the cores of this machine, in turns, with a
-breakdown of latencies, and how far the simulator of `hydra_engine/planner` is off with the step times of that profile,
+breakdown of latencies, and how far the simulator of `hydra_planner` is off with the step times of that profile,
 which `hydra-engine profile --output FILE` has written here. `validate`: the same question for ten topologies at three
 rates, answered in errors of means and 90th percentiles. `timeline`: a request with two pictures through E, P and D.
 Tables go to standard error; standard output is one JSON document, so `> bench/results/topology-validate.json` keeps it.
@@ -28,9 +28,9 @@ from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import HydraError
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.simulator.costs import UNKNOWN, Costs, DeviceKind, read_costs
-from hydra_engine.planner.simulator.node import Site
-from hydra_engine.planner.workload.shapes import SHAPES
+from hydra_planner.simulator.costs import UNKNOWN, Costs, DeviceKind, read_costs
+from hydra_planner.simulator.node import Site
+from hydra_planner.workload.shapes import SHAPES
 
 _MODES: dict[str, Any] = {"real": real, "validate": validate, "timeline": timeline}
 _REQUESTS = {"real": (8, 24), "validate": (8, 20), "timeline": (1, 1)}  # of a load: quick, full

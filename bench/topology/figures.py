@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra_engine.core.outputs import Result, StageSpan
-from hydra_engine.planner.records import quantile
 from hydra_engine.telemetry.timeline import PHASES, intake_s, phases
+from hydra_planner.records import quantile
 
 _PULLS = frozenset({"pull_features", "pull_kv"})
 _MOVES = _PULLS | {"offered"}

@@ -24,12 +24,12 @@ from bench.topology.loads import Call, calls, rows
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
-from hydra_engine.planner.simulator.deployment import Deployment
-from hydra_engine.planner.simulator.node import Site
-from hydra_engine.planner.simulator.requests import RequestMaker
-from hydra_engine.planner.workload.arrivals import Arrivals
 from hydra_engine.telemetry.timeline import PHASES
 from hydra_engine.telemetry.workload import WorkloadRequest
+from hydra_planner.simulator.deployment import Deployment
+from hydra_planner.simulator.node import Site
+from hydra_planner.simulator.requests import RequestMaker
+from hydra_planner.workload.arrivals import Arrivals
 
 TOPOLOGIES = "EPD,2EPD,EP+D,ED+P,E+PD,E+P+D"
 COMPARED = ("ttft_ms", "tpot_ms", "latency_ms", "tokens_per_s")

@@ -19,10 +19,10 @@ from bench.serve.harness import say
 from bench.topology.loads import call_of
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result, StageSpan
-from hydra_engine.planner.simulator.node import Site
-from hydra_engine.planner.simulator.requests import RequestMaker
 from hydra_engine.telemetry.timeline import draw
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+from hydra_planner.simulator.node import Site
+from hydra_planner.simulator.requests import RequestMaker
 
 _SIZE = (640, 480)
 _TOKEN_BUDGET = 128  # several chunks a prompt

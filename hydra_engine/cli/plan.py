@@ -27,10 +27,10 @@ from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:  # `--help` needs none
-    from hydra_engine.planner.search.candidates import Candidate
-    from hydra_engine.planner.search.halving import Effort
-    from hydra_engine.planner.search.measure import Question
-    from hydra_engine.planner.search.plan import Plan
+    from hydra_planner.search.candidates import Candidate
+    from hydra_planner.search.halving import Effort
+    from hydra_planner.search.measure import Question
+    from hydra_planner.search.plan import Plan
 
 _TTFT_S, _TPOT_S = 1.0, 0.05  # default limits
 _REQUESTS = 400  # of a workload given by name
@@ -79,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     log.configure(config.log_level, log_format=config.log_format)
     _check(arguments)
     from hydra_engine.cli.planning.devices import check_here
-    from hydra_engine.planner.report import explain_lines, plan_lines
-    from hydra_engine.planner.search.plan import make_plan
+    from hydra_planner.report import explain_lines, plan_lines
+    from hydra_planner.search.plan import make_plan
 
     question, effort = _question(arguments, config), _effort(arguments)
     if arguments.launch:
@@ -118,7 +118,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _drawing() -> Any:
     """Imports the module of pictures. Raises ConfigError without matplotlib, before a plan is made."""
     try:
-        from hydra_engine.planner import pictures
+        from hydra_planner import pictures
     except ImportError as error:
         raise ConfigError(
             "--pictures needs matplotlib; install it with `pip install matplotlib`", param="pictures"
@@ -129,10 +129,10 @@ def _drawing() -> Any:
 def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     from hydra_engine.cli.planning.devices import devices_of
     from hydra_engine.models.specs.registry import load_spec
-    from hydra_engine.planner.search.measure import Question
-    from hydra_engine.planner.search.plan import with_decoders
-    from hydra_engine.planner.slo import Limits
-    from hydra_engine.planner.workload.generators import LOADS, read_or_make
+    from hydra_planner.search.measure import Question
+    from hydra_planner.search.plan import with_decoders
+    from hydra_planner.slo import Limits
+    from hydra_planner.workload.generators import LOADS, read_or_make
 
     text = arguments.workload
     if text in LOADS and arguments.objective != "offline":
@@ -146,7 +146,7 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
 
 
 def _effort(arguments: argparse.Namespace) -> Effort:
-    from hydra_engine.planner.search.halving import Effort
+    from hydra_planner.search.halving import Effort
 
     return Effort(seeds=arguments.seeds, workers=len(os.sched_getaffinity(0)))
 
@@ -155,8 +155,8 @@ def _only(arguments: argparse.Namespace, question: Question) -> list[Candidate]:
     if not arguments.topologies:
         return []
     from hydra_engine.core.roles import Topology, check_serves
-    from hydra_engine.planner.search.candidates import Candidate
-    from hydra_engine.planner.simulator.deployment import placed
+    from hydra_planner.search.candidates import Candidate
+    from hydra_planner.simulator.deployment import placed
 
     found = []
     for text in arguments.topologies.split():

@@ -19,7 +19,7 @@ import msgspec
 from hydra_engine.errors import ConfigError
 
 if TYPE_CHECKING:  # `--help` needs none
-    from hydra_engine.planner.papers.results import Experiment, Scale, Stored
+    from hydra_planner.papers.results import Experiment, Scale, Stored
 
 _TREE = Path(__file__).parents[2]
 _RESULTS = _TREE / "bench" / "results" / "papers"
@@ -39,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from hydra_engine.planner.papers.experiments import EXPERIMENTS, find
-    from hydra_engine.planner.papers.results import FULL, QUICK
+    from hydra_planner.papers.experiments import EXPERIMENTS, find
+    from hydra_planner.papers.results import FULL, QUICK
 
     scale = FULL if arguments.full else QUICK
     chosen = EXPERIMENTS if arguments.names == ["all"] else tuple(find(name) for name in arguments.names)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def stored_results(folder: Path = _RESULTS) -> dict[str, Stored]:
-    from hydra_engine.planner.papers.results import Stored
+    from hydra_planner.papers.results import Stored
 
     found = [msgspec.json.decode(path.read_bytes(), type=Stored) for path in sorted(folder.glob("*.json"))]
     return {stored.name: stored for stored in found}
@@ -76,7 +76,7 @@ def _listed(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 def _result_of(experiment: Experiment, scale: Scale) -> Stored | None:
     """Runs the experiment; None if it needs a GPU."""
-    from hydra_engine.planner.papers.results import Stored
+    from hydra_planner.papers.results import Stored
 
     if experiment.run is None:
         return None
@@ -84,7 +84,7 @@ def _result_of(experiment: Experiment, scale: Scale) -> Stored | None:
 
 
 def _told(experiment: Experiment, stored: Stored | None) -> Iterator[str]:
-    from hydra_engine.planner.papers.results import tables_of, text_lines
+    from hydra_planner.papers.results import tables_of, text_lines
 
     yield f"{experiment.name}: {experiment.title} ({experiment.paper}; {experiment.how})"
     yield experiment.setting
@@ -108,7 +108,7 @@ def _encoded(stored: Stored) -> bytes:
 def _drawing() -> Callable[[Mapping[str, Stored], Path], None]:
     """Imports the drawing function. Raises ConfigError without matplotlib, before anything runs."""
     try:
-        from hydra_engine.planner.papers.pictures import draw
+        from hydra_planner.papers.pictures import draw
     except ImportError as error:
         raise ConfigError("--page needs matplotlib; install it with `pip install matplotlib`", param="page") from error
     return draw
@@ -128,7 +128,7 @@ def _write_page(page: Path, chosen: Sequence[Experiment], scale: Scale) -> int:
         stored = _result_of(experiment, scale)
         if stored is not None:
             (_RESULTS / f"{experiment.name}.json").write_bytes(_encoded(stored))
-    from hydra_engine.planner.papers.page import PICTURES, page_text
+    from hydra_planner.papers.page import PICTURES, page_text
 
     results: Mapping[str, Stored] = stored_results()
     draw(results, page.parent / PICTURES)

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 def codes_in_the_code() -> dict[str, str]:
     found: dict[str, str] = {}
-    for path in sorted((ROOT / "hydra_engine").rglob("*.py")):
+    paths = [path for package in ("hydra_engine", "hydra_planner") for path in sorted((ROOT / package).rglob("*.py"))]
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.keyword) or node.arg != "code" or not isinstance(node.value, ast.Constant):
                 continue

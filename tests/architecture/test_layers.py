@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hydra_engine"
+BESIDE = ROOT / "hydra_planner"  # a package that uses the engine, which does not import it
 
 # Each folder (or module beside them) may import itself and what is listed here, which only holds names above it.
 BASE = {"errors", "clock", "log"}
@@ -55,20 +56,6 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cluster": BASE | {"core", "config", "telemetry", "transfer", "instance"},
     "frontend": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster"},
-    "planner": BASE
-    | {
-        "core",
-        "config",
-        "specs",
-        "cache",
-        "telemetry",
-        "scheduler",
-        "transfer",
-        "profiler",
-        "worker",
-        "instance",
-        "frontend",
-    },
     "engine": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster", "frontend"},
     "server": BASE | {"core", "config", "telemetry", "engine"},
     "demo": set(),
@@ -84,9 +71,23 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "server",
         "profiler",
-        "planner",
+        "hydra_planner",
         "instance",
         "backend",
+    },
+    "hydra_planner": BASE
+    | {
+        "core",
+        "config",
+        "specs",
+        "cache",
+        "telemetry",
+        "scheduler",
+        "transfer",
+        "profiler",
+        "worker",
+        "instance",
+        "frontend",
     },
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
@@ -107,7 +108,7 @@ TORCH_FREE = {
         "preprocess",
         "cluster",
     ),
-    *("frontend", "engine", "server", "cli", "profiler", "planner", "transfer"),
+    *("frontend", "engine", "server", "cli", "profiler", "hydra_planner", "transfer"),
 }
 TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}
 # Folders and files that only some deployments need: `HOOKS` attaches them.
@@ -130,15 +131,20 @@ MAX_FOLDER_FILES = 20
 
 @cache
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted(path for package in (PACKAGE, BESIDE) for path in package.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+    """The path below hydra_engine; of the package beside it, with its name."""
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def folder_of(path: Path) -> str:
-    return folder_named(path.relative_to(PACKAGE).with_suffix("").parts)
+    return folder_named(Path(name_of(path)).with_suffix("").parts)
 
 
 def folder_named(parts: Sequence[str]) -> str:
@@ -188,9 +194,10 @@ def forbidden_imports(path: Path) -> Iterator[str]:
     for module, line in imports_of(path):
         if module.split(".")[0] in OUTSIDE:
             yield f"{name_of(path)}:{line} imports {module}: no part of the package"
-        if module.split(".")[0] != "hydra_engine":
+        if module.split(".")[0] not in ("hydra_engine", BESIDE.name):
             continue
-        target = folder_named(tuple(module.split(".")[1:]) or ("__init__",))
+        target = folder_named(tuple(module.removeprefix("hydra_engine.").split(".")))
+        target = "" if target == "hydra_engine" else target
         if target == folder or target == "__version__":
             continue
         if target == "_C" and (folder == "backend" or name_of(path) == PICTURES_IN_C):
@@ -317,10 +324,7 @@ gc.freeze()
 @pytest.mark.slow
 def test_importing_the_frontend_loads_no_torch_and_importing_everything_touches_no_gpu() -> None:
     """Also that exported names exist."""
-    names = [
-        "hydra_engine." + name_of(p).removesuffix(".py").replace("/", ".").removesuffix(".__init__") for p in modules()
-    ]
-    wanted = [name for name in names if not name.endswith(("__main__", "hydra_engine.__init__"))]
+    wanted = [module_of(path) for path in modules() if path.name != "__main__.py"]
     command = [sys.executable, "-c", IMPORTS, *wanted]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

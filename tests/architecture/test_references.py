@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LOOKED_AT = ("hydra_engine/", "kernels/", "bench/")  # others name classes of the standard library
+LOOKED_AT = ("hydra_engine/", "hydra_planner/", "kernels/", "bench/")  # others name classes of the standard library
 FOLDERS = (*LOOKED_AT, "tools", "tests")
 
 _FILE = re.compile(r"`([\w/]+\.py)\b")

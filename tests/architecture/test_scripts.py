@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests", "bench", "tools")
-OURS = ("hydra_engine", "hydra_kernels", "bench", "tests", "tools")
+OURS = ("hydra_engine", "hydra_planner", "hydra_kernels", "bench", "tests", "tools")
 
 
 def scripts(tree: ast.AST) -> Iterator[tuple[int, ast.Module]]:

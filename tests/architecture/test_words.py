@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "hydra_engine"
+ROOT = Path(__file__).parents[2]
+PACKAGES = (ROOT / "hydra_engine", ROOT / "hydra_planner")
 
 # Whole names; prose may use them.
 RETIRED = (
@@ -52,8 +53,9 @@ def test_retired_names_are_found_wherever_a_name_can_stand() -> None:
 @pytest.mark.slow
 def test_retired_names_are_gone() -> None:
     found = [
-        f"{path.relative_to(PACKAGE.parent)}:{line}: {word}"
-        for path in sorted(PACKAGE.rglob("*.py"))
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
         for word, line in names_in(ast.parse(path.read_text(encoding="utf-8")))
         if word in RETIRED
     ]

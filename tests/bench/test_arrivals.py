@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.planner.workload.arrivals import Arrivals
+from hydra_planner.workload.arrivals import Arrivals
 
 PROCESSES = ("poisson", "gamma:2.5", "onoff:0.5,1.5")
 

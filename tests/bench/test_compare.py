@@ -20,7 +20,7 @@ from bench.peers.convert import completed, renamed
 from bench.peers.launch import PRECISIONS, SYSTEMS, Launch, Missing, Setup
 from bench.peers.table import features, processor, table
 from bench.serve.servers import ServerFailed
-from hydra_engine.planner.records import Record
+from hydra_planner.records import Record
 from tests.gguf_files import add_tensor, finish, write_gguf
 from tools.miniatures import make_tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from bench.serve.options import MODES, Settings, seconds, settings_from
 from hydra_engine.cli.bench import _benchmarks
-from hydra_engine.planner.slo import Limits
+from hydra_planner.slo import Limits
 
 
 def settings(*arguments: str) -> Settings:

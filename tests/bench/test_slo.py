@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.planner.records import Record, quantile
-from hydra_engine.planner.slo import Goodput, Limits, goodput, search
+from hydra_planner.records import Record, quantile
+from hydra_planner.slo import Goodput, Limits, goodput, search
 
 
 def record(ttft_s: float, gaps_s: list[float], *, error: str | None = None, counts: list[int] | None = None) -> Record:

@@ -21,8 +21,8 @@ from bench.topology.timeline import early
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.simulator.costs import read_costs
-from hydra_engine.planner.simulator.requests import RequestMaker
+from hydra_planner.simulator.costs import read_costs
+from hydra_planner.simulator.requests import RequestMaker
 from tests.planner.sites import SURFACE
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from bench.serve.pictures import jpeg
 from bench.serve.workload import Spec, Workload, body
-from hydra_engine.planner.workload.shapes import MIXED, SHAPES, TABLE_3, TEXT
+from hydra_planner.workload.shapes import MIXED, SHAPES, TABLE_3, TEXT
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -15,10 +15,10 @@ from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.search.plan import Plan
-from hydra_engine.planner.search.settings import Setting
 from hydra_engine.profiler.fit import Samples
 from hydra_engine.profiler.store import Identity, Profile, Reach, model_identity, save
+from hydra_planner.search.plan import Plan
+from hydra_planner.search.settings import Setting
 from tests.cli.conftest import Here
 
 SURFACE = CostSurface(

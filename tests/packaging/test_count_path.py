@@ -107,7 +107,7 @@ def test_a_request_is_followed_through_all_its_processes() -> None:
     request, step = document["request"], document["step"] | document["wings_of_the_step"]
     rooms = {name.split("/")[0] for name in request}
     assert {"server", "engine.py", "core", "scheduler", "cache", "worker", "models", "backend"} <= rooms
-    assert not rooms & {"cli", "planner", "transfer"}
+    assert not rooms & {"cli", "transfer"}
     for entry in STEP:
         assert entry.partition(":")[0].replace(".", "/").removeprefix("hydra_engine/") + ".py" in step
     assert set(step) < set(request)

@@ -54,7 +54,16 @@ def test_images_start_the_server_as_nobody_with_keys_and_a_health_check(path: Pa
     assert "STOPSIGNAL SIGTERM" in text and f"EXPOSE {ServerConfig().port}" in text
     # Every file of the build is in the context, and what the build needs is not ignored.
     ignored = text_of(ROOT / ".dockerignore").split()
-    for name in ("constraints.txt", "csrc", "hydra_engine", "kernels", "pyproject.toml", "setup.py", "README.md"):
+    for name in (
+        "constraints.txt",
+        "csrc",
+        "hydra_engine",
+        "hydra_planner",
+        "kernels",
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+    ):
         assert f"!{name}" in ignored and (ROOT / name).exists()
     for source in re.findall(r"^COPY (?!--from)(\S+)", text, re.MULTILINE):
         assert (ROOT / source).exists()

@@ -75,14 +75,23 @@ def check_files(wheel: Path) -> None:
     (extension,) = (name for name in held if name.endswith(".so"))
     assert extension == f"hydra_engine/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "hydra_engine", "kernels/hydra_kernels"],
+        [
+            "git",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "hydra_engine",
+            "hydra_planner",
+            "kernels/hydra_kernels",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     if tracked.returncode:
         pytest.skip("not a clone: what the wheel must hold is not known")
-    # Everything below the two packages, static files and the shipped model too; and nothing from anywhere else.
+    # Everything below the three packages, static files and the shipped model too; and nothing from anywhere else.
     wanted = {name.removeprefix("kernels/") for name in tracked.stdout.split() if (ROOT / name).exists()}
     assert held - {extension} == wanted
     assert {
@@ -144,7 +153,8 @@ def test_every_import_is_a_dependency() -> None:
     named = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines}
     owners = packages_distributions()
     missing = set()
-    for path in [*(ROOT / "hydra_engine").rglob("*.py"), *(ROOT / "kernels" / "hydra_kernels").rglob("*.py")]:
+    packages = ("hydra_engine", "hydra_planner", "kernels/hydra_kernels")
+    for path in [path for package in packages for path in (ROOT / package).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):
@@ -154,6 +164,6 @@ def test_every_import_is_a_dependency() -> None:
             for name in {n.split(".")[0] for n in names} - set(sys.stdlib_module_names):
                 name = BROUGHT_ALONG.get(name, name)
                 found = {owner.lower().replace("_", "-") for owner in owners.get(name, [name])}
-                if name not in ("hydra_engine", "hydra_kernels") and not found & named:
+                if name not in ("hydra_engine", "hydra_planner", "hydra_kernels") and not found & named:
                     missing.add(f"{name} ({path.relative_to(ROOT)})")
     assert not missing

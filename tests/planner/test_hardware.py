@@ -19,9 +19,9 @@ from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import DeltaShape, ModelSpec
 from hydra_engine.models.specs.quantization import at_load
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.hardware import roofline
-from hydra_engine.planner.hardware.devices import Device, Link, devices, find_device, links_between
-from hydra_engine.planner.hardware.roofline import Use, corun_factor, device_kind, roofline_costs
+from hydra_planner.hardware import roofline
+from hydra_planner.hardware.devices import Device, Link, devices, find_device, links_between
+from hydra_planner.hardware.roofline import Use, corun_factor, device_kind, roofline_costs
 
 LLAVA, QWEN2, QWEN25 = "llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b"
 MODELS = (LLAVA, QWEN2, QWEN25, "demo")

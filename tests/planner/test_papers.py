@@ -12,12 +12,12 @@ import pytest
 from hydra_engine.__main__ import main
 from hydra_engine.cli.reproduce import stored_results
 from hydra_engine.errors import ConfigError
-from hydra_engine.planner.papers import epd, epd_serve, heteroserve, hydrainfer
-from hydra_engine.planner.papers.deployments import Setup, layout, num_devices
-from hydra_engine.planner.papers.experiments import EXPERIMENTS, find
-from hydra_engine.planner.papers.models import MODELS, spec_of
-from hydra_engine.planner.papers.page import DRAWN, PICTURES, page_text
-from hydra_engine.planner.papers.results import (
+from hydra_planner.papers import epd, epd_serve, heteroserve, hydrainfer
+from hydra_planner.papers.deployments import Setup, layout, num_devices
+from hydra_planner.papers.experiments import EXPERIMENTS, find
+from hydra_planner.papers.models import MODELS, spec_of
+from hydra_planner.papers.page import DRAWN, PICTURES, page_text
+from hydra_planner.papers.results import (
     FULL,
     QUICK,
     Cell,

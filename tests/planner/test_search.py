@@ -18,22 +18,22 @@ from hydra_engine.core.roles import EPD, Role, Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.report import explain_lines, plan_lines
-from hydra_engine.planner.search.candidates import Candidate, candidates
-from hydra_engine.planner.search.estimate import Bound, bound_of
-from hydra_engine.planner.search.halving import Effort, Entry, measure_goodputs, race, requests_at
-from hydra_engine.planner.search.load import rate_of, repeats, window
-from hydra_engine.planner.search.measure import SHARE, Point, Question, Spread, measure
-from hydra_engine.planner.search.plan import Search, lasting, make_plan, request_seconds, simplest, with_decoders
-from hydra_engine.planner.search.rows import misses, reason
-from hydra_engine.planner.search.settings import InstanceLimits, Setting, settings_to_try
-from hydra_engine.planner.search.workers import run_all
-from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
-from hydra_engine.planner.simulator.deployment import SimulationError
-from hydra_engine.planner.slo import Goodput, Limits
-from hydra_engine.planner.work import RequestSeconds
-from hydra_engine.planner.workload.generators import make_load
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+from hydra_planner.report import explain_lines, plan_lines
+from hydra_planner.search.candidates import Candidate, candidates
+from hydra_planner.search.estimate import Bound, bound_of
+from hydra_planner.search.halving import Effort, Entry, measure_goodputs, race, requests_at
+from hydra_planner.search.load import rate_of, repeats, window
+from hydra_planner.search.measure import SHARE, Point, Question, Spread, measure
+from hydra_planner.search.plan import Search, lasting, make_plan, request_seconds, simplest, with_decoders
+from hydra_planner.search.rows import misses, reason
+from hydra_planner.search.settings import InstanceLimits, Setting, settings_to_try
+from hydra_planner.search.workers import run_all
+from hydra_planner.simulator.costs import Costs, DeviceKind, Host
+from hydra_planner.simulator.deployment import SimulationError
+from hydra_planner.slo import Goodput, Limits
+from hydra_planner.work import RequestSeconds
+from hydra_planner.workload.generators import make_load
 from tests.planner import sites
 
 SURFACE = replace(sites.SURFACE, decode_slowdown=1.5, prefill_slowdown=1.5, vision_slowdown=1.5)

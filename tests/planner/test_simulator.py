@@ -17,14 +17,14 @@ from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.frontend.incoming import Incoming
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.records import Record, quantile
-from hydra_engine.planner.simulator import deployment as deployment_module
-from hydra_engine.planner.simulator.costs import DeviceKind, Host, read_costs
-from hydra_engine.planner.simulator.deployment import Deployment, placed, simulate
-from hydra_engine.planner.simulator.node import Site
-from hydra_engine.planner.simulator.requests import RequestMaker
-from hydra_engine.planner.slo import Limits
 from hydra_engine.telemetry.workload import Picture, Video, WorkloadRequest
+from hydra_planner.records import Record, quantile
+from hydra_planner.simulator import deployment as deployment_module
+from hydra_planner.simulator.costs import DeviceKind, Host, read_costs
+from hydra_planner.simulator.deployment import Deployment, placed, simulate
+from hydra_planner.simulator.node import Site
+from hydra_planner.simulator.requests import RequestMaker
+from hydra_planner.slo import Limits
 from tests.planner.sites import COSTS, CPU_COSTS, DEVICE, SURFACE, deployed, gpus, load, row, run, site
 
 

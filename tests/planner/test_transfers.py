@@ -16,11 +16,11 @@ from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.in_flight import RequestInFlight
 from hydra_engine.frontend.routing import late_decoder
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.planner.simulator.costs import Costs, DeviceKind
-from hydra_engine.planner.simulator.deployment import Deployment
-from hydra_engine.planner.simulator.node import Site
 from hydra_engine.scheduler import policy
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
+from hydra_planner.simulator.costs import Costs, DeviceKind
+from hydra_planner.simulator.deployment import Deployment
+from hydra_planner.simulator.node import Site
 from tests.planner.sites import SURFACE
 from tools.miniatures import make_tiny
 

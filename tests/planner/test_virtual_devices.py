@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.planner.simulator.agenda import Agenda
-from hydra_engine.planner.simulator.links import Links
-from hydra_engine.planner.simulator.machine import LANGUAGE, VISION, Job, Machine, shares
+from hydra_planner.simulator.agenda import Agenda
+from hydra_planner.simulator.links import Links
+from hydra_planner.simulator.machine import LANGUAGE, VISION, Job, Machine, shares
 from tests.planner.sites import DEVICE, gpus
 
 RATES = replace(DEVICE, link_bytes_per_s=100.0, copy_bytes_per_s=400.0)

@@ -18,9 +18,9 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.profiler.other_load import busy_note
 
 if TYPE_CHECKING:
-    from hydra_engine.planner.simulator.costs import Costs, DeviceKind, Host
     from hydra_engine.profiler.start import StepCosts
     from hydra_engine.profiler.store import Profile
+    from hydra_planner.simulator.costs import Costs, DeviceKind, Host
 
 MAX_DEVICES = 64
 _PART = re.compile(r"(?:(?P<count>[0-9]{1,4})\s*[x*]\s*)?(?P<kind>\S.*)")
@@ -32,7 +32,7 @@ def devices_of(
 ) -> tuple[dict[str, DeviceKind], Host]:
     """(devices by name, costs of the host). Raises ConfigError for an invalid text, an unknown kind, and a profile of
     another model."""
-    from hydra_engine.planner.simulator.costs import Host
+    from hydra_planner.simulator.costs import Host
 
     if text.strip().isdigit():
         count = _checked(int(text), text)
@@ -54,8 +54,8 @@ def devices_of(
 
 
 def _part(part: str, text: str, config: EngineConfig, spec: ModelSpec) -> tuple[int, DeviceKind]:
-    from hydra_engine.planner.hardware.devices import find_device
-    from hydra_engine.planner.hardware.roofline import device_kind
+    from hydra_planner.hardware.devices import find_device
+    from hydra_planner.hardware.roofline import device_kind
 
     match = _PART.fullmatch(part)
     if match is None:
@@ -74,8 +74,8 @@ def _checked(count: int, text: str) -> int:
 
 
 def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
-    from hydra_engine.planner.simulator.costs import costs_of, read_profile
     from hydra_engine.profiler.store import model_identity
+    from hydra_planner.simulator.costs import costs_of, read_profile
 
     if path is None:
         log.tell("step times: looking for a saved profile of this model here, else measuring one")
@@ -111,8 +111,8 @@ def _measured_here(config: EngineConfig) -> StepCosts:
 
 def _kind(profile: Profile, costs: Costs) -> DeviceKind:
     """The device of a profile. A GPU's memory and links come from its datasheet."""
-    from hydra_engine.planner.hardware.devices import LINK_SHARE, find_device
-    from hydra_engine.planner.simulator.costs import DeviceKind
+    from hydra_planner.hardware.devices import LINK_SHARE, find_device
+    from hydra_planner.simulator.costs import DeviceKind
 
     if costs.threads:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
