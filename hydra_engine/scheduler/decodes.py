@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -393,45 +392,6 @@ class DecodeTable:
     def resume(self, seq_slot: int, resumed_s: float) -> None:
         """Opens a new decode span, its late token included, at the end of the gap that `take_back` returned."""
         self.times.resume(self.index_of(seq_slot), resumed_s)
-
-    # ---- checks
-
-    def check_in_flight(self, rows: list[DecodeRows]) -> None:
-        """Raises AssertionError unless these are the rows in flight, in the order of their plans."""
-        assert [step.rows for step in self._in_flight] == rows, "decodes in flight"
-
-    def check(self, members: dict[int, tuple[RequestState, BlockTable, int]]) -> None:
-        """Raises AssertionError unless the table agrees with `members`: slot -> (state, blocks, 1 if its last chunk is
-        in flight)."""
-        num_members, unread = len(self.states), self._unread()
-        seq_slots = self._seq_slots[:num_members].tolist()
-        assert set(seq_slots) == members.keys() and len(seq_slots) == len(members), "the wrong requests are decodes"
-        assert set(np.flatnonzero(self._index_of != _ABSENT).tolist()) == members.keys(), "an index is lost"
-        self.times.check(self.states)
-        starts = self._starts[:num_members]
-        assert self._sum_starts == int(starts.sum()) and self._longest >= int(starts.max(initial=0))
-        assert self._stop_ids == Counter(chain.from_iterable(state.stop_ids for state in self.states)), "stop tokens"
-        for index, seq_slot in enumerate(seq_slots):
-            state, blocks, chunk = members[seq_slot]
-            where = f"request {state.request.id}"
-            assert self._index_of[seq_slot] == index, f"{where} has another's index"
-            assert self.states[index] is state, f"{where} has a wrong slot"
-            assert self._request_ids[index] == state.request.id, f"{where} has another's id"
-            assert self._generated[index] is state.generated, f"{where}: tokens go elsewhere"
-            assert self._chunk_in_flight[index] == chunk, f"{where}: whether its last chunk is in flight"
-            start = int(self._starts[index])
-            assert start == state.num_tokens - 1 + unread[index], f"{where}: position of its next row"
-            assert start - self._offsets[index] == state.num_generated + unread[index], f"{where}: count"
-            assert start <= self._lasts[index] + 1, f"{where} is planned beyond its end"
-            assert not self._deferred[index] or unread[index], f"{where} waits for nothing"
-            if state.generated and not unread[index]:
-                assert self._last_tokens[index] == state.generated[-1], f"{where}: last token"
-            num_shown = int(self._shown[index]) // self._block_size
-            assert self._block_tables[index] is blocks, f"{where} has another's blocks"
-            assert self._shown[index] <= blocks.num_slots, f"{where} shows blocks that it does not have"
-            row = self._tables[index]
-            assert row[:num_shown].tolist() == blocks.blocks()[:num_shown], f"{where}: block table"
-            assert not row[num_shown:].any(), f"{where}: block table behind its blocks"
 
 
 def _zeros(count: int) -> Int64s:

@@ -9,14 +9,13 @@ interface in `budget.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage
 from hydra_engine.core.outputs import DelayCause
-from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.state import Ending, RequestState
 
 if TYPE_CHECKING:
@@ -114,13 +113,3 @@ class Connector:
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
         """Called before a request ends."""
-
-    # ---- looking
-
-    @property
-    def in_flight(self) -> Iterable[PullPlan]:
-        """Copies that write into blocks of this instance."""
-        return ()
-
-    def check(self) -> None:
-        """Raises AssertionError if the records of other instances disagree with the states of requests."""

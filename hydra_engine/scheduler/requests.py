@@ -1,7 +1,7 @@
 """The requests of one instance, the queue of each, and its blocks.
 
 Carries out what the planners and the scheduler decide (add, start, preempt, end, forget) and keeps queues, states,
-slots, decodes and caches consistent; `audit.py` checks that. Images are in `images.py`. Decides nothing and knows no
+slots, decodes and caches consistent. Images are in `images.py`. Decides nothing and knows no
 budget.
 """
 

@@ -27,7 +27,6 @@ from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.errors import ConfigError, ErrorInfo
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.audit import check_in_flight, check_requests
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
 from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
@@ -314,13 +313,6 @@ class StageScheduler:
 
     def ledger(self) -> LedgerReport:
         return self._requests.ledger.report(self._requests.states)
-
-    def check(self) -> None:
-        """Raises AssertionError if requests, queues, blocks and plans in flight disagree."""
-        check_requests(self._requests)
-        language = [step.plan for step in self._language_steps.values()]
-        check_in_flight(self._requests, self._vision_plans, language, self._requests.connector.in_flight)
-        self._requests.connector.check()
 
 
 def _work(plan: VisionPlan) -> Work:

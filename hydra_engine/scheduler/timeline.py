@@ -300,12 +300,6 @@ class DecodeTimes:
         """(seconds from the first to the latest token, late gaps) of these members, counting the tokens read so far."""
         return self._last_s[indices] - self._first_s[indices], self._late_gaps[indices]
 
-    def check(self, states: list[RequestState]) -> None:
-        """Raises AssertionError unless these are the members, in this order."""
-        assert len(states) == len(self._watched), "the times of a decode are lost"
-        assert all(watched.state is state for watched, state in zip(self._watched, states, strict=True))
-        assert self._num_limited == int((self._tpot_limits_s[: len(states)] < math.inf).sum())
-
 
 def squeezed(spans: list[StageSpan]) -> list[StageSpan]:
     """The same timeline in fewer spans: the shorter half of the waits is dropped, neighbours of one stage are merged.

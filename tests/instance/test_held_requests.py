@@ -16,6 +16,7 @@ from hydra_engine.core.state import RequestPhase
 from hydra_engine.errors import ErrorInfo, Unavailable
 from hydra_engine.instance.instance import HOLD_S, STATUS_PERIOD_S
 from tests.instance.test_instance import Rig
+from tests.scheduler.audit import check
 from tests.scheduler.handover.handover import A, D, P, Part, arrive, end_of
 from tests.scheduler.sim import Img, expected_tokens, make_request
 
@@ -137,7 +138,7 @@ def test_an_offer_of_what_is_held_is_let_go(how: str) -> None:
     s.offer_kv(1, 7, 3, end_of(request))
     if how == "gone":
         s.connector.pulls.kv_offer_gone(7)
-        s.scheduler.check()
+        check(s.scheduler)
         s.release(1)
         assert s.state(1).phase is RequestPhase.REMOTE_PREFILL
         s.offer_kv(1, 8, 3, end_of(request))

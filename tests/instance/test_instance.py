@@ -31,6 +31,7 @@ from hydra_engine.core.roles import EPD
 from hydra_engine.instance.instance import LEAD_S, STATUS_PERIOD_S, Instance
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.scheduler.audit import check
 from tests.scheduler.sim import FakeLanes, Img, config, expected_tokens, make_request, rows_of
 from tests.virtual_clock import VirtualClock
 
@@ -117,7 +118,7 @@ class Rig:
 
     def turn(self) -> None:
         self.instance.turn()
-        self.scheduler.check()
+        check(self.scheduler)
 
     def step(self, took_s: float) -> None:
         """The running step takes so long, and the loop notices its end at once."""

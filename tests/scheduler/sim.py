@@ -37,6 +37,7 @@ from hydra_engine.errors import ErrorInfo, RequestError
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.scheduler.audit import check
 from tests.virtual_clock import VirtualClock
 
 VOCABULARY = 1000
@@ -449,7 +450,7 @@ class Simulator:
                 self.token_times[request_id].append(self.clock.now())
 
     def check(self) -> None:
-        self.scheduler.check()
+        check(self.scheduler)
 
     # ---- answers
 

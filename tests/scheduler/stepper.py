@@ -18,6 +18,7 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.hooks import StepObserver
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.scheduler.audit import check
 from tests.scheduler.prefix_oracle import PrefixOracle
 from tests.scheduler.sim import (
     BROKEN,
@@ -76,7 +77,7 @@ class Stepper:
         request = replace(request, slo=request.slo.with_defaults(self.config.ttft_slo, self.config.tpot_slo))
         self.scheduler.add(request, self.now, held_for=held_for)
         self.requests[request.id] = request
-        self.scheduler.check()
+        check(self.scheduler)
         self.oracle.look()
         return request
 
@@ -100,13 +101,13 @@ class Stepper:
 
     def reset(self, *, kv: bool = True, images: bool = True) -> None:
         self.scheduler.reset_caches(kv=kv, images=images)
-        self.scheduler.check()
+        check(self.scheduler)
         if kv:
             self.oracle.reset()
 
     def plan_language(self) -> LanguagePlan | None:
         plan = self.scheduler.plan_language(self.now)
-        self.scheduler.check()
+        check(self.scheduler)
         if plan is not None and type(self.scheduler) is StageScheduler:
             check_chunks(plan, self.requests, self.config.max_step_tokens)
         self.oracle.look()
@@ -114,7 +115,7 @@ class Stepper:
 
     def plan_vision(self) -> VisionPlan | None:
         plan = self.scheduler.plan_vision(self.now)
-        self.scheduler.check()
+        check(self.scheduler)
         return plan
 
     def end_language(self, plan: LanguagePlan, *, bad: Sequence[int] = (), took_s: float = 0.0) -> list[RequestMessage]:
@@ -163,7 +164,7 @@ class Stepper:
                 assert request_id not in self.finished, "a token after the end of a request"
                 assert position == len(self.tokens[request_id])
                 self.tokens[request_id].append(token_id)
-        self.scheduler.check()
+        check(self.scheduler)
         self.oracle.look()
         return events
 

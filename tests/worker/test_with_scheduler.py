@@ -19,6 +19,7 @@ from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.language.mask_turns import MaskTurns
 from hydra_engine.worker.language.slot_table import SlotTable, lacks_one
+from tests.scheduler.audit import check
 from tests.worker.fakes import BLOCK, NAN_TOKEN, POISON_TOKEN, Rig, make_request
 from tests.worker.test_ahead import expected_of
 
@@ -75,7 +76,7 @@ class Loop:
             assert self.in_flight, "work is left and nothing runs"
             result = self.rig.wait(self.in_flight.pop(0))
             self._take(self.scheduler.on_language(result, self.now))
-            self.scheduler.check()
+            check(self.scheduler)
 
     def _submit(self, plan: LanguagePlan) -> None:
         self.seq_slots |= {*plan.decodes.seq_slots.tolist(), *(chunk.seq_slot for chunk in plan.chunks)}

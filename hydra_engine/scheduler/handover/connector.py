@@ -7,17 +7,14 @@ other instances in `offers.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import chain
 
 from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.messages import Finished, NeedDecoder, RequestMessage
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
-from hydra_engine.scheduler.handover.audit import check_offers, check_pulls
 from hydra_engine.scheduler.handover.events import RemoteEvent, RemoteEvents
 from hydra_engine.scheduler.handover.offers import EncodeJobQuota, Offers
 from hydra_engine.scheduler.handover.pulls import Pulls
@@ -157,14 +154,3 @@ class PeerConnector(Connector):
         """Events for other instances since the last call, in order, and the Finished of requests that departed during
         planning."""
         return self._events.take()
-
-    # ---- looking
-
-    @property
-    def in_flight(self) -> Iterable[PullPlan]:
-        return self.pulls.in_flight.values()
-
-    def check(self) -> None:
-        assert not self._departed, "a request has departed and is still here"
-        check_offers(self._requests, self.pulls.images.offers, self.pulls.kv_offers)
-        check_pulls(self._requests, self.in_flight)

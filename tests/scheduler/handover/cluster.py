@@ -24,6 +24,7 @@ from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.scheduler.audit import check
 from tests.scheduler.sim import FakeLanes, expected_tokens, tokens_of
 
 ALL_ON = ClusterConfig()
@@ -451,7 +452,7 @@ class Cluster:
                     self._send(node, offer.source, lambda offer=offer: self._released(offer))
                 case Finished():
                     self._finished(node, event)
-        node.scheduler.check()
+        check(node.scheduler)
 
     def _finished(self, node: Node, event: Finished) -> None:
         number = int(event.request_id)

@@ -18,6 +18,7 @@ from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.scheduler.audit import check
 from tests.scheduler.sim import Img, expected_tokens, feature, make_request
 from tests.scheduler.stepper import Stepper
 
@@ -54,7 +55,7 @@ class Part(Stepper):
         request = replace(request, age=age)
         self.requests[request.id] = request
         self.scheduler.add(request, self.now, **kwargs)
-        self.scheduler.check()
+        check(self.scheduler)
         return request
 
     def job(self, number: int, *images: Img, age: int = 0, at: int = 0) -> None:
@@ -68,7 +69,7 @@ class Part(Stepper):
 
     def pulls(self) -> list[PullPlan]:
         plans = self.connector.pulls.plan(self.now)
-        self.scheduler.check()
+        check(self.scheduler)
         return plans
 
     def pull(self) -> PullPlan:
@@ -94,11 +95,11 @@ class Part(Stepper):
 
     def offer_kv(self, number: int, offer: int, num_blocks: int, end: KvEnd | None = None) -> None:
         self.connector.pulls.kv_offered(RequestId(number), offer, num_blocks, end)
-        self.scheduler.check()
+        check(self.scheduler)
 
     def offer_image(self, number: int, index: int, offer: int) -> None:
         self.connector.pulls.images.offered(RequestId(number), index, offer)
-        self.scheduler.check()
+        check(self.scheduler)
 
 
 def context_of(request: Request) -> list[int]:

@@ -16,6 +16,7 @@ from hydra_engine.core.plans import KvEnd
 from hydra_engine.scheduler.handover.events import KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.policy import part_end
 from tests.examples import examples
+from tests.scheduler.audit import check
 from tests.scheduler.handover.handover import (
     CONSUMED,
     A,
@@ -213,7 +214,7 @@ def test_an_offer_that_is_gone_frees_the_blocks_as_soon_as_nothing_is_copied_int
     if not in_flight:
         s.pulled(plan)
     s.connector.pulls.kv_offer_gone(1)
-    s.scheduler.check()
+    check(s.scheduler)
     assert s.scheduler.ledger().kv_blocks_held == 4 * in_flight
     if in_flight:
         s.pulled(plan, valid=False)

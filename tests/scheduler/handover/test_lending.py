@@ -17,6 +17,7 @@ from hydra_engine.core.state import RequestPhase
 from hydra_engine.scheduler.handover.events import KvEvent
 from hydra_engine.scheduler.policy import STEAL_PATIENCE_S
 from tests.examples import examples
+from tests.scheduler.audit import check
 from tests.scheduler.handover.handover import (
     D,
     E,
@@ -35,7 +36,7 @@ def test_a_decode_is_handed_over_with_everything_and_a_row_in_flight_is_passed_o
     s.language(took_s=1.0)
     plan = s.plan_language()
     assert s.connector.offers.hand_over(RequestId(1), s.now)
-    s.scheduler.check()
+    check(s.scheduler)
     (event,) = s.told()
     tokens = expected_tokens(request)
     assert isinstance(event, KvEvent) and len(event.block_ids) == 3

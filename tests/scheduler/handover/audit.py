@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from hydra_engine.core.ids import RequestId
@@ -9,8 +10,20 @@ from hydra_engine.core.plans import PullPlan
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.events import handover_of
+from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.requests import RequestTable
+
+
+def check_peers(requests: RequestTable, connector: Connector) -> dict[RequestId, int]:
+    """Checks offers and pulls; returns the number of pulls in flight of each request."""
+    assert isinstance(connector, PeerConnector)
+    assert not connector._departed, "a request has departed and is still here"
+    pulls = connector.pulls.in_flight.values()
+    check_offers(requests, connector.pulls.images.offers, connector.pulls.kv_offers)
+    check_pulls(requests, pulls)
+    return Counter(pull.request_id for pull in pulls)
 
 
 def check_offers(

@@ -1,18 +1,37 @@
 """Invariants between the states of requests, queues, slots, the table of decodes, the caches and plans in flight.
 
-Raises AssertionError if one is violated. Tests call it after every step; it reads everything and changes nothing.
+`check` raises AssertionError if one is violated. Tests call it after every step; it reads everything, private fields
+included, and changes nothing. Those of an instance with peers are in `handover/audit.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from itertools import chain
+
+import numpy as np
 
 from hydra_engine.cache.blocks import BlockTable
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import LanguagePlan, PullPlan, VisionPlan
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestPhase, RequestState
+from hydra_engine.scheduler.decodes import _ABSENT, DecodeTable
+from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.requests import RequestTable
+from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_engine.scheduler.timeline import DecodeTimes
+
+
+def check(scheduler: StageScheduler) -> None:
+    """Raises AssertionError if requests, queues, blocks and plans in flight disagree."""
+    connector, plans = scheduler._requests.connector, {}
+    check_requests(scheduler._requests)
+    if type(connector) is not Connector:
+        from tests.scheduler.handover.audit import check_peers
+
+        plans = check_peers(scheduler._requests, connector)
+    check_in_flight(scheduler, plans)
 
 
 def check_requests(requests: RequestTable) -> None:
@@ -42,7 +61,7 @@ def check_requests(requests: RequestTable) -> None:
         assert all(requests.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
     assert users == requests.features.num_users, "features are kept for images that do not need them"
     assert patches == requests.images.patches_waiting, "patches that wait are counted wrong"
-    requests.decodes.check(members)
+    check_decodes(requests.decodes, members)
 
 
 def _check_queue(requests: RequestTable, state: RequestState) -> None:
@@ -94,17 +113,13 @@ def _check_images(requests: RequestTable, state: RequestState) -> int:
 # ---- plans in flight
 
 
-def check_in_flight(
-    requests: RequestTable, vision: Iterable[VisionPlan], language: Iterable[LanguagePlan], pulls: Iterable[PullPlan]
-) -> None:
-    """Checks that each request's `plans_in_flight` is the number of plans that name it, and its slot unchanged."""
-    plans: dict[RequestId, int] = {}
-    steps = list(language)
-    for encode in vision:
+def check_in_flight(scheduler: StageScheduler, plans: dict[RequestId, int]) -> None:
+    """Checks that each request's `plans_in_flight` is the number of plans that name it, and its slot unchanged.
+    `plans`: the number of plans of the connector that name it."""
+    requests, steps = scheduler._requests, [step.plan for step in scheduler._language_steps.values()]
+    for encode in scheduler._vision_plans:
         for request_id in {item.request_id for item in encode.items}:
             plans[request_id] = plans.get(request_id, 0) + 1
-    for pull in pulls:
-        plans[pull.request_id] = plans.get(pull.request_id, 0) + 1
     for step in steps:
         for chunk in step.chunks:
             plans[chunk.request_id] = plans.get(chunk.request_id, 0) + 1
@@ -113,8 +128,52 @@ def check_in_flight(
             assert requests.seq_slots.slot_of.get(request_id) == seq_slot, (
                 f"request {request_id} has lost its slot in a plan"
             )
-    requests.decodes.check_in_flight([step.decodes for step in steps if len(step.decodes)])
+    rows = [step.decodes for step in steps if len(step.decodes)]
+    assert [step.rows for step in requests.decodes._in_flight] == rows, "decodes in flight"
     for request_id, state in requests.states.items():
         assert state.plans_in_flight == plans.pop(request_id, 0), f"request {request_id}: plans in flight"
         assert state.ending is None or requests.in_use(state), f"request {request_id} has ended and is still here"
     assert not plans, f"plans name requests that are gone: {sorted(plans)}"
+
+
+# ---- decodes
+
+
+def check_decodes(table: DecodeTable, members: dict[int, tuple[RequestState, BlockTable, int]]) -> None:
+    """Checks that the table agrees with `members`: slot -> (state, blocks, 1 if its last chunk is in flight)."""
+    num_members, unread = len(table.states), table._unread()
+    seq_slots = table._seq_slots[:num_members].tolist()
+    assert set(seq_slots) == members.keys() and len(seq_slots) == len(members), "the wrong requests are decodes"
+    assert set(np.flatnonzero(table._index_of != _ABSENT).tolist()) == members.keys(), "an index is lost"
+    check_times(table.times, table.states)
+    starts = table._starts[:num_members]
+    assert table._sum_starts == int(starts.sum()) and table._longest >= int(starts.max(initial=0))
+    assert table._stop_ids == Counter(chain.from_iterable(state.stop_ids for state in table.states)), "stop tokens"
+    for index, seq_slot in enumerate(seq_slots):
+        state, blocks, chunk = members[seq_slot]
+        where = f"request {state.request.id}"
+        assert table._index_of[seq_slot] == index, f"{where} has another's index"
+        assert table.states[index] is state, f"{where} has a wrong slot"
+        assert table._request_ids[index] == state.request.id, f"{where} has another's id"
+        assert table._generated[index] is state.generated, f"{where}: tokens go elsewhere"
+        assert table._chunk_in_flight[index] == chunk, f"{where}: whether its last chunk is in flight"
+        start = int(table._starts[index])
+        assert start == state.num_tokens - 1 + unread[index], f"{where}: position of its next row"
+        assert start - table._offsets[index] == state.num_generated + unread[index], f"{where}: count"
+        assert start <= table._lasts[index] + 1, f"{where} is planned beyond its end"
+        assert not table._deferred[index] or unread[index], f"{where} waits for nothing"
+        if state.generated and not unread[index]:
+            assert table._last_tokens[index] == state.generated[-1], f"{where}: last token"
+        num_shown = int(table._shown[index]) // table._block_size
+        assert table._block_tables[index] is blocks, f"{where} has another's blocks"
+        assert table._shown[index] <= blocks.num_slots, f"{where} shows blocks that it does not have"
+        row = table._tables[index]
+        assert row[:num_shown].tolist() == blocks.blocks()[:num_shown], f"{where}: block table"
+        assert not row[num_shown:].any(), f"{where}: block table behind its blocks"
+
+
+def check_times(times: DecodeTimes, states: list[RequestState]) -> None:
+    """Checks that these are the members, in this order."""
+    assert len(states) == len(times._watched), "the times of a decode are lost"
+    assert all(watched.state is state for watched, state in zip(times._watched, states, strict=True))
+    assert times._num_limited == int((times._tpot_limits_s[: len(states)] < math.inf).sum())
