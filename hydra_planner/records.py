@@ -56,7 +56,7 @@ class Record:
 
     @property
     def slo(self) -> dict[str, Any] | None:
-        """What the server itself says about the limits that it was told, in its own stamps."""
+        """The server's own verdict on the limits that the request gave it, None without limits."""
         return (self.metrics or {}).get("slo")
 
     def gaps(self, since_s: float = float("-inf"), until_s: float = float("inf")) -> list[float]:

@@ -1,15 +1,15 @@
-"""How much there is to read: of one picture request, of one scheduling step, of each room of the package.
+"""Counts the lines that one picture request, one scheduling step and each folder of the package give a reader.
 
     python -m tools.count_path [--files] [--json]
 
-A server of the demo model, its instance and its decoders run as they always do, each with a recorder of the functions
-that run in it. One request makes everything warm, the next is recorded, from the HTTP body to the last token of the
-stream. Counted are whole files in which a function ran, and the lines of these functions alone. A file counts for a
-step if a function ran in it below one of `STEP`.
+A server of the demo model runs with a recorder in each of its processes. The first request warms it up; the second is
+recorded, from the HTTP body to the last token of the stream. Counted are whole files in which a function ran, and the
+lines of these functions. A file counts for a step if a function ran in it below one of `STEP`. Then the functions and
+the reading order of a step in this process (tools/scheduling_step.py).
 
-Not seen: what runs in C (the extension, msgspec), constants and types that are only read (files of messages count where
-a function that ran names them), branches that this request does not take. Left out: files in which only functions ran
-that also run while nothing is asked, as heartbeats do.
+Not seen: C code (the extension, msgspec), constants and types that are only read (the file of a message type counts
+where a function that ran names the type), branches that this request does not take. Left out: files in which only
+functions ran that also run while the server is idle, such as heartbeats.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ from statistics import median
 from typing import Any
 
 from tools.path_recorder import shared
+from tools.scheduling_step import PACKAGE, ROOT, print_step
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "hydra_engine"
 PICTURES = PACKAGE / "demo" / "pictures"
 STEP = (
     "hydra_engine.scheduler.scheduler:StageScheduler.plan_vision",
     "hydra_engine.scheduler.scheduler:StageScheduler.plan_language",
 )
-WINGS = ("scheduler/latency/", "scheduler/handover/")  # their lines of a step are not the core's
+OPTIONAL = ("scheduler/latency/", "scheduler/handover/")  # counted apart from the core
 OFF, IDLE, REQUEST = range(3)  # of the switch
 IDLE_S = 3.0
 START_UP = "from pathlib import Path; from tools.path_recorder import record; record(Path({!r}), {!r}, {!r})\n"
@@ -55,7 +54,7 @@ Places = set[tuple[str, int]]  # a file below the package, and the line where a 
 
 @cache
 def functions(name: str) -> dict[int, tuple[str, int, int]]:
-    """Of a file, by the line where each begins, decorators included: its name, that line and its last."""
+    """The functions of a file by their first line, decorators included: (name, first line, last line)."""
     files = {}
     for node in ast.walk(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -69,29 +68,29 @@ def num_lines(name: str) -> int:
     return (PACKAGE / name).read_text(encoding="utf-8").count("\n")
 
 
-def room_of(name: str) -> str:
+def folder_of(name: str) -> str:
     first, slash, _ = name.partition("/")
     return first if slash else "."
 
 
-def by_room(names: Iterable[str]) -> dict[str, list[str]]:
-    rooms = defaultdict(list)
+def by_folder(names: Iterable[str]) -> dict[str, list[str]]:
+    folders = defaultdict(list)
     for name in sorted(names):
-        rooms[room_of(name)].append(name)
-    return dict(rooms)
+        folders[folder_of(name)].append(name)
+    return dict(folders)
 
 
 def package() -> dict[str, dict[str, Any]]:
-    """Of each room and of all: files, lines, the median file and the longest function."""
+    """Files, lines, median length of a file and longest function of each folder, and of all together ("all")."""
     names = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
     table = {}
-    for room, files in {**by_room(names), "all": names}.items():
+    for folder, files in {**by_folder(names), "all": names}.items():
         lengths = [num_lines(name) for name in files]
         longest = max(
             ((last - first + 1, function) for name in files for function, first, last in functions(name).values()),
             default=(0, ""),
         )
-        table[room] = {
+        table[folder] = {
             "files": len(files),
             "lines": sum(lengths),
             "median": median(lengths),
@@ -106,7 +105,7 @@ def package() -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """Of the demo model, with a recorder in each of its processes; its URL."""
+    """Runs a server of the demo model with a recorder in each of its processes; yields its URL."""
     entries = [resolve_name(entry).__qualname__ for entry in STEP]
     (folder / "sitecustomize.py").write_text(START_UP.format(str(folder), f"{PACKAGE}/", entries), encoding="utf-8")
     command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", "0", "--threads", "1"]
@@ -129,7 +128,7 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def ask(url: str, question: str, picture: str) -> int:
-    """The answer's number of events."""
+    """Asks a question about a picture; returns the number of events of the answer."""
     data = base64.b64encode((PICTURES / picture).read_bytes()).decode()
     parts = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
@@ -144,7 +143,7 @@ def ask(url: str, question: str, picture: str) -> int:
 
 
 def trace() -> tuple[Places, Places]:
-    """Where the request led, and the step."""
+    """Returns the functions of the recorded request and those of its steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         switch = shared(folder / "switch", 1)
@@ -168,7 +167,7 @@ def trace() -> tuple[Places, Places]:
 
 
 def reach(places: Places) -> dict[str, dict[str, int]]:
-    """Of each file that was reached: its lines, and those of the functions that ran."""
+    """Lines of each file that was reached ("lines") and of the functions that ran in it ("ran")."""
     table = {}
     for name in sorted({name for name, _ in places}):
         ran = [functions(name)[line] for file, line in places if file == name and line in functions(name)]
@@ -186,8 +185,8 @@ def total(files: dict[str, dict[str, int]]) -> dict[str, int]:
 
 def print_reach(title: str, files: dict[str, dict[str, int]], *, each: bool) -> None:
     print(f"\n{title:<36} files  lines    ran")
-    for room, names in by_room(files).items():
-        print("  {:<34} {files:5d} {lines:6d} {ran:6d}".format(room, **total({name: files[name] for name in names})))
+    for folder, names in by_folder(files).items():
+        print("  {:<34} {files:5d} {lines:6d} {ran:6d}".format(folder, **total({name: files[name] for name in names})))
         for name in names if each else ():
             print("    {:<38} {lines:6d} {ran:6d}".format(name, **files[name]))
     print("  {:<34} {files:5d} {lines:6d} {ran:6d}".format("all", **total(files)))
@@ -199,20 +198,22 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="name each file")
     arguments = parser.parse_args()
     request, step = map(reach, trace())
-    wings = {name: step.pop(name) for name in list(step) if name.startswith(WINGS)}
-    rooms = package()
+    optional = {name: step.pop(name) for name in list(step) if name.startswith(OPTIONAL)}
+    folders = package()
     if arguments.json:
-        document = {"request": request, "step": step, "wings_of_the_step": wings}
+        document = {"request": request, "step": step, "optional_parts_of_the_step": optional}
         totals = {name: total(files) for name, files in document.items()}
-        print(json.dumps({"totals": totals, **document, "package": rooms}, indent=1))
+        print(json.dumps({"totals": totals, **document, "package": folders}, indent=1))
         return
     print_reach("one picture request", request, each=arguments.files)
     print_reach("one scheduling step", step, each=arguments.files)
-    if wings:
-        print_reach("its wings", wings, each=arguments.files)
+    if optional:
+        print_reach("its optional parts", optional, each=arguments.files)
+    print()
+    print_step(functions=arguments.files)
     print(f"\n{'the package':<36} files  lines median  longest function")
-    for room, row in rooms.items():
-        print("  {:<34} {files:5d} {lines:6d} {median:6g} {longest_function:4d}  {its_name}".format(room, **row))
+    for folder, row in folders.items():
+        print("  {:<34} {files:5d} {lines:6d} {median:6g} {longest_function:4d}  {its_name}".format(folder, **row))
 
 
 if __name__ == "__main__":

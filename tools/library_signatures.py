@@ -29,7 +29,7 @@ def facts_of(wheel: Path, package: str, names: Sequence[str]) -> dict[str, objec
 
 
 def _signature(sources: Mapping[str, str], package: str, name: str) -> str:
-    """As in a definition, without annotations."""
+    """Parameters as a definition has them, without annotations. Raises LookupError."""
     outer, _, method = name.partition(".")
     for node in ast.walk(ast.parse(sources[f"{package}/__init__.py"])):
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -42,7 +42,7 @@ def _signature(sources: Mapping[str, str], package: str, name: str) -> str:
 
 
 def _defined(body: Sequence[ast.stmt], name: str) -> ast.stmt:
-    """The last of that name: those before are overloads."""
+    """The last definition of that name: those before it are overloads."""
     return [node for node in body if getattr(node, "name", None) == name][-1]
 
 

@@ -1,6 +1,6 @@
-"""Notes which functions of the package run in this process, while a switch is on: what `count_path` puts into each one.
+"""Records which functions of the package run in this process while a switch is on. Used by `count_path`.
 
-A child may be without environment, disk and time to say goodbye: the switch and the notes are shared memory.
+The switch and the notes are shared memory: a child process may have no environment and no disk, and may be killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def shared(path: Path, size: int) -> mmap.mmap:
 
 
 def record(folder: Path, package: str, entries: Collection[str]) -> None:
-    """Each function once per value of the switch, and once more if it runs below one of `entries` (qualified names)."""
+    """Starts the recorder. It notes each function once per value of the switch, and once more if it runs below one of
+    `entries` (qualified names)."""
     with (folder / "switch").open("rb") as file:
         switch = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
     notes = shared(folder / f"{os.getpid()}.notes", NOTES_BYTES)
@@ -39,7 +40,10 @@ def record(folder: Path, package: str, entries: Collection[str]) -> None:
         if found in seen:
             return
         seen.add(found)
-        lines = [(frame.f_globals["__file__"], frame.f_code.co_firstlineno), *((path, 0) for path in _structs(frame))]
+        lines = [
+            (frame.f_globals["__file__"], frame.f_code.co_firstlineno),
+            *((path, 0) for path in struct_files(frame)),
+        ]
         with lock:
             for path, line in lines:
                 notes.write(f"{found[0]}\t{found[1]:d}\t{path}\t{line}\n".encode())
@@ -56,8 +60,8 @@ def _is_below(frame: FrameType | None, entries: Collection[str]) -> bool:
     return False
 
 
-def _structs(frame: FrameType) -> list[str]:
-    """Files of the message types that a function names, whose constructors run in C and are not traced."""
+def struct_files(frame: FrameType) -> list[str]:
+    """Files of the message types that the function of `frame` names. Their constructors run in C and are not traced."""
     struct = getattr(sys.modules.get("msgspec"), "Struct", ())
     named = [frame.f_globals.get(name) for name in frame.f_code.co_names]
     modules = {value.__module__ for value in named if isinstance(value, type) and issubclass(value, struct)}

@@ -2,7 +2,7 @@
 
 Takes the source tree as it is and the Python that runs it: no network, no virtual environment; packages that are
 missing come from .whl/ (`make gpu-wheels`). The parts are in bench/gpu_check/plan.py: the first call has what says
-most, `--second` the rest, `--full` all sizes, `--decide` what the next steps hang on. A card, driver or package that no
+most, `--second` the rest, `--full` all sizes, `--decide` what decides the next steps. A card, driver or package that no
 check has run on is named before anything runs. One that fails or hangs takes nothing from the others, and all of them
 together end within `--budget` seconds. DIR gets gpu-check.tar.gz, with every part's output, one JSON document per
 benchmark and check.json, and summary.md beside it; both are refreshed after every part, every few seconds of one and on
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None, find: Callable[[], Machine] = look, 
     call = parser.add_mutually_exclusive_group()
     call.add_argument("--second", dest="call", action="store_const", const="second", help="what the first call left")
     call.add_argument("--full", dest="call", action="store_const", const="full", help="all sizes")
-    text = "what the next steps hang on, each with a question (bench/gpu_check/decide.py)"
+    text = "what decides the next steps, each with a question (bench/gpu_check/decide.py)"
     call.add_argument("--decide", dest="call", action="store_const", const=DECIDE, help=text)
     parser.set_defaults(call=CALLS[0])
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The call that answers what the next steps hang on: `make gpu-check ARGS=--decide`, planned for an H200.
+"""The call that answers the questions that decide the next steps: `make gpu-check ARGS=--decide`, planned for an H200.
 
 Each part has a question, with the figures between which its answer lies and what follows from it. They are written
 before the run and stand in summary.md beside what was measured (`answers.py`).
@@ -88,7 +88,7 @@ QUESTIONS = {
 
 
 def decisive(setup: Setup) -> list[Part]:
-    """In the order of what the plan hangs on most; 456 seconds are planned."""
+    """The parts, the most decisive first; 456 seconds are planned."""
     ops, engine, device, _ = files_by_kind()
     files = [*ops, *engine, *device]
     rows = ("--rows", "1,8,24,64,128")

@@ -1,7 +1,7 @@
 """FlashInfer's wheel, cut to what the engine uses of it: about 10 MiB instead of 59. Standard library only.
 
 Left out are the sources and headers of kernels, experiments, and kernels for mixtures of experts. What stays imports as
-before. It compiles nothing at first use, so kernels are put in that were compiled before (flashinfer_kernels.py); the
+before. It compiles nothing at first use, so kernels that were compiled before are added (flashinfer_kernels.py); the
 templates and sources that the package reads for one before it looks for the compiled one stay. Licences stay, and the
 file CHANGES beside them says what was done. A release that is laid out in another way is refused.
 """

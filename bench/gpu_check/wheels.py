@@ -31,7 +31,7 @@ BESIDE_FLASHINFER = (  # what its import needs and an image for CUDA work may la
     *("apache-tvm-ffi==0.1.15.post2", "nvidia-ml-py==13.615.71"),
     *("requests", "urllib3", "certifi", "idna", "charset-normalizer"),
 )
-# pip takes a wheel only of a platform that it is told by name.
+# pip only takes wheels of platforms that are named.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")

@@ -109,7 +109,8 @@ class Subject:
 
     @property
     def served_context(self) -> int:
-        """Tokens that an engine's block tables have room for, unless it is told otherwise or its caches hold fewer."""
+        """Tokens that an engine's block tables have room for, unless its configuration says otherwise or its caches
+        hold fewer."""
         return self.spec.language.max_position
 
     @property

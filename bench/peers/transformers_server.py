@@ -66,7 +66,7 @@ class Rows(BaseStreamer, StoppingCriteria):
                 _tell(job, text, *((None,) if job.done else ()))
 
     def end(self) -> None:
-        """Called when the batch is over; every job was told before."""
+        """Called when the batch is over; every job has its answer."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         return torch.tensor([job.done for job in self._jobs], device=input_ids.device)

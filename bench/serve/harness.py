@@ -56,7 +56,7 @@ class Harness:
     # ---- servers
 
     def serving(self, server: Server, with_limits: bool = True) -> Target:
-        """A warm server; the one before ends, unless it is the same. Ours is told the limits, unless that was turned
+        """A warm server; the one before ends, unless it is the same. Ours gets the limits, unless that was turned
         off. Raises ServerFailed."""
         extra: tuple[str, ...] = ()
         if server.takes_limits and with_limits and self.settings.limits_to_server:

@@ -1,8 +1,7 @@
 """Hill climbing over the fields of requests: which of them together make the loop work longest in one turn?
 
-Starts from the commit's seed, changes one to three fields at a time and keeps what takes longer. The best point is told
-with what it took, and `--replay` runs it alone.
-"""
+Starts from the commit's seed, changes one to three fields at a time and keeps what takes longer. The best point is
+printed with what it took, and `--replay` runs it alone."""
 
 from __future__ import annotations
 

@@ -3,10 +3,9 @@ with that of a piece of work which the same process does then.
 
 lag: the loop's thread takes little processor time between two of its turns. bystander: another client's stream is the
 same by byte, and the instance spends little time on others between two of its tokens. turn: while a client's job waits,
-at most two of each other client begin in that queue. blame: a fault of ours is never told as the client's, nor the
-other way round. footprint: at rest nothing is held and nothing has grown. ends: whoever is told to end does, with all
-its processes. walls: nothing of one client, of this machine or of its secrets reaches another.
-"""
+at most two of each other client begin in that queue. blame: a fault of ours is never reported as the client's, nor the
+other way round. footprint: at rest nothing is held and nothing has grown. ends: a process that is asked to end does,
+with all its processes. walls: nothing of one client, of this machine or of its secrets reaches another."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ MAX_LOG_BYTES = 64 << 10
 # Pools of bounded size fill up in their own time: so many threads of the front and of an instance are no growth.
 MAX_THREADS, INSTANCE_THREADS = 48, 16
 MORE_DESCRIPTORS = 6  # of the front: sandboxed children are started when they are needed, with a socket and a memfd
-ENDS_CPU_S = 1.0  # of those that are left, since they were told
+ENDS_CPU_S = 1.0  # of those that are left, since they were asked to end
 ENDS_S = 20.0  # on a machine that does much else
 
 
@@ -94,7 +93,7 @@ def turn(events: Iterable[tuple[str, str, str]], client: str, queues: Iterable[s
 def ours(answers: Iterable[Answer]) -> list[Finding]:
     """A good request whose answer suffered from a fault of ours: 200 or 503, nothing else."""
     wrong = [f"{a.status} {a.code} {a.body[:200]!r}" for a in answers if a.status not in (200, 503)]
-    return [Finding("blame", f"a fault of ours was told as {told}") for told in wrong]
+    return [Finding("blame", f"a fault of ours was reported as {told}") for told in wrong]
 
 
 def theirs(answers: Iterable[Answer]) -> list[Finding]:
@@ -185,7 +184,7 @@ async def _held(server: Server) -> list[str]:
 
 
 async def ends(pids: Iterable[int], told_at_cpu_s: dict[int, float], *, cpu_s: float = ENDS_CPU_S) -> list[Finding]:
-    """Waits for processes that were told to end. `told_at_cpu_s`: the seconds that each had used then."""
+    """Waits for processes that were asked to end. `told_at_cpu_s`: the seconds that each had used then."""
     left, deadline = set(pids), time.monotonic() + ENDS_S
     while True:
         left = {pid for pid in left if processes.is_running(pid)}

@@ -1,4 +1,4 @@
-"""One incarnation of an instance: a process with its two sockets, or a thread of this process.
+"""An incarnation of an instance: a process with its two sockets, or a thread of this process.
 
 Starts it, reports whether and how it has ended, kills it, hands it connections. `supervisor.py` makes the decisions.
 """

@@ -230,7 +230,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLink:
-    """One incarnation of an instance, as the frontend gets it. Only the frontend's loop calls `end.send`, which does
+    """An incarnation of an instance, as the frontend gets it. Only the frontend's loop calls `end.send`, which does
     nothing after the instance's death."""
 
     name: str

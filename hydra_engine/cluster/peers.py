@@ -57,7 +57,7 @@ class PeerLink:
     # ---- in
 
     def receive(self, emit: Callable[[PeerUp | FromPeer], None]) -> None:
-        """One read of what has arrived. Raises LinkError; nothing is emitted after that."""
+        """Reads once and emits the complete messages. Raises LinkError; nothing is emitted after that."""
         try:
             data = self._read()
         except BlockingIOError:
@@ -170,7 +170,7 @@ class PeerLink:
 
     @property
     def waits(self) -> bool:
-        """For the peer: to introduce itself, or to read."""
+        """True while the peer has to introduce itself or to read."""
         return not self.introduced or self.has_backlog
 
     def tick(self, max_ticks: int) -> None:
@@ -344,7 +344,7 @@ class PeerSockets:
             self._selector.modify(link, interest)
 
     def _take_connection(self) -> None:
-        """One datagram of the control socket; what cannot be read is dropped, for the supervisor tries again."""
+        """Reads one datagram of the control socket. An unreadable one is dropped, since the supervisor tries again."""
         try:
             datagram, descriptors = receive_with(self._control, _CONNECT_BYTES, 1)
         except BlockingIOError:

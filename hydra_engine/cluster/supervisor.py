@@ -135,7 +135,8 @@ class Supervisor:
         return tuple(member.state() for member in self._members.values())
 
     def set_role(self, name: str, role: Role) -> None:
-        """Which stages it serves from now on, after restarts too. Raises ConfigError if it was not loaded for them."""
+        """Changes the stages that the instance serves, after restarts too. Raises ConfigError if it was not loaded for
+        them."""
         member = self._members[name]
         if not role or role not in member.loaded:
             raise ConfigError(

@@ -98,7 +98,7 @@ def calibrate(site: Site, progress: Callable[[int, int], None], deadline_s: floa
 
 
 class _Run:
-    """One calibration: the requests registered with the lanes, and the times measured so far."""
+    """A calibration: the requests registered with the lanes, and the times measured so far."""
 
     def __init__(self, site: Site, deadline_s: float) -> None:
         self._site = site
@@ -172,8 +172,8 @@ class _Run:
     # ---- time
 
     def _affordable(self, point: Point) -> bool:
-        """Whether the point ends in time, judged by its last visit or by the nearest point of its kind; the first of a
-        kind is tried. The very first point is always measured: without it there is nothing to fit."""
+        """True if the point is expected to end in time, by its last visit or by the nearest point of its kind. Also
+        true for the first point of a kind, and always for the very first: without it there is nothing to fit."""
         expected = self._expected_s(point) or 0.0
         return not self._wall_s or self._site.clock.now() + expected < self._deadline
 
@@ -283,7 +283,8 @@ class _Run:
         return None
 
     def _collect(self, count: int) -> list[StepResult]:
-        """At least the next `count` results, each lane's in order."""
+        """Waits for at least `count` results and returns them, each lane's in order. Raises BackendError if none
+        comes."""
         results: list[StepResult] = []
         while len(results) < count:
             if not self._site.wake.wait(_LOST_S):
@@ -304,7 +305,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Track:
-    """One lane while both are measured. `step_s`: time of a step alone."""
+    """A lane while both are measured. `step_s`: seconds of a step alone."""
 
     point: LanguagePoint | VisionPoint
     step_s: float

@@ -229,7 +229,7 @@ def processor_name() -> str:
 
 
 def _with_estimated_vision(surface: CostSurface, spec: ModelSpec, vision: VisionSpec, reach: Reach) -> CostSurface:
-    """At the rate of a full prefill step."""
+    """Estimates encodes from the FLOP rate of a full prefill step."""
     tokens, patches = reach.rows, max(reach.patches, 1)
     full_s = surface.language_s(LanguageLoad(0, 0, tokens, tokens * (tokens + 1) / 2, 1))
     rate = tokens * spec.language.flops_per_token(tokens // 2) / full_s

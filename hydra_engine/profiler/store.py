@@ -108,8 +108,9 @@ def model_identity(directory: Path) -> str:
 
 
 def file_name(directory: Path, identity: Identity) -> str:
-    """One name per model directory and settings, the same for other versions of the model or the engine, so that an
-    outdated profile is replaced. Empty fields of `_LATER` are left out, so that older profiles keep their name."""
+    """Name of the profile of a model directory and settings, the same for other versions of the model or the engine, so
+    that an outdated profile is replaced. Empty fields of `_LATER` are left out, so that older profiles keep their
+    name."""
     lasting = msgspec.structs.replace(identity, model=str(directory.resolve()), engine="", schema=0)
     settings = {key: value for key, value in msgspec.structs.asdict(lasting).items() if value or key not in _LATER}
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name)[:40]

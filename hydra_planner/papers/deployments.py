@@ -56,8 +56,8 @@ def num_devices(text: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """`devices`: kinds in the order of a layout's devices, the last one for all that follow. `load`: a name of
-    `workload/generators.py`, `requests` of it. Instances are told the limits, unless not `told`: then requests are
-    judged by them and nothing else."""
+    `workload/generators.py`, `requests` of it. `told`: instances get the limits; if False, they only judge the
+    requests."""
 
     model: str
     devices: tuple[str, ...]

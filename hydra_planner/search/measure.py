@@ -52,7 +52,8 @@ class Question:
         return Site(self.spec, config, devices, self.host)
 
     def limited(self) -> Question:
-        """Instances are told the limits, so that their budgets follow from them."""
+        """The question with the limits in the configuration of the instances, so that their budgets follow from
+        them."""
         scheduler = replace(self.config.scheduler, ttft_slo=self.limits.ttft_s, tpot_slo=self.limits.tpot_s)
         return replace(self, config=replace(self.config, scheduler=scheduler))
 

@@ -17,7 +17,7 @@ from hydra_planner.simulator.machine import Machine
 from hydra_planner.simulator.node import Node, Site
 from hydra_planner.simulator.worker import Surroundings
 
-# From the end of a process until the frontend is told, as the supervisor looks for such ends.
+# From the end of a process until the frontend learns of it: the supervisor's interval between looks.
 NOTICED_S = 0.05
 
 
@@ -130,7 +130,7 @@ class SimulatedCluster:
 
     def _receive(self, node: Node, messages: Sequence[ToFrontend]) -> None:
         if self.nodes.get(node.name) is not node:
-            return  # an earlier life, of which nothing is heard once its end was told
+            return  # an earlier life: its messages are dropped once its end is known
         states = [message for message in messages if isinstance(message, PeerState)]
         for state in states:
             self._on_peer(node.name, state)

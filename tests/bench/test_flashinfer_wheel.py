@@ -184,7 +184,7 @@ def gen_batch_decode_module(*given):
 def test_kernels_are_compiled_by_the_packages_commands_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The compilers here write down what they are told."""
+    """Compilers that write down their arguments."""
     tool = tmp_path / "tool"
     tool.write_text('#!/bin/sh\nsaid="$*"\nwhile [ "$1" != -o ]; do shift; done\necho "$said" > "$2"\n')
     tool.chmod(0o755)

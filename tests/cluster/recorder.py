@@ -1,4 +1,4 @@
-"""A listener that writes down what it is told and checks the order that every frontend may rely on."""
+"""A listener that records its events and checks the order that every frontend may rely on."""
 
 from __future__ import annotations
 

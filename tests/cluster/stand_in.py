@@ -1,8 +1,8 @@
 """An instance that computes nothing: the real process, channel and peer sockets around a loop that only reports.
 
-Started like a real one with `python -m tests.cluster.stand_in`. How it starts is told by the environment variable
+Started like a real one with `python -m tests.cluster.stand_in`. The environment says how it starts, in a variable
 STAND_IN_<NAME>: "fail" (a ConfigError), "exit" (code 3, without a word), "hang" (sleeps before it is ready), "deaf"
-(ignores Shutdown), "slow" (computes before it ends). What it does later is told by SetFault: "exit" (code 7), "leave"
+(ignores Shutdown), "slow" (computes before it ends). SetFault says what it does later: "exit" (code 7), "leave"
 (code 0), "offer" and "garble" (argument: the peer).
 """
 

@@ -202,7 +202,7 @@ def test_a_message_before_the_introduction_ends_the_connection(nodes: list[Node]
         (struct.pack("<I", 5) + b"hello", "unreadable"),
         (struct.pack("<I", wire.MAX_PEER_FRAME_BYTES + 1), "over the limit"),
         (hello(), "twice"),
-        (wire.encode_frames([PeerState("e0", 1, True)]), "unreadable"),  # what only the frontend is told
+        (wire.encode_frames([PeerState("e0", 1, True)]), "unreadable"),  # a message to the frontend only
     ],
 )
 def test_a_bad_frame_ends_only_its_connection(nodes: list[Node], frame: bytes, problem: str) -> None:

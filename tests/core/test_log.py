@@ -54,7 +54,7 @@ def test_tracebacks_are_indented(lines: tuple[logging.Logger, io.StringIO]) -> N
 
 
 class Pipe:
-    """The smallest that the system gives, with a reader that comes when it is told to."""
+    """A pipe of the smallest size, read on demand."""
 
     def __init__(self) -> None:
         self.out, self.into = os.pipe()

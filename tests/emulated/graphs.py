@@ -125,7 +125,7 @@ class Capturing:
     def __exit__(self, *raised: Any) -> None:
         self._stream.trace = None
         self._taken.__exit__(*raised)
-        if self._graph.trace.is_invalid:  # nobody is told, and the thread stays on the stream
+        if self._graph.trace.is_invalid:  # no error is reported, and the thread stays on the stream
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self._streams.captures.end(self._pool)
         self._graph.has_ended = True

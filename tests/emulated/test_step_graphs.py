@@ -34,7 +34,7 @@ from tests.worker.test_mixed_graphs import expected_texts, joining, texts
 from tests.worker.test_real_model import with_pictures
 from tools.miniatures import make_tiny
 
-# Of a step that is a graph: what is sent, put in its place twice, the graph, and two copies to the host; and of rows
+# Of a step that is a graph: what is sent, copied to its place twice, the graph, and two copies to the host; and of rows
 # that are special eight for what they ask for, another graph and two more copies.
 LAUNCHES, SPECIAL_LAUNCHES = 6, 11
 

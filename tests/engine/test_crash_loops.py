@@ -82,7 +82,7 @@ def test_without_an_encoder_text_is_served_and_pictures_fail_at_once(tiny_model:
         rig = Rig(engine, REQUESTS, golden)
         handles = rig.submit()
         drive_to_failure(rig, "e0")
-        for index, handle in handles:  # those that waited for it in vain are told, the others have ended
+        for index, handle in handles:  # those that waited for it get an error, the others have ended
             answer = ended(handle)
             right = not isinstance(answer, HydraError) and outcome_of(answer) == golden[index]
             assert right or (answer.code == "instance_lost" and index in PICTURES), answer

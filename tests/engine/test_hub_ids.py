@@ -21,7 +21,7 @@ def test_the_same_answer_as_from_the_folder(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     fill_cache(tmp_path, NAME, tiny_model, revision="v2")
-    # A process of its own knows nothing of this test's cache: it is told the folder.
+    # A process of its own does not know this test's cache: it gets the folder.
     engine = make_engine(model=NAME, revision="v2", processes=True)
     assert engine.model_name == engine.summary.model == NAME
     asked = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

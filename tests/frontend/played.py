@@ -142,7 +142,7 @@ class Played:
                 self.end(number, Departure.MOVED)  # refused
             return
         assert theirs.source == self.name and theirs.stages == "D"
-        assert part.tokens[: len(theirs.tokens)] == theirs.tokens, "the target was told other tokens"
+        assert part.tokens[: len(theirs.tokens)] == theirs.tokens, "the target got other tokens"
         theirs.tokens = list(part.tokens)
         theirs.decodes = True
         self.end(number, Departure.MOVED)

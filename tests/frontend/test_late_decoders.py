@@ -53,7 +53,7 @@ def test_a_request_decodes_where_there_is_room_when_its_prefill_begins() -> None
 
 
 def test_a_first_token_may_come_before_the_decoder_is_known() -> None:
-    """What the decoder is told is what its source was told: it gets that token with the KV."""
+    """The decoder gets the same request as its source: the first token comes to it with the KV."""
     rig, request = waiting("P+D")
     rig.down("d0")
     ask(rig)

@@ -1,4 +1,4 @@
-"""Limits of single instances: who gets which, and what a wrong text is told."""
+"""Limits of single instances: which instance gets which, and how a wrong text is refused."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_errors_of_python_are_told_by_their_place() -> None:
 
 
 def test_a_model_that_computes_something_else_in_our_stages_is_refused(gemma3: Path, reference: Backend) -> None:
-    """Here because it is told that pictures do not see themselves."""
+    """Its pictures would be computed without bidirectional attention."""
     spec = spec_of(gemma3)
     assert spec.vision is not None and spec.processor is not None and spec.processor.whole
     wrong = replace(spec, vision=replace(spec.vision, processor=replace(spec.processor, whole=False)))

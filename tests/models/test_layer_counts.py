@@ -186,7 +186,7 @@ def test_files_of_gguf_are_counted(
 
 
 def test_memory_for_layers_that_are_not_there_is_not_asked_for(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
-    """The layers are the reason that is told, and memory where the layers are there."""
+    """The refusal names the layers, and memory only where the layers exist."""
     directory = copy(checkpoint("counted-llama", "llama"), tmp_path)
     with pytest.raises(ResourceError, match="kv-cache-gib"):
         Engine(str(directory), device="cpu", kv_cache_gib=1e-6, progress=False)

@@ -144,7 +144,7 @@ def test_matrices_that_become_tensors_are_told(checkpoint: CheckpointFactory, tm
         write_checkpoint(plain, tmp_path / name, METHODS[name])
         spec = load_spec(tmp_path / name)
         model = load_model(tmp_path / name, spec, backend, EPD)
-        assert bool(model.notes) is told
+        assert bool(model.notes) == told
         assert model.weights_bytes == pytest.approx(spec.language_bytes(4, 4), rel=0.12)
         assert not told or "7 matrices" in model.notes[0]
 

@@ -1,4 +1,4 @@
-"""FlashInfer's calls as far as they are used, which compute with the reference what they were told, and object to what
+"""FlashInfer's calls as far as they are used, computed by the reference from their arguments, refusing what
 the real ones cannot do: arguments that the package's signatures do not have, a plan while a graph is captured, another
 batch size, a schedule that another plan has written over, a pinned copy that is still under way.
 

@@ -1,5 +1,5 @@
 """The other process of test_shared_memory.py: owns a pool and control words, sends their descriptors over an inherited
-socket and does what it is told, one JSON document per line. `python -m tests.ops.memory_peer FD NUM_BYTES`."""
+socket and follows commands, one JSON document per line. `python -m tests.ops.memory_peer FD NUM_BYTES`."""
 
 import itertools
 import json

@@ -1,5 +1,5 @@
 """What FlashInfer is asked for. The package itself is not needed: `flashinfer_library` has its
-calls, and computes what it is told, so that wrong pages give wrong numbers."""
+calls and computes from their arguments, so that wrong pages give wrong numbers."""
 
 import threading
 from collections.abc import Sequence

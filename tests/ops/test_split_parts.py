@@ -211,7 +211,7 @@ def test_the_note_says_how_counts_were_rounded() -> None:
         "multiprocessors while both models run: 32 for tokens and 100 for pictures; else all for either"
     )
     assert note_of((32,), [(32, 96)], 132).endswith(
-        "else all for either; 4 left over, which the driver puts in no part"
+        "else all for either; 4 left over, which the driver leaves out of every part"
     )
     assert note_of((30, 64), [(32, 100), (64, 68)], 132) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures (30 asked for, the device divides "

@@ -166,7 +166,7 @@ def test_flashinfer_takes_what_the_host_knows(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_all_candidates_of_a_tower_are_measured(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
-    """Of a tower with windows, on its own shapes; what cannot be tried is told."""
+    """A tower with windows, on its own shapes; candidates that cannot run are reported."""
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     tower, by_triton, result = Tower(2, 80, 300, 64), Triton(), Measured({}, {}, "")
     monkeypatch.setattr(tower_attention, "takes", lambda *tensors: False)

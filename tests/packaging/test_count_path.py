@@ -1,5 +1,5 @@
-"""What counts the way of a request: sums that add up, functions by where they begin, and a recorder that sees threads,
-generated code and what runs below an entry, while its switch is on."""
+"""`tools.count_path`: sums add up, functions are found by their first lines, and the recorder sees threads, generated
+code and calls below an entry while its switch is on."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_a_recorder_sees_what_runs_while_the_switch_is_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_rooms_add_up_to_the_package() -> None:
-    rooms = package()
-    everything = rooms.pop("all")
+def test_the_folders_add_up_to_the_package() -> None:
+    folders = package()
+    everything = folders.pop("all")
     for key in ("files", "lines"):
-        assert sum(room[key] for room in rooms.values()) == everything[key]
+        assert sum(folder[key] for folder in folders.values()) == everything[key]
     assert everything["files"] == len(list(PACKAGE.rglob("*.py")))
-    assert everything["longest_function"] == max(room["longest_function"] for room in rooms.values())
+    assert everything["longest_function"] == max(folder["longest_function"] for folder in folders.values())
 
 
 def test_a_function_counts_with_its_decorators_and_only_once() -> None:
@@ -104,10 +104,10 @@ def test_a_request_is_followed_through_all_its_processes() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    request, step = document["request"], document["step"] | document["wings_of_the_step"]
-    rooms = {name.split("/")[0] for name in request}
-    assert {"server", "engine.py", "core", "scheduler", "cache", "worker", "models", "backend"} <= rooms
-    assert not rooms & {"cli", "transfer"}
+    request, step = document["request"], document["step"] | document["optional_parts_of_the_step"]
+    folders = {name.split("/")[0] for name in request}
+    assert {"server", "engine.py", "core", "scheduler", "cache", "worker", "models", "backend"} <= folders
+    assert not folders & {"cli", "transfer"}
     for entry in STEP:
         assert entry.partition(":")[0].replace(".", "/").removeprefix("hydra_engine/") + ".py" in step
     assert set(step) < set(request)

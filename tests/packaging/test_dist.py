@@ -40,7 +40,7 @@ print(hydra_engine.__file__, hydra_kernels.__path__[0], _C.__file__, *sys.path, 
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """Without a network, and without what this process was told about paths."""
+    """Runs without a network and without this process's variables for paths."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "HYDRA_"))}
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(

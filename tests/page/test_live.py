@@ -374,7 +374,7 @@ def test_chat_engine_or_both_and_the_choice_is_remembered(served: Scripted, new_
     assert tab.get("timeline").bounding_box()["height"] > wide["height"] + 300
     tab.press("Split")
     tab.page.set_viewport_size({"width": 1000, "height": 900})
-    tab.page.locator(".live").wait_for(state="hidden")  # the page is told of its size behind this call
+    tab.page.locator(".live").wait_for(state="hidden")  # the page learns its size after this call
     assert shown() == (True, False) and not tab.page.get_by_role("button", name="Split").is_visible()
     tab.press("Engine")
     assert shown() == (False, True)

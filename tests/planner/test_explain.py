@@ -1,4 +1,4 @@
-"""The closed forms of HeteroServe against the paper's own numbers, and what is told of a workload."""
+"""The closed forms of HeteroServe against the paper's own numbers, and the description of a workload."""
 
 from __future__ import annotations
 

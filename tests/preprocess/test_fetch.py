@@ -103,7 +103,7 @@ NORMALISED = ["http://１２７.0.0.1/", "http://127。0。0。1/", "http://①�
 
 @pytest.fixture
 def connects(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every address that a socket of this process is told to connect to."""
+    """The addresses to which sockets of this process connect."""
     seen: list[object] = []
     real = socket.socket.connect
 
@@ -470,7 +470,7 @@ async def test_one_slow_host_keeps_nobody_from_another(
     assert await ask("quick.test") == BODY
     assert len(host.requests) == 3  # two of the slow host's
     found = await asyncio.gather(*slow)
-    # Two at a time, and who has no turn in time is told that it is not the host's fault.
+    # Two at a time, and one without a turn in time gets an error that does not blame the host.
     assert found.count(MediaFetchFailed) >= 2 and set(found) <= {MediaFetchFailed, Unavailable}
     assert fetcher._slots_of_host == {}
     fetcher.close()

@@ -1,4 +1,4 @@
-"""Grammars at the door: good ones pass, wrong ones are told so, and hostile ones cost one child at most."""
+"""Grammars at the door: good ones pass, wrong ones are refused, and hostile ones cost one child at most."""
 
 from __future__ import annotations
 

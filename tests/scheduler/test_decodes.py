@@ -1,4 +1,4 @@
-"""The table of decodes against plain lists: stop tokens, ends, gaps, spans, block tables and what is told of a step."""
+"""The table of decodes against plain lists: stop tokens, ends, gaps, spans, block tables and the summary of a step."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_plans_share_what_does_not_change_while_the_same_requests_decode() -> No
     s.finish_all()
 
 
-# ---- what is told
+# ---- the summary of a step
 
 
 def test_tokens_with_log_probabilities_travel_alone_and_all_others_together() -> None:

@@ -170,7 +170,7 @@ def test_with_every_slot_taken_waiting_requests_are_no_demand() -> None:
     assert (s.pending.num_prefills, s.pending.prefill_tokens) == (0, 0)
 
 
-# ---- what is told
+# ---- what is reported
 
 
 def test_a_step_comes_back_with_its_load_its_budget_and_how_long_tokens_lie_apart() -> None:

@@ -121,7 +121,7 @@ class StubHandle:
         return tuple(prompt)
 
     def _prompt_logprobs(self) -> tuple[TextLogprob | None, ...] | None:
-        """Each token is as likely as its place, and the second best one, unless the engine was told otherwise."""
+        """Each token is as likely as its place, and the second best one, unless the engine has its own."""
         if self._engine.prompt_logprobs is not None:
             return self._engine.prompt_logprobs
         num_top = self._call.sampling.prompt_logprobs

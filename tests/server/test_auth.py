@@ -164,7 +164,7 @@ def test_the_admin_key_is_no_api_key(tmp_path: Path) -> None:
         ring(key_file(tmp_path, "alice:same\n"), admin="same")
 
 
-# ---- what is told about keys
+# ---- what clients learn about keys
 
 
 async def test_names_are_in_logs_and_metrics_and_keys_are_nowhere(

@@ -1,4 +1,4 @@
-"""DELETE /v1/requests/{id}: what it ends, what it does not reach, and what the one who waits is told."""
+"""DELETE /v1/requests/{id}: what it ends, what it does not reach, and what the waiting client gets."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_waiting_after_the_first_token_is_decode_queue_and_computing_again_is_pr
         language("decode", 0.040, 0.060),
     ]
     assert taken(spans, 0.060, ttft_s=0.010) == {"prefill": 20.0, "decode_queue": 20.0, "decode": 20.0}
-    # Who does not say when the first token came is told that it came with the last prefill.
+    # Without the time of the first token it counts as coming with the last prefill.
     assert taken(spans, 0.060) == {"prefill": 20.0, "prefill_queue": 20.0, "decode": 20.0}
 
 

@@ -87,7 +87,7 @@ def test_a_bug_in_a_lane_ends_the_worker_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_warm_up_that_breaks_the_device_says_so_and_ends() -> None:
-    """Whoever waits for the lane is told, also by what the device raises itself."""
+    """Callers that wait for the lane get the error, also one that the device raises itself."""
 
     class Failing(FakeModel):
         def encode(self, *_: Any) -> None:

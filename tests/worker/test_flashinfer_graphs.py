@@ -109,7 +109,7 @@ def test_replays_give_the_tokens_of_the_reference(
         assert generate(*made) == expected(model_dir)
         leave(rig, made)
         assert len(device.replays) == 7 and library.plans.count("DecodeGraph") == 7
-    assert "FlashInfer cuts prompts" in rig.worker.notes[-1], "steps with prompts are not captured, and nobody is told"
+    assert "FlashInfer cuts prompts" in rig.worker.notes[-1], "steps with prompts are not captured, and no note says so"
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def eager_switches() -> Iterator[None]:
 
 
 class VisionThread:
-    """Does what it is told, one call after another; `settle` returns when it has done all or waits at the gate."""
+    """Runs its calls one after another; `settle` returns when it has done all or waits at the gate."""
 
     def __init__(self, gate: LaneGate) -> None:
         self._gate = gate

@@ -58,7 +58,7 @@ HINT_WEIGHT = 10.0
 
 
 class Mixture:
-    """How often to ask each kind of question: in proportion to how often it goes wrong."""
+    """Draws kinds of questions in proportion to their error rates."""
 
     FLOOR = 0.05
     MEMORY = 0.98
@@ -96,7 +96,7 @@ class Batch:
 
 @dataclass
 class Row:
-    """One row under construction."""
+    """A row under construction."""
 
     tokens: list[int]
     segments: list[int] = field(init=False)  # 0 is the prefix, which all other segments see
@@ -128,7 +128,7 @@ class Row:
 
 
 def to_pixels(images: list[Image.Image]) -> torch.Tensor:
-    """What the processor does to square pictures, for a whole batch at once."""
+    """Resizes and normalises square pictures as the processor does, [N, 3, size, size]."""
     small = [
         im if im.width == IMAGE_SIZE else im.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC) for im in images
     ]

@@ -42,7 +42,7 @@ TEST_SHARE = 10  # one scene in this many is kept out of training
 
 @dataclass(frozen=True, order=True)
 class Thing:
-    """One coloured shape in one cell of the grid (0 to 8, in reading order)."""
+    """A coloured shape in a cell of the grid (0 to 8, in reading order)."""
 
     cell: int
     colour: str

@@ -37,7 +37,7 @@ REPORT_EVERY, SAVE_EVERY = 100, 500
 
 @dataclass(frozen=True)
 class Stage:
-    """How long a stage trains and how fast."""
+    """Length and learning rate of a stage of the training."""
 
     name: str
     steps: int

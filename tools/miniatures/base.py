@@ -1,4 +1,4 @@
-"""What every random checkpoint is made with: family descriptions, a byte-level tokenizer, seeded weights."""
+"""Common parts of the random checkpoints: family descriptions, a byte-level tokenizer, seeded weights."""
 
 from __future__ import annotations
 

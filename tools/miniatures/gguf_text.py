@@ -89,7 +89,7 @@ def finish(writer: Any) -> None:
 
 
 def text_name(name: str) -> str | None:
-    """In GGUF, of a tensor's name in the directory; None: it is not the text model's."""
+    """GGUF name of a tensor of the directory; None if it is not part of the text model."""
     head = renamed(name.removeprefix("language_model."), _HEAD)
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
     return head if head is not None or prefix is None else renamed(name.removeprefix(prefix), _TEXT)

@@ -159,7 +159,7 @@ def make_bench_checkpoint(directory: Path, *, seed: int = 0, size: str = "0.5b",
 
 
 def _describe(directory: Path, config: Any) -> None:
-    """All files but the weights."""
+    """Writes the files besides the weights."""
     config.architectures = ["LlavaForConditionalGeneration"]
     config.dtype = "bfloat16"
     config.save_pretrained(directory)

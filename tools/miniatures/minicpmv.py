@@ -52,7 +52,8 @@ def _build_config(text: Mapping[str, Any], vision: Mapping[str, Any], overrides:
 
 
 def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
-    """As MiniCPMV4_6Processor writes it, which needs torchvision. Its mode makes as many tokens as the model."""
+    """Writes the files of MiniCPMV4_6Processor, which itself needs torchvision. Its mode makes as many tokens as the
+    model."""
     tokenizer.save_pretrained(directory)
     transformers.PreTrainedTokenizerFast.from_pretrained(directory, **MARKS, **PLACEHOLDERS).save_pretrained(directory)
     rounds = config.merger_times + (config.downsample_mode != "4x")

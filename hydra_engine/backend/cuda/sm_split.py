@@ -308,7 +308,7 @@ def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int) -
     ]
     others = f"; with a TPOT limit also {', '.join(partitions[1:])}, step by step" if len(partitions) > 1 else ""
     unused = num_sms - sum(sms[0])
-    left = f"; {unused} left over, which the driver puts in no part" if unused else ""
+    left = f"; {unused} left over, which the driver leaves out of every part" if unused else ""
     return f"multiprocessors while both models run: {partitions[0]}; else all for either{others}{left}"
 
 

@@ -162,7 +162,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 class Weight:
-    """One tensor of the checkpoint, kept unchanged or as the result of `transform`."""
+    """A tensor of the checkpoint, kept unchanged or as the result of `transform`."""
 
     tensor: Tensor
 

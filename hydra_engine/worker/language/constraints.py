@@ -33,7 +33,7 @@ MAX_KEPT_BYTES = 32 << 20  # compiled for requests that are gone
 # it, each of two a third.
 MAX_USED_BYTES = 1 << 30
 STEP_BYTES = 4 << 10  # by which what has been compiled grows with each token that is followed, or less
-TRIM_BYTES = 16 << 20  # let go of since the heap was trimmed
+TRIM_BYTES = 16 << 20  # freed since the heap was trimmed
 MAX_STEPS = 1 << 11  # after which a grammar is compiled anew for who comes next: what grows has a limit of its own
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -204,7 +204,7 @@ class Constraints:
         return lambda client: num_bytes.get(client, 0) <= num_free
 
     def _trim(self) -> None:
-        """Lets go of what nobody uses, first of what was used longest ago."""
+        """Frees compiled grammars that no request uses, the least recently used first."""
         unused = {key: compiled.num_bytes for key, compiled in self._kept.items() if not compiled.num_users}
         num_bytes = sum(unused.values())
         for key, size in unused.items():
@@ -229,7 +229,7 @@ class GrammarConstraint:
         self._compiled, self._matcher = compiled, compiled.matcher.copy()
 
     def end(self) -> None:
-        """Lets go of what has been compiled. Whoever has this may not ask it any more."""
+        """Frees the compiled grammar. The constraint must not be used afterwards."""
         self._compiled = self._matcher = self._prepared = None
 
     @property

@@ -84,7 +84,7 @@ def test_an_invalid_pull_waits_for_the_next_offer_and_asks_nobody() -> None:
 
 
 def test_of_two_offers_for_an_image_none_is_refused_before_the_features_are_here() -> None:
-    """The one that comes later may be gone already, which is told later still."""
+    """The later offer may have expired already, and the message that says so comes later still."""
     s = Part(P | D)
     s.put(make_request(1, A, 1), remote_images=frozenset({0}))
     s.told()
