@@ -65,9 +65,19 @@ class Server:
 def serving(*arguments: str) -> Iterator[Server]:
     """`hydra-engine serve demo`, with its route for tests. It ends with the caller's block, however that ends. Raises
     RuntimeError if it does not end well."""
-    command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", "0", "--threads", "1", *arguments]
-    environment = dict(os.environ, HYDRA_FAULTS="1")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.server",
+        "serve",
+        "demo",
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        *arguments,
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stderr is not None
         log: list[str] = []

@@ -41,7 +41,6 @@ from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Ack, Hello, Offer
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.transfer.exchange import Exchange
 
 DTYPE = torch.bfloat16
@@ -93,7 +92,7 @@ def serve(channel: socket.socket, options: argparse.Namespace) -> None:
     backend = make_backend(options.device, 1)
     caches = pools(options, backend, share=True, fill=1.0)
     results: list[PullResult] = []
-    exchange = Exchange(backend, caches, MonotonicClock(), FaultPoints(), results.append)
+    exchange = Exchange(backend, caches, MonotonicClock(), results.append)
     exchange.set_word(SLOT, WORD)
     exports, descriptors = exchange.exports()
     frame = encode_frames([Hello(TRANSFER_VERSION, "source", 1, exports)])
@@ -117,7 +116,7 @@ class Target:
         self.caches = pools(options, self.backend, share=False, fill=0.0)
         self.local = pools(options, self.backend, share=False, fill=2.0)  # what a plain copy reads
         self._results: SimpleQueue[PullResult] = SimpleQueue()
-        self.exchange = Exchange(self.backend, self.caches, MonotonicClock(), FaultPoints(), self._results.put)
+        self.exchange = Exchange(self.backend, self.caches, MonotonicClock(), self._results.put)
         self.helpers = ThreadPoolExecutor(options.threads)
         data, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 8, socket.MSG_CMSG_CLOEXEC)
         (body,) = FrameReader().feed(data)

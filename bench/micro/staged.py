@@ -22,7 +22,6 @@ from hydra_engine.core.plans import PullJob, PullResult, StagingResult
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Stage
 from hydra_engine.transfer.staging import StagedPulls, Staging
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.transfer.staging import NUM_PIECES
 
@@ -43,7 +42,7 @@ class Pair:
         self.source.data.normal_()
         backend.device.finish()
         self._results: SimpleQueue[PullResult | StagingResult] = SimpleQueue()
-        rest = MonotonicClock(), FaultPoints(), self._results.put
+        rest = MonotonicClock(), self._results.put
         self._from = Exchange(backend, {_KIND: self.source}, *rest, through_host=True)
         self._to = Exchange(backend, {_KIND: self.target}, *rest, through_host=True)
         exports, descriptors = self._from.exports()

@@ -51,7 +51,7 @@ class Server:
         self.log = ""
         self.log_bytes = 0
         self.arguments = ("serve", model, "--port", "0", "--topology", topology, *SMALL, *arguments)
-        environment = dict(os.environ, HYDRA_FAULTS="1", HYDRA_ADMIN_KEY=self.keys["admin"], PYTHONPATH=str(ROOT))
+        environment = dict(os.environ, HYDRA_ADMIN_KEY=self.keys["admin"], PYTHONPATH=str(ROOT))
         environment[turn_log.FOLDER] = str(self.folder)
         keys = ("--api-key-file", str(self.key_file)) if with_keys else ()
         self.process = subprocess.Popen(

@@ -100,7 +100,7 @@ def watched(
         task.cancel()
 
     def build_watched(*arguments: Any, **options: Any) -> web.Application:
-        app = build(*arguments, **options)
+        app = build(*arguments, **(options | {"debug_endpoints": True}))
         app.router.add_get("/siege", show)
         app.cleanup_ctx.append(tick)
         return app

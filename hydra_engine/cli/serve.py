@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hydra_engine import log
 from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.config import EngineConfig, ServerConfig, fault_points_enabled
+from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:
@@ -94,6 +94,5 @@ def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
             stop=engine.aclose,
             ready=announce,
             model_name=server.served_model_name,
-            debug_endpoints=fault_points_enabled(),
         )
     )

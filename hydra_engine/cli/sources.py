@@ -39,7 +39,7 @@ _MAX_KEY = 60  # characters of an unknown key that its message quotes
 # HYDRA_* variables that are not options: for tests, the extension and its build (setup.py).
 _OTHER_VARIABLES = frozenset(
     (
-        *("HYDRA_CONFIG", "HYDRA_FAULTS", "HYDRA_MAX_CPU_ISA", "HYDRA_CUDA_SYNC"),
+        *("HYDRA_CONFIG", "HYDRA_MAX_CPU_ISA", "HYDRA_CUDA_SYNC"),
         *("HYDRA_CPU_ONLY", "HYDRA_REQUIRE_CUDA", "HYDRA_CUDA_ARCHS", "HYDRA_NVCC_FLAGS", "HYDRA_BUILD_JOBS"),
     )
 )

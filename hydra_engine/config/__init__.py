@@ -24,7 +24,6 @@ from hydra_engine.config.environment import (
     environment_api_key_file,
     environment_api_keys,
     environment_settings,
-    fault_points_enabled,
     state_folder,
 )
 from hydra_engine.config.fields import MAX_LIMIT_S, parse_seconds
@@ -51,7 +50,6 @@ __all__ = [
     "environment_api_key_file",
     "environment_api_keys",
     "environment_settings",
-    "fault_points_enabled",
     "find_model",
     "parse_seconds",
     "state_folder",

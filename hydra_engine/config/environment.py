@@ -1,5 +1,5 @@
-"""Environment variables, which only this module reads: HYDRA_* (HYDRA_FAULTS, HYDRA_API_KEY and HYDRA_ADMIN_KEY for
-every engine, the others for the command line only), XDG_CACHE_HOME and XDG_STATE_HOME."""
+"""Environment variables, which only this module reads: HYDRA_* (HYDRA_API_KEY and HYDRA_ADMIN_KEY for every
+engine, the others for the command line only), XDG_CACHE_HOME and XDG_STATE_HOME."""
 
 from __future__ import annotations
 
@@ -36,8 +36,3 @@ def environment_api_key_file() -> str | None:
 
 def environment_admin_key() -> str | None:
     return os.environ.get("HYDRA_ADMIN_KEY") or None
-
-
-def fault_points_enabled() -> bool:
-    """True if HYDRA_FAULTS=1 enables fault points, for tests."""
-    return os.environ.get("HYDRA_FAULTS", "") == "1"

@@ -71,7 +71,6 @@ def run_instance(
                 clock=stack.clock,
                 look_ahead=bool(resolved.scheduler.look_ahead),
                 migration=hooks.migration,
-                arm_fault=stack.faults.arm if stack.faults.enabled else None,
             )
             summary = _summary(name, context, stack, hooks, time.monotonic() - began)
         except HydraError as error:

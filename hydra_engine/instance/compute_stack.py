@@ -33,7 +33,7 @@ from hydra_engine.backend.select import (
     weights_dtype,
 )
 from hydra_engine.clock import MonotonicClock
-from hydra_engine.config import EngineConfig, SchedulerConfig, fault_points_enabled
+from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.ports import ALONE, InstanceContext
@@ -42,7 +42,6 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.profiler.start import StepCosts, Subject, surface_for
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.limits import with_limits
 from hydra_engine.worker.memory.measure import measure
@@ -71,7 +70,6 @@ class ComputeStack:
     image_cache: PagedCache | None
     worker: Worker
     clock: MonotonicClock
-    faults: FaultPoints
     notes: tuple[str, ...]
 
 
@@ -95,7 +93,6 @@ def build_worker(
     decided = replace(config, deterministic=deterministic, sm_split=sm_split)
     backend, sharing_notes = _backend(decided, spec, context.role, chosen, dtype)
     resolved, plan, model = _load_and_size(decided, spec, backend, context, partial(progress, "weights"))
-    faults = FaultPoints(enabled=fault_points_enabled())
     share = backend.device.share if context.has_peers else None
     on = backend.device.torch_device
     with _memory_for("the caches"):
@@ -127,7 +124,6 @@ def build_worker(
         config=resolved,
         clock=clock,
         wake=wake.set,
-        faults=faults,
         states=states,
         role=context.role,
         working=plan.working,
@@ -139,7 +135,7 @@ def build_worker(
     of_device = (deterministic_note, *sharing_notes, _turns(chosen, context))
     notes = (dtype_reason, *filter(None, of_device), *lane_notes)
     caches = kv_cache, image_cache
-    return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, faults, notes)
+    return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, notes)
 
 
 def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:

@@ -81,7 +81,6 @@ def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) 
         stack.backend,
         caches,
         stack.clock,
-        stack.faults,
         worker.deliver,
         worker.run_job,
         through_host=through_host,
@@ -95,7 +94,6 @@ def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) 
         peers=connect(exports, descriptors),
         num_slots=exports.num_words,
         config=stack.config.cluster,
-        hit=stack.faults.hit,
     )
 
 

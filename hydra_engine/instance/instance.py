@@ -40,11 +40,11 @@ from hydra_engine.core.messages import (
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LaneResult, LanguagePlan, PullResult, ReadyResult, StagingResult, VisionResult
 from hydra_engine.core.roles import Role
-from hydra_engine.errors import ConfigError, RequestError, RequestFailed, Unavailable
+from hydra_engine.errors import RequestError, RequestFailed, Unavailable
 from hydra_engine.instance.ports import MigrationPort
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from hydra_engine.clock import Clock
     from hydra_engine.core.ids import RequestId
@@ -97,7 +97,6 @@ class Instance:
         clock: Clock,
         look_ahead: bool = False,
         migration: MigrationPort | None = None,
-        arm_fault: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
@@ -105,7 +104,6 @@ class Instance:
         self._outbox = outbox
         self._wake = wake
         self._clock = clock
-        self._arm_fault = arm_fault
         self._look_ahead = look_ahead
         self._migration = migration or MigrationPort()
         self._vision_in_flight: list[VisionPlan] = []  # the first one runs
@@ -167,18 +165,9 @@ class Instance:
             case QueryLedger():
                 outgoing.append(self._ledger(message.query_id))
             case SetFault():
-                self._set_fault(message)
+                logger.error("fault point %s refused: this instance has none", message.point)
             case Shutdown():
                 self._stopping = True
-
-    def _set_fault(self, message: SetFault) -> None:
-        if self._arm_fault is None:
-            logger.error("fault point %s refused: fault points are off", message.point)
-            return
-        try:
-            self._arm_fault(message.point, message.action, message.argument)
-        except ConfigError as error:
-            logger.error("fault point refused: %s", error.message)
 
     def _add(self, message: Submit | Encode, outgoing: list[ToFrontend]) -> None:
         request, now = message.request, self._clock.now()

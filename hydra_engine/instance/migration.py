@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hydra_engine.core.messages import Encode, Finished, NeedDecoder, NeedImages, PeerState, Submit, TransferReport
@@ -34,7 +34,6 @@ from hydra_engine.transfer.messages import (
 )
 from hydra_engine.transfer.offers import Owner, Source
 from hydra_engine.transfer.pulls import Committed, Destination, Gone, Offered
-from hydra_engine.worker.faults import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BEFORE_ACK, BEFORE_FREE
 
 if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
@@ -52,7 +51,7 @@ RENEWALS_PER_LEASE = 5  # all but one may be lost or late before a lease ends
 
 
 class Migration(MigrationPort):
-    """The migration of an instance with peers. `hit(point, requests)` triggers a fault point."""
+    """The migration of an instance with peers."""
 
     connected = True
 
@@ -65,18 +64,15 @@ class Migration(MigrationPort):
         peers: PeerPort,
         num_slots: int,
         config: ClusterConfig,
-        hit: Callable[[str, Iterable[Request]], object],
     ) -> None:
         self._connector = connector
         self._transfer = transfer
         self._peers = peers
         self._config = config
-        self._hit = hit
         self._source = Source(incarnation, num_slots, transfer.set_word, config.lease_s)
         self._destination = Destination(config.lease_s / RENEWALS_PER_LEASE)
         self._moves = StagedMoves(self._source, transfer, peers)
         self._up: dict[str, int] = {}  # peer -> incarnation
-        self._requests: dict[RequestId, Request] = {}
         self._targets: dict[RequestId, str] = {}  # target of each request or job that leaves; "": not known yet
         self._jobs: dict[RequestId, Encode] = {}
         self._offered: dict[Owner, OfferedBlocks] = {}
@@ -90,7 +86,6 @@ class Migration(MigrationPort):
 
     def add(self, message: Submit | Encode) -> None:
         request_id = message.request.id
-        self._requests[request_id] = message.request
         if isinstance(message, Encode):
             self._jobs[request_id], self._targets[request_id] = message, message.target
         elif "D" not in message.stages:
@@ -107,7 +102,6 @@ class Migration(MigrationPort):
                 offered.peer, offered.since_s = target, now
                 self._begin_offer((request.id, None), offered, now)
         elif self._connector.offers.hand_over(request.id, now):
-            self._requests[request.id] = request
             self._targets[request.id] = target
 
     def finished(self, request_id: RequestId) -> None:
@@ -115,7 +109,6 @@ class Migration(MigrationPort):
             self._withdraw(owner)
         for peer, refusal in self._destination.forget(request_id):
             self._peers.send(peer, [refusal])
-        self._requests.pop(request_id, None)
         self._targets.pop(request_id, None)
         self._jobs.pop(request_id, None)
 
@@ -266,7 +259,6 @@ class Migration(MigrationPort):
         if offer is not None:
             del self._unsent[owner]
             self._peers.send(offered.peer, [offer])
-            self._hit(AFTER_OFFER, [self._requests[owner[0]]])
 
     def _withdraw(self, owner: Owner) -> None:
         """Withdraws an offer. Its control word is invalid when this returns, so the blocks may be reused."""
@@ -282,7 +274,6 @@ class Migration(MigrationPort):
             return []
         self._offered.pop(owner, None)
         request_id, index = owner
-        self._hit(BEFORE_FREE, [self._requests[request_id]])
         if index is None:
             return self._connector.offers.release_kv(request_id, now)
         return self._connector.offers.release_features(request_id, index, now)
@@ -323,8 +314,6 @@ class Migration(MigrationPort):
                 events += self._connector.on_pull(plan.step_id, now, valid=False, started_s=now, ended_s=now)
                 continue
             self._plans[plan.step_id] = plan
-            if (request := self._requests.get(plan.request_id)) is not None:
-                self._hit(AFTER_RESERVE, [request])
             self._moves.submit(job, self._up[job.peer], now)
         return events
 
@@ -365,11 +354,8 @@ class Migration(MigrationPort):
             result.step_id, now, valid=not isinstance(outcome, Gone), started_s=result.started_s, ended_s=result.ended_s
         )
         if isinstance(outcome, Committed):
-            requests = [request for request in [self._requests.get(plan.request_id)] if request is not None]
-            self._hit(BEFORE_ACK, requests)
             block_s = self._kv_s / self._kv_blocks if self._kv_blocks else 0.0
             self._peers.send(outcome.peer, [Ack(outcome.ack.incarnation, outcome.ack.sequence, block_s)])
-            self._hit(AFTER_ACK, requests)
         return events
 
     # ---- looking

@@ -34,7 +34,6 @@ from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.constraints import Constraints
 from hydra_engine.worker.language.lane import LanguageLane
 from hydra_engine.worker.language.sampler import SamplingState
@@ -67,7 +66,6 @@ class Worker:
         clock: Clock,
         wake: Callable[[], None],
         role: Role = EPD,
-        faults: FaultPoints | None = None,
         states: StateCache | None = None,
         gate: Gate = NO_GATE,
         asynchronous: bool | None = None,
@@ -82,15 +80,14 @@ class Worker:
         self._results: deque[LaneResult] = deque()
         self._left_out = Counter[str]()  # graphs that the device had no memory for
         self._broken: Exception | None = None  # what ended a lane; nothing can be computed any more
-        self.faults = faults if faults is not None else FaultPoints()
-        self._constraints = Constraints(config.model_path, self.deliver, self.faults)
+        self._constraints = Constraints(config.model_path, self.deliver)
         self._closing: list[Callable[[], None]] = []
         self._vision: VisionLane | None = None
         self._language: LanguageLane | None = None
         vision = spec.vision if role.needs_vision else None
         self._gate = gate if vision is not None and image_cache is not None and role.needs_language else NO_GATE
         asynchronous = backend.device.asynchronous if asynchronous is None else asynchronous
-        lane = config, clock, self.faults, self._gate, self.run_job
+        lane = config, clock, self._gate, self.run_job
         if vision is not None and image_cache is not None:
             self._vision = VisionLane(
                 model, backend, vision, image_cache, *lane, piece_rows=self.PIECE_ROWS, asynchronous=asynchronous

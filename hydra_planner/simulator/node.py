@@ -7,7 +7,7 @@ a moment between processes and come in order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra_engine.cache.blocks import CacheManager
@@ -15,7 +15,6 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.messages import ToFrontend, ToInstance
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role, role_of
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.migration import Migration
@@ -153,7 +152,6 @@ class Node:
                 peers=self.peers,
                 num_slots=NUM_WORDS,
                 config=config.cluster,
-                hit=_no_fault,
             ),
         )
 
@@ -211,9 +209,6 @@ class Node:
         """A deadline is reckoned anew with every turn."""
         if turn == self._turns:
             self.wake()
-
-
-def _no_fault(point: str, requests: Iterable[Request]) -> None: ...
 
 
 def _block_bytes(site: Site, kind: DeviceKind) -> dict[str, int]:

@@ -261,7 +261,7 @@ def test_two_names_of_one_option_in_the_environment(monkeypatch: pytest.MonkeyPa
 def test_variables_that_are_no_options_are_named_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("HYDRA_MAX_NUM_SEQ", "HYDRA_FAULTS", "HYDRA_CPU_ONLY", "HYDRA_PORTT"):
+    for name in ("HYDRA_MAX_NUM_SEQ", "HYDRA_CUDA_SYNC", "HYDRA_CPU_ONLY", "HYDRA_PORTT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HYDRA_HOST", "")  # as good as not there
     assert chosen().server().host == ServerConfig().host

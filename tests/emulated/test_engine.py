@@ -17,6 +17,7 @@ import hydra_engine
 from hydra_engine import Engine, Grammar
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.errors import ConfigError, ResourceError
+from tests import faults
 from tests.emulated import tensors
 from tests.emulated.conftest import Models, assert_clean
 from tests.emulated.cuda import NO_PEER_ACCESS, emulated_cuda
@@ -227,7 +228,7 @@ def test_a_device_that_is_too_small_says_so(models: Models) -> None:
 
 @pytest.mark.slow
 def test_without_memory_for_a_step_requests_are_computed_alone(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     with emulated_cuda() as streams, Engine(models("llava"), device="cuda", **SMALL, **FORMS["eager"]) as engine:
         streams.serving = True
         for point in ("eng.before_step", "eng.mid_step"):

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from hydra_engine.errors import RequestAborted
+from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
@@ -15,7 +16,7 @@ LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 @pytest.fixture(autouse=True)
 def fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
 
 
 @pytest.mark.quick("while decoding")

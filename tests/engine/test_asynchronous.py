@@ -19,6 +19,7 @@ from hydra_engine.core.units import size
 from hydra_engine.errors import RequestAborted, Unavailable
 from hydra_engine.worker.language.graphs import DecodeGraphs
 from hydra_engine.worker.vision.graphs import EncodeGraphs
+from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 ENDLESS = {"max_tokens": 24, "ignore_eos": True}
@@ -140,7 +141,7 @@ def test_without_memory_one_request_is_told_to_come_again(
     expected: dict[str, tuple[int, ...]],
     form: str,
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine(**FORMS[form])
     handles = {text: engine.submit(text, image, **(ENDLESS | options)) for text, image, options in ASKED}
     number = 1 + len(handles)

@@ -15,6 +15,7 @@ import pytest
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import InvalidRequest, RequestAborted, RequestFailed, Unavailable
+from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.engine.test_processes import instance_pid
 from tests.engine.test_reuse import BLOCK, images_encoded, stages
@@ -142,7 +143,7 @@ def test_the_queue_counts_every_answer(make_engine: EngineFactory) -> None:
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("begun", [False, True])
 def test_cancelling_ends_all_answers(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine()
     reported: list[Result] = []
     engine.add_observer(reported.append)
@@ -168,7 +169,7 @@ def test_cancelling_ends_all_answers(make_engine: EngineFactory, monkeypatch: py
 def test_an_answer_that_fails_takes_the_others_with_it(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine()
     reported: list[Result] = []
     engine.add_observer(reported.append)
@@ -187,7 +188,7 @@ def test_an_answer_that_fails_takes_the_others_with_it(
 def test_answers_begin_although_the_first_one_s_instance_dies(
     make_engine: EngineFactory, golden: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine(processes=True, recovery_s=30.0)
     engine.frontend.set_fault("eng.before_step", "delay", "seconds=20")
     handle = engine.submit(TEXT, picture(1), n=3, seed=SEED, **SEEDED)

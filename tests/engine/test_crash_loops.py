@@ -17,6 +17,7 @@ from hydra_engine.cluster.member import InstanceLink, Pace
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import SetFault
 from hydra_engine.errors import HydraError
+from tests import faults
 from tests.engine.faulty import OPTIONS, Rig, ended, few_requests, outcome_of, right_answers, until
 
 REQUESTS = few_requests()
@@ -117,7 +118,7 @@ def poison(engine: Engine, point: str) -> None:
 def test_a_request_that_kills_takes_nobody_with_it(
     tiny_model: Path, golden: list[Outcome], monkeypatch: pytest.MonkeyPatch, topology: str, point: str
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     with RestlessEngine(tiny_model, topology=topology, **OPTIONS) as engine:
         rig = Rig(engine, REQUESTS, golden)
         poison(engine, point)

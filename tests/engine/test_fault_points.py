@@ -14,8 +14,9 @@ import pytest
 
 from bench.mixed import Outcome
 from bench.restless import RestlessEngine
-from hydra_engine.worker.faults import KILLED_EXIT_CODE
+from tests import faults
 from tests.engine.faulty import OPTIONS, Rig, few_requests, right_answers, until
+from tests.faults.points import KILLED_EXIT_CODE
 
 REQUESTS = few_requests()
 SOURCE = ("src.after_offer", "src.before_free")
@@ -34,7 +35,7 @@ def golden(tiny_model: Path) -> list[Outcome]:
 
 def make_rig(model: Path, topology: str, golden: list[Outcome], **options: Any) -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYDRA_FAULTS", "1")
+        faults.enable(patch)
         with RestlessEngine(model, topology=topology, **(OPTIONS | options)) as engine:
             yield Rig(engine, REQUESTS, golden)
 

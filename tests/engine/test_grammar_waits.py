@@ -14,6 +14,7 @@ from hydra_engine.core.call import GenerationCall
 from hydra_engine.errors import RequestAborted, Unavailable
 from hydra_engine.guidance.guide import GrammarError, Guide, Matcher
 from hydra_engine.instance import instance
+from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.engine.faulty import until
 
@@ -108,7 +109,7 @@ def test_a_grammar_that_was_accepted_and_cannot_be_compiled_is_not_the_clients_f
 def test_streams_go_on_in_each_instance(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine(topology="E+P+D")
     expected = engine.generate("a story", **PLAIN).token_ids
     engine.frontend.set_fault("eng.before_compile", "delay", "seconds=6 times=1", where)
@@ -123,7 +124,7 @@ def test_streams_go_on_in_each_instance(
 def test_an_instance_that_dies_while_it_compiles_is_replaced(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine(topology="2EPD")
     engine.frontend.set_fault("eng.before_compile", "kill", "times=1", engine.instances()[0].name)
     handles = [engine.submit("x", sampling=bound_by(f"[a-c]{{{i}}}")) for i in range(1, 5)]

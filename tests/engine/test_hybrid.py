@@ -9,6 +9,7 @@ import pytest
 
 from hydra_engine import Engine, SamplingParams
 from hydra_engine.errors import RequestFailed
+from tests import faults
 from tests.calls import asked
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tools.miniatures import make_tiny
@@ -133,7 +134,7 @@ def test_a_step_that_raised_is_run_again(
     make_engine: EngineFactory, hybrid_model: Path, golden: list[tuple[int, ...]], monkeypatch: Any, point: str
 ) -> None:
     """What a step had written before it raised is not read by the rows that are run again."""
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine(model=hybrid_model, token_budget=32)
     doomed, handle = engine.frontend.open_handle()
     engine.frontend.set_fault(point, "raise", f"request={doomed}")

@@ -12,6 +12,7 @@ from PIL import Image
 
 from hydra_engine import Engine
 from hydra_engine.errors import HydraError, InvalidRequest, RequestError, RequestFailed
+from tests import faults
 from tests.calls import asked
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
@@ -75,7 +76,7 @@ def test_bad_input_leaves_neighbours_alone(make_engine: EngineFactory) -> None:
 def test_a_fault_in_a_step_fails_one_request(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, point: str, action: str
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine(prefix_caching=False)
     expected = golden(engine)
     handles = [engine.submit(text, image, **OPTIONS) for text, image in HEALTHY]

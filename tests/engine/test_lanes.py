@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests import faults
 from tests.engine.conftest import EngineFactory, picture
 
 TEXT = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
@@ -13,7 +14,7 @@ TEXT = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
 
 @pytest.fixture(autouse=True)
 def fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import RequestAborted, RequestFailed
+from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -213,7 +214,7 @@ def test_without_reuse_everything_is_computed_again(make_engine: EngineFactory) 
 def test_what_a_poisoned_request_computed_is_never_found(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine(token_budget=8)
     engine.frontend.set_fault(point, "nan", "")
     with pytest.raises(RequestFailed):
@@ -227,7 +228,7 @@ def test_what_a_poisoned_request_computed_is_never_found(
 def test_a_failed_encode_fails_one_and_the_others_have_the_picture_encoded(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine()
     expected = make_engine().generate("Same picture", picture(9), **GREEDY).token_ids
     engine.frontend.set_fault("vis.before_step", "raise", "times=1")
@@ -246,7 +247,7 @@ def test_a_failed_encode_fails_one_and_the_others_have_the_picture_encoded(
 def test_cancelling_the_request_that_an_encode_was_for_harms_nobody_who_shares_it(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     engine = make_engine()
     expected = make_engine().generate("Same picture", picture(10), **GREEDY).token_ids
     engine.frontend.set_fault("vis.before_step", "delay", "seconds=0.5 times=1")

@@ -14,6 +14,7 @@ import pytest
 from bench.mixed import Outcome
 from bench.restless import RestlessEngine
 from hydra_engine.core.instances import Condition
+from tests import faults
 from tests.engine.faulty import OPTIONS, Rig, few_requests, right_answers, until
 
 REQUESTS = few_requests()
@@ -28,7 +29,7 @@ def golden(tiny_model: Path) -> list[Outcome]:
 @pytest.fixture(scope="module")
 def whole_rig(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYDRA_FAULTS", "1")
+        faults.enable(patch)
         options = OPTIONS | {"suspect_s": SUSPECT_S, "fence_s": FENCE_S}
         with RestlessEngine(tiny_model, topology="E+P+D", **options) as engine:
             yield Rig(engine, REQUESTS, golden)
@@ -106,7 +107,7 @@ def test_what_a_stopped_target_does_not_fetch_is_taken_back(
     tiny_model: Path, golden: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the lease ends the waiting here: nobody suspects anybody. The target finds out when it wakes."""
-    monkeypatch.setenv("HYDRA_FAULTS", "1")
+    faults.enable(monkeypatch)
     patient = {"suspect_s": 60.0, "fence_s": 120.0, "lease_s": 1.0}
     with RestlessEngine(tiny_model, topology="EP+D", **(OPTIONS | patient)) as engine:
         rig = Rig(engine, REQUESTS, golden)

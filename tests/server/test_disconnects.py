@@ -26,7 +26,8 @@ from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.state import STATE, Lifecycle
 from hydra_engine.telemetry.request_metrics import FinishedRequests
-from hydra_engine.worker.faults import MIGRATION_POINTS
+from tests import faults
+from tests.faults.points import MIGRATION_POINTS
 from tests.server.conftest import until
 from tests.server.test_cancel import leave
 
@@ -120,7 +121,7 @@ async def rig_of(topology: str, **cache: Any) -> AsyncIterator[Rig]:
         media=MediaConfig(allow_private_media=True),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYDRA_FAULTS", "1")
+        faults.enable(patch)
         engine = Engine.unstarted(config)
         await engine.astart(progress=False)
     app = build_app(engine, ServerConfig(body_timeout_s=5.0))

@@ -37,9 +37,19 @@ class Served:
     """One server process; `url` is where it answers."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", "0", "--threads", "1", *arguments]
-        environment = dict(os.environ, HYDRA_FAULTS="1")
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.faults.server",
+            "serve",
+            "demo",
+            "--port",
+            "0",
+            "--threads",
+            "1",
+            *arguments,
+        ]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stderr is not None
         self.log: list[str] = []
         for line in self.process.stderr:
@@ -433,7 +443,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hydra_engine", "serve", *arguments]
+    command = [sys.executable, "-m", "tests.faults.server", "serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 

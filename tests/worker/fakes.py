@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -54,11 +55,12 @@ from hydra_engine.models.specs.base import (
     View,
 )
 from hydra_engine.models.specs.geometry import no_videos
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.vision.gate import LaneGate
 from hydra_engine.worker.worker import Worker
+from tests.faults.points import FaultPoints
+from tests.faults.worker import FaultyExchange, FaultyWorker
 
 VOCABULARY = 97
 POISON_TOKEN = 90  # the fake decoder raises when it computes this token
@@ -348,7 +350,8 @@ class Rig:
             PagedCache(torch.full((64, 1, 1, IMAGE_BLOCK, 1, 1), float("nan"))),
         )
         self.woken = threading.Event()
-        self.worker = Worker(
+        options: dict[str, Any] = {} if faults is None else {"faults": faults}
+        self.worker: Any = (Worker if faults is None else FaultyWorker)(
             model=self.model,
             backend=self.backend,
             spec=self.spec,
@@ -357,16 +360,17 @@ class Rig:
             config=config,
             clock=MonotonicClock(),
             wake=self.woken.set,
-            faults=faults,
             states=states,
             gate=gate or LaneGate(MonotonicClock()),
             role=role,
             asynchronous=asynchronous,
+            **options,
         )
         if shared:
             pools = {PoolKind.FEATURES: self.image_cache, PoolKind.KV: self.kv_cache}
             results = self.worker.deliver, self.worker.run_job
-            self.exchange = Exchange(self.backend, pools, MonotonicClock(), self.worker.faults, *results)
+            make = Exchange if faults is None else partial(FaultyExchange, faults=faults)
+            self.exchange = make(self.backend, pools, MonotonicClock(), *results)
             self.worker.on_close(self.exchange.close)
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)

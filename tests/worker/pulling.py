@@ -19,9 +19,9 @@ from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.roles import Role
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache
 from hydra_engine.worker.memory.plan import plan_memory
+from tests.faults.points import FaultPoints
 from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig, poisoned
 
 VALID = (7 << 8) | 1
@@ -54,7 +54,7 @@ def make_rig(
         backend=backend,
         spec=spec,
         caches=(kv if role.needs_language else None, images),
-        faults=FaultPoints(enabled=True),
+        faults=FaultPoints(),
         role=role,
         shared=shared,
     )

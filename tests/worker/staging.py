@@ -17,8 +17,8 @@ from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.worker.faults import FaultPoints
-from hydra_engine.worker.transfer.exchange import Exchange
+from tests.faults.points import FaultPoints
+from tests.faults.worker import FaultyExchange
 
 SHAPE = (2, 2, 4, 1, 8)  # of a block
 NUM_BLOCKS = 40
@@ -42,10 +42,12 @@ class Side:
     def __init__(self, backend: Backend, *, source: bool, **options: Any) -> None:
         self.backend = backend
         self.cache = cache_of(backend, share=source, fill=None if source else float("nan"))
-        self.faults = FaultPoints(enabled=True)
+        self.faults = FaultPoints()
         self.results: SimpleQueue[PullResult | StagingResult] = SimpleQueue()
         pools = {PoolKind.KV: self.cache}
-        self.exchange = Exchange(backend, pools, MonotonicClock(), self.faults, self.results.put, **options)
+        self.exchange = FaultyExchange(
+            backend, pools, MonotonicClock(), self.results.put, faults=self.faults, **options
+        )
 
 
 @contextmanager

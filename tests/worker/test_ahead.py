@@ -13,9 +13,9 @@ import torch
 
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.sampler import Constraint, SamplingState, sample_row
 from hydra_engine.worker.vision.gate import LaneGate
+from tests.faults.points import FaultPoints
 from tests.virtual_clock import VirtualClock
 from tests.worker.fakes import (
     NAN_TOKEN,
@@ -32,7 +32,7 @@ from tests.worker.fakes import (
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(faults=FaultPoints(enabled=True), asynchronous=request.param)
+    rig = Rig(faults=FaultPoints(), asynchronous=request.param)
     yield rig
     rig.worker.close()
 

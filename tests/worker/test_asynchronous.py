@@ -21,9 +21,9 @@ from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import Request, TokenRules
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.vision.gate import LaneGate
+from tests.faults.points import FaultPoints
 from tests.virtual_clock import VirtualClock
 from tests.worker.fakes import NAN_TOKEN, FakeModel, Rig, Row, make_request, outcomes_of
 from tests.worker.late import LateDevice
@@ -35,7 +35,7 @@ EARLIER = "an earlier step of this request failed"
 def make_rig(device: LateDevice, model: FakeModel | None = None, **options: Any) -> Rig:
     model = model or FakeModel()
     backend = Backend(device, model.ops, torch.float32, 1)
-    return Rig(model, backend=backend, faults=FaultPoints(enabled=True), asynchronous=True, **options)
+    return Rig(model, backend=backend, faults=FaultPoints(), asynchronous=True, **options)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_a_device_that_failed_ends_the_instance(rig: Rig, device: LateDevice) ->
 def test_only_the_request_for_which_there_is_no_memory_fails(point: str, asynchronous: bool) -> None:
     device = LateDevice()
     backend = Backend(device, FakeModel().ops, torch.float32, 1)
-    rig = Rig(backend=backend, faults=FaultPoints(enabled=True), asynchronous=asynchronous)
+    rig = Rig(backend=backend, faults=FaultPoints(), asynchronous=asynchronous)
     requests = [make_request(1, [5, 6]), make_request(2, [7, 8], temperature=1.0, seed=4), make_request(3, [9, 10])]
     for request in requests:
         rig.add(request)

@@ -18,9 +18,10 @@ from hydra_engine.core.plans import ReadyResult
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.errors import ErrorInfo, InvalidRequest
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
-from hydra_engine.worker.faults import BEFORE_COMPILE, FaultPoints
 from hydra_engine.worker.language.constraints import Constraints, GrammarConstraint
 from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState, sample_row
+from tests.faults.points import BEFORE_COMPILE, FaultPoints
+from tests.faults.worker import make_faulty
 
 DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model"
 EOS = 2
@@ -37,9 +38,10 @@ class Compiler(Constraints):
     """Waits for what has been asked for, unless a test keeps the compiler from it."""
 
     def __init__(self) -> None:
-        self.faults = FaultPoints(enabled=True)
+        self.faults = FaultPoints()
         self.results: Queue[ReadyResult] = Queue()
-        super().__init__(DEMO, self.results.put, self.faults)
+        super().__init__(DEMO, self.results.put)
+        make_faulty(self, self.faults)
 
     def ready(self, request: Request) -> GrammarConstraint:
         constraint = self.of(request)

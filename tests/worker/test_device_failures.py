@@ -12,8 +12,8 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.errors import BackendError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.worker.boundary import attempt
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.slot_table import SlotTable
+from tests.faults.points import FaultPoints
 from tests.worker.fakes import FakeModel, Rig, make_request
 from tests.worker.late import LateDevice
 from tests.worker.test_lanes import picture_request
@@ -41,7 +41,7 @@ def breaking_rig(*, asynchronous: bool = True) -> tuple[Rig, Breaking]:
     device, model = LateDevice(), Breaking()
     model.device = device
     backend = Backend(device, model.ops, torch.float32, 1)
-    return Rig(model, backend=backend, faults=FaultPoints(enabled=True), asynchronous=asynchronous), model
+    return Rig(model, backend=backend, faults=FaultPoints(), asynchronous=asynchronous), model
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -103,7 +103,7 @@ def test_what_raises_while_the_device_works_is_one_requests() -> None:
     """The device is asked, and is well."""
     device, asked = LateDevice(), []
     device.finish = lambda: asked.append(1)  # type: ignore[assignment, method-assign]
-    rig = Rig(backend=Backend(device, FakeModel().ops, torch.float32, 1), faults=FaultPoints(enabled=True))
+    rig = Rig(backend=Backend(device, FakeModel().ops, torch.float32, 1), faults=FaultPoints())
     for number in (1, 2):
         rig.add(make_request(number, [5, 6]))
     rig.worker.faults.arm("eng.before_step", "raise", "times=1")
@@ -126,7 +126,7 @@ def test_only_a_failed_device_passes_the_boundary() -> None:
 def vision_rig() -> tuple[Rig, LateDevice]:
     device = LateDevice()
     backend = Backend(device, FakeModel().ops, torch.float32, 1)
-    return Rig(backend=backend, faults=FaultPoints(enabled=True)), device
+    return Rig(backend=backend, faults=FaultPoints()), device
 
 
 def test_pictures_for_which_there_is_no_memory_together_are_encoded_alone() -> None:

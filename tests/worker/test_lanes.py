@@ -14,7 +14,7 @@ import torch
 
 from hydra_engine.core.plans import VisionPlan, VisionResult
 from hydra_engine.core.request import Request
-from hydra_engine.worker.faults import FaultPoints
+from tests.faults.points import FaultPoints
 from tests.worker.fakes import (
     BAD_PIXEL,
     IMAGE_TOKENS,
@@ -33,7 +33,7 @@ from tests.worker.fakes import (
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(faults=FaultPoints(enabled=True), asynchronous=request.param)
+    rig = Rig(faults=FaultPoints(), asynchronous=request.param)
     yield rig
     rig.worker.close()
 

@@ -23,10 +23,10 @@ from hydra_engine.models.build import load_model
 from hydra_engine.models.layers.vision import VisionLayer
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import plan_memory
 from hydra_engine.worker.ports import Gate
+from tests.faults.points import FaultPoints
 from tests.worker.fakes import BLOCK, IMAGE_BLOCK, Rig, make_request, poisoned
 from tools.miniatures import make_tiny
 from tools.miniatures.base import IMAGE_ID
@@ -88,7 +88,7 @@ def make_rig(
         spec=spec,
         caches=caches,
         states=states,
-        faults=FaultPoints(enabled=True),
+        faults=FaultPoints(),
         gate=gate,
         asynchronous=asynchronous,
         config=config,

@@ -16,7 +16,6 @@ from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.plans import VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.ports import NO_GATE, Job, WorkerRequest
 from hydra_engine.worker.vision.gate import LaneGate
@@ -50,7 +49,7 @@ class Setup:
         self.gate = LaneGate(MonotonicClock())
         gate = self.gate if gated else NO_GATE
         config = EngineConfig(scheduler=SchedulerConfig(tpot_slo=1.0 if piece_rows else None))
-        parts = self.rig.backend, FAKE_VISION, self.rig.image_cache, config, MonotonicClock(), FaultPoints(), gate
+        parts = self.rig.backend, FAKE_VISION, self.rig.image_cache, config, MonotonicClock(), gate
         self.lane = VisionLane(self.model, *parts, self.guard, piece_rows=piece_rows, asynchronous=asynchronous)
         pictures = [make_picture(f"{i}", fill, 3 + i * IMAGE_TOKENS) for i, fill in enumerate(fills)]
         prompt = [3, 4, 5, *[96] * (IMAGE_TOKENS * len(fills))]

@@ -22,7 +22,6 @@ from hydra_engine.core.plans import DecodeRows, Int64s, LanguagePlan
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.boundary import attempt
-from hydra_engine.worker.faults import MID_LANGUAGE_STEP
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.samples import Samples
@@ -109,12 +108,10 @@ class AsynchronousStep(StepForm):
     # ---- graphs
 
     def _replay_of(self, plan: LanguagePlan, rows: StepRows, begun: Begun) -> _Replay | None:
-        """The replay of the step; None: it is launched op by op. Reasons are injected faults, scored prompts (the host
-        reads their logits), more than MAX_BIASES biases, or no graph that fits."""
+        """The replay of the step; None: it is launched op by op. Reasons are scored prompts (the host reads
+        their logits), more than MAX_BIASES biases, or no graph that fits."""
         graphs, sampling = self._graphs, begun.sampling
-        if graphs is None or begun.poisoned or begun.scoring is not None:
-            return None
-        if self._parts.faults.is_armed(MID_LANGUAGE_STEP):
+        if graphs is None or begun.scoring is not None:
             return None
         if sampling.special.size and self._slot_table.specials.num_biases(sampling.seq_slots) > MAX_BIASES:
             return None
@@ -185,7 +182,6 @@ class AsynchronousStep(StepForm):
         arrays = slot_table.sampling.of(sampling.seq_slots, sampling.num_generated)
         inputs, (device_slots, *columns) = self._sent(plan, rows, begun.scoring, (sampling.seq_slots, *arrays))
         logits = self._forward(self._resolved(inputs, plan.decodes, device_slots))
-        self._poison(logits, self._poisoned(plan, begun))
         if not len(sampling.rows):
             return self._without_tokens(plan, begun)
         sampling_tensors = SamplingTensors(*columns)
@@ -238,10 +234,6 @@ class AsynchronousStep(StepForm):
         # What was sent may be the plan's own memory: nothing is written there.
         token_ids = self._slot_table.resolve(head, seq_slots[:count])
         return replace(inputs, token_ids=torch.cat((token_ids, rest)) if rest.shape[0] else token_ids)
-
-    def _poison(self, logits: Tensor, rows: Int64s) -> None:
-        if rows.size:
-            logits.index_fill_(0, self._parts.device.send((rows,))[0], float("nan"))
 
     def _without_tokens(self, plan: LanguagePlan, begun: Begun) -> Samples | Unread:
         """The result of a step in which no row samples; the fetch only marks its end."""

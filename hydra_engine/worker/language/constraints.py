@@ -25,7 +25,6 @@ from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo, InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import GrammarError, Guide, Matcher, TokenMask
 from hydra_engine.worker.boundary import attempt
-from hydra_engine.worker.faults import BEFORE_COMPILE, FaultPoints
 
 MAX_WAITING = 1 << 14  # grammars; how many requests an instance takes is another, lower limit
 MAX_KEPT_BYTES = 32 << 20  # compiled for requests that are gone
@@ -69,9 +68,8 @@ class Constraints:
     """One per instance. `of` and `forget` belong to its thread, and wait for no compilation; `deliver` is called in the
     compiler's. What has been compiled for one client and salt is for no other: its latency would tell of the first."""
 
-    def __init__(self, model_dir: Path, deliver: Callable[[ReadyResult], None], faults: FaultPoints) -> None:
+    def __init__(self, model_dir: Path, deliver: Callable[[ReadyResult], None]) -> None:
         self._tokenizer_file = model_dir / _TOKENIZER_FILE
-        self._faults = faults
         self._deliver = deliver
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._guides: dict[tuple[int, ...], Guide] = {}  # one: the model's end-of-sequence tokens do not change
@@ -172,7 +170,6 @@ class Constraints:
     def _compile(self, request: Request) -> _Compiled:
         grammar, eos_token_ids = request.sampling.grammar, request.eos_token_ids
         assert grammar is not None
-        self._faults.hit(BEFORE_COMPILE, [request])
         try:
             guide = self._guides.get(eos_token_ids)
             if guide is None:

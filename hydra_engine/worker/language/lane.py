@@ -26,7 +26,6 @@ from hydra_engine.errors import BackendError, ErrorInfo, RequestFailed
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.blank_steps import warm_language
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.language.asynchronous_step import AsynchronousStep, Unread
 from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.graphs import default_sizes
@@ -173,7 +172,6 @@ class LanguageLane:
         states: StateCache | None,
         config: EngineConfig,
         clock: Clock,
-        faults: FaultPoints,
         gate: Gate,
         run: Guard,
         *,
@@ -192,7 +190,7 @@ class LanguageLane:
         )
         state_table = None if states is None else StateTable(states)
         multimodal = spec.language.rope_sections is not None
-        parts = StepParts(model, backend.ops, device, kv_cache, image_cache, faults, state_table, multimodal)
+        parts = StepParts(model, backend.ops, device, kv_cache, image_cache, state_table, multimodal)
         self._slot_table: SlotTable
         self._step: AsynchronousStep | SynchronousStep
         if asynchronous:

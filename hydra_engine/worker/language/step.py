@@ -19,19 +19,15 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.backend.device import Device
-from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import Int64s, LanguagePlan
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.boundary import attempt, not_finite
-from hydra_engine.worker.faults import BEFORE_LANGUAGE_STEP, MID_LANGUAGE_STEP, FaultPoints
 from hydra_engine.worker.language.batches import StepRows, sent_input, step_rows
 from hydra_engine.worker.language.sampler import Logits, sample_row
 from hydra_engine.worker.language.samples import PromptScoring, Samples
 from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable, StateTable
 from hydra_engine.worker.ports import NO_GATE, Gate, PromptPositions, ServedModel, WorkerRequest
-
-_NO_ROWS: Int64s = np.empty(0, dtype=np.int64)
 
 
 def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
@@ -56,7 +52,6 @@ class StepParts:
     device: Device
     kv_cache: PagedCache
     image_cache: PagedCache | None
-    faults: FaultPoints
     states: StateTable | None
     multimodal_rope: bool
 
@@ -66,7 +61,6 @@ class Begun(NamedTuple):
 
     sampling: SamplingRows
     scoring: PromptScoring | None
-    poisoned: frozenset[RequestId]  # their logits become NaN: an injected fault
 
 
 class StepForm:
@@ -79,10 +73,9 @@ class StepForm:
         self.vision_s = 0.0
 
     def _begin(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Begun:
-        poisoned = self._parts.faults.hit(BEFORE_LANGUAGE_STEP, self._slot_table.requests(plan))
         sampling = self._slot_table.sampling_rows(plan)
         self._record_histories(plan, records, sampling)
-        return Begun(sampling, PromptScoring.of(plan, records), poisoned)
+        return Begun(sampling, PromptScoring.of(plan, records))
 
     def _rows(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> StepRows:
         rope: list[PromptPositions] | None = None
@@ -113,13 +106,6 @@ class StepForm:
         """Logits [B', V] float32."""
         return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
 
-    def _poisoned(self, plan: LanguagePlan, begun: Begun) -> Int64s:
-        """Indices of the sampling rows whose logits an injected fault sets to NaN. Call it after KV is written."""
-        poisoned = begun.poisoned | self._parts.faults.hit(MID_LANGUAGE_STEP, self._slot_table.requests(plan))
-        if not poisoned:
-            return _NO_ROWS
-        return np.flatnonzero(np.isin(self._slot_table.owners[begun.sampling.seq_slots], list(poisoned)))
-
     def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], sampling: SamplingRows) -> None:
         """Records the chunks' tokens in the histories of requests with penalties or a grammar."""
         for chunk, record in zip(plan.chunks, records, strict=True):
@@ -141,9 +127,6 @@ class SynchronousStep(StepForm):
         begun = self._begin(plan, records)
         inputs, _ = self._sent(plan, self._rows(plan, records), begun.scoring)
         logits = self._logits(inputs, plan.vision_s)
-        poisoned = self._poisoned(plan, begun)
-        if poisoned.size:
-            logits.numpy()[poisoned] = np.nan
         samples = self._sample(logits, plan.num_rows, begun.sampling)
         if begun.scoring is not None:
             begun.scoring.put(samples)

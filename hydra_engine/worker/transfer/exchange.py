@@ -16,7 +16,6 @@ from hydra_engine.backend.cpu.shared_memory import ControlWords
 from hydra_engine.clock import Clock
 from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.core.pools import Exports, PoolKind
-from hydra_engine.worker.faults import FaultPoints
 from hydra_engine.worker.transfer.lane import Peer, TransferLane, checksums_of, exports_of
 from hydra_engine.worker.transfer.staging import STAGING_BYTES, StagingPools
 
@@ -36,7 +35,6 @@ class Exchange:
         backend: Backend,
         caches: Mapping[PoolKind, PagedCache | None],
         clock: Clock,
-        faults: FaultPoints,
         deliver: Callable[[PullResult | StagingResult], None],
         run: Callable[[Callable[[], None]], None] = lambda job: job(),
         *,
@@ -51,7 +49,7 @@ class Exchange:
         self._through_host = through_host
         self._staging = StagingPools(self._caches, backend.device, always=through_host, max_bytes=staging_bytes)
         self._peers: dict[str, Peer] = {}
-        self._runner = TransferLane(backend.ops, backend.device, self._caches, clock, faults)
+        self._runner = TransferLane(backend.ops, backend.device, self._caches, clock)
         self._lane = backend.device.lane("transfer")
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:

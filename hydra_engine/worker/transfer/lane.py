@@ -23,8 +23,7 @@ from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResu
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind
 from hydra_engine.errors import ErrorInfo, TransferError
 from hydra_engine.worker.boundary import attempt_step
-from hydra_engine.worker.faults import AFTER_COPY, MID_COPY, FaultPoints
-from hydra_engine.worker.transfer.staging import StagingPools, cache_in, flip_a_byte, layout_of, piece_of
+from hydra_engine.worker.transfer.staging import StagingPools, cache_in, layout_of, piece_of
 
 
 def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
@@ -137,18 +136,16 @@ class TransferLane:
         device: Device,
         caches: Mapping[PoolKind, PagedCache],
         clock: Clock,
-        faults: FaultPoints,
     ) -> None:
         self._ops = ops
         self._device = device
         self._caches = caches
         self._clock = clock
-        self._faults = faults
 
     def stage(self, job: StagingJob, staging: StagingPools) -> StagingResult:
         """Copies blocks into a staging pool. Raises only BackendError, if the device failed; another failure is the
         result's `problem`."""
-        fill = partial(staging.fill, job, self._ops, self._device, self._faults)
+        fill = partial(staging.fill, job, self._ops, self._device)
         outcome = attempt_step(self._device, f"copies of {job.pool} blocks for a peer", fill)
         problem = "they could not be copied; the log says why" if isinstance(outcome, ErrorInfo) else None
         return StagingResult(job.number, problem)
@@ -172,27 +169,14 @@ class TransferLane:
             raise TransferError(f"instance {job.peer} lets nobody read its {kind} blocks")
         source, target = peer.pools[kind], self._caches[kind]
         blocks = np.stack((job.source_blocks, job.target_blocks), axis=1)
-        self._copy(source, target, torch.from_numpy(blocks.astype(np.int64)))
+        self._ops.copy_blocks(source, target, torch.from_numpy(blocks.astype(np.int64)))
         self._device.finish()
-        if self._faults.hit_copy(AFTER_COPY):
-            flip_a_byte(target, job.target_blocks.tolist())
         # All bytes have been read: a word that is still valid now was valid for each of them.
         valid = peer.words.load(job.slot) == job.word
         problem = None
         if valid and job.checksums and checksums_of(target, job.target_blocks.tolist()) != job.checksums:
             problem = f"{kind} blocks of instance {job.peer} are not what it offered: their checksums differ"
         return valid, len(blocks) * target.block_bytes, problem
-
-    def _copy(self, source: PagedCache, target: PagedCache, pairs: torch.Tensor) -> None:
-        if not self._faults.is_armed(MID_COPY):
-            self._ops.copy_blocks(source, target, pairs)
-            return
-        half = (len(pairs) + 1) // 2
-        self._ops.copy_blocks(source, target, pairs[:half])
-        self._device.finish()
-        if self._faults.hit_copy(MID_COPY):
-            flip_a_byte(target, pairs[:half, 1].tolist())
-        self._ops.copy_blocks(source, target, pairs[half:])
 
 
 def _problem(job: PullJob, error: ErrorInfo) -> str:

@@ -6,7 +6,7 @@ There is one pool of a few blocks per kind of cache; a peer asks for blocks in p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,6 @@ from hydra_engine.backend.cpu.shared_memory import TRANSPORT
 from hydra_engine.backend.device import Device, PeerMemory, SharedMemory
 from hydra_engine.core.plans import StagingJob
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
-from hydra_engine.worker.faults import AFTER_STAGING, FaultPoints
 
 STAGING_BYTES = 256 << 20  # of one pool, at most, unless one block is larger
 NUM_PIECES = 8  # that a pool has room for
@@ -72,7 +71,7 @@ class StagingPools:
         ]
         return tuple(pools), tuple(memory.descriptor for memory in self._memory.values())
 
-    def fill(self, job: StagingJob, ops: Ops, device: Device, faults: FaultPoints) -> None:
+    def fill(self, job: StagingJob, ops: Ops, device: Device) -> None:
         """Copies the job's blocks and waits for the copy. Raises the device's errors."""
         kind = PoolKind(job.pool)
         if kind not in self._caches:
@@ -80,16 +79,9 @@ class StagingPools:
         pairs = np.stack((job.blocks, job.staging_blocks), axis=1).astype(np.int64)
         ops.copy_blocks(self._sources[kind], self._caches[kind], torch.from_numpy(pairs))
         device.finish()
-        if faults.hit_copy(AFTER_STAGING):
-            flip_a_byte(self._caches[kind], job.staging_blocks)
 
     def close(self) -> None:
         """Releases the memory; no copy may be in flight. Peers keep their mappings."""
         self._caches.clear()
         for memory in self._memory.values():
             memory.close()
-
-
-def flip_a_byte(cache: PagedCache, blocks: Sequence[int]) -> None:
-    if blocks:
-        cache.block_view(blocks[-1])[0] ^= 0xFF

@@ -26,7 +26,6 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.blank_steps import warm_vision
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step, not_finite
-from hydra_engine.worker.faults import BEFORE_VISION_STEP, FaultPoints
 from hydra_engine.worker.memory.working import image_budget, largest_encode
 from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.batches import vision_input, vision_slots
@@ -38,13 +37,12 @@ class Flag(NamedTuple):
 
     fetch: Fetch
     place: int
-    is_poisoned: bool  # an injected fault: counts as not finite
 
     def error(self) -> ErrorInfo | None:
         """Waits for the device. Returns the picture's error; None if its features are finite. Raises BackendError if
         the device failed."""
         (finite,) = self.fetch.result()
-        return None if finite[self.place] and not self.is_poisoned else not_finite("image features")
+        return None if finite[self.place] else not_finite("image features")
 
 
 class Encoding(NamedTuple):
@@ -70,7 +68,6 @@ class VisionLane:
         cache: PagedCache,
         config: EngineConfig,
         clock: Clock,
-        faults: FaultPoints,
         gate: Gate,
         run: Guard,
         *,
@@ -83,7 +80,6 @@ class VisionLane:
         self._device = backend.device
         self._cache = cache
         self._clock = clock
-        self._faults = faults
         self._gate = gate
         self._warm_up = partial(warm_vision, model, vision, cache, backend.device.torch_device, whole=asynchronous)
         self._run = run
@@ -171,7 +167,6 @@ class VisionLane:
         return tuple(found for item, record in pairs for found in self._outcomes((item,), (record,), alone=True))
 
     def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[Flag, ...]:
-        poisoned = self._faults.hit(BEFORE_VISION_STEP, [record.request for record in records])
         payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
         images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
         slots = vision_slots(items, self._cache.block_size)
@@ -184,7 +179,7 @@ class VisionLane:
             self._model.encode(inputs, self._cache)
         extremes = [self._extremes(item, blocks) for item, blocks in zip(items, block_ids, strict=True)]
         fetch = self._device.fetch((torch.isfinite(torch.stack(extremes)).all(dim=1),))
-        return tuple(Flag(fetch, place, item.request_id in poisoned) for place, item in enumerate(items))
+        return tuple(Flag(fetch, place) for place in range(len(items)))
 
     def _extremes(self, item: EncodeItem, blocks: Tensor) -> Tensor:
         """Smallest and largest feature, [2]. Both are finite exactly if all features are."""

@@ -1,7 +1,7 @@
-"""Named fault points: lines of a step or a migration where a test may inject a fault.
+"""Named fault points: places in a step or a migration where a test injects a fault.
 
-Off unless enabled before start; a point that is not armed costs one check of an empty dict. Does not know the steps
-themselves. Armed from the instance thread, hit from the lanes and, for migrations, from the instance thread.
+The engine does not know them: `worker.py` and `instance.py` beside this file put them into a worker and an instance.
+Armed from the instance thread, hit from the lanes and, for migrations, from the instance thread.
 """
 
 from __future__ import annotations
@@ -80,16 +80,13 @@ class FaultPoints:
     (corrupt) instead of nan.
     """
 
-    def __init__(self, enabled: bool = False) -> None:
-        self.enabled = enabled
+    def __init__(self) -> None:
         self._armed: dict[str, _Armed] = {}
         self._lock = threading.Lock()
 
     def arm(self, point: str, action: str, argument: str = "") -> None:
-        """Arms `point`, replacing the fault armed there; `off` disarms it. Raises ConfigError if faults are disabled,
-        or for an unknown point, action or argument."""
-        if not self.enabled:
-            raise ConfigError("fault points are not enabled in this process")
+        """Arms `point`, replacing the fault armed there; `off` disarms it. Raises ConfigError for an unknown
+        point, action or argument."""
         if point not in ACTIONS:
             raise ConfigError(f"no fault point {point[:40]!r}; there are {', '.join(sorted(ACTIONS))}")
         if action not in ACTIONS[point]:

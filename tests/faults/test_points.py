@@ -1,4 +1,4 @@
-"""Fault points: silent unless enabled, and exact about whom they hit."""
+"""Fault points: silent unless armed, and exact about whom they hit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.errors import ConfigError
-from hydra_engine.worker.faults import KILLED_EXIT_CODE, FaultPoints, InjectedFault
+from tests.faults.points import KILLED_EXIT_CODE, FaultPoints, InjectedFault
 from tests.worker.fakes import make_request
 
 REQUESTS = [make_request(1, [5, 6]), make_request(2, [7, 8])]
 
 
-def test_nothing_can_be_armed_unless_enabled() -> None:
-    faults = FaultPoints()
-    with pytest.raises(ConfigError, match="not enabled"):
-        faults.arm("eng.before_step", "raise")
-    assert faults.hit("eng.before_step", REQUESTS) == frozenset()
+def test_what_is_not_armed_hits_nobody() -> None:
+    assert FaultPoints().hit("eng.before_step", REQUESTS) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -41,11 +38,11 @@ def test_nothing_can_be_armed_unless_enabled() -> None:
 )
 def test_unknown_words_are_refused(point: str, action: str, argument: str) -> None:
     with pytest.raises(ConfigError):
-        FaultPoints(enabled=True).arm(point, action, argument)
+        FaultPoints().arm(point, action, argument)
 
 
 def test_a_fault_hits_what_matches_and_only_there() -> None:
-    faults = FaultPoints(enabled=True)
+    faults = FaultPoints()
     faults.arm("eng.mid_step", "nan", "token=8")
     assert faults.hit("eng.mid_step", REQUESTS) == {2}
     assert faults.hit("eng.mid_step", REQUESTS[:1]) == frozenset()
@@ -59,7 +56,7 @@ def test_a_fault_hits_what_matches_and_only_there() -> None:
 
 
 def test_times_counts_the_steps_that_matched() -> None:
-    faults = FaultPoints(enabled=True)
+    faults = FaultPoints()
     faults.arm("vis.before_step", "raise", "token=5 times=2")
     faults.hit("vis.before_step", REQUESTS[1:])
     for _ in range(2):
@@ -69,7 +66,7 @@ def test_times_counts_the_steps_that_matched() -> None:
 
 
 def test_delay_sleeps() -> None:
-    faults = FaultPoints(enabled=True)
+    faults = FaultPoints()
     faults.arm("eng.before_step", "delay", "seconds=0.05 times=1")
     began = time.monotonic()
     faults.hit("eng.before_step", REQUESTS)
@@ -79,7 +76,7 @@ def test_delay_sleeps() -> None:
 def test_faults_of_copies_hit_any_copy_and_tell_only_corruption() -> None:
     faults = FaultPoints()
     assert not faults.hit_copy("dst.mid_copy")
-    faults = FaultPoints(enabled=True)
+    faults = FaultPoints()
     faults.arm("dst.mid_copy", "corrupt", "times=2")
     faults.arm("dst.after_copy", "delay", "seconds=0 times=1")
     assert faults.is_armed("dst.after_copy") and not faults.hit_copy("dst.after_copy")
@@ -101,9 +98,9 @@ def test_faults_of_copies_hit_any_copy_and_tell_only_corruption() -> None:
 )
 def test_kill_ends_the_process_at_once(hit: str) -> None:
     code = (
-        "from hydra_engine.worker.faults import FaultPoints\n"
+        "from tests.faults.points import FaultPoints\n"
         "from tests.worker.fakes import make_request\n"
-        "faults = FaultPoints(enabled=True)\n"
+        "faults = FaultPoints()\n"
         "faults.arm('eng.mid_step', 'kill', 'token=5')\n"
         "faults.hit('eng.mid_step', [make_request(1, [4])])\n"
         "print('alive', flush=True)\n"
