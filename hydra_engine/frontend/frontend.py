@@ -1,8 +1,8 @@
 """The core of the frontend process: start and end, a call's way through the preprocessor, and queries about the engine.
 
 Everything here runs on one asyncio loop and never blocks it; `engine.py` gives it its public forms. Owns the
-preprocessor and the links to the instances; `dispatch.py` decides about admitted requests. Does not know HTTP and never
-imports torch.
+preprocessor and the links to the instances; `transitions.py` decides about admitted requests. Does not know HTTP and
+never imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
 from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.choices import Choices
-from hydra_engine.frontend.dispatch import RETRY_AFTER_S, Dispatcher, Report
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.incoming import Incoming
 from hydra_engine.frontend.progress import JointProgress, OnProgress
@@ -47,6 +46,7 @@ from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.instances import missing_for_good
 from hydra_engine.frontend.routing.placement import Placement, check_fits, plan_switches, switch_roles
 from hydra_engine.frontend.routing.stand_ins import StandIns
+from hydra_engine.frontend.transitions import RETRY_AFTER_S, Dispatcher, Report
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.media import MediaLoader
 from hydra_engine.preprocess.preprocessor import Preprocessor

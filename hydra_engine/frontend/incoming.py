@@ -15,9 +15,9 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Delta, Finished, NeedDecoder, NeedImages, PromptScores, ToFrontend, Tokens
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.errors import RequestFailed, from_info
-from hydra_engine.frontend.dispatch import Dispatcher
-from hydra_engine.frontend.in_flight import Attempt, Job, Phase, RequestInFlight
+from hydra_engine.frontend.request import Attempt, Job, Phase, RequestInFlight
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
+from hydra_engine.frontend.transitions import Dispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +152,13 @@ class Incoming:
             self._part_ended(in_flight, name, finished, now)
         elif in_flight and attempt and (job := attempt.jobs.get(number)) is not None and job.name == name:
             self._job_ended(in_flight, job, finished, now)
-        elif (owner := self._instances[name].stale.pop(number, None)) is not None:
-            # The attempt was given up: its time counts, but nothing of it was used.
-            spans = () if number in owner.lost_attempts else finished.spans
-            owner.reports.append(msgspec.structs.replace(finished, spans=spans, cached_tokens=0, cached_images=0))
+        else:
+            owner = self._instances[name].stale.pop(number, None)
+            given_up = None if owner is None else self._dispatcher.requests.get(owner)
+            if given_up is not None:  # its time counts, but nothing of that attempt was used
+                spans = () if number in given_up.lost_attempts else finished.spans
+                report = msgspec.structs.replace(finished, spans=spans, cached_tokens=0, cached_images=0)
+                given_up.reports.append(report)
 
     def _part_ended(self, in_flight: RequestInFlight, name: str, finished: Finished, now: float) -> None:
         attempt = in_flight.attempt

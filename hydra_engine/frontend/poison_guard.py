@@ -2,7 +2,7 @@
 
 All requests of an instance that dies are blamed, since the cause is unknown. A request that may only be blamed once
 more is a suspect, and suspects run one at a time, so that the one that kills an instance takes no other suspect with
-it. Decides only; `dispatch.py` acts.
+it. Decides only; `transitions.py` acts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.frontend.in_flight import Phase, RequestInFlight
+from hydra_engine.frontend.request import Phase, RequestInFlight
 
 # For this long a request that has left an instance is still blamed for its death, which peers often notice before it is
 # reported.

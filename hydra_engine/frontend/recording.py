@@ -15,8 +15,8 @@ from hydra_engine.clock import Clock
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import Result
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.dispatch import Report
-from hydra_engine.frontend.in_flight import RequestInFlight
+from hydra_engine.frontend.request import RequestInFlight
+from hydra_engine.frontend.transitions import Report
 from hydra_engine.frontend.workload_recorder import WorkloadRecorder
 from hydra_engine.telemetry.trace import LiveRequest
 

@@ -25,8 +25,8 @@ from hydra_engine.core.messages import (
     TransferReport,
 )
 from hydra_engine.errors import HydraError
-from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.routing.instances import missing_now
+from hydra_engine.frontend.transitions import Dispatcher
 
 _SILENT_S = 5.0  # without a report this long an instance hangs; it sends several a second
 _STUCK_S = 120.0  # no lane has finished a step for this long although there is work

@@ -28,10 +28,10 @@ from hydra_engine.core.request import Slo
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.frontend import TICK_S
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.placement import Switch, plan_switches
+from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.records import Record
 from hydra_planner.simulator.agenda import Agenda

@@ -29,11 +29,11 @@ from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ErrorInfo, HydraError
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.dispatch import Dispatcher
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.incoming import Incoming
 from hydra_engine.frontend.reports import StatusTable
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
+from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
 from tests.virtual_clock import VirtualClock

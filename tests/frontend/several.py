@@ -5,7 +5,7 @@ from __future__ import annotations
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.request import Request
-from hydra_engine.frontend.in_flight import Attempt
+from hydra_engine.frontend.request import Attempt
 from tests.frontend.rig import Rig
 
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT

@@ -9,7 +9,7 @@ from hydra_engine.core.messages import Abort, HandOver, NeedDecoder, Submit
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.request import Request
 from hydra_engine.errors import Unavailable
-from hydra_engine.frontend.in_flight import Phase
+from hydra_engine.frontend.request import Phase
 from hydra_engine.frontend.routing.decode_stealing import MAX_LATE_TOKENS
 from hydra_engine.frontend.routing.late_decoder import PATIENCE_S
 from tests.frontend.rig import Rig, token

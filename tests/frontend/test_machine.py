@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from hydra_engine.core.outputs import Departure, FinishReason
-from hydra_engine.frontend.in_flight import Phase
+from hydra_engine.frontend.request import Phase
 from tests.examples import examples
 from tests.frontend.played import Played
 from tests.frontend.rig import Rig, token

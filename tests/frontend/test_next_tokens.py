@@ -14,7 +14,7 @@ from hydra_engine.core.outputs import FinishReason, Piece
 from hydra_engine.core.request import SamplingParams
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
-from hydra_engine.frontend.in_flight import RequestInFlight
+from hydra_engine.frontend.request import RequestInFlight
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer
 from tests.examples import examples
 from tests.frontend.rig import EOS, Rig, make_request, tokenizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.core.roles import Role
-from hydra_engine.frontend.in_flight import Charge
+from hydra_engine.frontend.request import Charge
 from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceLoad, Instances
 from hydra_engine.frontend.routing.router import Route, Router
 from hydra_engine.frontend.routing.slowness import ALIKE, slowness

@@ -12,9 +12,9 @@ import pytest
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.roles import Topology
-from hydra_engine.frontend.dispatch import Dispatcher
-from hydra_engine.frontend.in_flight import RequestInFlight
+from hydra_engine.frontend.request import RequestInFlight
 from hydra_engine.frontend.routing import late_decoder
+from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.scheduler import policy
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest

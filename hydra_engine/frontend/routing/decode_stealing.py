@@ -15,9 +15,9 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import HandOver, Submit
 from hydra_engine.core.roles import Role, lends_decodes
-from hydra_engine.frontend.dispatch import Dispatcher
-from hydra_engine.frontend.in_flight import Attempt, Phase, RequestInFlight
+from hydra_engine.frontend.request import Attempt, Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad
+from hydra_engine.frontend.transitions import Dispatcher
 
 # Stolen decodes on one thief: an encode that arrives shares the instance with no more than these.
 MAX_BORROWED = 8

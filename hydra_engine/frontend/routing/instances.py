@@ -11,16 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import Abort, Status, ToInstance
 from hydra_engine.core.roles import Role
 from hydra_engine.frontend.routing.slowness import slowness
-
-if TYPE_CHECKING:
-    from hydra_engine.frontend.in_flight import RequestInFlight
 
 # Share of KV blocks in use from which a new request waits or preempts others.
 NEARLY_FULL = 0.95
@@ -49,8 +45,8 @@ class InstanceLoad:
     prefill_slowness: float = 1.0  # how many times as long it takes as the fastest instance
     decode_slowness: float = 1.0
     vision_slowness: float = 1.0
-    # Ids that were given up and whose end it has not reported, with the request that gets the report, if any.
-    stale: dict[RequestId, RequestInFlight | None] = field(default_factory=dict)
+    # Ids that were given up and whose end it has not reported, with the number of the request that gets the report.
+    stale: dict[RequestId, RequestId | None] = field(default_factory=dict)
 
     @property
     def usable(self) -> bool:
@@ -176,10 +172,10 @@ class Instances(dict[str, InstanceLoad]):
             for name, messages in gathered.items():
                 self.send(name, messages)
 
-    def abort(self, name: str, number: RequestId, in_flight: RequestInFlight | None) -> None:
-        """Aborts this id at the instance, whose report goes to `in_flight`, if any."""
+    def abort(self, name: str, number: RequestId, owner: RequestId | None) -> None:
+        """Aborts this id at the instance, whose report goes to the request with number `owner`, if any."""
         if self[name].is_up:
-            self[name].stale[number] = in_flight
+            self[name].stale[number] = owner
             self.send(name, [Abort(number)])
 
     def reject(self, name: str, number: RequestId) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hydra_engine.core.messages import HandOver, Submit
 from hydra_engine.core.roles import Role
-from hydra_engine.frontend.in_flight import Attempt, Phase, RequestInFlight
+from hydra_engine.frontend.request import Attempt, Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad, Instances
 from hydra_engine.frontend.routing.router import Router
 

@@ -18,7 +18,7 @@ from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.core.roles import EPD, Role, Topology, check_devices, check_serves, check_states
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError, ResourceError
-from hydra_engine.frontend.dispatch import Dispatcher
+from hydra_engine.frontend.transitions import Dispatcher
 
 _MAX_NAMED = 8  # instances named in an error
 

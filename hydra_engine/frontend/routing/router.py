@@ -1,7 +1,7 @@
 """Chooses the instances of a request: where it is prefilled, where it decodes, where each image is encoded.
 
 Decides over the table of `frontend/routing/instances.py` and its own memory of earlier choices. Loads are counted in
-tokens and patches, multiplied by the instance's slowness. No I/O and no clock; `frontend/dispatch.py` carries it out.
+tokens and patches, multiplied by the instance's slowness. No I/O and no clock; `frontend/transitions.py` acts on it.
 """
 
 from __future__ import annotations

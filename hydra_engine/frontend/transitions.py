@@ -18,8 +18,8 @@ from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.in_flight import Attempt, Charge, Job, Phase, RequestInFlight
 from hydra_engine.frontend.poison_guard import PoisonGuard
+from hydra_engine.frontend.request import Attempt, Charge, Job, Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import Instances, Send, missing_for_good
 from hydra_engine.frontend.routing.late_decoder import LateDecoder
 from hydra_engine.frontend.routing.router import Router
@@ -329,11 +329,11 @@ class Dispatcher:
         attempt = in_flight.attempt
         if attempt is not None and name in attempt.instances:
             attempt.instances.discard(name)
-            self.instances.abort(name, attempt.id, in_flight)
+            self.instances.abort(name, attempt.id, in_flight.request.id)
 
     def drop_job(self, in_flight: RequestInFlight, job: Job) -> None:
         self.end_job(in_flight, job)
-        self.instances.abort(job.name, job.id, in_flight)
+        self.instances.abort(job.name, job.id, in_flight.request.id)
 
     def end_job(self, in_flight: RequestInFlight, job: Job) -> None:
         assert in_flight.attempt is not None

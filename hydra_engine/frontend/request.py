@@ -1,7 +1,7 @@
 """The frontend's state of one request: its phase, enough to start again, and its current attempt.
 
 An attempt is the request on its instances under one id, dropped as a whole when it ends. Decides nothing and sends
-nothing; `dispatch.py` does.
+nothing; `transitions.py` does.
 """
 
 from __future__ import annotations
