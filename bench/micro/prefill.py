@@ -21,7 +21,7 @@ from bench.micro.harness import Effort, Report, Run, Seconds, agree, parse, requ
 from bench.micro.peers import HfPeer, compiled, peer_of
 from bench.micro.steps import Row
 from bench.micro.subject import Subject, noise, release, run_bench
-from hydra_engine.worker.language.mixed_graphs import MixedSize, mixed_sizes
+from hydra_engine.worker.language.graphs import MixedSize, mixed_sizes
 
 QUICK_TOKENS, FULL_TOKENS = (1024, 2048), (256, 676, 1024, 2048, 4096)
 QUICK_ROWS, FULL_ROWS = (1,), (1, 4, 8)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from hydra_engine.backend.base import AttentionPlan, MixedRows, PagedCache
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.language.mixed_graphs import MixedSize
+from hydra_engine.worker.language.graphs import MixedSize
 
 if TYPE_CHECKING:
     from bench.micro.subject import Subject

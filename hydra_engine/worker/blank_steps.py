@@ -82,7 +82,7 @@ def draw_blank(ops: Ops, logits: torch.Tensor) -> None:
     counts, masks = (
         torch.zeros((1, columns), dtype=torch.int32, device=device) for columns in (vocabulary, -(-vocabulary // 32))
     )
-    sample_special(ops, logits, sampling, SpecialTensors.of(packed, count, ids, values, masks), counts)
+    sample_special(ops, logits, sampling, SpecialTensors.from_packed(packed, count, ids, values, masks), counts)
 
 
 def _drop(logits: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ OUT_OF_MEMORY = Unavailable(
 ).info()
 
 
-def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
+def run_guarded(what: str, run: Callable[[], T]) -> T | ErrorInfo:
     """Returns the result of `run`, or the error for the request that made it raise. OUT_OF_MEMORY: memory ran out; the
     failed call's tensors are freed by then, and the caller returns cached memory to the device. Raises BackendError if
     `run` does."""
@@ -43,11 +43,11 @@ def attempt(what: str, run: Callable[[], T]) -> T | ErrorInfo:
         return RequestFailed("the engine failed while it computed this request; the server's log says why").info()
 
 
-def attempt_step(device: Device, what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """Like `attempt`, for work that the calling lane launches on a device; after OUT_OF_MEMORY returns cached memory to
-    the device. Waits for the device if `run` raised, and raises BackendError if the device failed: all later launches
-    fail too, and would otherwise be blamed on one request after another."""
-    outcome = attempt(what, run)
+def run_guarded_step(device: Device, what: str, run: Callable[[], T]) -> T | ErrorInfo:
+    """Like `run_guarded`, for work that the calling lane launches on a device; returns cached memory to the device
+    after OUT_OF_MEMORY. Waits for the device if `run` raised, and raises BackendError if the device failed: all later
+    launches fail too, and would otherwise be blamed on one request after another."""
+    outcome = run_guarded(what, run)
     if isinstance(outcome, ErrorInfo):
         device.finish()
         if outcome is OUT_OF_MEMORY:

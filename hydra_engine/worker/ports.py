@@ -117,7 +117,7 @@ class PromptPositions:
     delta: int
 
     @classmethod
-    def of_request(cls, request: Request) -> PromptPositions:
+    def from_request(cls, request: Request) -> PromptPositions:
         text_positions = np.arange(request.num_prompt, dtype=np.int64)
         prompt = np.broadcast_to(text_positions, (3, request.num_prompt)).copy()
         for image in request.images:
@@ -130,7 +130,7 @@ class PromptPositions:
             prompt[:, image.end :] = text_positions[image.end :] + rope.text_delta
         return cls(prompt, request.rope_delta)
 
-    def of(self, start: int, count: int) -> Int64s:
+    def slice(self, start: int, count: int) -> Int64s:
         """Positions [3, count] of the tokens from `start` on."""
         num_prompt, end = self.prompt.shape[1], start + count
         if end <= num_prompt:

@@ -33,11 +33,11 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
+from hydra_engine.worker.boundary import OUT_OF_MEMORY, run_guarded_step
 from hydra_engine.worker.language.constraints import Constraints
+from hydra_engine.worker.language.graphs import StepGraphs
 from hydra_engine.worker.language.lane import LanguageLane
 from hydra_engine.worker.language.sampler import SamplingState
-from hydra_engine.worker.language.step_graphs import StepGraphs
 from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory
 from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs
@@ -109,16 +109,16 @@ class Worker:
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
         assert request.id not in self._requests, "request id added twice"
-        constraint = self._constraints.of(request)
+        constraint = self._constraints.constraint_of(request)
         by_digest = {payload.digest: payload for payload in pixels}
         # Encode jobs for other instances have pictures and no prompt.
         has_positions = self._multimodal and request.num_prompt > 0
         record = WorkerRequest(
             request,
-            SamplingState.of(request, constraint),
+            SamplingState.from_request(request, constraint),
             by_digest,
             sum(len(payload.data) for payload in by_digest.values()),
-            PromptPositions.of_request(request) if has_positions else None,
+            PromptPositions.from_request(request) if has_positions else None,
         )
         self._requests[request.id] = record
         self._pixel_bytes += record.pixel_bytes
@@ -241,7 +241,7 @@ class Worker:
 
         def run() -> None:
             try:
-                answers.put(attempt_step(self._device, what, job))
+                answers.put(run_guarded_step(self._device, what, job))
             except BackendError as error:
                 logger.error("%s: %s", what, error)
                 answers.put(error.info())

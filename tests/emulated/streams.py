@@ -31,11 +31,11 @@ class Finding(NamedTuple):
     """Something that a device would punish, and the line of the engine that did it."""
 
     what: str
-    place: str  # "worker/language/samples.py:61 PromptScoring._take"
+    place: str  # "worker/language/step.py:61 PromptScoring._take"
 
     @property
     def function(self) -> str:
-        """Without the line, which moves: "worker/language/samples.py PromptScoring._take"."""
+        """Without the line, which moves: "worker/language/step.py PromptScoring._take"."""
         file, _, rest = self.place.partition(":")
         return f"{file} {rest.partition(' ')[2]}"
 

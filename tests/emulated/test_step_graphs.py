@@ -16,7 +16,7 @@ from hydra_engine.cli.summary import start_lines
 from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.core.units import size
 from hydra_engine.instance import compute_stack
-from hydra_engine.worker.language.asynchronous_step import AsynchronousStep
+from hydra_engine.worker.language.step import AsynchronousStep
 from hydra_engine.worker.memory import working
 from hydra_engine.worker.memory.measure import measure
 from hydra_engine.worker.worker import Worker

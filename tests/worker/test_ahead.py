@@ -55,7 +55,10 @@ def expected_of(requests: list[Request], steps: int = 8, constraints: Mapping[in
     """The fake model and the sampler one row at a time, without lanes, slots or caches."""
     found = []
     for request in requests:
-        sampling_state, context = SamplingState.of(request, constraints.get(request.id)), list(request.prompt_token_ids)
+        sampling_state, context = (
+            SamplingState.from_request(request, constraints.get(request.id)),
+            list(request.prompt_token_ids),
+        )
         for count in range(steps):
             logits = fake_logits([float(t) for t in context]).numpy()
             context.append(sample_row(logits, sampling_state, count).token_id)
@@ -117,7 +120,7 @@ def test_a_row_that_failed_is_not_computed_again_and_harms_nobody(rig: Rig, bad_
     assert tokens == [[], *expected_of(healthy, steps=6)]
     first = [9] if bad_token == NAN_TOKEN else [9] + [1] * 9
     counts = rig.model.row_counts
-    if bad_token == NAN_TOKEN and rig.worker._language._ahead:
+    if bad_token == NAN_TOKEN and rig.worker._language._asynchronous:
         # What was launched before the first step had been read has the row in it.
         assert counts == sorted(counts, reverse=True) and {*counts} <= {9, 8}
     else:

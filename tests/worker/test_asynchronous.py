@@ -181,7 +181,7 @@ def test_a_grammar_waits_for_its_last_token_behind_the_forward(rig: Rig, device:
     plain, bound = make_request(1, [5, 6]), make_request(2, [7, 8], grammar=grammar, temperature=1.0, seed=3)
     for request in (plain, bound):
         rig.add(request)
-    state = SamplingState.of(bound, Alternately())
+    state = SamplingState.from_request(bound, Alternately())
     rig.worker._requests[bound.id] = replace(rig.worker._requests[bound.id], sampling_state=state)
     rows = [prefill(rig, plain, bound), *(decodes(rig, count, plain, bound) for count in range(1, 5))]
     device.working.clear()

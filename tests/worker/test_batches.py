@@ -224,7 +224,7 @@ def test_a_slot_that_has_become_anothers_is_noticed_although_the_plan_before_had
     other = make_request(2, [5, 6])
     chunk = ChunkRow(other.id, 3, other.prompt_token_ids, 0, np.arange(4, dtype=np.int32), 4, True, 0)
     slot_table.begin_step(
-        plan_of(StepId(1), [chunk], block_size=4), [WorkerRequest(other, SamplingState.of(other), {}, 0)]
+        plan_of(StepId(1), [chunk], block_size=4), [WorkerRequest(other, SamplingState.from_request(other), {}, 0)]
     )
     with pytest.raises(AssertionError, match="not its request's"):
         slot_table.tokens(plan.decodes)
@@ -257,7 +257,7 @@ def test_a_part_of_a_step_runs_where_and_beside_what_the_step_does() -> None:
     chunk = ChunkRow(RequestId(2), 2, (5, 6), 0, blocks, 4, True, 0)
     plan = replace(plan_of(StepId(3), [*rows, chunk], vision_s=0.5), partition=2)
     request = make_request(2, [5, 6])
-    record = WorkerRequest(request, SamplingState.of(request), {}, 0)
+    record = WorkerRequest(request, SamplingState.from_request(request), {}, 0)
     for indices, expected in (([1, 2], [record]), ([0], [])):
         part, records = part_of(plan, [record], np.array(indices))
         assert request_ids_of(part).tolist() == indices and records == expected

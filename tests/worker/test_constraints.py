@@ -44,7 +44,7 @@ class Compiler(Constraints):
         make_faulty(self, self.faults)
 
     def ready(self, request: Request) -> GrammarConstraint:
-        constraint = self.of(request)
+        constraint = self.constraint_of(request)
         assert constraint is not None
         if not constraint.is_ready:
             assert self.results.get(timeout=60) == ReadyResult(request.id)
@@ -52,7 +52,7 @@ class Compiler(Constraints):
         return constraint
 
     def refused(self, request: Request) -> ErrorInfo:
-        assert self.of(request) is not None
+        assert self.constraint_of(request) is not None
         result = self.results.get(timeout=60)
         assert result.request_id == request.id and result.error is not None
         return result.error
@@ -102,20 +102,20 @@ def run(sampling_state: SamplingState, generated: tuple[int, ...] = (), limit: i
 
 def test_text_keeps_to_the_grammar_and_ends(compiler: Compiler, tokenizer: Tokenizer) -> None:
     request = request_of()
-    output = run(SamplingState.of(request, compiler.ready(request)))
+    output = run(SamplingState.from_request(request, compiler.ready(request)))
     text = tokenizer.decode(output[:-1])
     assert output[-1] == EOS and text[:3].isdigit() and len(text) in (3, 6)
 
 
 def test_from_wherever_a_request_begins(compiler: Compiler) -> None:
     request = request_of(min_tokens=5)
-    whole = run(SamplingState.of(request, compiler.ready(request)))
+    whole = run(SamplingState.from_request(request, compiler.ready(request)))
     assert len(whole) == 7
     for count in range(len(whole)):  # a replay, or a decode that is taken over, of which `count` tokens are known
         known = tuple(whole[:count])
         again = request_of(generated=known, min_tokens=5)
-        assert run(SamplingState.of(again, compiler.ready(again)), known) == whole
-    sampling_state = SamplingState.of(request, compiler.ready(request))
+        assert run(SamplingState.from_request(again, compiler.ready(again)), known) == whole
+    sampling_state = SamplingState.from_request(request, compiler.ready(request))
     assert sampling_state.history is not None
     for start in (0, 3, 4, 1, 5, 3):  # prefilled again after a preemption, in chunks, and a step run twice
         positions = [*PROMPT, *whole[:-1]]
@@ -127,7 +127,7 @@ def test_from_wherever_a_request_begins(compiler: Compiler) -> None:
 
 def test_requests_with_one_grammar_do_not_share_a_place(compiler: Compiler) -> None:
     requests = [request_of(), request_of()]
-    first, second = (SamplingState.of(request, compiler.ready(request)) for request in requests)
+    first, second = (SamplingState.from_request(request, compiler.ready(request)) for request in requests)
     expected = run(first)
     assert run(second) == expected
     assert len(compiler._kept) == 1
@@ -135,14 +135,14 @@ def test_requests_with_one_grammar_do_not_share_a_place(compiler: Compiler) -> N
 
 def test_rows_with_a_grammar_are_never_plain(compiler: Compiler) -> None:
     request = request_of(temperature=0.0)
-    assert SamplingState.of(request, compiler.ready(request)).fast_path_from == NO_FAST_PATH
-    assert compiler.of(request_of(None)) is None
-    assert compiler.of(replace(request_of(), prompt_token_ids=())) is None, "an encode job"
+    assert SamplingState.from_request(request, compiler.ready(request)).fast_path_from == NO_FAST_PATH
+    assert compiler.constraint_of(request_of(None)) is None
+    assert compiler.constraint_of(replace(request_of(), prompt_token_ids=())) is None, "an encode job"
 
 
 def test_what_cannot_be_followed_fails_with_a_sentence(compiler: Compiler) -> None:
     request = request_of(Grammar("choice", json.dumps(["yes"]), "regex"), (400, 401))
-    sampling_state = SamplingState.of(request, compiler.ready(request))
+    sampling_state = SamplingState.from_request(request, compiler.ready(request))
     for _ in range(2):  # and does so again
         with pytest.raises(InvalidRequest, match=r"^the grammar cannot be followed any further: ") as caught:
             sample_row(logits_of(0), sampling_state, 2)
@@ -162,5 +162,5 @@ def test_what_was_accepted_and_does_not_compile_is_not_the_clients_fault(
 def test_a_text_that_spells_the_end_does_not_end(compiler: Compiler, tokenizer: Tokenizer) -> None:
     """It is made of other tokens than the end of the sequence, as which the tokenizer would read it."""
     request = request_of(Grammar("choice", json.dumps(["<|end|> is near"])))
-    output = run(SamplingState.of(request, compiler.ready(request)))
+    output = run(SamplingState.from_request(request, compiler.ready(request)))
     assert output[-1] == EOS and EOS not in output[:-1] and tokenizer.decode(output[:-1]) == "<|end|> is near"

@@ -11,7 +11,7 @@ import torch
 from hydra_engine.backend.base import Backend
 from hydra_engine.errors import BackendError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.boundary import run_guarded
 from hydra_engine.worker.language.slot_table import SlotTable
 from tests.faults.points import FaultPoints
 from tests.worker.fakes import FakeModel, Rig, make_request
@@ -117,7 +117,7 @@ def test_only_a_failed_device_passes_the_boundary() -> None:
         raise BackendError("the device has failed")
 
     with pytest.raises(BackendError):
-        attempt("a step", fail)
+        run_guarded("a step", fail)
 
 
 # ---- memory

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.request import TokenRules
-from hydra_engine.worker.language.device_slot_table import SlotSampling, draw_numbers
 from hydra_engine.worker.language.sampler import MAX_NUMBER, NO_FAST_PATH, SamplingState, draw_number, seed_state
+from hydra_engine.worker.language.slot_table import SlotSampling, draw_numbers
 from tests.worker.fakes import make_request
 
 
@@ -36,13 +36,13 @@ def test_slots_keep_what_their_requests_ask_for() -> None:
         make_request(3, [5], temperature=1e-300, top_k=-1, seed=8),
     ]
     for seq_slot, request in zip((2, 0, 3), asked, strict=True):
-        draws.assign(seq_slot, SamplingState.of(request))
-    found = draws.of(np.array([3, 2, 0]), np.array([4, 5, 6]))
+        draws.assign(seq_slot, SamplingState.from_request(request))
+    found = draws.arrays(np.array([3, 2, 0]), np.array([4, 5, 6]))
     assert found.temperatures[0] > 0 and found.temperatures[1:].tolist() == [0.75, 0.0]
     assert found.top_k.tolist() == [0, 3, 0] and found.top_k.dtype == np.int32
     assert found.top_p.tolist() == [1.0, 0.5, 1.0] and found.min_p.tolist() == [0.0, 0.25, 0.0]
     assert found.numbers.tolist()[:2] == [draw_number(8, 4), draw_number(9, 5)]
-    assert not draws.of(np.array([0]), np.array([7])).numbers.any()  # nobody draws
+    assert not draws.arrays(np.array([0]), np.array([7])).numbers.any()  # nobody draws
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_slots_keep_what_their_requests_ask_for() -> None:
     ],
 )
 def test_what_needs_the_host_is_never_drawn_on_the_device(params: dict, device_path_from: int) -> None:
-    sampling_state = SamplingState.of(make_request(1, [5], **params))
+    sampling_state = SamplingState.from_request(make_request(1, [5], **params))
     assert sampling_state.device_path_from == device_path_from
     greedy = params.get("temperature", 0.0) == 0.0
     assert sampling_state.fast_path_from == (device_path_from if greedy else NO_FAST_PATH)

@@ -27,7 +27,7 @@ from hydra_engine.instance import compute_stack
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, View
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.worker.language.mixed_graphs import mixed_sizes
+from hydra_engine.worker.language.graphs import mixed_sizes
 from hydra_engine.worker.memory.measure import measure
 from hydra_engine.worker.memory.plan import MARGIN_BYTES, CachePlan, Filling, WorkingMemory, own_part, plan_memory
 from hydra_engine.worker.memory.working import (

@@ -68,21 +68,21 @@ def all_ready(compiler: Compiler, requests: list[Request]) -> None:
 def test_whoever_asks_waits_for_nothing_and_what_is_kept_is_there_at_once(compiler: Compiler, gate: Gate) -> None:
     gate.open(1)
     compiler.ready(asks("bob", "[0-9]"))
-    waiting = [compiler.of(asks("alice", f"a{{{number}}}")) for number in range(1, 5)]
+    waiting = [compiler.constraint_of(asks("alice", f"a{{{number}}}")) for number in range(1, 5)]
     assert not any(constraint.is_ready for constraint in waiting if constraint)
-    kept = compiler.of(asks("bob", "[0-9]"))
+    kept = compiler.constraint_of(asks("bob", "[0-9]"))
     assert kept is not None and kept.is_ready and kept.allowed(()).any()
 
 
 def test_at_most_two_of_somebody_else_begin_before_the_next_one_of_a_client(compiler: Compiler, gate: Gate) -> None:
     alice = [asks("alice", f"a{{{number}}}") for number in range(1, 7)]
     for request in alice:
-        compiler.of(request)
+        compiler.constraint_of(request)
     while not gate.begun:
         threading.Event().wait(0.001)
     bob = [asks("bob", f"b{{{number}}}") for number in range(1, 4)]
     for request in bob:
-        compiler.of(request)
+        compiler.constraint_of(request)
     gate.open()
     for _ in alice + bob:
         compiler.results.get(timeout=60)
@@ -94,7 +94,7 @@ def test_at_most_two_of_somebody_else_begin_before_the_next_one_of_a_client(comp
 def test_what_several_answers_wait_for_is_compiled_once(compiler: Compiler, gate: Gate) -> None:
     answers = [asks("alice", "[a-z]{3}") for _ in range(8)]
     for request in answers:
-        compiler.of(request)
+        compiler.constraint_of(request)
     gate.open()
     all_ready(compiler, answers)
     assert gate.begun == ["[a-z]{3}"]
@@ -113,7 +113,7 @@ def test_what_one_has_compiled_is_there_for_no_other(compiler: Compiler, gate: G
 def test_who_is_gone_leaves_the_queue(compiler: Compiler, gate: Gate) -> None:
     first, second, third, twin = (asks("alice", source) for source in ("a", "b", "c", "c"))
     for request in (first, second, third, twin):
-        compiler.of(request)
+        compiler.constraint_of(request)
     while not gate.begun:
         threading.Event().wait(0.001)
     for request in (first, second, third):  # the first one is being compiled, and the third one's is wanted by its twin
@@ -129,8 +129,8 @@ def test_more_than_may_wait_are_refused(compiler: Compiler, gate: Gate, monkeypa
     monkeypatch.setattr(compiler._queue, "_max_waiting", 4)
     with pytest.raises(Unavailable, match="too many grammars are waiting"):
         for number in range(1, 9):
-            compiler.of(asks("alice", f"a{{{number}}}"))
-    compiler.of(asks("bob", "b"))
+            compiler.constraint_of(asks("alice", f"a{{{number}}}"))
+    compiler.constraint_of(asks("bob", "b"))
 
 
 # ---- memory
@@ -163,7 +163,7 @@ def test_those_in_use_are_bounded_and_no_client_has_all_of_it(
     monkeypatch.setattr(constraints, "MAX_USED_BYTES", 4 * size + size // 2)
     second, third, fourth, fifth = more = [asks("alice", f"a{{{number}}}") for number in range(2, 6)]
     for request in more:
-        compiler.of(request)
+        compiler.constraint_of(request)
     all_ready(compiler, [second, third])  # half of it, and the one that began before that was reached
     bob = asks("bob", "b")
     compiler.ready(bob)

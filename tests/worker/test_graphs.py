@@ -155,7 +155,7 @@ def test_steps_with_special_rows_are_replayed(rig: Rig, device: LateDevice, mode
 
 @pytest.mark.quick("[llava")
 def test_biases_that_no_graph_has_room_for(rig: Rig, device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hydra_engine.worker.language.asynchronous_step.MAX_BIASES", 2)
+    monkeypatch.setattr("hydra_engine.worker.language.step.MAX_BIASES", 2)
     found = []
     for base, count in ((20, 2), (40, 3)):
         device.replays.clear()

@@ -46,9 +46,9 @@ class Rows:
         self.requests = []
         for slot, (client, mask) in enumerate(masks):
             request = replace(request_of(), client=client)
-            state = replace(SamplingState.of(request), constraint=mask)
+            state = replace(SamplingState.from_request(request), constraint=mask)
             if mask is None:
-                state = SamplingState.of(replace(request, sampling=SamplingParams()))
+                state = SamplingState.from_request(replace(request, sampling=SamplingParams()))
             else:
                 mask.now = self.now
             assert mask is None or state.history is not None

@@ -13,7 +13,7 @@ import pytest
 
 from hydra_engine.core.request import Request
 from hydra_engine.worker.language import lane
-from hydra_engine.worker.language.mixed_graphs import MAX_TOKENS, MixedSize, mixed_sizes
+from hydra_engine.worker.language.graphs import MAX_TOKENS, MixedSize, mixed_sizes
 from tests.worker.fakes import Rig, Row, make_request, outcomes_of
 from tests.worker.late import LateDevice
 from tests.worker.test_graphs import expected, graph_rig, leave, requests

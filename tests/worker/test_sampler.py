@@ -63,7 +63,7 @@ def actual_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarr
 def sampling_state_of(
     seed: int = 0, prompt: tuple[int, ...] = (1, 3), output: tuple[int, ...] = (), **params: object
 ) -> SamplingState:
-    sampling_state = SamplingState.of(make_request(1, prompt, seed=seed, **params))
+    sampling_state = SamplingState.from_request(make_request(1, prompt, seed=seed, **params))
     if sampling_state.history is not None:
         sampling_state.history.record(len(prompt), output)
     return sampling_state
@@ -365,14 +365,14 @@ def test_a_grammar_goes_before_everything_else(allowed: tuple[int, ...], params:
     logits[[5, 15]] = 2.0, 9.0
     logits[2] = -5.0
     request = make_request(1, (1, 3), grammar=Grammar("json_object"), **params)
-    assert sample_row(logits, SamplingState.of(request, Scripted(*allowed)), 0).token_id == token
+    assert sample_row(logits, SamplingState.from_request(request, Scripted(*allowed)), 0).token_id == token
 
 
 def test_a_grammar_that_nothing_is_left_of() -> None:
     request = make_request(1, (1, 3), grammar=Grammar("json_object", param="regex"), allowed_token_ids=[9])
     with pytest.raises(InvalidRequest, match="no token that the grammar allows"):
-        sample_row(normal(0, 20), SamplingState.of(request, Scripted(5)), 0)
+        sample_row(normal(0, 20), SamplingState.from_request(request, Scripted(5)), 0)
     request = make_request(1, (1, 3), grammar=Grammar("json_object", param="regex"))
     with pytest.raises(InvalidRequest, match="no token of this model") as caught:
-        sample_row(normal(0, 20), SamplingState.of(request, Scripted()), 0)
+        sample_row(normal(0, 20), SamplingState.from_request(request, Scripted()), 0)
     assert caught.value.param == "regex"

@@ -12,7 +12,7 @@ from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, DecodeRows, LanguagePlan
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.worker.language.sampler import SamplingState, token_logprobs
-from hydra_engine.worker.language.samples import PromptScoring, Samples
+from hydra_engine.worker.language.step import PromptScoring, Samples
 from hydra_engine.worker.ports import WorkerRequest
 
 VOCABULARY = 8
@@ -22,7 +22,7 @@ DECODES = DecodeRows(*(np.arange(2, dtype=np.int64) for _ in range(5)), block_ta
 def record(number: int, prompt: tuple[int, ...], num_top: int | None) -> WorkerRequest:
     sampling = SamplingParams(prompt_logprobs=num_top)
     request = Request(RequestId(number), prompt, sampling, max_new_tokens=1, seed=0, arrival_s=0.0)
-    return WorkerRequest(request, SamplingState.of(request), {}, 0)
+    return WorkerRequest(request, SamplingState.from_request(request), {}, 0)
 
 
 def chunk(owner: WorkerRequest, start: int, end: int, *, scored: bool = True) -> ChunkRow:
@@ -42,13 +42,13 @@ def logits(count: int) -> torch.Tensor:
 
 def test_nothing_is_scored_unless_a_chunk_asks() -> None:
     owner = record(7, (1, 2, 3), 2)
-    assert PromptScoring.of(step(chunk(owner, 0, 3, scored=False)), [owner]) is None
+    assert PromptScoring.from_plan(step(chunk(owner, 0, 3, scored=False)), [owner]) is None
 
 
 def test_rows_score_the_tokens_behind_them_in_slices_of_any_size() -> None:
     first, plain, last = record(7, (1, 2, 3, 4, 5), 2), record(8, (6, 6), None), record(9, (5, 0, 3), 0)
     plan = step(chunk(first, 1, 4), chunk(plain, 0, 2, scored=False), chunk(last, 0, 3))
-    scoring = PromptScoring.of(plan, [first, plain, last])
+    scoring = PromptScoring.from_plan(plan, [first, plain, last])
     assert scoring is not None
     wanted = scoring.wanted(CpuDevice(1))
     assert wanted.rows.tolist() == [2, 3, 4, 7, 8], "behind two decodes; the last token of a prompt scores nothing"
@@ -68,7 +68,7 @@ def test_rows_score_the_tokens_behind_them_in_slices_of_any_size() -> None:
 def test_a_row_that_is_not_finite_fails_its_request_alone() -> None:
     sick, sound = record(7, (1, 2, 3), 1), record(9, (5, 0, 3), 1)
     plan = step(chunk(sick, 0, 3), chunk(sound, 0, 3))
-    scoring = PromptScoring.of(plan, [sick, sound])
+    scoring = PromptScoring.from_plan(plan, [sick, sound])
     assert scoring is not None
     rows = logits(4)
     rows[1, 5] = math.nan
@@ -82,7 +82,7 @@ def test_a_row_that_is_not_finite_fails_its_request_alone() -> None:
 
 def test_a_placeholder_beyond_the_head_is_impossible() -> None:
     owner = record(7, (1, VOCABULARY + 5), 1)
-    scoring = PromptScoring.of(step(chunk(owner, 0, 2)), [owner])
+    scoring = PromptScoring.from_plan(step(chunk(owner, 0, 2)), [owner])
     assert scoring is not None
     scoring.wanted(CpuDevice(1)).take(logits(1))
     samples = Samples.none(3)

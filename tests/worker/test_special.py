@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hydra_engine.backend.base import Ops, SamplingTensors
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
 from hydra_engine.worker.language.sampler import SamplingState, sample_row
+from hydra_engine.worker.language.slot_table import DeviceSlotTable
 from hydra_engine.worker.language.special import (
     SampledRows,
     SlotSpecials,
@@ -72,7 +72,7 @@ def test_rows_are_the_hosts(step: tuple[int, list[tuple[dict[str, Any], list[int
     states = []
     for (kind, prompt, output), slot in zip(rows, slots.tolist(), strict=True):
         request = make_request(slot, prompt, seed=seed + slot, **kind)
-        states.append(SamplingState.of(request))
+        states.append(SamplingState.from_request(request))
         if states[-1].history is not None:
             states[-1].history.record(len(prompt), output)
         table.sampling.assign(slot, states[-1])
@@ -111,10 +111,10 @@ def sampled(
     recounts = table.specials.recounts(slots, vocabulary)
     if recounts is not None:
         table.recount(*(torch.from_numpy(array) for array in recounts), vocabulary)
-    special = table.specials.of(np.arange(size), slots, counts, size, vocabulary)
+    special = table.specials.arrays(np.arange(size), slots, counts, size, vocabulary)
     packed, *lists = (torch.from_numpy(array) for array in special[:4])
-    draws = SamplingTensors(*(torch.from_numpy(column) for column in table.sampling.of(slots, counts)))
-    tensors = SpecialTensors.of(packed, size, *lists)
+    draws = SamplingTensors(*(torch.from_numpy(column) for column in table.sampling.arrays(slots, counts)))
+    tensors = SpecialTensors.from_packed(packed, size, *lists)
     found = sample_special(OPS, torch.from_numpy(logits), draws, tensors, table.counts(vocabulary))
     table.count(torch.from_numpy(slots), found.tokens, tensors.columns.increments, vocabulary)
     return found, {row for row, _ in special.failures}, special.num_top
@@ -127,7 +127,7 @@ def test_counts_follow_what_is_sampled_and_begin_anew_with_the_slots_next_reques
     slot, count = np.array([1]), np.array([0])
 
     def take(number: int, prompt: list[int], **kind: Any) -> None:
-        state = SamplingState.of(make_request(number, prompt, **kind))
+        state = SamplingState.from_request(make_request(number, prompt, **kind))
         table.sampling.assign(1, state)
         table.specials.assign(1, state)
 
@@ -149,22 +149,22 @@ def test_counts_follow_what_is_sampled_and_begin_anew_with_the_slots_next_reques
 
 def test_masks_are_made_once_as_long_as_they_stay() -> None:
     specials = SlotSpecials(2)
-    specials.assign(0, SamplingState.of(make_request(1, [5], allowed_token_ids=(2, 40), min_tokens=2)))
+    specials.assign(0, SamplingState.from_request(make_request(1, [5], allowed_token_ids=(2, 40), min_tokens=2)))
     found = []
     for count in (0, 1, 2, 3):
-        made = specials.of(np.array([0]), np.array([0]), np.array([count]), 2, 41)
+        made = specials.arrays(np.array([0]), np.array([0]), np.array([count]), 2, 41)
         assert special_columns(made.packed, 2, np.int32, np.float64).masked.tolist() == [0, -1]
         found.append(made.masks[0].view(np.uint32).tolist())
     assert found == [[0, 1 << 8], [0, 1 << 8], [1 << 2, 1 << 8], [1 << 2, 1 << 8]]
     kept = specials._masks[0]
-    specials.of(np.array([0]), np.array([0]), np.array([4]), 1, 41)
+    specials.arrays(np.array([0]), np.array([0]), np.array([4]), 1, 41)
     assert specials._masks[0] is kept
-    specials.assign(0, SamplingState.of(make_request(2, [5])))
-    assert specials.of(np.array([0]), np.array([0]), np.array([4]), 1, 41).masks.shape == (0, 2)
+    specials.assign(0, SamplingState.from_request(make_request(2, [5])))
+    assert specials.arrays(np.array([0]), np.array([0]), np.array([4]), 1, 41).masks.shape == (0, 2)
 
 
 def test_a_history_reads_what_it_expects_in_order() -> None:
-    history = SamplingState.of(make_request(1, [5, 6], presence_penalty=1.0)).history
+    history = SamplingState.from_request(make_request(1, [5, 6], presence_penalty=1.0)).history
     assert history is not None
     asked: list[int] = []
 
@@ -175,9 +175,9 @@ def test_a_history_reads_what_it_expects_in_order() -> None:
         expect(2 + index, 10 + index)
     assert asked == [10, 11], "more are kept than steps are in flight"
     history.record(2, (10, 11))  # a preempted request's chunk: nothing counts twice
-    history.settle()
+    history.resolve()
     assert history.output_ids == [*range(10, 20)] and asked == history.output_ids
     expect(12, -1)
     expect(13, 7)
-    history.settle()
+    history.resolve()
     assert history.is_broken and history.output_ids == [*range(10, 20)]

@@ -55,7 +55,7 @@ class Setup:
         prompt = [3, 4, 5, *[96] * (IMAGE_TOKENS * len(fills))]
         self.request: Request = make_request(1, prompt, images=tuple(image for image, _ in pictures))
         payloads = {payload.digest: payload for _, payload in pictures}
-        self.record = WorkerRequest(self.request, SamplingState.of(self.request), payloads, 0)
+        self.record = WorkerRequest(self.request, SamplingState.from_request(self.request), payloads, 0)
         self.ends: SimpleQueue[VisionResult | KeyboardInterrupt] = SimpleQueue()
         self.results: list[VisionResult] = []
 

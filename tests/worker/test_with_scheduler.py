@@ -18,7 +18,7 @@ from hydra_engine.core.roles import EPD
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.language.mask_turns import MaskTurns
-from hydra_engine.worker.language.slot_table import SlotTable, lacks_one
+from hydra_engine.worker.language.slot_table import SlotTable, lacks_one_token
 from tests.scheduler.audit import check
 from tests.worker.fakes import BLOCK, NAN_TOKEN, POISON_TOKEN, Rig, make_request
 from tests.worker.test_ahead import expected_of
@@ -132,12 +132,12 @@ def test_rows_may_be_deferred_at_any_time(seed: int, asynchronous: bool, monkeyp
 
     def deferrable(table: SlotTable, plan: LanguagePlan) -> list[int]:
         first = len(plan.decodes)
-        return [*range(first), *(first + i for i, chunk in enumerate(plan.chunks) if lacks_one(chunk))]
+        return [*range(first), *(first + i for i, chunk in enumerate(plan.chunks) if lacks_one_token(chunk))]
 
     def choose(turns: MaskTurns, plan: LanguagePlan, rows: list[int]) -> list[int]:
         chosen = [row for row in rows if rng.random() < 0.4]
         num_deferred[0] += len(chosen)
-        num_deferred[1] += len(turns._slot_table.behind_deferred(plan))
+        num_deferred[1] += len(turns._slot_table.after_deferred(plan))
         return chosen
 
     monkeypatch.setattr(SlotTable, "deferrable", deferrable)

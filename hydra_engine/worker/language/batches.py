@@ -6,6 +6,7 @@ Slot of position p: `block_ids[p // S] * S + p % S`. Does not know requests, mod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -15,12 +16,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Ops, States
+from hydra_engine.backend.base import Ops, PagedCache, States
 from hydra_engine.backend.device import Device
 from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput, Scored
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, counts_of, starts_of
-from hydra_engine.worker.ports import PromptPositions
+from hydra_engine.worker.ports import PromptPositions, ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The parts that all steps of a lane share."""
+
+    model: ServedModel
+    ops: Ops
+    device: Device
+    kv_cache: PagedCache
+    image_cache: PagedCache | None
+    states: StateTable | None
+    multimodal_rope: bool
 
 
 class StepRows(NamedTuple):
@@ -127,7 +141,9 @@ def _mixed_rows(
     indices = np.arange(num_tokens) + np.repeat(starts - cu_q[:-1], counts)
     positions = indices
     if rope is not None:
-        pieces = [prompt.of(chunk.start, len(chunk.token_ids)) for chunk, prompt in zip(plan.chunks, rope, strict=True)]
+        pieces = [
+            prompt.slice(chunk.start, len(chunk.token_ids)) for chunk, prompt in zip(plan.chunks, rope, strict=True)
+        ]
         positions = np.concatenate([_decode_positions(plan.decodes, slot_table, multimodal=True), *pieces], axis=1)
     token_ids = np.empty(num_tokens, dtype=np.int64)
     token_ids[:num_decodes] = slot_table.tokens(plan.decodes)

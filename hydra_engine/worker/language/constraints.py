@@ -24,7 +24,7 @@ from hydra_engine.core.processes.heap import trim_heap
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo, InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import GrammarError, Guide, Matcher, TokenMask
-from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.boundary import run_guarded
 
 MAX_WAITING = 1 << 14  # grammars; how many requests an instance takes is another, lower limit
 MAX_KEPT_BYTES = 32 << 20  # compiled for requests that are gone
@@ -65,8 +65,9 @@ class _Job:
 
 
 class Constraints:
-    """One per instance. `of` and `forget` belong to its thread, and wait for no compilation; `deliver` is called in the
-    compiler's. What has been compiled for one client and salt is for no other: its latency would tell of the first."""
+    """The grammars of one instance. Its thread calls `constraint_of` and `forget`, which wait for no compilation;
+    `deliver` is called in the compiler's thread. A grammar compiled for one client and salt serves no other: the
+    latency of the second would reveal the first."""
 
     def __init__(self, model_dir: Path, deliver: Callable[[ReadyResult], None]) -> None:
         self._tokenizer_file = model_dir / _TOKENIZER_FILE
@@ -82,7 +83,7 @@ class Constraints:
         self._used: dict[RequestId, tuple[_Compiled, GrammarConstraint]] = {}
         self._freed_bytes = 0
 
-    def of(self, request: Request) -> GrammarConstraint | None:
+    def constraint_of(self, request: Request) -> GrammarConstraint | None:
         """None for requests without a grammar, and for encode jobs, which have no prompt. One that is not ready becomes
         so before the request's `ReadyResult`. Raises Unavailable where too many wait."""
         grammar = request.sampling.grammar
@@ -148,7 +149,7 @@ class Constraints:
             client, job = begun
             job.is_begun = True
         began_s = time.thread_time()
-        outcome = attempt("compiling a grammar", partial(self._compile, job.request))
+        outcome = run_guarded("compiling a grammar", partial(self._compile, job.request))
         with self._lock:
             self._queue.end(client, time.thread_time() - began_s)
             del self._jobs[job.key]

@@ -1,9 +1,17 @@
-"""Steps of decodes alone, captured for some batch sizes and replayed: from each sequence slot's last token to its next.
+"""The captured steps of a language lane and their replays: decode steps, small steps of decodes and prompts, and the
+sampling of special rows after both.
 
-A replay takes its inputs at fixed addresses: one send and two copies bring a step's there. A step of fewer rows than
-its graph is padded with rows that leave nothing behind: KV slot -1, a context of 1, a sequence slot of their own, and a
-recurrent state that begins and is not kept. Special rows are drawn once more by a graph of their own behind the step's,
-from the same logits. Does not know which steps may be replayed, nor requests.
+Inputs of a replay lie at fixed addresses: one send and two copies bring a step's there. Rows, or tokens, beyond a
+step's own are padding that leaves nothing behind: KV slot -1, a context of 1, a sequence slot of their own, and a
+recurrent state that begins and is not kept. Special rows (special.py) are drawn once more, by a graph of their own
+after the step's, from the same logits.
+
+Up to about a thousand tokens of a model of 7B, steps with prompts take less time to compute than to launch. A bucket
+has room for so many tokens and rows. Of a number of tokens there are two or three numbers of rows: with few, the
+contexts of few decodes are split enough for the device, and few logits are computed. Attention reads from tensors which
+tokens belong to which row (`Ops.plan_mixed`). With an image cache every token may take a feature; tokens that take none
+have slot -1 there. Launched op by op: scored prompts, larger steps, and prompts of models with recurrent states, whose
+tiles are planned from contents. Does not know requests, or which steps of a lane may be replayed.
 """
 
 from __future__ import annotations
@@ -19,14 +27,107 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Refresh, SamplingTensors, StateRows, States
-from hydra_engine.backend.device import Graph
-from hydra_engine.core.plans import BlockIds, Int64s
+from hydra_engine.backend.base import MixedRows, Ops, Refresh, SamplingTensors, StateRows, States
+from hydra_engine.backend.device import Device, Graph
+from hydra_engine.core.plans import BlockIds, Int64s, LanguagePlan
 from hydra_engine.models.inputs import LanguageInput
-from hydra_engine.worker.language.batches import StepRows
-from hydra_engine.worker.language.device_slot_table import DeviceSlotTable, SamplingArrays
-from hydra_engine.worker.language.special_graphs import SpecialGraph, SpecialGraphs
-from hydra_engine.worker.language.step import StepParts
+from hydra_engine.worker.language.batches import StepParts, StepRows, image_merges
+from hydra_engine.worker.language.slot_table import DeviceSlotTable, SamplingArrays
+from hydra_engine.worker.language.special import (
+    MAX_BIASES,
+    WORDS,
+    SampledRows,
+    SpecialArrays,
+    SpecialTensors,
+    sample_special,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialGraph:
+    """`size` rows, of which a step has the first few."""
+
+    graph: Graph
+    size: int
+    vocabulary: int
+    results: list[Tensor]  # as `SampledRows`, of the run that the graph repeats
+
+
+class _SpecialInputs(NamedTuple):
+    """For the largest step."""
+
+    packed: Tensor  # [WORDS * B] int64
+    bias_ids: Tensor  # [MAX_BIASES] int32
+    bias_values: Tensor  # [MAX_BIASES] float64
+    masks: Tensor  # [B, ceil(V / 32)] int32
+
+
+class SpecialGraphs:
+    """Steps of at most `max_rows` that sample. For the lane's thread, in inference mode."""
+
+    def __init__(self, ops: Ops, device: Device, slot_table: DeviceSlotTable, max_rows: int) -> None:
+        self.num_bytes = 0  # of device memory that graphs took, and what they read
+        self._ops = ops
+        self._device = device
+        self._slot_table = slot_table
+        self._max_rows = max_rows
+        self._inputs: _SpecialInputs | None = None
+
+    def capture(
+        self, size: int, seq_slots: Tensor, sampling: SamplingTensors, step_results: list[Tensor]
+    ) -> SpecialGraph:
+        """Behind the capture of a step of `size` rows [B] that sample, whose launch leaves its logits at the end of
+        `step_results`. They are taken out there: the memory is still the graphs', and whoever is captured next computes
+        in it, but replays no earlier."""
+        vocabulary = step_results[-1].shape[1]
+        special = self._tensors(size, vocabulary)
+        results: list[Tensor] = []
+        graph = self._device.capture(partial(self._launch, seq_slots, sampling, special, step_results, results))
+        del step_results[2:]
+        self.num_bytes += graph.num_bytes
+        return SpecialGraph(graph, size, vocabulary, results)
+
+    def _launch(
+        self,
+        seq_slots: Tensor,
+        sampling: SamplingTensors,
+        special: SpecialTensors,
+        step_results: list[Tensor],
+        results: list[Tensor],
+    ) -> None:
+        slot_table, logits = self._slot_table, step_results[-1]
+        vocabulary = logits.shape[1]
+        found = sample_special(self._ops, logits, sampling, special, slot_table.counts(vocabulary))
+        results[:] = found
+        slot_table.write(seq_slots, found.tokens)
+        slot_table.count(seq_slots, found.tokens, special.columns.increments, vocabulary)
+
+    def _tensors(self, size: int, vocabulary: int) -> SpecialTensors:
+        """Whose rows ask for nothing."""
+        if self._inputs is None:
+            zeros = partial(torch.zeros, device=self._device.torch_device)
+            self._inputs = inputs = _SpecialInputs(
+                zeros(WORDS * self._max_rows, dtype=torch.int64),
+                zeros(MAX_BIASES, dtype=torch.int32),
+                zeros(MAX_BIASES, dtype=torch.float64),
+                zeros((self._max_rows, -(-vocabulary // 32)), dtype=torch.int32),
+            )
+            self.num_bytes += sum(tensor.nbytes for tensor in (*inputs, self._slot_table.counts(vocabulary)))
+        packed, *lists = self._inputs
+        packed[: WORDS * size].copy_(self._device.send((SpecialArrays.blank(size, vocabulary).packed,))[0])
+        return SpecialTensors.from_packed(packed[: WORDS * size], size, *lists)
+
+    def replay(self, captured: SpecialGraph, special: SpecialArrays, count: int) -> SampledRows:
+        """Behind the replay of its step, of which `count` rows sample; until the next one. `special` is of as many rows
+        as the graph has, and names at most MAX_BIASES biases."""
+        assert self._inputs is not None, "nothing was captured"
+        given = special.packed, special.bias_ids, special.bias_values, special.masks
+        for target, sent in zip(self._inputs, self._device.send(given), strict=True):
+            if sent.shape[0]:
+                target[: sent.shape[0]].copy_(sent)
+        captured.graph.replay()
+        return SampledRows(*(result[:count] for result in captured.results))
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +147,7 @@ def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
-class _Columns(NamedTuple, Generic[_Column]):
+class _DecodeColumns(NamedTuple, Generic[_Column]):
     """A step's inputs, [B] each. All of them lie in one piece of `_WORDS` times B words of 8 bytes."""
 
     token_ids: _Column  # int64
@@ -64,23 +165,26 @@ class _Columns(NamedTuple, Generic[_Column]):
     numbers: _Column
 
 
-_LONG, _SHORT = 7, 6  # columns of 8 and of 4 bytes
-_WORDS = _LONG + _SHORT // 2
+_DECODE_LONG, _DECODE_SHORT = 7, 6  # columns of 8 and of 4 bytes
+_DECODE_WORDS = _DECODE_LONG + _DECODE_SHORT // 2
 _NO_TABLES = np.zeros((0, 1), dtype=np.int32)
 
 
-def _columns(packed: Any, size: int, int32: Any, float32: Any) -> _Columns[Any]:
+def _decode_columns(packed: Any, size: int, int32: Any, float32: Any) -> _DecodeColumns[Any]:
     """Of an array or a tensor of int64, [_WORDS * size], which takes its own library's dtypes."""
-    long, short = packed[: _LONG * size].reshape(_LONG, size), packed[_LONG * size :].view(int32).reshape(_SHORT, size)
-    return _Columns(*long, *short[:2], *short[2:].view(float32))
+    long, short = (
+        packed[: _DECODE_LONG * size].reshape(_DECODE_LONG, size),
+        packed[_DECODE_LONG * size :].view(int32).reshape(_DECODE_SHORT, size),
+    )
+    return _DecodeColumns(*long, *short[:2], *short[2:].view(float32))
 
 
-def _sampling(columns: _Columns[Tensor]) -> SamplingTensors:
+def _decode_sampling(columns: _DecodeColumns[Tensor]) -> SamplingTensors:
     return SamplingTensors(columns.temperatures, columns.top_k, columns.top_p, columns.min_p, columns.numbers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class _CapturedDecode:
     graph: Graph
     results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
     refresh: Refresh | None  # of its attention's plan
@@ -105,7 +209,7 @@ class DecodeGraphs:
         self._special = special
         self._max_model_len = max_model_len
         self._width = -(-max_model_len // parts.kv_cache.block_size)
-        self._captured: dict[tuple[int, int], _Captured] = {}  # by partition and size
+        self._captured: dict[tuple[int, int], _CapturedDecode] = {}  # by partition and size
         self._blanks: dict[int, Int64s] = {}
         self._refused = False  # a plan could not be made for what was captured
 
@@ -138,20 +242,20 @@ class DecodeGraphs:
         """When no step is in flight."""
         parts = self._parts
         with torch.inference_mode(), parts.device.partitions.at(partition):
-            packed, blank = self._packed[: _WORDS * size], self._blank(size)
+            packed, blank = self._packed[: _DECODE_WORDS * size], self._blank(size)
             packed.copy_(parts.device.send((blank,))[0])
             columns, inputs = self._inputs(packed, size)
             refresh = inputs.attention.refresh
             if refresh is not None:
-                refresh(_columns(blank, size, np.int32, np.float32).num_context, _NO_TABLES)
+                refresh(_decode_columns(blank, size, np.int32, np.float32).num_context, _NO_TABLES)
             results: list[Tensor] = []
             graph = parts.device.capture(partial(self._launch, inputs, columns, results))
-            special = self._special.capture(size, columns.seq_slots, _sampling(columns), results)
+            special = self._special.capture(size, columns.seq_slots, _decode_sampling(columns), results)
         self.num_bytes += graph.num_bytes
-        self._captured[partition, size] = _Captured(graph, results, refresh, special)
+        self._captured[partition, size] = _CapturedDecode(graph, results, refresh, special)
 
-    def _inputs(self, packed: Tensor, size: int) -> tuple[_Columns[Tensor], LanguageInput]:
-        columns: _Columns[Tensor] = _columns(packed, size, torch.int32, torch.float32)
+    def _inputs(self, packed: Tensor, size: int) -> tuple[_DecodeColumns[Tensor], LanguageInput]:
+        columns: _DecodeColumns[Tensor] = _decode_columns(packed, size, torch.int32, torch.float32)
         positions, table = columns.positions, self._parts.states
         rows = None
         if table is not None:
@@ -167,16 +271,16 @@ class DecodeGraphs:
             states=None if table is None or rows is None else States(table.cache, rows),
         )
 
-    def _launch(self, inputs: LanguageInput, columns: _Columns[Tensor], results: list[Tensor]) -> None:
+    def _launch(self, inputs: LanguageInput, columns: _DecodeColumns[Tensor], results: list[Tensor]) -> None:
         slot_table, parts = self._slot_table, self._parts
         token_ids = slot_table.resolve(columns.token_ids, columns.seq_slots)
         logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, None)
-        results[:] = *parts.ops.sample(logits, _sampling(columns)), logits
+        results[:] = *parts.ops.sample(logits, _decode_sampling(columns)), logits
         slot_table.write(columns.seq_slots, results[0])
 
     @cached_property
     def _packed(self) -> Tensor:
-        return torch.zeros(_WORDS * self.sizes[-1], dtype=torch.int64, device=self._parts.device.torch_device)
+        return torch.zeros(_DECODE_WORDS * self.sizes[-1], dtype=torch.int64, device=self._parts.device.torch_device)
 
     @cached_property
     def _tables(self) -> Tensor:
@@ -187,8 +291,8 @@ class DecodeGraphs:
     def _blank(self, size: int) -> Int64s:
         """Padded rows alone."""
         if size not in self._blanks:
-            packed = np.zeros(_WORDS * size, dtype=np.int64)
-            columns = _columns(packed, size, np.int32, np.float32)
+            packed = np.zeros(_DECODE_WORDS * size, dtype=np.int64)
+            columns = _decode_columns(packed, size, np.int32, np.float32)
             columns.seq_slots[:], columns.slots[:], columns.num_context[:] = self._slot_table.padding, -1, 1
             columns.state_writes[:] = -1
             self._blanks[size] = packed
@@ -215,7 +319,7 @@ class DecodeGraphs:
         count, width = given_tables.shape
         device, size = self._parts.device, self._size(count)
         packed = self._blank(size)
-        columns = _columns(packed, size, np.int32, np.float32)
+        columns = _decode_columns(packed, size, np.int32, np.float32)
         positions = rows.positions if rows.positions.ndim == 1 else rows.positions[0]  # alike on all axes
         state_columns: tuple[Any, ...] = (0, 0, -1)
         if states is not None:
@@ -247,3 +351,333 @@ class DecodeGraphs:
 
     def _size(self, count: int) -> int:
         return self.sizes[bisect_left(self.sizes, count)]
+
+
+logger = logging.getLogger(__name__)
+
+# Products are computed in tiles of so many tokens: padding inside of one costs nothing. A bucket for each number of
+# tiles, rather than for 512, 1024, 1536 and 2048 tokens, because the last three are bound by arithmetic: on an H200 a
+# tile of a model of 7B takes 2.6 ms, so 1025 tokens would take 33 ms as 1536, and 23 launch by launch, which the
+# processor does in 20. Fifteen numbers of tokens instead of six cost some two seconds at start and little memory, for
+# all of them compute in that of the largest.
+_TILE = 128
+MAX_TOKENS = 2048  # from about there on launches are hidden behind what they compute, for models of 3B as well
+FEW_TOKENS = 2 * _TILE  # of an instance that only decodes, where a prompt is what a preemption has left
+_TOKENS = (16, 32, 64, *range(_TILE, MAX_TOKENS + 1, _TILE))
+_ROWS = (8, 32)  # besides as many as may run
+
+# A prompt may have a tile of queries that is not full, and programs are launched for as many tiles, one for each head
+# of keys and values. Those without a tile end within 2 us, on 264 places of an H200: for 32 prompts with 32 heads 7 us
+# a layer, a hundredth of what 1024 tokens take. So steps of more than 32 rows, most of which decode, have fewer.
+_FEWEST_CHUNKS, _TOKENS_PER_CHUNK = 16, 32
+
+
+class MixedSize(NamedTuple):
+    tokens: int
+    rows: int
+
+    @property
+    def chunks(self) -> int:
+        """Prompts that a step may have."""
+        if self.rows <= _ROWS[-1]:
+            return self.rows
+        return min(self.rows, max(_FEWEST_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
+
+
+def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKENS) -> tuple[MixedSize, ...]:
+    """Ascending, of at most `max_tokens`. The largest number of rows of each is that of steps of one token a row, or
+    what may run at all."""
+    sizes: list[MixedSize] = []
+    for tokens in _TOKENS[: bisect_left(_TOKENS, token_budget) + 1]:
+        if tokens <= max_tokens:
+            counts = {min(rows, tokens, max_num_seqs) for rows in (*_ROWS, max_num_seqs)}
+            sizes += [MixedSize(tokens, rows) for rows in sorted(counts)]
+    return tuple(sizes)
+
+
+class _MixedColumns(NamedTuple, Generic[_Column]):
+    """A step's inputs, which lie behind each other in one piece of words of 8 bytes."""
+
+    token_ids: _Column  # [T] int64
+    positions: _Column  # [axes * T]
+    slots: _Column  # [T]
+    image_slots: _Column  # [T], or [0] without an image cache
+    seq_slots: _Column  # [B] of the rows that sample, as what follows
+    logit_rows: _Column
+    cu_q: _Column  # [B + 1] int32, of all rows, as the three that follow: see `MixedRows`
+    rest_cu_q: _Column
+    num_context: _Column
+    decode_context: _Column
+    top_k: _Column  # [B] int32
+    temperatures: _Column  # [B] float32
+    top_p: _Column
+    min_p: _Column
+    numbers: _Column
+
+    @property
+    def sampling(self) -> SamplingTensors:
+        tensors: Any = (self.temperatures, self.top_k, self.top_p, self.min_p, self.numbers)
+        return SamplingTensors(*tensors)
+
+
+class _Layout(NamedTuple):
+    """What a token has."""
+
+    axes: int  # of positions
+    features: int  # 1 where it may take a picture's, else 0
+
+    def counts(self, size: MixedSize) -> tuple[list[int], list[int], list[int]]:
+        """Lengths of the columns of int64, int32 and float32."""
+        tokens, rows = size
+        long = [tokens, self.axes * tokens, tokens, self.features * tokens, rows, rows]
+        return long, [rows + 1, rows + 1, rows, rows, rows], [rows] * 4
+
+    def num_words(self, size: MixedSize) -> int:
+        long, *short = self.counts(size)
+        return sum(long) + sum(-(-count // 2) for counts in short for count in counts)
+
+
+def _mixed_columns(packed: Any, size: MixedSize, layout: _Layout, types: tuple[Any, Any, Any]) -> _MixedColumns[Any]:
+    """Of an array or a tensor of int64, which takes its own library's `types` (int64, int32, float32)."""
+    columns, begin = [], 0
+    for dtype, width, counts in zip(types, (1, 2, 2), layout.counts(size), strict=True):
+        for count in counts:
+            end = begin + -(-count // width)
+            columns.append(packed[begin:end].view(dtype)[:count])
+            begin = end
+    return _MixedColumns(*columns)
+
+
+_ARRAYS, _TENSORS = (np.int64, np.int32, np.float32), (torch.int64, torch.int32, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedMixed:
+    graph: Graph
+    results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
+    special: SpecialGraph
+
+
+class MixedGraphs:
+    """`sizes` ascend. `capture` and `replay` belong to the lane's thread, which is in inference mode."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        slot_table: DeviceSlotTable,
+        special: SpecialGraphs,
+        sizes: Sequence[MixedSize],
+        max_model_len: int,
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.num_bytes = 0  # of device memory that graphs took
+        self.note = ""  # why nothing is captured
+        self._parts = parts
+        self._slot_table = slot_table
+        self._special = special
+        self._max_model_len = max_model_len
+        self._layout = _Layout(3 if parts.multimodal_rope else 1, 0 if parts.image_cache is None else 1)
+        self._width = -(-max_model_len // parts.kv_cache.block_size)
+        self._captured: dict[tuple[int, MixedSize], _CapturedMixed] = {}  # by partition
+
+    # ---- capture
+
+    def prepare(self) -> None:
+        """Before the first capture: makes what graphs read, and finds out whether the ops plan without contents."""
+        if not self.sizes:
+            return
+        reason = "recurrent states are planned from contents" if self._parts.states is not None else ""
+        with torch.inference_mode():
+            try:
+                least = self.sizes[0]
+                self._parts.ops.plan_mixed(self._rows(self._of(least), least), least.tokens, least.chunks)
+            except ValueError as error:
+                reason = str(error)
+        if reason:
+            self.note = f"steps with prompts and decodes are launched op by op: {reason}"
+            logger.info("%s", self.note)
+            self.sizes = ()
+
+    def capture(self, partition: int, size: MixedSize) -> None:
+        """When no step is in flight."""
+        parts = self._parts
+        with torch.inference_mode(), parts.device.partitions.at(partition):
+            blank = self._blank(size)
+            self._packed[: len(blank)].copy_(parts.device.send((blank,))[0])
+            columns = self._of(size)
+            results: list[Tensor] = []
+            graph = parts.device.capture(partial(self._launch, self._inputs(columns, size), columns, results))
+            special = self._special.capture(size.rows, columns.seq_slots, columns.sampling, results)
+        self.num_bytes += graph.num_bytes
+        self._captured[partition, size] = _CapturedMixed(graph, results, special)
+
+    def _inputs(self, columns: _MixedColumns[Tensor], size: MixedSize) -> LanguageInput:
+        positions = columns.positions.view(3, -1) if self._layout.axes == 3 else columns.positions
+        return LanguageInput(
+            token_ids=columns.token_ids,
+            positions=positions,
+            slots=columns.slots,
+            attention=self._parts.ops.plan_mixed(self._rows(columns, size), size.tokens, size.chunks),
+            logit_rows=columns.logit_rows,
+            position_end=self._max_model_len,
+            image_rows=self._every_token[: size.tokens] if self._layout.features else None,
+            image_slots=columns.image_slots if self._layout.features else None,
+        )
+
+    def _launch(self, inputs: LanguageInput, columns: _MixedColumns[Tensor], results: list[Tensor]) -> None:
+        """Decodes come first, in rows, in rows that sample and in tokens: the first tokens' slots are theirs."""
+        slot_table, parts, num_rows = self._slot_table, self._parts, len(columns.seq_slots)
+        head, rest = columns.token_ids[:num_rows], columns.token_ids[num_rows:]
+        token_ids = torch.cat((slot_table.resolve(head, columns.seq_slots), rest))
+        logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, parts.image_cache)
+        results[:] = *parts.ops.sample(logits, columns.sampling), logits
+        slot_table.write(columns.seq_slots, results[0])
+
+    def _rows(self, columns: _MixedColumns[Tensor], size: MixedSize) -> MixedRows:
+        tables = self._tables[: size.rows]
+        return MixedRows(columns.cu_q, columns.rest_cu_q, columns.num_context, columns.decode_context, tables)
+
+    def _of(self, size: MixedSize) -> _MixedColumns[Tensor]:
+        columns: _MixedColumns[Tensor] = _mixed_columns(self._packed, size, self._layout, _TENSORS)
+        return columns
+
+    @cached_property
+    def _packed(self) -> Tensor:
+        words = self._layout.num_words(self.sizes[-1])
+        return torch.zeros(words, dtype=torch.int64, device=self._parts.device.torch_device)
+
+    @cached_property
+    def _tables(self) -> Tensor:
+        shape = (self.sizes[-1].rows, self._width)
+        return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
+
+    @cached_property
+    def _every_token(self) -> Tensor:
+        return torch.arange(self.sizes[-1].tokens, device=self._parts.device.torch_device)
+
+    def _blank(self, size: MixedSize) -> Int64s:
+        """Without a row that has tokens."""
+        packed = np.zeros(self._layout.num_words(size), dtype=np.int64)
+        columns = _mixed_columns(packed, size, self._layout, _ARRAYS)
+        columns.slots[:], columns.image_slots[:], columns.seq_slots[:] = -1, -1, self._slot_table.padding
+        return packed
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
+    @property
+    def captured_tokens(self) -> int:
+        """Tokens of the largest; 0: there is none."""
+        return max((size.tokens for _, size in self._captured), default=0)
+
+    # ---- replay
+
+    def size_of(self, plan: LanguagePlan, rows: StepRows) -> MixedSize | None:
+        """The size of this step's graph; None: no graph takes the step, or only with more than a tile of padding."""
+        if rows.position_end > self._max_model_len:
+            return None
+        num_tokens, num_rows, num_chunks = len(rows.token_ids), plan.num_rows, len(plan.chunks)
+        partition = self._parts.device.partitions.current()
+        for size in self.sizes[bisect_left(self.sizes, (num_tokens, num_rows)) :]:
+            if size.tokens >= num_tokens + 2 * _TILE:
+                break
+            if size.rows >= num_rows and size.chunks >= num_chunks and (partition, size) in self._captured:
+                return size
+        return None
+
+    def replay(
+        self, size: MixedSize, plan: LanguagePlan, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, finite) of the rows that sample, whose slots and arrays are given, until the next replay. The slots
+        have been written. What raises has launched nothing that matters."""
+        device, num_decodes, num_rows = self._parts.device, len(plan.decodes), plan.num_rows
+        num_tokens, num_sampled = len(rows.token_ids), len(seq_slots)
+        packed = self._blank(size)
+        columns = _mixed_columns(packed, size, self._layout, _ARRAYS)
+        columns.token_ids[:num_tokens], columns.slots[:num_tokens] = rows.token_ids, rows.slots
+        columns.positions.reshape(self._layout.axes, -1)[:, :num_tokens] = rows.positions
+        if self._parts.image_cache is not None:
+            for targets, sources in image_merges(plan, rows.cu_q, self._parts.image_cache.block_size):
+                columns.image_slots[targets] = sources
+        columns.seq_slots[:num_sampled], columns.logit_rows[:num_sampled] = seq_slots, rows.logit_rows
+        columns.cu_q[: num_rows + 1], columns.cu_q[num_rows + 1 :] = rows.cu_q, num_tokens
+        columns.rest_cu_q[:] = np.maximum(columns.cu_q, num_decodes)
+        columns.num_context[:num_rows] = rows.num_context
+        columns.decode_context[:num_decodes] = rows.num_context[:num_decodes]
+        given = sampling.top_k, sampling.temperatures, *sampling[2:]
+        for column, values in zip(columns[-5:], given, strict=True):
+            column[:num_sampled] = values
+        tables = rows.block_tables[:, : self._width]
+        sent, sent_tables = device.send((packed, tables))
+        self._packed[: len(packed)].copy_(sent)
+        self._tables[:num_rows, : tables.shape[1]].copy_(sent_tables)
+        captured = self._captured[device.partitions.current(), size]
+        captured.graph.replay()
+        tokens, finite, *_ = captured.results
+        return tokens[:num_sampled], finite[:num_sampled]
+
+    def special_graph(self, size: MixedSize) -> SpecialGraph:
+        return self._captured[self._parts.device.partitions.current(), size].special
+
+
+class StepGraphs:
+    """The graphs of all captured language steps. Sizes ascend. For the lane's thread only."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        slot_table: DeviceSlotTable,
+        decode_sizes: tuple[int, ...],
+        mixed_sizes: tuple[MixedSize, ...],
+        max_model_len: int,
+    ) -> None:
+        self._device = parts.device
+        max_rows = max(decode_sizes[-1], *(size.rows for size in mixed_sizes), 0)
+        self.special = SpecialGraphs(parts.ops, parts.device, slot_table, max_rows)
+        self.decodes = DecodeGraphs(parts, slot_table, self.special, decode_sizes, max_model_len)
+        self.mixed = MixedGraphs(parts, slot_table, self.special, mixed_sizes, max_model_len)
+
+    def prepare(self) -> None:
+        """Prepares all graphs; call it before the first capture."""
+        self.decodes.prepare()
+        self.mixed.prepare()
+
+    @property
+    def _order(self) -> list[int | MixedSize]:
+        return [*reversed(self.mixed.sizes), *reversed(self.decodes.sizes)]
+
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """(partition, number of the graph there) of all graphs in capture order: the largest first, whose memory the
+        smaller ones reuse."""
+        partitions = range(self._device.partitions.count)
+        return [(partition, number) for partition in partitions for number in range(len(self._order))]
+
+    def capture(self, partition: int, number: int) -> None:
+        """Captures one graph; no step may be in flight."""
+        size = self._order[number]
+        if isinstance(size, MixedSize):
+            self.mixed.capture(partition, size)
+        else:
+            self.decodes.capture(partition, size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the graphs."""
+        return self.decodes.num_bytes + self.mixed.num_bytes + self.special.num_bytes
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs: each captured step is followed by one for special rows."""
+        return 2 * (self.decodes.num_captured + self.mixed.num_captured)
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """Rows of the captured decode steps, ascending."""
+        return self.decodes.captured_sizes
+
+    @property
+    def captured_tokens(self) -> int:
+        """Tokens of the largest captured step with prompts; 0: there is none."""
+        return self.mixed.captured_tokens

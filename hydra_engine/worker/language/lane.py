@@ -1,7 +1,7 @@
 """The language lane: plans -> results, the steps in flight between them, and the lane's threads.
 
 A row that makes the model raise, or whose logits are not finite, fails alone: a step that raised is run again row by
-row, and rows of a request that failed are barred, rows planned ahead included. On an asynchronous device
+row, and later rows of its request fail too, those planned ahead included. On an asynchronous device
 `LanguageLane.launch` returns while a step still runs, and the next one is launched before it is read; one more thread
 waits for the results, in order. Does not decide when a request ends.
 """
@@ -25,16 +25,12 @@ from hydra_engine.core.plans import Int64s, LanguagePlan, LanguageResult
 from hydra_engine.errors import BackendError, ErrorInfo, RequestFailed
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.blank_steps import warm_language
-from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step
-from hydra_engine.worker.language.asynchronous_step import AsynchronousStep, Unread
-from hydra_engine.worker.language.device_slot_table import DeviceSlotTable
-from hydra_engine.worker.language.graphs import default_sizes
+from hydra_engine.worker.boundary import OUT_OF_MEMORY, run_guarded_step
+from hydra_engine.worker.language.batches import StepParts
+from hydra_engine.worker.language.graphs import StepGraphs, default_sizes, mixed_sizes
 from hydra_engine.worker.language.mask_turns import MaskTurns
-from hydra_engine.worker.language.mixed_graphs import mixed_sizes
-from hydra_engine.worker.language.samples import Samples
-from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable, part_of
-from hydra_engine.worker.language.step import StepParts, SynchronousStep
-from hydra_engine.worker.language.step_graphs import StepGraphs
+from hydra_engine.worker.language.slot_table import DeviceSlotTable, SlotOwners, SlotTable, StateTable, part_of
+from hydra_engine.worker.language.step import AsynchronousStep, PendingSamples, Samples, SynchronousStep
 from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
 
 logger = logging.getLogger(__name__)
@@ -48,7 +44,7 @@ class Pending:
 
     def __init__(self, order: StepOrder, plan: LanguagePlan, launched_s: float, *, divided: bool = False) -> None:
         self._order = order
-        self._unread: list[tuple[Int64s, Unread]] = []
+        self._pending: list[tuple[Int64s, PendingSamples]] = []
         self._fences: list[Fetch] = []
         self.plan = plan
         self.launched_s = launched_s
@@ -57,12 +53,12 @@ class Pending:
         self.deferred: list[int] = []
         self.samples = Samples.none(plan.num_rows)  # as far as they are known
         self.slot_owners: SlotOwners | None = None  # None: no step before it was in flight when it was launched
-        self.settled: LanguageResult | None = None
+        self.resolved: LanguageResult | None = None
 
-    def add(self, rows: Int64s, outcome: Samples | Unread) -> None:
+    def add(self, rows: Int64s, outcome: Samples | PendingSamples) -> None:
         """Stores the outcome of these rows of the plan: samples, or a pending read."""
-        if isinstance(outcome, Unread):
-            self._unread.append((rows, outcome))
+        if isinstance(outcome, PendingSamples):
+            self._pending.append((rows, outcome))
         elif len(rows) == self.plan.num_rows:
             self.samples = outcome
         else:
@@ -77,20 +73,20 @@ class Pending:
 
     def result(self) -> LanguageResult:
         """Waits for the result. Raises BackendError if the device failed."""
-        return self._order.settle(self)
+        return self._order.resolve(self)
 
     def read(self, slot_table: SlotTable) -> None:
         """Waits for the device and completes `samples`. Steps must be read in order."""
-        for rows, unread in self._unread:
-            self.samples.put(rows, unread.read())
+        for rows, pending in self._pending:
+            self.samples.put(rows, pending.read())
         for fence in self._fences:
             fence.result()
         if self.slot_owners is None:
             return
-        barred = slot_table.failed(self.slot_owners)
-        if barred:
-            self.samples.drop(barred)
-            self.fail(barred, FAILED_EARLIER)
+        failed_rows = slot_table.failed(self.slot_owners)
+        if failed_rows:
+            self.samples.drop(failed_rows)
+            self.fail(failed_rows, FAILED_EARLIER)
         if self.samples.failures:
             slot_table.fail(self.slot_owners, [row for row, _ in self.samples.failures])
 
@@ -116,15 +112,15 @@ class StepOrder:
             if len(self._steps) == 1:
                 self._gate.begin(pending.allowance_s)
 
-    def settle(self, pending: Pending) -> LanguageResult:
+    def resolve(self, pending: Pending) -> LanguageResult:
         with self._reading:
-            while pending.settled is None:
+            while pending.resolved is None:
                 if self._error is not None:
                     raise self._error
-                self._settle_next()
-            return pending.settled
+                self._resolve_next()
+            return pending.resolved
 
-    def _settle_next(self) -> None:
+    def _resolve_next(self) -> None:
         step = self._steps[0]
         try:
             step.read(self._slot_table)
@@ -135,7 +131,7 @@ class StepOrder:
             self._end(step)
         started_s, self._ended_s = max(step.launched_s, self._ended_s), self._clock.now()
         samples = step.samples
-        step.settled = LanguageResult(
+        step.resolved = LanguageResult(
             step.plan.step_id,
             started_s,
             self._ended_s,
@@ -182,7 +178,7 @@ class LanguageLane:
         self._readers: Lane | None = None  # where results are waited for
         self._run = run
         self._clock = clock
-        self._ahead = asynchronous
+        self._asynchronous = asynchronous
         self._device = device = backend.device
         num_seq_slots, max_model_len = config.scheduler.max_running_requests, config.max_model_len or spec.max_model_len
         self._warm_up = partial(
@@ -255,21 +251,21 @@ class LanguageLane:
     def _launch(self, pending: Pending, records: Sequence[WorkerRequest]) -> None:
         plan, slot_table = pending.plan, self._slot_table
         slot_table.begin_step(plan, records)
-        if self._ahead:
+        if self._asynchronous:
             pending.slot_owners = slot_table.slot_owners(plan)
-        rows, barred = np.arange(plan.num_rows), slot_table.barred(plan)
-        pending.deferred = self._mask_turns.deferred(plan, barred)
-        if barred or pending.deferred:
-            pending.fail(barred, FAILED_EARLIER)
-            rows = np.setdiff1d(rows, [*barred, *pending.deferred])
-            self._attempt(pending, rows, *part_of(plan, records, rows))
+        rows, failed_rows = np.arange(plan.num_rows), slot_table.failed_rows(plan)
+        pending.deferred = self._mask_turns.deferred(plan, failed_rows)
+        if failed_rows or pending.deferred:
+            pending.fail(failed_rows, FAILED_EARLIER)
+            rows = np.setdiff1d(rows, [*failed_rows, *pending.deferred])
+            self._run_rows(pending, rows, *part_of(plan, records, rows))
         else:
-            self._attempt(pending, rows, plan, records)
+            self._run_rows(pending, rows, plan, records)
         failures = pending.samples.failures
         if failures:
             slot_table.fail(pending.slot_owners or slot_table.slot_owners(plan), [row for row, _ in failures])
 
-    def _attempt(
+    def _run_rows(
         self,
         pending: Pending,
         rows: Int64s,
@@ -282,18 +278,20 @@ class LanguageLane:
         memory is retried once, after memory has been released."""
         if not len(rows):
             return
-        outcome = attempt_step(self._device, f"language step of {len(rows)}", partial(self._step.run, plan, records))
+        outcome = run_guarded_step(
+            self._device, f"language step of {len(rows)}", partial(self._step.run, plan, records)
+        )
         if not isinstance(outcome, ErrorInfo):
             pending.add(rows, outcome)
             return
-        if self._ahead:
+        if self._asynchronous:
             pending.wait_for(self._device.fetch(()))
         if alone or (len(rows) == 1 and outcome is not OUT_OF_MEMORY):
             pending.fail(rows, outcome)
             return
         for index in range(len(rows)):
             row = np.array([index], dtype=np.int64)
-            self._attempt(pending, rows[row], *part_of(plan, records, row), alone=True)
+            self._run_rows(pending, rows[row], *part_of(plan, records, row), alone=True)
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hydra_engine.core.fairness.turns import FairQueue
 from hydra_engine.core.plans import LanguagePlan
-from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.boundary import run_guarded
 from hydra_engine.worker.language.sampler import Constraint, TokenHistory
 from hydra_engine.worker.language.slot_table import SlotTable, seq_slots_of
 
@@ -56,14 +56,14 @@ class MaskTurns:
         self._deferred_since: dict[int, int] = {}  # by slot: the first of the steps that its row was deferred in
         self._step = 0
 
-    def deferred(self, plan: LanguagePlan, barred: Collection[int]) -> list[int]:
-        """Returns the deferred rows of the plan, ascending, without `barred` ones. Computes the masks of the other rows
+    def deferred(self, plan: LanguagePlan, failed_rows: Collection[int]) -> list[int]:
+        """Returns the deferred rows of the plan, ascending, without `failed_rows`. Computes the masks of the other rows
         or, with `expected_only`, may leave that to the sampler."""
         table = self._slot_table
-        rows = [row for row in table.deferrable(plan) if row not in barred]
+        rows = [row for row in table.deferrable(plan) if row not in failed_rows]
         if not rows:
             return []
-        behind = [row for row in table.behind_deferred(plan) if row not in barred]
+        behind = [row for row in table.after_deferred(plan) if row not in failed_rows]
         left = self.choose(plan, [row for row in rows if row not in behind])
         table.defer(plan, left)
         return sorted([*behind, *left])
@@ -114,7 +114,7 @@ class MaskTurns:
     def _prepare(self, mask: _Mask) -> float:
         """Computes the mask and returns the seconds that it took. An error is raised again when the row is sampled."""
         began_s = self._clock()
-        attempt("a mask", mask.prepare)
+        run_guarded("a mask", mask.prepare)
         return self._clock() - began_s
 
     def _mask(self, row: int, seq_slot: int) -> _Mask:
@@ -127,7 +127,7 @@ class MaskTurns:
 
     def _is_next(self, plan: LanguagePlan, mask: _Mask) -> bool:
         """True if the row samples the token after those of its history; False if an earlier row of it failed."""
-        mask.history.settle()
+        mask.history.resolve()
         if not self._expected_only and mask.row < len(plan.decodes):
             start, token_id = self._slot_table.known_token(plan.decodes, mask.row)
             mask.history.record(start, (token_id,))

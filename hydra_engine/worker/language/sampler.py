@@ -36,18 +36,18 @@ MAX_NUMBER = float(np.nextafter(np.float32(1), np.float32(0)))  # of a draw
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step
 
 _MASK = (1 << 64) - 1
-_MAX_UNREAD = 8  # more than are in flight, so that reading the oldest is no wait
+_MAX_PENDING = 8  # more than are in flight, so that reading the oldest is no wait
 
 
 class TokenHistory:
     """Which tokens a request's prompt and output hold, for penalties and grammars. Fed with the rows of its steps, or,
     where tokens lie on a device, with what brings them. Used by the language lane's thread alone."""
 
-    __slots__ = ("_next_position", "_unread", "is_broken", "output_counts", "output_ids", "prompt_ids")
+    __slots__ = ("_next_position", "_pending", "is_broken", "output_counts", "output_ids", "prompt_ids")
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.is_broken = False  # a row failed: no token follows
-        self._unread: deque[tuple[int, Callable[[], int]]] = deque()
+        self._pending: deque[tuple[int, Callable[[], int]]] = deque()
         self.prompt_ids: Ids = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
         self.output_ids: list[int] = []  # in order
         self.output_counts: dict[int, int] = {}
@@ -66,19 +66,19 @@ class TokenHistory:
 
     def expect(self, position: int, read: Callable[[], int]) -> None:
         """`read` waits for the token at `position`, of which the device has not told yet; negative: its row failed."""
-        self._unread.append((position, read))
-        if len(self._unread) > _MAX_UNREAD:
+        self._pending.append((position, read))
+        if len(self._pending) > _MAX_PENDING:
             self._read_next()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Waits for the tokens that are expected. Raises what `read` raises."""
-        while self._unread:
+        while self._pending:
             self._read_next()
 
     def _read_next(self) -> None:
-        position, read = self._unread[0]
+        position, read = self._pending[0]
         token = read()
-        self._unread.popleft()
+        self._pending.popleft()
         self.is_broken = self.is_broken or token < 0
         if not self.is_broken:
             self.record(position, (token,))
@@ -118,7 +118,7 @@ class SamplingState:
     num_last: int = NO_FAST_PATH  # tokens before the last one that the request may generate
 
     @classmethod
-    def of(cls, request: Request, constraint: Constraint | None = None) -> SamplingState:
+    def from_request(cls, request: Request, constraint: Constraint | None = None) -> SamplingState:
         """With the constraint of a request that has a grammar."""
         params = request.sampling
         history = TokenHistory(request.prompt_token_ids) if params.needs_history else None

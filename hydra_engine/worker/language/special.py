@@ -21,7 +21,7 @@ from hydra_engine.backend.base import Adjustments, Ops, SamplingTensors
 from hydra_engine.core.plans import Int64s, TokenLogprobs
 from hydra_engine.core.request import MAX_LOGPROBS
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.worker.boundary import attempt
+from hydra_engine.worker.boundary import run_guarded
 from hydra_engine.worker.language.sampler import SamplingState, TokenHistory, allowed_tokens
 
 MAX_BIASES = 1 << 14  # that a captured step has room for
@@ -116,7 +116,9 @@ class SlotSpecials:
         state = self._states[seq_slot]
         return None if state is None else state.history
 
-    def of(self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int) -> SpecialArrays:
+    def arrays(
+        self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int
+    ) -> SpecialArrays:
         """Builds the host arrays of a step with `size` sampling rows. `rows`: indices of the special ones, to which
         `seq_slots` and `num_generated` belong. Waits for the last token of requests with a grammar."""
         packed = _blank(size).copy()
@@ -138,7 +140,7 @@ class SlotSpecials:
                 bias_values.append(state.biases[1])
                 columns.bias_begins[row], end = end, end + len(state.biases[0])
                 columns.bias_ends[row] = end
-            mask = attempt("sampling", partial(self._mask, seq_slot, state, count, vocabulary))
+            mask = run_guarded("sampling", partial(self._mask, seq_slot, state, count, vocabulary))
             if isinstance(mask, ErrorInfo):
                 failures.append((row, mask))
             elif mask is not None:
@@ -153,7 +155,7 @@ class SlotSpecials:
         """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if the request has failed."""
         if state.constraint is not None:
             assert state.history is not None
-            state.history.settle()
+            state.history.resolve()
             if state.history.is_broken:
                 return None
             mask = allowed_tokens(state, num_generated, vocabulary)
@@ -177,7 +179,7 @@ class SlotSpecials:
         for seq_slot in penalised.tolist():
             history = self.history(seq_slot)
             assert history is not None
-            history.settle()
+            history.resolve()
             held = np.zeros(vocabulary, dtype=np.int32)
             held[history.prompt_ids[history.prompt_ids < vocabulary]] = 1  # image placeholders may lie beyond
             output = np.array([*history.output_counts.items()], dtype=np.int64).reshape(-1, 2)
@@ -204,7 +206,9 @@ class SpecialTensors(NamedTuple):
     masks: Tensor
 
     @classmethod
-    def of(cls, packed: Tensor, size: int, bias_ids: Tensor, bias_values: Tensor, masks: Tensor) -> SpecialTensors:
+    def from_packed(
+        cls, packed: Tensor, size: int, bias_ids: Tensor, bias_values: Tensor, masks: Tensor
+    ) -> SpecialTensors:
         return cls(special_columns(packed, size, torch.int32, torch.float64), bias_ids, bias_values, masks)
 
 

@@ -11,7 +11,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, draw_blank
-from hydra_engine.worker.language.mixed_graphs import MixedSize
+from hydra_engine.worker.language.graphs import MixedSize
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import CachePlan
 from hydra_engine.worker.memory.working import (

@@ -17,7 +17,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.roles import Role
 from hydra_engine.models.inputs import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
-from hydra_engine.worker.language.mixed_graphs import FEW_TOKENS, MAX_TOKENS, MixedSize, mixed_sizes
+from hydra_engine.worker.language.graphs import FEW_TOKENS, MAX_TOKENS, MixedSize, mixed_sizes
 from hydra_engine.worker.vision.graphs import max_captured
 
 GRAPH_BYTES = 1 << 28  # what captured decode steps take on a partition, besides the memory that they compute in

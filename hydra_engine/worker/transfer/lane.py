@@ -22,7 +22,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind
 from hydra_engine.errors import ErrorInfo, TransferError
-from hydra_engine.worker.boundary import attempt_step
+from hydra_engine.worker.boundary import run_guarded_step
 from hydra_engine.worker.transfer.staging import StagingPools, cache_in, layout_of, piece_of
 
 
@@ -146,7 +146,7 @@ class TransferLane:
         """Copies blocks into a staging pool. Raises only BackendError, if the device failed; another failure is the
         result's `problem`."""
         fill = partial(staging.fill, job, self._ops, self._device)
-        outcome = attempt_step(self._device, f"copies of {job.pool} blocks for a peer", fill)
+        outcome = run_guarded_step(self._device, f"copies of {job.pool} blocks for a peer", fill)
         problem = "they could not be copied; the log says why" if isinstance(outcome, ErrorInfo) else None
         return StagingResult(job.number, problem)
 
@@ -154,7 +154,7 @@ class TransferLane:
         """Copies a peer's blocks. `peer` None: the job's peer is not open. Raises only BackendError, if the device
         failed; another failure is the result's `problem`."""
         started_s = self._clock.now()
-        outcome = attempt_step(self._device, f"pull from instance {job.peer}", partial(self._pull, job, peer))
+        outcome = run_guarded_step(self._device, f"pull from instance {job.peer}", partial(self._pull, job, peer))
         if isinstance(outcome, ErrorInfo):
             outcome = False, 0, _problem(job, outcome)
         valid, num_bytes, problem = outcome

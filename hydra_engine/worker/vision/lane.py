@@ -25,7 +25,7 @@ from hydra_engine.core.plans import EncodeItem, VisionPlan, VisionResult
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.blank_steps import warm_vision
-from hydra_engine.worker.boundary import OUT_OF_MEMORY, attempt_step, not_finite
+from hydra_engine.worker.boundary import OUT_OF_MEMORY, not_finite, run_guarded_step
 from hydra_engine.worker.memory.working import image_budget, largest_encode
 from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
 from hydra_engine.worker.vision.batches import vision_input, vision_slots
@@ -158,7 +158,7 @@ class VisionLane:
         single picture that ran out of memory is retried once, after memory has been released."""
         if not items:
             return ()
-        flags = attempt_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
+        flags = run_guarded_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
         if not isinstance(flags, ErrorInfo):
             return flags
         if alone or (len(items) == 1 and flags is not OUT_OF_MEMORY):
