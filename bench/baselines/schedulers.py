@@ -64,7 +64,8 @@ class RequestScheduler(StageScheduler):
         """Of requests with images that have a slot, or find one beside those that wait for nothing else."""
         requests = self._requests
         running = sum(state.waits_for_images for state in requests.prefilling)
-        self._first_images.num_requests = running + max(0, requests.seq_slots.num_free - len(requests.waiting))
+        num_free = requests.seq_slots.num_seq_slots - len(requests.seq_slots.slot_of)
+        self._first_images.num_requests = running + max(0, num_free - len(requests.waiting))
         return super().plan_vision(now)
 
     def plan_language(self, now: float) -> LanguagePlan | None:

@@ -339,10 +339,6 @@ class SlotPool:
         self.slot_of: dict[RequestId, int] = {}
         self._free = list(range(num_seq_slots))  # a heap
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def allocate(self, request_id: RequestId) -> int:
         """Allocates the lowest free slot; the caller must make sure that there is one."""
         assert request_id not in self.slot_of, f"request {request_id} takes a second slot"

@@ -122,10 +122,6 @@ class Option:
     def flag(self) -> str:
         return "--" + self.name
 
-    @property
-    def variable(self) -> str:
-        return variable_of(self.name)
-
 
 def variable_of(name: str) -> str:
     return "HYDRA_" + name.replace("-", "_").upper()

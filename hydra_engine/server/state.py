@@ -64,10 +64,6 @@ class ClientLimits:
         self._clock = clock
         self._clients: OrderedDict[str, _Client] = OrderedDict()  # least recently seen first
 
-    @property
-    def num_known(self) -> int:
-        return len(self._clients)
-
     def count(self, client: str) -> None:
         """Counts a request. Raises RateLimited."""
         if not self._per_minute:

@@ -202,20 +202,6 @@ class Source:
     def live(self) -> int:
         return len(self._live)
 
-    def check(self) -> None:
-        """Raises AssertionError if the tables disagree."""
-        assert {live.owner: live.sequence for live in self._live.values()} == self._sequence_of, "owners and offers"
-        slots = [live.slot for live in self._live.values()]
-        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or given out twice"
-        assert all(sequence == live.sequence < self._next_sequence for sequence, live in self._live.items())
-        valid = {slot: word for slot, word in self._words.items() if word & 1}
-        assert valid == {live.slot: valid_word(live.sequence) for live in self._live.values()}, "words and offers"
-        deadlines = [live.deadline_s for live in self._live.values()]
-        assert deadlines == sorted(deadlines), "leases out of order: `now` went back"
-        assert all(live.due <= live.num_mores for live in self._live.values())
-        assert self.offered == self.live + self.acknowledged + self.withdrawn, "an offer ended twice, or never"
-        assert self.expired <= self.withdrawn
-
     # ---- inside
 
     def _find(self, peer: str, incarnation: int, sequence: int) -> _Live | None:

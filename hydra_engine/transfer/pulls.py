@@ -288,12 +288,6 @@ class Destination:
         """Number of known offers that have not ended, offers for unknown requests included."""
         return len(self._records.pulls)
 
-    def check(self) -> None:
-        """Raises AssertionError if the tables disagree."""
-        self._records.check()
-        assert all(handle < self._next_handle for handle in self._records.pulls)
-        assert all(len(peer.unclaimed) <= MAX_UNCLAIMED for peer in self._records.peers.values())
-
     # ---- inside
 
     def _forgotten_s(self, pull: Pull) -> float:

@@ -110,28 +110,3 @@ class Records:
         self.remove(pull)
         pull.cancelled = True
         self.pulls[pull.handle] = pull
-
-    def check(self) -> None:
-        """Raises AssertionError if the tables disagree."""
-        wanted = [pull for pulls in self._wanted.values() for pull in pulls.values()]
-        assert all(self._wanted.values()), "a request without offers has an entry"
-        by_peer = {pull.handle for peer in self.peers.values() for pull in peer.wanted.values()}
-        assert {pull.handle for pull in wanted} == by_peer, "offers by request and by peer"
-        for pull in wanted:
-            assert pull.request_id in self.sources and not pull.cancelled, f"offer {pull.handle} is not wanted"
-            assert self._wanted[pull.request_id][pull.image_index, pull.peer] is pull
-            assert pull.image_index is not None or self.sources[pull.request_id] == pull.peer, "KV of the wrong peer"
-        for name, peer in self.peers.items():
-            assert not peer.wanted.keys() & peer.unclaimed.keys()
-            for sequence, pull in [*peer.wanted.items(), *peer.unclaimed.items()]:
-                assert (name, peer.incarnation, sequence) == (pull.peer, pull.incarnation, pull.sequence)
-                assert sequence <= peer.newest and self.pulls[pull.handle] is pull
-            for pull in peer.unclaimed.values():
-                assert pull.request_id not in self.sources and not pull.copies and not pull.cancelled
-        num_known = sum(len(peer.wanted) + len(peer.unclaimed) for peer in self.peers.values())
-        cancelled = [pull for pull in self.pulls.values() if pull.cancelled]
-        assert len(self.pulls) == num_known + len(cancelled), "an offer is in no table"
-        assert all(pull.copies > 0 for pull in cancelled), "a cancelled offer without a copy in flight"
-        for handle, pull in self.pulls.items():
-            assert handle == pull.handle
-            assert len(pull.checksums) in (0, len(pull.blocks)) and (pull.begun or 0) <= len(pull.blocks)

@@ -102,14 +102,6 @@ class Staging:
         """Number of pieces that wait, are copied, or are held for a target."""
         return len(self._pieces)
 
-    def check(self) -> None:
-        """Raises AssertionError if a block of a pool is lost or allocated twice."""
-        for pool, count in self._num_blocks.items():
-            held = [block for piece in self._pieces.values() if piece.pool is pool for block in piece.blocks]
-            assert sorted(held + self._free[pool]) == list(range(count)), f"a {pool} block is lost or given out twice"
-            waiting = [piece for piece in self._pieces.values() if piece.pool is pool and not piece.blocks]
-            assert waiting == list(self._waiting[pool]), "a piece waits twice, or for ever"
-
     def _end(self, piece: _Piece) -> None:
         del self._pieces[piece.stage.sequence, piece.stage.ticket]
         if not piece.blocks:
@@ -195,10 +187,6 @@ class StagedPulls:
                 pull.valid = False
                 if pull.ended:
                     yield self._end(pull, now)
-
-    @property
-    def live(self) -> int:
-        return len(self._pulls)
 
     def _ask(self, pull: _Pull) -> list[Stage]:
         messages = []

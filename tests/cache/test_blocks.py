@@ -332,13 +332,13 @@ def test_content_that_is_forgotten_is_not_found_and_its_blocks_are_plainly_free(
 def test_slots_are_taken_and_given_back() -> None:
     pool = SlotPool(2)
     first, second = RequestId(1), RequestId(2)
-    assert (pool.allocate(first), pool.allocate(second), pool.num_free) == (0, 1, 0)
+    assert (pool.allocate(first), pool.allocate(second), pool._free) == (0, 1, [])
     pool.check()
     with pytest.raises(AssertionError):
         pool.allocate(first)
     pool.free(first)
     pool.free(first)
-    assert pool.num_free == 1 and pool.allocate(RequestId(3)) == 0
+    assert pool._free == [0] and pool.allocate(RequestId(3)) == 0
     assert {pool.slot_of[RequestId(3)], pool.slot_of[second]} == {0, 1}
     pool.check()
     pool.slot_of[first] = pool.slot_of[second]

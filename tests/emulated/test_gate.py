@@ -204,7 +204,7 @@ def test_a_closed_gate_stays_open() -> None:
         def decode() -> None:
             both.gate.begin(0.0)
             both.clock.time.spend(5e-3)
-            assert both.gate.waiting
+            assert both.gate._waiting
             both.gate.close()
             both.clock.time.spend(50e-3)
             both.gate.end()

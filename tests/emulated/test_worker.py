@@ -173,7 +173,7 @@ def test_a_lane_that_moves_between_partitions_keeps_its_order(
     replays.clear()
     vision.submit(lambda: streams.current.synchronize())
     for count in range(8):
-        while vision._sharing.has_work("vision"):  # what was captured, too
+        while vision._sharing._has_work("vision"):  # what was captured, too
             time.sleep(0.001)
         busy = threading.Event()
 

@@ -179,7 +179,7 @@ def test_an_encode_that_waits_in_every_step_has_the_same_features(
     lane = threading.Thread(target=encode)
     lane.start()
     while not done.is_set():
-        if gate.waiting:
+        if gate._waiting:
             gate.end()
             num_steps += 1
             gate.begin(0.0)

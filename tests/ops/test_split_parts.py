@@ -18,7 +18,7 @@ from hydra_engine.errors import BackendError, ConfigError
 
 def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
     sharing = Sharing()
-    assert sharing.choose(2) == 0 and not sharing.has_work(LANGUAGE)
+    assert sharing.choose(2) == 0 and not sharing._has_work(LANGUAGE)
     sharing.submitted(LANGUAGE)
     assert sharing.begin(LANGUAGE) == 0
     sharing.submitted(VISION)
@@ -135,9 +135,9 @@ def test_jobs_that_have_ended_are_forgotten() -> None:
 def test_a_job_that_was_withdrawn_is_no_work() -> None:
     sharing = Sharing()
     sharing.submitted(VISION)
-    assert sharing.has_work(VISION)
+    assert sharing._has_work(VISION)
     sharing.withdrawn(VISION)
-    assert not sharing.has_work(VISION)
+    assert not sharing._has_work(VISION)
 
 
 @settings(max_examples=200, deadline=None)

@@ -38,7 +38,7 @@ def of_scripts() -> set[str]:
 
 def variables() -> set[str]:
     """Every variable that something reads: options under each of their names, and what the code and the build name."""
-    named = {option.variable for option in all_options()} | {variable_of(name) for name in options_by_name()}
+    named = {variable_of(option.name) for option in all_options()} | {variable_of(name) for name in options_by_name()}
     for path in (ROOT / "setup.py", *(ROOT / "hydra_engine").rglob("*.py"), *(ROOT / "csrc").rglob("*.c*")):
         named |= set(re.findall(r'"(HYDRA_[A-Z_]*[A-Z])', path.read_text(encoding="utf-8")))
     return named

@@ -36,7 +36,8 @@ async def kitchen(padded: Tokenizer, request: Any, tmp_path: Path) -> AsyncItera
         (tmp_path / "t.jinja").write_text(template)
     spec = make_spec(padded)
     rows = padded.vocab_size - 3
-    spec = replace(spec, language=replace(spec.language, vocab_size=rows), image_token_id=padded.token_id("<late>"))
+    late = padded._backend.token_to_id("<late>")
+    spec = replace(spec, language=replace(spec.language, vocab_size=rows), image_token_id=late)
     path = None if template is None else str(tmp_path / "t.jinja")
     preprocessor = Preprocessor(
         spec=spec, tokenizer=padded, media=MediaConfig(), max_model_len=256, chat_template_path=path

@@ -46,9 +46,9 @@ async def test_nobody_waits_for_all_bodies_of_another_client(serve: Serve, monke
 
     turns = served.app[STATE].parsing._threads
     alice = [asyncio.create_task(send("alice", number)) for number in range(6)]
-    await until(lambda: turns.num_waiting == 5 and len(gate.begun) == 1)
+    await until(lambda: len(turns._queue) == 5 and len(gate.begun) == 1)
     bob = asyncio.create_task(send("bob", 100))
-    await until(lambda: turns.num_waiting == 6)
+    await until(lambda: len(turns._queue) == 6)
     async with served.post("/v1/completions", {"prompt": "short"}, headers={"Authorization": "Bearer bob"}) as response:
         assert response.status == 200  # needs no turn
     alice[0].cancel()  # whoever leaves keeps the thread until it is free
@@ -59,7 +59,7 @@ async def test_nobody_waits_for_all_bodies_of_another_client(serve: Serve, monke
     statuses = await asyncio.gather(*alice[1:], bob)
     assert set(statuses) == {200}
     assert gate.begun.index(100) <= 2 and len(gate.begun) == 7
-    assert (turns.num_waiting, turns.num_free) == (0, 1)
+    assert (len(turns._queue), turns._num_free) == (0, 1)
 
 
 async def test_the_thread_for_large_bodies_ends_with_the_server(serve: Serve) -> None:

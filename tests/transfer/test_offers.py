@@ -9,6 +9,7 @@ import pytest
 from hydra_engine.core.plans import KvEnd
 from hydra_engine.transfer.messages import More, Offer, Renew, Withdraw
 from hydra_engine.transfer.offers import Source, gone_word, valid_word
+from tests.transfer.audit import check_source
 
 INCARNATION = 7
 END = KvEnd(num_tokens=30, token_id=5, token_s=1.0, first_token_s=1.0)
@@ -63,7 +64,7 @@ def test_an_offer_names_the_targets_request_and_its_word_is_valid_before_anybody
     assert (offer.incarnation, offer.request_id, offer.image_index, offer.blocks) == (INCARNATION, 90, 3, (1,))
     assert offer.checksums == (77,) and offer.end is None
     assert [*source._sequence_of] == [PICTURE] and source.live == 1
-    source.check()
+    check_source(source)
 
 
 def test_without_a_free_slot_nothing_happens_and_a_later_attempt_succeeds(source, words) -> None:
@@ -76,7 +77,7 @@ def test_without_a_free_slot_nothing_happens_and_a_later_attempt_succeeds(source
     assert source.on_ack("d0", INCARNATION, first.sequence) is None  # not complete yet
     assert source.on_refuse("d0", INCARNATION, first.sequence) == (1, None)
     assert offer_kv(source, (4, None)).slot == first.slot
-    source.check()
+    check_source(source)
 
 
 def test_a_slot_is_used_again_but_a_sequence_number_never(source) -> None:
@@ -127,7 +128,7 @@ def test_an_acknowledgement_frees_and_the_word_is_gone(source, words) -> None:
     assert words.now[offer.slot] == gone_word(offer.sequence)
     assert (source.acknowledged, source.withdrawn, source.live) == (1, 0, 0)
     assert [*source._sequence_of] == []
-    source.check()
+    check_source(source)
 
 
 def test_kv_cannot_be_acknowledged_before_all_of_it_was_offered(source, words) -> None:
@@ -142,7 +143,7 @@ def test_a_refusal_is_as_good_at_any_time(source, words) -> None:
     offer = offer_kv(source)
     assert source.on_refuse("d0", INCARNATION, offer.sequence) == KV
     assert words.now[offer.slot] == gone_word(offer.sequence) and source.acknowledged == 1
-    source.check()
+    check_source(source)
 
 
 @pytest.mark.parametrize("way", ["withdraw", "expire", "peer_lost", "ack", "refuse"])
@@ -180,7 +181,7 @@ def test_a_lost_peer_takes_its_offers_along_and_no_others(source, words) -> None
     assert [*source._sequence_of] == [(2, None)] and words.now[other.slot] == other.word
     assert source.withdrawn == 2 and source.expired == 0
     assert source.peer_lost("d0") == []
-    source.check()
+    check_source(source)
 
 
 # ---- DONE, GONE, unknown, other incarnation: count and ignore
@@ -212,14 +213,14 @@ def test_a_lease_ends_without_renewal_and_not_before(source) -> None:
     assert source.expire(14.999) == []
     assert [owner for owner, _, _ in source.expire(15.0)] == [KV]
     assert (source.expired, source.withdrawn) == (1, 1) and source.next_deadline() == math.inf
-    source.check()
+    check_source(source)
 
 
 def test_a_renewal_starts_the_lease_again(source) -> None:
     first = offer_kv(source, (1, None), now=0.0)
     offer_kv(source, (2, None), now=1.0)
     source.on_renew("d0", renewal(first.sequence), 9.0)
-    source.check()
+    check_source(source)
     assert source.next_deadline() == 11.0
     assert [owner for owner, _, _ in source.expire(18.0)] == [(2, None)]
     assert [owner for owner, _, _ in source.expire(19.0)] == [(1, None)]
@@ -262,4 +263,4 @@ def test_check_sees_tables_that_disagree(source, words) -> None:
     offer_kv(source)
     source._free_slots.pop()
     with pytest.raises(AssertionError, match="slot"):
-        source.check()
+        check_source(source)

@@ -11,6 +11,7 @@ from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, Withdraw
 from hydra_engine.transfer.offers import valid_word
 from hydra_engine.transfer.pulls import MAX_UNCLAIMED, Committed, Destination, Gone, Offered
+from tests.transfer.audit import check_destination
 from tests.transfer.world import begin, copying
 
 END = KvEnd(num_tokens=30, token_id=5, token_s=1.0, first_token_s=1.0)
@@ -60,7 +61,7 @@ def test_copies_of_two_pictures_of_one_request_do_not_know_of_each_other(target,
         assert target.refuse(handles[last]) == (f"e{last}", Refuse(3, 1))
     ended = target.end(handles[last], valid=other == "valid", last=True)
     assert ended == (Committed(f"e{last}", Ack(3, 1)) if other == "valid" else Gone(handles[last], last))
-    target.check()
+    check_destination(target)
     assert not target.live
 
 
@@ -75,7 +76,7 @@ def test_features_may_come_from_anybody_and_kv_from_its_source_alone(target) -> 
     assert target.on_offer("e0", wrong, 0.0) == []
     assert target.ignored == 1
     assert target.on_offer("p0", kv(1, end=END), 0.0) == [Offered(4, 9, None, 2, END)]
-    target.check()
+    check_destination(target)
 
 
 def test_a_request_without_a_source_takes_no_kv(target) -> None:
@@ -90,14 +91,14 @@ def test_an_offer_may_come_before_its_request(target) -> None:
     assert target.live == 1 and target.renewals(0.0) == []
     assert target.expect(9, "p0") == [Offered(1, 9, None, 3, END)]
     assert target.renewals(0.1) == [("p0", Renew(4, (1,), (1,)))]  # at once: its lease has been running
-    target.check()
+    check_destination(target)
 
 
 def test_kv_of_the_wrong_peer_is_dropped_when_the_request_comes(target) -> None:
     target.on_offer("p0", kv(1), 0.0)
     assert target.expect(9, "p1") == []
     assert target.live == 0 and target.ignored == 1
-    target.check()
+    check_destination(target)
 
 
 def test_an_early_offer_that_is_withdrawn_or_whose_peer_is_lost_is_nobodys_business(target) -> None:
@@ -106,7 +107,7 @@ def test_an_early_offer_that_is_withdrawn_or_whose_peer_is_lost_is_nobodys_busin
     assert target.on_withdraw("e0", Withdraw(3, 1)) == []
     assert target.peer_lost("e1") == []
     assert target.live == 0 and target.expect(50, None) == []
-    target.check()
+    check_destination(target)
 
 
 def test_an_unclaimed_offer_is_forgotten_long_after_its_lease(target) -> None:
@@ -116,7 +117,7 @@ def test_an_unclaimed_offer_is_forgotten_long_after_its_lease(target) -> None:
     assert target.live == 1
     target.renewals(25.0)
     assert target.live == 0 and target.next_deadline() == math.inf
-    target.check()
+    check_destination(target)
 
 
 def test_unclaimed_offers_are_bounded_for_each_peer(target) -> None:
@@ -129,7 +130,7 @@ def test_unclaimed_offers_are_bounded_for_each_peer(target) -> None:
     assert offered(target.on_offer("e0", picture(MAX_UNCLAIMED + 2, request_id=99999), 0.0))
     target.on_offer("e1", picture(1, request_id=70000), 0.0)
     assert target.live == MAX_UNCLAIMED + 2
-    target.check()
+    check_destination(target)
 
 
 @pytest.mark.parametrize("incarnation,peer", [(2, "e0"), (4, "e0"), (3, "unknown")])
@@ -161,7 +162,7 @@ def test_a_second_offer_replaces_the_first_and_their_source_hears_of_it(target) 
     assert target.next_deadline() == -math.inf
     assert target.renewals(0.0)[0] == ("e0", Refuse(3, 1))
     assert target.live == 1 and target.refuse(first) is None
-    target.check()
+    check_destination(target)
 
 
 def test_offers_of_one_picture_by_two_sources_are_both_kept(target) -> None:
@@ -173,7 +174,7 @@ def test_offers_of_one_picture_by_two_sources_are_both_kept(target) -> None:
     assert target.live == 1
     assert begin(target, second, 0, 2) is not None
     assert isinstance(target.end(second, valid=True, last=True), Committed)
-    target.check()
+    check_destination(target)
 
 
 def test_a_second_offer_dooms_the_first_while_that_is_copied(target) -> None:
@@ -181,7 +182,7 @@ def test_a_second_offer_dooms_the_first_while_that_is_copied(target) -> None:
     first = offered(target.on_offer("e0", picture(1), 0.0))
     assert begin(target, first, 0, 2) is not None
     second = offered(target.on_offer("e0", picture(2), 0.0))
-    target.check()
+    check_destination(target)
     assert target.end(first, valid=True, last=True) == Gone(first, 0)
     assert begin(target, second, 0, 2) is not None
     assert isinstance(target.end(second, valid=True, last=True), Committed)
@@ -240,7 +241,7 @@ def test_a_withdrawn_offer_is_gone(target) -> None:
     assert target.live == 0 and target.refuse(handle) is None
     with pytest.raises(KeyError):
         begin(target, handle, 0, 1)
-    target.check()
+    check_destination(target)
 
 
 def test_a_lost_peer_takes_its_offers_along_and_no_others(target) -> None:
@@ -252,7 +253,7 @@ def test_a_lost_peer_takes_its_offers_along_and_no_others(target) -> None:
     target.peer_up("e0", 8)
     assert target.on_offer("e0", picture(1), 0.0) == []  # of the incarnation that died
     assert offered(target.on_offer("e0", picture(1, incarnation=8), 0.0))  # numbers start again
-    target.check()
+    check_destination(target)
 
 
 def test_a_peer_that_is_up_cannot_come_up(target) -> None:
@@ -269,7 +270,7 @@ def test_forgetting_a_request_refuses_what_is_offered_for_it(target) -> None:
     assert target.forget(9) == [] and target.live == 1
     assert target.forget(10) == [("e1", Refuse(3, 1))]  # never expected
     assert target.on_offer("e0", picture(2), 0.0) == []  # late: kept for a while as of an unknown request
-    target.check()
+    check_destination(target)
 
 
 def test_a_refused_offer_is_over(target) -> None:
@@ -292,7 +293,7 @@ def test_a_copy_is_acknowledged_after_it_has_ended_and_was_valid(target) -> None
     assert copy.checksums == (70, 71) and copying(target, handle)
     assert target.end(handle, valid=True, last=True) == Committed("e0", Ack(3, 1))
     assert (target.pulled, target.live, copying(target, handle)) == (1, 0, False)
-    target.check()
+    check_destination(target)
 
 
 def test_kv_is_pulled_behind_the_prefill(target) -> None:
@@ -335,7 +336,7 @@ def test_a_copy_that_was_too_late_is_lost_and_its_source_need_not_keep_it(target
     assert target.end(handle, valid=False, last=True) == Gone(handle, 0)
     assert (target.invalid, target.pulled, target.live) == (1, 0, 0)
     assert target.renewals(0.0) == [("e0", Refuse(3, 1, failed=True))]
-    target.check()
+    check_destination(target)
 
 
 def test_an_invalid_part_is_lost_only_with_the_last_copy_in_flight(target) -> None:
@@ -345,7 +346,7 @@ def test_an_invalid_part_is_lost_only_with_the_last_copy_in_flight(target) -> No
     begin(target, handle, 1, 1)
     assert target.end(handle, valid=False, last=False) is None
     assert copying(target, handle)
-    target.check()
+    check_destination(target)
     assert target.end(handle, valid=True, last=True) == Gone(handle, None)
 
 
@@ -362,14 +363,14 @@ def test_whatever_happens_a_copy_in_flight_is_waited_for(target, what) -> None:
         assert target.forget(9) == [("e0", Refuse(3, 1))]
     else:
         assert target.refuse(handle) == ("e0", Refuse(3, 1))
-    target.check()
+    check_destination(target)
     assert copying(target, handle) and target.live == 1
     assert begin(target, handle, 1, 1) is None  # no further part
     assert target.refuse(handle) is None
     assert target.renewals(100.0) == []
     assert target.end(handle, valid=True, last=True) == Gone(handle, 0)
     assert target.live == 0 and target.invalid == (what in ("withdraw", "peer_lost"))
-    target.check()
+    check_destination(target)
 
 
 def test_a_cancelled_copy_outlives_its_source(target) -> None:
@@ -382,7 +383,7 @@ def test_a_cancelled_copy_outlives_its_source(target) -> None:
     assert offered(target.on_offer("e0", picture(1, incarnation=8), 0.0)) != handle
     assert target.end(handle, valid=False, last=True) == Gone(handle, 0)
     assert [m for m in target.renewals(0.0) if isinstance(m[1], Refuse)] == []  # nobody holds it any more
-    target.check()
+    check_destination(target)
 
 
 def test_what_is_not_offered_cannot_be_copied(target) -> None:
@@ -466,4 +467,4 @@ def test_check_sees_tables_that_disagree(target) -> None:
     target.on_offer("e0", picture(1), 0.0)
     target._records.sources.clear()
     with pytest.raises(AssertionError, match="not wanted"):
-        target.check()
+        check_destination(target)

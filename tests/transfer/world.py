@@ -20,6 +20,7 @@ from hydra_engine.core.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
 from hydra_engine.transfer.pulls import Committed, Destination, Gone, Offered
+from tests.transfer.audit import check_destination, check_source
 from tests.transfer.nodes import (
     MAX_OPEN,
     NOBODY,
@@ -448,7 +449,7 @@ class World:
     def check(self) -> None:
         for node in self.sources.values():
             if self.tables:
-                node.source.check()
+                check_source(node.source)
                 num_valid = sum(word & 1 for word in node.memory.words)
                 assert num_valid == node.source.live, "OWNER: a control word outlives its offer"
             held = [block for job in node.jobs.values() for block in job.blocks]
@@ -457,7 +458,7 @@ class World:
                 assert node.jobs[owner].sent, "OWNER: blocks are offered that nobody holds"
         for target in self.targets.values():
             if self.tables:
-                target.target.check()
+                check_destination(target.target)
             held = [b for items in target.requests.values() for item in items.values() for b in item.blocks]
             held += [block for blocks in target.leftover.values() for block in blocks]
             assert sorted(held + target.memory.free) == list(range(NUM_BLOCKS)), "OWNER: a target block"

@@ -47,7 +47,7 @@ class VisionThread:
 
     def settle(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while self._done < self._given and not self._gate.waiting:
+        while self._done < self._given and not self._gate._waiting:
             assert time.monotonic() < deadline, "the vision thread is stuck"
             time.sleep(0)
 
@@ -124,7 +124,7 @@ def test_the_gate_does_what_the_oracle_says(actions: list[tuple[str, float]]) ->
             oracle.inside = True
             oracle.checkpoint()
         vision.settle()
-        assert gate.waiting == oracle.waiting
+        assert gate._waiting == oracle.waiting
     if oracle.allowance is not None:
         assert gate.end() == oracle.end()
     vision.stop()
@@ -154,7 +154,7 @@ def test_vision_advances_in_every_step_whatever_the_allowance(eager_switches: No
     thread.start()
     before = -1
     for _ in range(10_000):
-        wait_until(lambda: gate.waiting)
+        wait_until(lambda: gate._waiting)
         assert pieces > before, "vision waits twice without a piece between"
         before = pieces
         gate.end()
@@ -237,7 +237,7 @@ def test_a_vision_step_that_begins_late_waits_at_its_entry() -> None:
     gate.begin(4.0)
     for call in (gate.enter, lambda: clock.advance(4) and None, gate.leave, gate.enter):
         vision.order(call)
-    wait_until(lambda: gate.waiting)
+    wait_until(lambda: gate._waiting)
     clock.advance(100)  # a wait costs nothing
     assert gate.end() == 4.0
     vision.order(gate.leave)
@@ -250,7 +250,7 @@ def test_what_ends_a_wait(how: str) -> None:
     vision = VisionThread(gate)
     gate.begin(0.0)
     vision.order(gate.enter)
-    wait_until(lambda: gate.waiting)
+    wait_until(lambda: gate._waiting)
     if how == "close":
         gate.close()
     else:

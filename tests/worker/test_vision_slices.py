@@ -92,7 +92,7 @@ def test_a_vision_step_advances_a_layer_per_language_step_that_leaves_no_room() 
     thread = threading.Thread(target=setup.run)
     thread.start()
     for layers in range(NUM_LAYERS + 1):  # at the entry, then before every layer
-        wait_until(lambda: setup.gate.waiting)
+        wait_until(lambda: setup.gate._waiting)
         assert setup.model.layers == list(range(max(layers - 1, 0)))
         assert setup.results == []
         held_s = time.monotonic()

@@ -65,10 +65,6 @@ class Sharing:
             self._launched[lane].append(_Launched(self._beginning[lane] or 0, is_done))
             self._beginning[lane] = None
 
-    def has_work(self, lane: str) -> bool:
-        with self._lock:
-            return self._has_work(lane)
-
     def begin(self, lane: str) -> int:
         """Returns the partition of a job that begins now.
 

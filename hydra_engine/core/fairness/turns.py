@@ -170,14 +170,6 @@ class Turns:
         self._keeps_free = keeps_free
         self._clock = clock
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
     @asynccontextmanager
     async def place(self, client: str) -> AsyncIterator[None]:
         """Holds a slot within the context. Raises Unavailable if too many jobs wait."""

@@ -177,9 +177,6 @@ class Tokenizer:
         """The spelling in the vocabulary, None for an id outside it."""
         return self._backend.id_to_token(token_id)
 
-    def token_id(self, token: str) -> int | None:
-        return self._backend.token_to_id(token)
-
     def tokens(self, token_ids: Iterable[int]) -> list[str]:
         return [self.token(id) or "" for id in token_ids]
 

@@ -90,11 +90,6 @@ class LaneGate(Gate):
 
     # ---- both
 
-    @property
-    def waiting(self) -> bool:
-        """True while the vision lane waits at the gate."""
-        return self._waiting
-
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -209,11 +204,6 @@ class DeviceGate(Gate):
         self._kind = None
 
     # ---- both
-
-    @property
-    def waiting(self) -> bool:
-        """True while the vision lane waits for a step to end."""
-        return self._waiting
 
     def close(self) -> None:
         with self._changed:
