@@ -1,4 +1,5 @@
-"""What the README promises exists: make targets, files, folders; the table of models has every family."""
+"""README, CONTRIBUTING and SECURITY name make targets, files and folders that exist; the table of models has every
+family."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_every_make_target_exists() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z][a-z-]+)\b", README)) - {"tokens"}
+    pages = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bmake ([a-z][a-z-]+)\b", pages)) - {"tokens"}
     assert named <= targets
 
 
@@ -23,6 +25,14 @@ def test_every_link_and_path_exists() -> None:
         assert (ROOT / target).exists(), target
     for path in re.findall(r"hydra_engine/demo/pictures/[a-z_]+\.png", README):
         assert (ROOT / path).exists(), path
+
+
+def test_every_file_that_contributing_and_security_name_exists() -> None:
+    for name in ("CONTRIBUTING.md", "SECURITY.md"):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        paths = re.findall(r"`([a-zA-Z_.-]+/[\w./-]*)`", page) + re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page)
+        missing = {path for path in paths if "NAME" not in path and not (ROOT / path).exists()}
+        assert paths and not missing, missing
 
 
 def test_the_tree_lists_every_folder() -> None:
