@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all test-isa siege check support bench peers gpu-check gpu-wheels build dist clean help
+.PHONY: demo serve test test-all test-isa coverage siege check docs support bench peers gpu-check gpu-wheels build dist clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -14,8 +14,10 @@ help:
 	@echo "make test    the test suite, four minutes on two cores; ISA=avx2 as on a processor without AVX-512"
 	@echo "make test-all  the campaigns behind it: slow tests, every example of properties, processes that start in full"
 	@echo "make test-isa  the kernels of every instruction set, emulated where the processor lacks them"
+	@echo "make coverage  the quick tests with line and branch coverage, in build/coverage; ARGS=tests/scheduler chooses"
 	@echo "make siege   attacks on the server, five minutes on two cores, and that it fails without one of its guards"
 	@echo "make check   format, lint, types, architecture"
+	@echo "make docs    the API reference, in build/docs"
 	@echo "make support the table of model families in docs/models.md, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
 	@echo "make peers   llama.cpp, OpenVINO GenAI and vLLM's CPU build for bench.compare, in build/peers: half an hour, 6 GB"
@@ -69,6 +71,11 @@ test-all: build
 	@$(MAKE) --no-print-directory test-isa
 	@$(MAKE) --no-print-directory siege ARGS=
 
+# Slower than `make test`. Instances and servers in processes of their own count too.
+coverage: build
+	@mkdir -p build/coverage
+	@$(PYTEST) -m "not slow" --cov --cov-report=html --cov-report=term $(ARGS)
+
 # The kernels of all instruction sets, with what is above AVX2 emulated (setup.py). ARGS="-k 'test_linear and amx'" chooses.
 ISA_TESTS := tests/ops tests/preprocess/test_resize.py -m "not slow" -k "avx512 or amx or behind_the_source"
 test-isa: build
@@ -85,6 +92,10 @@ check: build
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+# Public API, operators and errors, from signatures and docstrings.
+docs: build
+	@$(BIN)/python -m tools.api_reference build/docs
 
 # The table of model families in docs/models.md, from the results of the tests that gate them.
 SUPPORT_TESTS := tests/models tests/server/test_families.py tests/engine/test_generic.py
