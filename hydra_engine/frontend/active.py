@@ -1,6 +1,6 @@
 """A running request on the frontend's side: tokens in, text out, and the result at the end.
 
-Does not know channels or readers; `incoming.py` passes messages in and pieces on.
+Does not know channels or readers; `transitions.py` passes messages in and pieces on.
 """
 
 from __future__ import annotations

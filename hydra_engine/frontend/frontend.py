@@ -38,7 +38,6 @@ from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, Reques
 from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.choices import Choices
 from hydra_engine.frontend.handle import Handle
-from hydra_engine.frontend.incoming import Incoming
 from hydra_engine.frontend.progress import JointProgress, OnProgress
 from hydra_engine.frontend.recording import Recording
 from hydra_engine.frontend.reports import LedgerQueries, StatusTable, Watch
@@ -98,7 +97,6 @@ class Frontend:
         self._stand_ins = StandIns(self._dispatcher.instances, self._supervisor.set_role)
         self._dispatcher.on_loss = self._stand_in
         self._stealing = DecodeStealing(config, self._dispatcher)
-        self._incoming = Incoming(self._dispatcher, self._stealing)
         self._choices = Choices(self._dispatcher, config.scheduler, self._clock, self._next_id)
         self.statuses = StatusTable()
         self._watch = Watch(self._dispatcher, self.statuses)
@@ -320,7 +318,7 @@ class Frontend:
                     case LedgerReport():
                         self._queries.answer(name, message)
                     case _:
-                        self._incoming.take(name, message, now)
+                        self._dispatcher.on_message(name, message, now)
 
     # ---- queries
 

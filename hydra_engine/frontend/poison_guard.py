@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.frontend.request import Phase, RequestInFlight
+from hydra_engine.frontend.request import RequestInFlight
 
 # For this long a request that has left an instance is still blamed for its death, which peers often notice before it is
 # reported.
@@ -50,11 +50,7 @@ class PoisonGuard:
 
     def left_lately(self, name: str, now: float) -> list[RequestInFlight]:
         """Returns the requests that left the dead instance `name` within `LATE_S`, the oldest first; each once."""
-        blamed = [
-            f
-            for f in self._requests.values()
-            if name in f.left and now - f.left_s <= LATE_S and f.phase is not Phase.CLOSING
-        ]
+        blamed = [f for f in self._requests.values() if name in f.left and now - f.left_s <= LATE_S]
         for in_flight in blamed:
             in_flight.left = frozenset()
         return sorted(blamed, key=lambda in_flight: in_flight.age)

@@ -1,7 +1,7 @@
 """The frontend's state of one request: its phase, enough to start again, and its current attempt.
 
 An attempt is the request on its instances under one id, dropped as a whole when it ends. Decides nothing and sends
-nothing; `transitions.py` does.
+nothing; `transitions.py` does both.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ class Attempt:
     jobs: dict[RequestId, Job] = field(default_factory=dict)
     unserved: set[int] = field(default_factory=set)  # images that wait for an encoder
     asks_decoder: bool = False  # its prefill has begun and no instance could decode it
-    early: dict[int, Delta] = field(
-        default_factory=dict
-    )  # by position: tokens that came before another instance's earlier ones
+    # By position: tokens that came before another instance's earlier ones.
+    early: dict[int, Delta] = field(default_factory=dict)
     prefilled_s: float = 0.0  # the time of its first token
     replaced: str = ""  # the previous decoder, which may have the KV nevertheless
     victim: str = ""  # the instance that was asked to hand over to `decoder`
@@ -116,7 +115,7 @@ class Attempt:
         return not self.instances and not self.jobs
 
     @property
-    def overtaken(self) -> bool:
+    def lacks_tokens(self) -> bool:
         """True if tokens before the decoder's are missing and no other instance is left to send them."""
         return bool(self.early) and self.instances == {self.decoder}
 
@@ -161,7 +160,7 @@ class Phase(Enum):
 
 
 _DECODING = Phase.DECODING
-_RUNNING = frozenset({Phase.PREFILLING, Phase.MOVING, Phase.DECODING})
+RUNNING = (Phase.PREFILLING, Phase.MOVING, Phase.DECODING)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +204,7 @@ class RequestInFlight:
     @property
     def running(self) -> bool:
         """True while there is an attempt that is not being ended."""
-        return self.phase in _RUNNING
+        return self.phase in RUNNING
 
     @property
     def prefilled(self) -> bool:
@@ -232,10 +231,21 @@ class RequestInFlight:
             and not self.deaths
         )
 
+    @property
+    def current(self) -> Attempt:
+        """The attempt of a request that has one."""
+        assert self.attempt is not None
+        return self.attempt
+
     def attempt_at(self, name: str, number: RequestId) -> Attempt | None:
         """The attempt, if `number` is its id and instance `name` works on it."""
         attempt = self.attempt
         return attempt if attempt is not None and number == attempt.id and name in attempt.instances else None
+
+    def job_at(self, name: str, number: RequestId) -> Job | None:
+        """The encode job with this id, if instance `name` works on it."""
+        job = None if self.attempt is None else self.attempt.jobs.get(number)
+        return job if job is not None and job.name == name else None
 
     def is_at(self, name: str) -> bool:
         attempt = self.attempt
@@ -265,10 +275,25 @@ class RequestInFlight:
 
     def advance(self) -> None:
         """Sets the phase that the attempt has reached."""
-        assert self.attempt is not None
         if self.running:
-            after = Phase.DECODING if self.attempt.complete else Phase.MOVING
+            after = Phase.DECODING if self.current.complete else Phase.MOVING
             self.phase = after if self.prefilled else Phase.PREFILLING
+
+    def keep_early(self, delta: Delta) -> bool:
+        """Keeps tokens that come early. Returns False if they contradict known ones."""
+        known, attempt = self.active.token_ids, self.current
+        for index, token_id in enumerate(delta.token_ids):
+            position = delta.position + index
+            if position < len(known):
+                if position < attempt.base or known[position] != token_id:
+                    return False
+                continue
+            late = None if index else delta.late
+            logprobs = delta.logprobs[index : index + 1]
+            early = Delta(delta.request_id, position, (token_id,), delta.time_s, logprobs, late)
+            if attempt.early.setdefault(position, early).token_ids != (token_id,):
+                return False
+        return True
 
     def leave(self, blame: str) -> None:
         """Drops the attempt, which has no jobs any more. `blame`: why, if another one follows."""
@@ -280,8 +305,7 @@ class RequestInFlight:
     def lose(self, name: str) -> None:
         """Records the spans of a lost instance that the attempt needs, from its tokens and gaps: its report is lost
         with it."""
-        attempt = self.attempt
-        assert attempt is not None
+        attempt = self.current
         last_s = attempt.began_s
         if self.prefilled:
             if name == attempt.route.prefill:
@@ -311,11 +335,10 @@ class RequestInFlight:
         return replace(self.request, id=number, generated_token_ids=tokens, preempted=self.preempted, resumed=resumed)
 
     def encode_message(self, number: RequestId, indices: Iterable[int], target: str) -> Encode:
-        assert self.attempt is not None
         chosen = tuple(indices)
         images = tuple(self.request.images[index] for index in chosen)
         request = replace(self.request, id=number, prompt_token_ids=(), images=images)
-        return Encode(request, tuple(self.pixels[index] for index in chosen), target, self.attempt.id, chosen)
+        return Encode(request, tuple(self.pixels[index] for index in chosen), target, self.current.id, chosen)
 
     # ---- progress
 

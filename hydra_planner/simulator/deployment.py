@@ -31,13 +31,12 @@ from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.frontend import TICK_S
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.placement import Switch, plan_switches
-from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.records import Record
 from hydra_planner.simulator.agenda import Agenda
 from hydra_planner.simulator.cluster import SimulatedCluster
 from hydra_planner.simulator.costs import DeviceKind
-from hydra_planner.simulator.frontend import Stamped, TextlessIncoming, active_of
+from hydra_planner.simulator.frontend import Stamped, TextlessDispatcher, active_of
 from hydra_planner.simulator.machine import HOST, Machine
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.preprocessing import FRONTEND, Preprocessing
@@ -114,7 +113,7 @@ class Deployment:
         self._ticks = False
         ids = itertools.count(_FIRST_ATTEMPT)
         self._roles = {n: one.role for n, one in zip(self.topology.names, self.topology.instances, strict=True)}
-        self.dispatcher = Dispatcher(
+        self.dispatcher = TextlessDispatcher(
             site.config,
             self._roles,
             send=self._send,
@@ -122,7 +121,6 @@ class Deployment:
             report=self._report,
         )
         self._stealing = DecodeStealing(site.config, self.dispatcher)
-        self._incoming = TextlessIncoming(self.dispatcher, self._stealing)
         self.device_of = dict(zip(self._roles, placed(self.topology, site.devices), strict=True))
         self.cluster = SimulatedCluster(site, self.agenda, self._roles, self.device_of, self)
         self.cluster.start()
@@ -311,7 +309,7 @@ class Deployment:
                 case LedgerReport():
                     self._ledgers[name] = message
                 case _:
-                    self._incoming.take(name, message, now)
+                    self.dispatcher.on_message(name, message, now)
 
 
 def simulate(topology: str | Topology, site: Site, rows: Sequence[WorkloadRequest], content: int = 0) -> list[Record]:

@@ -11,7 +11,7 @@ from hydra_engine.core.outputs import Piece
 from hydra_engine.core.request import Request
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
-from hydra_engine.frontend.incoming import Incoming
+from hydra_engine.frontend.transitions import Dispatcher, Event
 
 
 class Stamped(Handle):
@@ -60,19 +60,19 @@ def active_of(request: Request, handle: Stamped) -> ActiveRequest:
     return ActiveRequest(request, handle, cast(Any, None), no_text, ())
 
 
-class TextlessIncoming(Incoming):
+class TextlessDispatcher(Dispatcher):
     """Does what its base does with tokens about which nothing is to be decided, without pieces and text, in one loop:
     no other code runs as often in a simulation."""
 
     def _on_tokens(self, name: str, message: Tokens, now: float) -> None:
         columns = message.request_ids, message.positions, message.token_ids
-        find, time_s, late = cast(dict[int, Any], self._dispatcher.by_id).get, message.time_s, message.late
-        load = self._instances[name]
+        find, time_s, late = cast(dict[int, Any], self.by_id).get, message.time_s, message.late
+        load = self.instances[name]
         for number, position, token_id in zip(*columns, strict=True):
             in_flight = find(number)
             if in_flight is None or number in late or not in_flight.is_plain_next_token(name, number, position):
                 delta = Delta(RequestId(number), position, (token_id,), time_s, late=late.get(RequestId(number)))
-                self._on_delta(name, delta, now)
+                self._fire_for_attempt(Event.TOKENS, name, delta.request_id, now, name, delta)
                 continue
             active = in_flight.active
             active.gaps_s.append(time_s - active.last_token_s)

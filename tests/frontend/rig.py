@@ -30,7 +30,6 @@ from hydra_engine.core.roles import Topology
 from hydra_engine.errors import ErrorInfo, HydraError
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
-from hydra_engine.frontend.incoming import Incoming
 from hydra_engine.frontend.reports import StatusTable
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.transitions import Dispatcher
@@ -104,7 +103,6 @@ class Rig:
         )
         self.stealing = DecodeStealing(self.config, self.dispatcher)
         self.statuses = StatusTable()
-        self.incoming = Incoming(self.dispatcher, self.stealing)
         if up:
             for name in self.roles:
                 self.up(name)
@@ -118,7 +116,7 @@ class Rig:
             self.sent[name].append(message)
             if self._prefills_at_once and isinstance(message, Submit) and "D" not in message.stages:
                 self._asking.add(message.request.id)
-                self.incoming.take(name, NeedDecoder(message.request.id), self.now)
+                self.dispatcher.on_message(name, NeedDecoder(message.request.id), self.now)
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
         self.results.append((active.request.age, result))
@@ -191,7 +189,7 @@ class Rig:
         """`late`: the gap before the first one."""
         for at, token_id in enumerate(token_ids, position):
             gaps = {} if late is None or at > position else {number: late}
-            self.incoming.take(name, Tokens([number], [at], [token_id], self.now, gaps), self.now)
+            self.dispatcher.on_message(name, Tokens([number], [at], [token_id], self.now, gaps), self.now)
 
     def speak(self, name: str, request: Request, *positions: int, late: Sequence[str] = ()) -> None:
         """The right tokens at these positions; the first ones came late, 20 ms behind those before, because of that."""
@@ -207,13 +205,13 @@ class Rig:
     ) -> None:
         spans = (StageSpan("decode", self.now, self.now, name, "language"),)
         message = Finished(RequestId(number), reason.value, num_generated, **{"spans": spans, **fields})
-        self.incoming.take(name, message, self.now)
+        self.dispatcher.on_message(name, message, self.now)
 
     def refuse(self, name: str, number: int, kind: str = "RequestTooLarge") -> None:
         self.finish(name, number, FinishReason.ERROR, error=ErrorInfo(kind, "told"))
 
     def need(self, name: str, number: int, *indices: int) -> None:
-        self.incoming.take(name, NeedImages(RequestId(number), indices), self.now)
+        self.dispatcher.on_message(name, NeedImages(RequestId(number), indices), self.now)
 
     # ---- what came out
 

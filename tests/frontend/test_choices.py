@@ -173,7 +173,7 @@ def test_everything_is_failed_when_the_engine_closes(waiting: bool) -> None:
 
 def say_scores(asked: Asked, start: int, count: int) -> None:
     entries = tuple(TokenLogprobs(10 + place, -place / 8, 1) for place in range(start, start + count))
-    asked.rig.incoming.take("epd0", PromptScores(RequestId(1), start, entries), asked.rig.now)
+    asked.rig.dispatcher.on_message("epd0", PromptScores(RequestId(1), start, entries), asked.rig.now)
 
 
 def test_scores_are_collected_by_position_and_asked_for_once() -> None:
@@ -209,7 +209,7 @@ def test_a_token_before_the_scores_are_complete_ends_the_request() -> None:
 def test_scores_of_nobody_s_request_are_answered_with_an_abort() -> None:
     asked = Asked()
     asked.requests("epd0")
-    asked.rig.incoming.take("epd0", PromptScores(RequestId(99), 1, ()), asked.rig.now)
+    asked.rig.dispatcher.on_message("epd0", PromptScores(RequestId(99), 1, ()), asked.rig.now)
     assert asked.rig.aborted("epd0") == [99]
 
 

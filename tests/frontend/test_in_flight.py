@@ -283,7 +283,7 @@ def test_cancel_in_every_state(state: str) -> None:
         rig.finish("p0", 1, MOVED, 1)
         rig.speak(decoder, request, 1)
     if state == "handing over":
-        rig.stealing._hand_over(rig.dispatcher.requests[1], "ed0" if decoder == "d0" else "d0")
+        rig.dispatcher.hand_over(rig.dispatcher.requests[1], "ed0" if decoder == "d0" else "d0", rig.now)
     holding = [] if state == "waiting" else sorted(attempt(rig).holders())
     rig.handles[1].cancel()
     rig.handles[1].cancel()

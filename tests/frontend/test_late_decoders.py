@@ -10,8 +10,7 @@ from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.request import Request
 from hydra_engine.errors import Unavailable
 from hydra_engine.frontend.request import Phase
-from hydra_engine.frontend.routing.decode_stealing import MAX_LATE_TOKENS
-from hydra_engine.frontend.routing.late_decoder import PATIENCE_S
+from hydra_engine.frontend.transitions import MAX_LATE_TOKENS, PATIENCE_S
 from tests.frontend.rig import Rig, token
 from tests.frontend.several import ABORT, LENGTH, MOVED, STOP, attempt
 from tests.frontend.test_router import status
@@ -27,7 +26,7 @@ def waiting(topology: str = "P+2D") -> tuple[Rig, Request]:
 
 
 def ask(rig: Rig, number: int = 1) -> None:
-    rig.incoming.take("p0", NeedDecoder(RequestId(number)), rig.now)
+    rig.dispatcher.on_message("p0", NeedDecoder(RequestId(number)), rig.now)
 
 
 def test_a_request_decodes_where_there_is_room_when_its_prefill_begins() -> None:

@@ -60,7 +60,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return {name: self.played[name] for name in pairs if name in self.played}
 
     def take_out(self, name: str) -> None:
-        self.rig.incoming.take(name, self.played[name].outbox.popleft(), self.rig.now)
+        self.rig.dispatcher.on_message(name, self.played[name].outbox.popleft(), self.rig.now)
 
     def running(self) -> list[str]:
         return [name for name in self.names if name in self.played and name not in self.frozen]

@@ -58,7 +58,7 @@ def play(
             message.request_ids.extend(numbers)
             message.positions.extend([position] * NUM_REQUESTS)
             message.token_ids.extend(step)
-        rig.incoming.take(NAME, message, rig.now)
+        rig.dispatcher.on_message(NAME, message, rig.now)
     for number in numbers:
         rig.finish(NAME, number, FinishReason.LENGTH, len(steps))
     rig.assert_at_rest()

@@ -14,7 +14,7 @@ from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.core.roles import Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
-from hydra_engine.frontend.incoming import Incoming
+from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.telemetry.workload import Picture, Video, WorkloadRequest
@@ -344,7 +344,7 @@ def test_tokens_that_become_no_text_are_counted_as_the_serving_frontend_counts_t
         return records, {**deployment.results}, sum(instance.decode_tokens for instance in instances)
 
     quickly = served()
-    monkeypatch.setattr(deployment_module, "TextlessIncoming", Incoming)
+    monkeypatch.setattr(deployment_module, "TextlessDispatcher", Dispatcher)
     assert served() == quickly and quickly[2] == 0
 
 

@@ -12,9 +12,9 @@ import pytest
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.roles import Topology
-from hydra_engine.frontend.request import RequestInFlight
-from hydra_engine.frontend.routing import late_decoder
-from hydra_engine.frontend.transitions import Dispatcher
+from hydra_engine.frontend import transitions
+from hydra_engine.frontend.request import Phase, RequestInFlight
+from hydra_engine.frontend.transitions import TRANSITIONS, Dispatcher, Event
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.scheduler import policy
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
@@ -153,9 +153,9 @@ def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_
     def start_bound(dispatcher: Dispatcher, in_flight: RequestInFlight, now: float) -> None:
         start(dispatcher, in_flight, now)
         assert in_flight.attempt is not None
-        dispatcher.choose_decoder(in_flight, in_flight.attempt, now)
+        dispatcher.choose_decoder(in_flight, now)
 
-    monkeypatch.setattr(Dispatcher, "start", start_bound)
+    monkeypatch.setitem(TRANSITIONS[Event.SUBMITTED], Phase.WAITING, (start_bound,))
     early = first_gaps()
     assert sum(gap > 0.1 for gap in early) == 3 and sum(late) < 0.5 * sum(early)
 
@@ -163,7 +163,7 @@ def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_
 @pytest.mark.slow
 def test_what_has_waited_for_room_at_one_decoder_goes_to_another_that_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     again = first_gaps(400)
-    monkeypatch.setattr(late_decoder, "PATIENCE_S", math.inf)
+    monkeypatch.setattr(transitions, "PATIENCE_S", math.inf)
     once = first_gaps(400)
     assert max(once) > 1.0 > 2 * max(again)
 
@@ -174,8 +174,8 @@ def test_a_second_choice_while_kv_is_copied_loses_no_request(
     link_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any patience, and with copies that take longer than a tick: either choice may be the one that has it."""
-    monkeypatch.setattr(late_decoder, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(late_decoder, "_has_room", lambda other, full: other.usable)
+    monkeypatch.setattr(transitions, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(transitions, "_has_room", lambda other, full: other.usable)
     deployment = Deployment("2P+3D", site(5, link_bytes_per_s, max_num_seqs=4, handover_tokens=32))
     rows = [WorkloadRequest(at_s=0.02 * i, prompt_tokens=60 + 7 * i, output_tokens=2 + i % 40) for i in range(30)]
     for row in rows:

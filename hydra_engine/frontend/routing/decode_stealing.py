@@ -1,8 +1,7 @@
 """Decode stealing: an idle instance that encodes and decodes takes decodes over from a busy decoder.
 
 `StealPolicy` is pure: it decides over the table of instances and the decodes on each; `now` is passed in. No request
-moves twice, and both sides must have been ready for a while, so that nothing goes back and forth. Until the victim has
-handed a request over, it may end it or keep it.
+moves twice, and both sides must have been ready for a while, so that nothing goes back and forth.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from dataclasses import dataclass
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import HandOver, Submit
 from hydra_engine.core.roles import Role, lends_decodes
-from hydra_engine.frontend.request import Attempt, Phase, RequestInFlight
+from hydra_engine.frontend.request import Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad
 from hydra_engine.frontend.transitions import Dispatcher
 
@@ -31,8 +29,6 @@ CALM_S = 0.5
 PERIOD_S = 0.1
 # Share of the victim's KV blocks in use from which its queue waits for blocks rather than for a step.
 VICTIM_FULL = 0.85
-# A request to be handed over decodes on while steps are in flight; after this many tokens it stays.
-MAX_LATE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,30 +140,7 @@ class DecodeStealing:
             return
         decodes = filter(None, map(_decode_of, self._dispatcher.requests.values()))
         for decode, thief in self._policy.decide(instances, decodes, now):
-            self._hand_over(self._dispatcher.by_id[decode.request_id], thief)
-
-    def _hand_over(self, in_flight: RequestInFlight, thief: str) -> None:
-        """Starts the move. The thief is informed first, so that it knows the offer when it arrives."""
-        attempt, instances = in_flight.attempt, self._dispatcher.instances
-        assert attempt is not None
-        victim = attempt.victim = attempt.decoder
-        in_flight.moved, attempt.late_victim_tokens = True, 0
-        attempt.instances.add(thief)
-        attempt.decode_at(instances[thief], in_flight.num_tokens, ready=False)
-        in_flight.advance()
-        instances.send(thief, [Submit(in_flight.attempt_request(attempt.id), stages="D", source=victim)])
-        instances.send(victim, [HandOver(attempt.id, thief)])
-
-    def victim_sent(self, in_flight: RequestInFlight, attempt: Attempt, num_tokens: int) -> None:
-        """Counts tokens that the victim sends after the hand-over was asked for; above `MAX_LATE_TOKENS` it keeps the
-        request."""
-        attempt.late_victim_tokens += num_tokens
-        if attempt.late_victim_tokens <= MAX_LATE_TOKENS or attempt.decoder_ready:
-            return
-        self._dispatcher.abort_at(in_flight, attempt.decoder)
-        attempt.decode_at(self._dispatcher.instances[attempt.victim], in_flight.num_tokens, ready=True)
-        attempt.victim = ""
-        in_flight.advance()
+            self._dispatcher.hand_over(self._dispatcher.by_id[decode.request_id], thief, now)
 
 
 def _decode_of(in_flight: RequestInFlight) -> Decode | None:
