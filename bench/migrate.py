@@ -38,9 +38,9 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.cluster.wire import FrameReader, encode_frames
 from hydra_engine.core.ids import RequestId, StepId
-from hydra_engine.core.plans import PullJob, PullResult
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Ack, Hello, Offer
+from hydra_engine.transfer.plans import PullJob, PullResult
 from hydra_engine.worker.transfer.exchange import Exchange
 
 DTYPE = torch.bfloat16

@@ -18,9 +18,9 @@ from bench.micro.harness import Report, Seconds, require
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.plans import PullJob, PullResult, StagingResult
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Stage
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingResult
 from hydra_engine.transfer.staging import StagedPulls, Staging
 from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.transfer.staging import NUM_PIECES

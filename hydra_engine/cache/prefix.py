@@ -143,10 +143,9 @@ class PrefixCache:
         """The cached blocks of the longest usable prefix of the request.
 
         At least one token is left over, since computing it gives the next token; the prefix does not end inside a
-        `whole` image. Empty for a request whose prompt is scored, unless its KV is pulled: then the instance that
-        computes it scores it.
+        `whole` image. Empty for a request whose prompt is scored here.
         """
-        if not self._enabled or (state.scores_prompt and state.remote_kv is None):
+        if not self._enabled or (state.scores_prompt and not state.external_kv):
             return []
         self.publish()
         usable = (state.num_tokens - 1) // self._block_size

@@ -13,7 +13,6 @@ from enum import Enum, IntEnum, auto
 
 from hydra_engine.core.ids import BlockHash, FeatureKey
 from hydra_engine.core.outputs import Departure, FinishReason
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ErrorInfo
@@ -29,16 +28,15 @@ class RequestPhase(Enum):
     """Phases of a request. `RequestTable.phase_of` derives the phase, `RequestTable.requeue` moves the request into its
     queue.
 
-    On an instance without peers: ENCODING (if it has images) -> WAITING -> PREFILLING -> DECODING -> ENDED. A request
+    ENCODING (if it has images) -> WAITING -> PREFILLING -> DECODING -> ENDED. A request
     may prefill up to its first image without features before all are encoded, so ENCODING -> PREFILLING is legal too.
     Preemption frees its KV: PREFILLING or DECODING -> WAITING, or ENCODING if images are needed once more.
 
-    With peers: a request that decodes elsewhere goes PREFILLING -> HANDING_OVER -> ENDED; one that is prefilled
-    elsewhere goes REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING. An ENCODE_JOB stays
-    one until its features have been fetched. Any phase may change to ENDED by an abort or an error.
+    With a connector to other instances a request is PARKED while the connector waits for something of theirs, which may
+    be before, between or after all of these. Any phase may change to ENDED by an abort or an error.
 
     A request may be held until the worker has what its sampling needs (a compiled grammar). It is HELD before every
-    other phase or, if it is prefilled elsewhere, stays REMOTE_PREFILL: it holds nothing that others could use.
+    other phase, or PARKED: it holds nothing that others could use.
     """
 
     HELD = auto()  # no KV blocks, and no features; nothing is computed for it before it is released
@@ -47,10 +45,7 @@ class RequestPhase(Enum):
     WAITING = auto()  # no KV blocks; has all it needs to start
     PREFILLING = auto()  # KV blocks; more than one step from its next token, or that step is in flight
     DECODING = auto()  # KV blocks; one step from its next token
-    HANDING_OVER = auto()  # KV blocks; computed, and offered to the instance that decodes
-    REMOTE_PREFILL = auto()  # no KV blocks; another instance prefills and has offered nothing yet
-    KV_OFFERED = auto()  # no KV blocks yet; another instance offers KV to copy into them
-    ENCODE_JOB = auto()  # images for another instance, and nothing else
+    PARKED = auto()  # the connector decides what it waits for, and whether it has KV blocks
     ENDED = auto()  # forgotten as soon as no plan in flight names it
 
 
@@ -58,7 +53,7 @@ class ImageProgress(IntEnum):
     """Progress of one image of a request. Image-cache blocks are held in ENCODING and ENCODED only."""
 
     WAITING = 0  # has no features, needs them
-    ENCODING = 1  # features are being encoded or pulled, for this image or for the same picture elsewhere
+    ENCODING = 1  # features are being encoded or loaded, for this image or for the same picture elsewhere
     ENCODED = 2  # features are in the image cache
     CACHED = 3  # needs no features if the KV of its whole span is still found when the request starts
     CONSUMED = 4  # the KV of its whole span is in the request's blocks; encode job: its target needs the offer no more
@@ -71,41 +66,6 @@ class Ending:
     reason: FinishReason | Departure
     stop_token_id: int | None = None
     error: ErrorInfo | None = None
-
-
-@dataclass(slots=True)
-class RemoteKv:
-    """Progress of the KV that another instance computes and this one copies. Blocks are counted in the order of the
-    request's table; those before `num_copied` are here."""
-
-    offer: int | None = None  # number of the offer at this instance; None: no offer now
-    num_offered: int = 0  # blocks
-    end: KvEnd | None = None  # with it, nothing more will be offered
-    num_copied: int = 0
-    copied_offer: int | None = None  # the offer that a copy in flight belongs to
-    preempt_after_copy: bool = False  # an older request needs the blocks as soon as no copy is in flight
-
-
-@dataclass(slots=True, eq=False)
-class HandoverState:
-    """The part of a request's state that exists only because other instances take part in it. Written by
-    `scheduler/handover/`.
-
-    From others: its KV until that is here (`remote_kv`), and features of `RequestState.remote_images`. To others: its
-    first `num_offered` KV blocks, which are all of them with `offers_all`; for an encode job every image that is
-    ENCODED.
-    """
-
-    remote_kv: RemoteKv | None = None
-    requested_images: set[int] = field(default_factory=set)  # remote images that others have been asked for
-    image_offers: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # image -> offers of its features, not being copied
-    images_copied: set[int] = field(default_factory=set)  # images whose features are being copied for it
-    borrowed: bool = False  # True: a decode that another instance has lent to this one
-    num_offered: int = 0
-    offers_all: bool = False
-    offered_s: dict[int, float] = field(default_factory=dict)  # start of each offer by image of a job, -1: KV
 
 
 @dataclass(slots=True, eq=False)
@@ -121,10 +81,10 @@ class RequestState:
     `num_computed` is `num_prefilled`, which a decoding request does not keep up to date. Preemption sets that to 0 and
     keeps everything else. A request that starts on cached blocks starts with `num_prefilled` behind them.
 
-    `plans_in_flight` counts vision plans, chunks and pulls; decode rows in flight are counted by slot.
+    `plans_in_flight` counts vision plans, chunks and jobs of the connector; decode rows in flight are counted by slot.
 
-    `stages`: the stages that run here. E alone is an encode job: no prompt and no KV. `handover` is None if no other
-    instance takes part.
+    `stages`: the stages that run here. E alone is an encode job: no prompt and no KV. `connector_state` belongs to the
+    connector; None if it has no part in the request.
     """
 
     request: Request
@@ -147,11 +107,13 @@ class RequestState:
     block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; extended on demand
     num_published: int = 0  # number of its blocks that the prefix cache can find by these hashes
     image_keys: tuple[FeatureKey, ...] = ()
-    images_planned: set[int] = field(default_factory=set)  # images encoded or pulled for this request itself
+    images_planned: set[int] = field(default_factory=set)  # images encoded or loaded for this request itself
     cached_tokens: int = 0  # prefix cache hit at its first start
     stages: Role = EPD
-    remote_images: frozenset[int] = frozenset()  # encoded by other instances
-    handover: HandoverState | None = None
+    external_images: frozenset[int] = frozenset()  # not encoded here: the connector loads their features
+    external_kv: bool = False  # nothing is computed: the connector loads the KV, not all of it is here
+    keeps_blocks: bool = False  # not preempted for a start, though nothing is computed: its KV is about to be here
+    connector_state: object | None = None
 
     @classmethod
     def new(
@@ -161,13 +123,12 @@ class RequestState:
         now: float,
         *,
         stages: Role = EPD,
-        remote_images: frozenset[int] = frozenset(),
-        pulls_kv: bool = False,
+        external_images: frozenset[int] = frozenset(),
+        external_kv: bool = False,
     ) -> RequestState:
         """A request that has just arrived; `arrived` is its serial number on this instance."""
         due_s = math.inf if request.slo.ttft_s is None else request.arrival_s + request.slo.ttft_s
         order = request.age, arrived
-        elsewhere = stages != EPD or bool(remote_images) or pulls_kv
         return cls(
             request=request,
             order=order,
@@ -178,13 +139,13 @@ class RequestState:
             generated=list(request.generated_token_ids),
             image_wait_since_s=now,
             stages=stages,
-            remote_images=remote_images if Role.E in stages else frozenset(range(len(request.images))),
-            handover=HandoverState(RemoteKv() if pulls_kv else None) if elsewhere else None,
+            external_images=external_images if Role.E in stages else frozenset(range(len(request.images))),
+            external_kv=external_kv,
         )
 
     @property
     def is_encode_job(self) -> bool:
-        """True if it encodes images for another instance, and nothing else."""
+        """True if its images are encoded, and nothing else."""
         return self.stages == Role.E
 
     @property
@@ -232,12 +193,7 @@ class RequestState:
     def lacks_one_token(self) -> bool:
         """True if it is one step from its next token and that step is not planned yet: a decode, or a prefill with one
         missing token."""
-        return self.is_decode and self.remote_kv is None and not self.num_scheduled
-
-    @property
-    def remote_kv(self) -> RemoteKv | None:
-        """Its KV on another instance; None once all of it is here, or if it is computed here."""
-        return None if self.handover is None else self.handover.remote_kv
+        return self.is_decode and not self.external_kv and not self.num_scheduled
 
     @property
     def waits_for_images(self) -> bool:
@@ -247,31 +203,31 @@ class RequestState:
     @property
     def needs_encode(self) -> bool:
         """True if some image waits for an encode on this instance."""
-        if not self.remote_images:
+        if not self.external_images:
             return ImageProgress.WAITING in self.images
         waiting = ImageProgress.WAITING
-        return any(p == waiting and i not in self.remote_images for i, p in enumerate(self.images))
+        return any(p == waiting and i not in self.external_images for i, p in enumerate(self.images))
 
     @property
     def patches_to_encode(self) -> int:
         """Patches of its images that wait for an encode on this instance."""
         images = enumerate(zip(self.request.images, self.images, strict=True))
         waiting = ImageProgress.WAITING
-        return sum(image.num_patches for i, (image, p) in images if p == waiting and i not in self.remote_images)
+        return sum(image.num_patches for i, (image, p) in images if p == waiting and i not in self.external_images)
 
     @property
-    def needs_pull(self) -> bool:
-        """True if some image waits for features that another instance encodes."""
-        return any(self.images[index] == ImageProgress.WAITING for index in self.remote_images)
+    def needs_load(self) -> bool:
+        """True if some image waits for features that the connector loads."""
+        return any(self.images[index] == ImageProgress.WAITING for index in self.external_images)
 
     @property
     def trusts_cache(self) -> bool:
         """True if some image is not encoded because a prefix lookup found its KV."""
-        return ImageProgress.CACHED in self.images and self.remote_kv is None
+        return ImageProgress.CACHED in self.images and not self.external_kv
 
     @property
     def cached_images(self) -> int:
-        """Number of pictures and videos that are ready without any encode or pull for this request."""
+        """Number of pictures and videos that are ready without any encode or load for this request."""
         spans = list(zip(self.request.images, self.images, strict=True))
         late = {image.source for image, progress in spans if progress <= ImageProgress.ENCODING}
         encoded = {self.request.images[index].source for index in self.images_planned}
@@ -280,8 +236,8 @@ class RequestState:
     @property
     def num_computable(self) -> int:
         """Number of leading positions that are computed or can be computed now: up to the first image without features.
-        Equals `num_planned` while KV comes from elsewhere."""
-        if self.remote_kv is not None:
+        Equals `num_planned` while the connector loads KV."""
+        if self.external_kv:
             return self.num_planned
         for image, progress in zip(self.request.images, self.images, strict=True):
             if progress <= ImageProgress.ENCODING:

@@ -38,7 +38,7 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LaneResult, LanguagePlan, PullResult, ReadyResult, StagingResult, VisionResult
+from hydra_engine.core.plans import ConnectorResult, LaneResult, LanguagePlan, ReadyResult, VisionResult
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import RequestError, RequestFailed, Unavailable
 from hydra_engine.instance.ports import MigrationPort
@@ -188,8 +188,8 @@ class Instance:
                     request,
                     now,
                     stages=stages,
-                    remote_images=frozenset(message.remote_images),
-                    pulls_kv=bool(message.source),
+                    external_images=frozenset(message.remote_images),
+                    external_kv=bool(message.source),
                     held_for=held_for,
                 )
         except RequestError as error:
@@ -217,10 +217,8 @@ class Instance:
                 self._vision.latest = self._vision_in_flight[0], result.ended_s
             self._vision.ended(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_vision(result, now), outgoing)
-        elif isinstance(result, PullResult):
-            self._emit(self._migration.on_pull(result, now), outgoing)
-        elif isinstance(result, StagingResult):
-            self._emit(self._migration.on_staging(result, now), outgoing)
+        elif isinstance(result, ConnectorResult):
+            self._emit(self._migration.on_result(result, now), outgoing)
         elif isinstance(result, ReadyResult):
             self._held.pop(result.request_id, None)
             self._emit(self._scheduler.release(result.request_id, now, result.error), outgoing)

@@ -33,17 +33,19 @@ from hydra_engine.transfer.messages import (
     Withdraw,
 )
 from hydra_engine.transfer.offers import Owner, Source
+from hydra_engine.transfer.plans import PullResult, StagingResult
 from hydra_engine.transfer.pulls import Committed, Destination, Gone, Offered
 
 if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
     from hydra_engine.core.ids import RequestId, StepId
     from hydra_engine.core.messages import RequestMessage, ToFrontend
-    from hydra_engine.core.plans import KvEnd, PullJob, PullPlan, PullResult, StagingResult
+    from hydra_engine.core.plans import ConnectorResult
     from hydra_engine.core.request import Request
     from hydra_engine.instance.ports import PeerPort, TransferPort
     from hydra_engine.scheduler.handover.connector import PeerConnector
     from hydra_engine.scheduler.handover.events import OfferEvent
+    from hydra_engine.transfer.plans import KvEnd, PullJob, PullPlan
 
 logger = logging.getLogger(__name__)
 
@@ -317,11 +319,11 @@ class Migration(MigrationPort):
             self._moves.submit(job, self._up[job.peer], now)
         return events
 
-    def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
-        ended = self._moves.on_pull(result)
-        return [] if ended is None else self._ended(ended, now)
-
-    def on_staging(self, result: StagingResult, now: float) -> list[RequestMessage]:
+    def on_result(self, result: ConnectorResult, now: float) -> list[RequestMessage]:
+        if isinstance(result, PullResult):
+            ended = self._moves.on_pull(result)
+            return [] if ended is None else self._ended(ended, now)
+        assert isinstance(result, StagingResult), "a result of no job of this instance"
         owner = self._moves.on_staging(result)
         if owner is not None:
             logger.error("request %d: its blocks could not be staged: %s", owner[0], result.problem)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import KvEnd
+from hydra_engine.transfer.plans import KvEnd
 
 
 @dataclass(slots=True)

@@ -25,20 +25,12 @@ from hydra_engine.core.messages import (
     ToInstance,
     TransferReport,
 )
-from hydra_engine.core.plans import (
-    LaneResult,
-    LanguagePlan,
-    PullJob,
-    PullPlan,
-    PullResult,
-    StagingJob,
-    StagingResult,
-    VisionPlan,
-)
+from hydra_engine.core.plans import ConnectorResult, LaneResult, LanguagePlan, VisionPlan
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.transfer.messages import TransferMessage
+from hydra_engine.transfer.plans import PullJob, PullPlan, StagingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +198,8 @@ class MigrationPort:
         """Submits pulls that the scheduler has planned, after `take_events`."""
         return []
 
-    def on_pull(self, result: PullResult, now: float) -> list[RequestMessage]:
-        return []
-
-    def on_staging(self, result: StagingResult, now: float) -> list[RequestMessage]:
+    def on_result(self, result: ConnectorResult, now: float) -> list[RequestMessage]:
+        """Takes back a job of the transfer lane."""
         return []
 
     @property

@@ -15,9 +15,9 @@ from hydra_engine.transfer.messages import Stage, Staged, Taken
 from hydra_engine.transfer.staging import StagedPulls, Staging
 
 if TYPE_CHECKING:
-    from hydra_engine.core.plans import PullJob, PullResult, StagingResult
     from hydra_engine.instance.ports import PeerPort, TransferPort
     from hydra_engine.transfer.offers import Owner, Source
+    from hydra_engine.transfer.plans import PullJob, PullResult, StagingResult
 
 
 class StagedMoves:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import RequestMessage
+from hydra_engine.core.messages import RequestMessage, Status
 from hydra_engine.core.outputs import DelayCause
 from hydra_engine.core.state import Ending, RequestState
 
@@ -57,7 +57,12 @@ class StepObserver:
 
 class Connector:
     """A no-op connector for an instance without peers: the hooks that the scheduler calls. `now` is the time of the
-    scheduler's call."""
+    scheduler's call.
+
+    As vLLM's KVConnector it answers how much of a request it brings (`on_arrival`, `parks`), learns that blocks were
+    allocated (`on_start`), adds to a step (`before_language`, `after_language`) and learns that a request ends
+    (`on_end`). Hooks about one request are called only if the connector has set its `connector_state`.
+    """
 
     def attach(self, requests: RequestTable, finish: Finish) -> None:
         """Called once, before any other hook."""
@@ -95,6 +100,17 @@ class Connector:
 
     # ---- the life of a request
 
+    def on_arrival(self, state: RequestState) -> None:
+        """Called when a request arrives of which not all stages run here, or with features or KV to load. Sets its
+        `connector_state`."""
+
+    def parks(self, state: RequestState) -> bool:
+        """True if the request waits for other instances, so that the scheduler must leave it alone."""
+        return False
+
+    def on_requeue(self, state: RequestState) -> None:
+        """Called when anything may have changed that `parks` depends on; the request's phase is up to date."""
+
     def on_image(self, state: RequestState, index: int, now: float) -> None:
         """Called when the progress of an image of a live request has changed."""
 
@@ -113,3 +129,13 @@ class Connector:
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
         """Called before a request ends."""
+
+    # ---- reports
+
+    def loads_images(self, state: RequestState) -> bool:
+        """True if features of an image are being loaded for this request."""
+        return False
+
+    def add_counts(self, status: Status) -> Status:
+        """The status with the requests that the connector parks."""
+        return status

@@ -1,7 +1,7 @@
 """The progress of the images of all requests, and the effects of features that arrive or are evicted.
 
-All images with the same picture share one progress, that of its features. Features are encoded here or on another
-instance; the connector is notified of every change. Carries out what the planners decide; the rules of eviction are in
+All images with the same picture share one progress, that of its features. Features are encoded here or loaded by the
+connector, which is notified of every change. Carries out what the planners decide; the rules of eviction are in
 `policy.py`.
 """
 
@@ -44,8 +44,8 @@ class ImageTracker:
         """Sets the progress of a new request's images; images before `cached_tokens` need no features as long as that
         KV stays cached."""
         for index, image in enumerate(state.request.images):
-            self.patches_waiting += image.num_patches * (index not in state.remote_images)
-            covered = state.remote_kv is not None or image.end <= cached_tokens
+            self.patches_waiting += image.num_patches * (index not in state.external_images)
+            covered = state.external_kv or image.end <= cached_tokens
             self._set(state, index, ImageProgress.CACHED if covered else self._need(state, index), now)
 
     def recheck(self, state: RequestState, cached_tokens: int, now: float) -> None:
@@ -73,8 +73,8 @@ class ImageTracker:
                 self._set(state, index, ImageProgress.CONSUMED, now)
 
     def release(self, state: RequestState, index: int, now: float) -> bool:
-        """Releases an encode job's features of one image: its target has fetched or refused them. Ignored if they are
-        not offered. True if all images of the job are done."""
+        """Releases an encode job's features of one image, which are not needed any more. Ignored if it has none. True
+        if all images of the job are done."""
         if state.images[index] == ImageProgress.ENCODED:
             self._features.drop((state.request.id, index), state.image_keys[index])
             self._set(state, index, ImageProgress.CONSUMED, now)
@@ -83,7 +83,7 @@ class ImageTracker:
     def end(self, state: RequestState) -> None:
         """Stops counting the patches of a request that is about to end."""
         for index, progress in enumerate(state.images):
-            if progress == ImageProgress.WAITING and index not in state.remote_images:
+            if progress == ImageProgress.WAITING and index not in state.external_images:
                 self.patches_waiting -= state.request.images[index].num_patches
 
     def drop(self, state: RequestState) -> None:
@@ -118,7 +118,7 @@ class ImageTracker:
         self._follow(key, now)
 
     def finish(self, key: FeatureKey, now: float, *, failed: bool) -> list[RequestState]:
-        """Records the end of an encode or a pull. Returns the requests that still need the features.
+        """Records the end of an encode or a load. Returns the requests that still need the features.
 
         The caller ends the request of a failed encode; requests that shared it wait again.
         """
@@ -163,7 +163,7 @@ class ImageTracker:
     def _waits(self, state: RequestState, index: int, now: float) -> None:
         if ImageProgress.WAITING not in state.images:
             state.image_wait_since_s = now
-        if index not in state.remote_images:
+        if index not in state.external_images:
             self._timelines[state.request.id].encode_waits(now)
 
     def _follow(self, key: FeatureKey, now: float) -> None:
@@ -178,7 +178,8 @@ class ImageTracker:
         before, state.images[index] = state.images[index], progress
         if state.ending is not None:
             return
-        if index not in state.remote_images:
+        if index not in state.external_images:
             change = (progress == ImageProgress.WAITING) - (before == ImageProgress.WAITING)
             self.patches_waiting += change * state.request.images[index].num_patches
-        self._connector.on_image(state, index, now)
+        if state.connector_state is not None:
+            self._connector.on_image(state, index, now)

@@ -24,9 +24,6 @@ from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, re
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
 MAX_PASSED = 16  # requests without free blocks that planning skips in a step; bounds its time
-# Copies of one request's images in flight at once, so that one begins as another ends and several encoders are read
-# side by side. No more: blocks that are being written cannot be evicted, and KV copies queue behind them.
-MAX_IMAGE_PULLS = 4
 # Longest pause of borrowed decodes for encodes. A reader notices a longer one; a first token that waits for an image is
 # later by far.
 STEAL_PATIENCE_S = 0.1
@@ -80,31 +77,22 @@ def early_limit(max_seqs: int) -> int:
 
 def kv_tokens_to_admit(state: RequestState) -> int:
     """Number of token positions that need free blocks before the request may start: everything it has to prefill; after
-    a preemption its maximum here, so that it is not preempted a second time; with pulled KV one more position, for the
-    next token."""
-    if Role.D not in state.stages:
-        return state.num_tokens
-    if state.preempted:
-        return state.request.max_total_tokens
-    if state.remote_kv is None:
-        return state.num_tokens
-    end = state.remote_kv.end
-    return min(max(state.num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
+    a preemption its maximum here, so that it is not preempted a second time."""
+    return state.request.max_total_tokens if state.preempted and Role.D in state.stages else state.num_tokens
 
 
 def takes_all_at_once(state: RequestState) -> bool:
     """True if a request gets all its blocks when it starts, instead of chunk by chunk.
 
-    A request that decodes elsewhere waits for another instance after its prefill, and one that pulls KV waits until the
-    copy ends. Such a request must not wait for blocks of others at the same time. The order of age cannot resolve that,
-    as offered blocks are not taken back.
+    A request that decodes elsewhere waits for that after its prefill. It must not wait for blocks of others at the same
+    time: the order of age cannot resolve that, as blocks that are being read elsewhere are not taken back.
     """
-    return state.preempted or state.remote_kv is not None or Role.D not in state.stages
+    return state.preempted or Role.D not in state.stages
 
 
 def is_stalled(state: RequestState) -> bool:
-    """True if a running prefill cannot continue: the next position belongs to an image without features, or its KV
-    comes from elsewhere."""
+    """True if a running prefill cannot continue: the next position belongs to an image without features, or the
+    connector loads its KV."""
     return state.num_computable == state.num_planned < state.num_tokens
 
 
@@ -133,11 +121,6 @@ def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Ite
     return heapq.merge(*streams, key=lambda state: state.urgency)
 
 
-def is_complete(state: RequestState) -> bool:
-    """True if another instance offers all KV of the request, so that only the copy is missing."""
-    return state.remote_kv is not None and state.remote_kv.end is not None
-
-
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:
     """The youngest stalled prefill, if it is younger than `state`."""
     victim = youngest_stalled(prefilling)
@@ -145,11 +128,11 @@ def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> Reque
 
 
 def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
-    """The youngest stalled prefill that is not part of a step: stalled at an image, or because the KV that it pulls is
-    still being computed."""
+    """The youngest stalled prefill that is not part of a step: stalled at an image, or because its KV is
+    loaded and not about to be complete."""
     youngest = None
     for state in prefilling:
-        if not state.num_scheduled and is_stalled(state) and not is_complete(state):
+        if not state.num_scheduled and is_stalled(state) and not state.keeps_blocks:
             youngest = state
     return youngest
 

@@ -17,7 +17,7 @@ from hydra_engine.cache.prefix import PrefixCache
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role
+from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.decodes import DecodeTable
@@ -30,15 +30,13 @@ from hydra_engine.scheduler.timeline import Timeline
 class RequestTable:
     """The requests of one instance. A live one is in the queue of its phase (`core/state.py`), an ended one in none:
 
-                       waits for images    has all it needs    one step from a token    computed, to be fetched
-        no KV blocks   encoding            waiting             -                        -
-        KV blocks      prefilling          prefilling          decoding                 handing_over
+                       waits for images    has all it needs    one step from a token
+        no KV blocks   encoding            waiting             -
+        KV blocks      prefilling          prefilling          decoding
 
-    A request whose KV comes from another instance is in `remote_prefills` until it is offered, then in `kv_offered`,
-    and from its start until all KV is copied in `prefilling`, though nothing is computed. A held request is in `held`
-    or, if its KV comes from another instance, in `remote_prefills`. Encode jobs hold no KV and never enter the language
-    lane. `unencoded` and `unfetched` are indices beside the queues: requests with an image that waits for an encode
-    here, and for features from another instance. A request holds a sequence slot exactly while it holds KV blocks.
+    A held request is in `held`, one that waits for what other instances do in `parked`. `unencoded` is an index beside
+    the queues: requests with an image that waits for an encode
+    here. A request holds a sequence slot exactly while it holds KV blocks.
     `decodes` has the arrays of the requests that decode, and of those whose last chunk is in flight.
 
     Reuse: the prefix lookup runs when a request arrives or is preempted, and images inside the cached KV become CACHED:
@@ -74,22 +72,19 @@ class RequestTable:
         self.observer = observer if observer is not None else StepObserver()
         self.states: dict[RequestId, RequestState] = {}
         self.timelines: dict[RequestId, Timeline] = {}
-        self.encoding, self.waiting, self.kv_offered = UrgencyQueue(), UrgencyQueue(), UrgencyQueue()
-        self.prefilling, self.decoding, self.handing_over = ArrivalQueue(), ArrivalQueue(), ArrivalQueue()
-        self.remote_prefills, self.encode_jobs, self.held = ArrivalQueue(), ArrivalQueue(), ArrivalQueue()
+        self.encoding, self.waiting = UrgencyQueue(), UrgencyQueue()
+        self.prefilling, self.decoding = ArrivalQueue(), ArrivalQueue()
+        self.held, self.parked = ArrivalQueue(), ArrivalQueue()
         self.queues: dict[RequestPhase, ArrivalQueue] = {
             RequestPhase.HELD: self.held,
             RequestPhase.ENCODING: self.encoding,
             RequestPhase.WAITING: self.waiting,
             RequestPhase.PREFILLING: self.prefilling,
             RequestPhase.DECODING: self.decoding,
-            RequestPhase.HANDING_OVER: self.handing_over,
-            RequestPhase.REMOTE_PREFILL: self.remote_prefills,
-            RequestPhase.KV_OFFERED: self.kv_offered,
-            RequestPhase.ENCODE_JOB: self.encode_jobs,
+            RequestPhase.PARKED: self.parked,
         }
         self.unencoded = UrgencyQueue(lambda state: policy.encode_urgency(state, config.encode_policy))
-        self.unfetched = UrgencyQueue()
+        self.startable = [self.waiting, self.encoding]  # queues in which younger starts bypass a request
         self.images = ImageTracker(self.features, self.states, self.timelines, self.connector, self.requeue)
         self.num_preemptions = 0
         self._instance = instance
@@ -106,19 +101,21 @@ class RequestTable:
         now: float,
         *,
         stages: Role,
-        remote_images: frozenset[int],
-        pulls_kv: bool,
+        external_images: frozenset[int],
+        external_kv: bool,
         held_for: str = "",
     ) -> RequestState:
         """Adds a request to its queue. `held_for`: the reason why it waits for `release`, for its timeline; "" if it
         may start."""
         assert request.id not in self.states, f"request id {request.id} is in use"
         state = RequestState.new(
-            request, self._next_order, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv
+            request, self._next_order, now, stages=stages, external_images=external_images, external_kv=external_kv
         )
         state.image_keys, state.held = self.prefixes.feature_keys(request), bool(held_for)
         self._next_order += 1
         self.states[request.id] = state
+        if stages != EPD or external_images or external_kv:
+            self.connector.on_arrival(state)
         num_cached = state.num_tokens if state.held else self._rank(state)  # held: images are looked up at release
         self.images.arrive(state, num_cached, now)
         tpot_limit_s = math.inf if request.slo.tpot_s is None else request.slo.tpot_s
@@ -130,10 +127,10 @@ class RequestTable:
             timeline.first_token_s, timeline.last_token_s = before.first_token_s, before.last_token_s
             timeline.late_gaps = before.late_gaps
             self.observer.on_away(request.id, before.blame, now)
-        if pulls_kv or held_for:
-            timeline.cause = "transfer" if pulls_kv else held_for
-        if not any(p <= ImageProgress.ENCODING for i, p in enumerate(state.images) if i not in state.remote_images):
-            timeline.images_found(now)  # encodes on other instances are in the timelines of their jobs
+        if external_kv or held_for:
+            timeline.cause = "transfer" if external_kv else held_for
+        if not any(p <= ImageProgress.ENCODING for i, p in enumerate(state.images) if i not in state.external_images):
+            timeline.images_found(now)
         self.requeue(state)
         return state
 
@@ -141,7 +138,7 @@ class RequestTable:
         """Lets a held request start as if it had arrived now, but with its age unchanged."""
         state.held = False
         num_cached = self._rank(state)
-        if state.remote_kv is None:
+        if not state.external_kv:
             self.images.recheck(state, num_cached, now)
             self.timelines[state.request.id].waits_for("images" if state.waits_for_images else "queue", now)
         self.requeue(state)
@@ -149,12 +146,12 @@ class RequestTable:
     def _rank(self, state: RequestState) -> int:
         """Sets the urgency of a request that may start. Returns how many of its tokens are cached; 0 if neither images
         nor the policy need to know."""
-        pulls_kv, by_work = state.remote_kv is not None, self._scheduling_policy == "sjf"
-        looks = (bool(state.request.images) or by_work) and not state.is_encode_job and not pulls_kv
+        by_work = self._scheduling_policy == "sjf"
+        looks = (bool(state.request.images) or by_work) and not state.is_encode_job and not state.external_kv
         num_cached = self._cached_tokens(state) if looks else 0
-        num_left = 0 if pulls_kv else state.num_tokens - num_cached
+        num_left = 0 if state.external_kv else state.num_tokens - num_cached
         state.urgency = policy.start_urgency(state, self._scheduling_policy, num_left)
-        if state.due_s < math.inf and Role.P in state.stages and not pulls_kv:
+        if state.due_s < math.inf and Role.P in state.stages and not state.external_kv:
             heapq.heappush(self._due, (state.due_s, state.request.id))
         return num_cached
 
@@ -167,31 +164,32 @@ class RequestTable:
         live = phase is not RequestPhase.ENDED
         if live and state not in (queue := self.queues[phase]):
             queue.push(state)
-            if phase in (RequestPhase.ENCODING, RequestPhase.REMOTE_PREFILL):
-                state.starts_seen = None  # bypasses are not counted while it waits for images or an offer
-            elif phase in (RequestPhase.WAITING, RequestPhase.KV_OFFERED) and state.starts_seen is None:
-                state.starts_seen = self._started.younger_than(state.order)
+            if phase is RequestPhase.ENCODING:
+                state.starts_seen = None  # bypasses are not counted while it waits for images
+            elif phase is RequestPhase.WAITING:
+                self.count_bypasses(state)
             elif phase is RequestPhase.DECODING and not self.decodes.is_member(
                 self.seq_slots.slot_of[state.request.id]
             ):
                 self.join_decodes(state, unread=0)
-        _index(self.unencoded, state, belongs=live and state.needs_encode)
-        _index(self.unfetched, state, belongs=live and bool(state.remote_images) and state.needs_pull)
+        set_indexed(self.unencoded, state, belongs=live and state.needs_encode)
+        if state.connector_state is not None:
+            self.connector.on_requeue(state)
+
+    def count_bypasses(self, state: RequestState) -> None:
+        """Counts from now on, unless it does already, how many younger requests start before this one."""
+        if state.starts_seen is None:
+            state.starts_seen = self._started.younger_than(state.order)
 
     def phase_of(self, state: RequestState) -> RequestPhase:
         """The phase that follows from the state and the blocks of a request."""
         if state.ending is not None:
             return RequestPhase.ENDED
-        if state.is_encode_job:
-            return RequestPhase.ENCODE_JOB
+        if state.connector_state is not None and self.connector.parks(state):
+            return RequestPhase.PARKED
         if state.request.id in self.kv.tables:
-            if state.handover is not None and state.handover.offers_all:
-                return RequestPhase.HANDING_OVER
             decodes = Role.D in state.stages and state.is_decode and state.slot_known and not state.num_scheduled
             return RequestPhase.DECODING if decodes else RequestPhase.PREFILLING
-        if state.remote_kv is not None:
-            waits = state.held or state.remote_kv.offer is None
-            return RequestPhase.REMOTE_PREFILL if waits else RequestPhase.KV_OFFERED
         if state.held:
             return RequestPhase.HELD
         return RequestPhase.ENCODING if state.waits_for_images else RequestPhase.WAITING
@@ -208,7 +206,8 @@ class RequestTable:
         self.leave_decodes(state)
         state.num_prefilled = state.num_computed
         self.images.end(state)
-        self.connector.on_end(state, ending)
+        if state.connector_state is not None:
+            self.connector.on_end(state, ending)
         state.ending = ending
         self.requeue(state)
 
@@ -227,7 +226,7 @@ class RequestTable:
         self.images.drop(state)
         del self.states[request_id], self.timelines[request_id]
 
-    # ---- start, preemption and hand-over
+    # ---- start and preemption
 
     def recheck(self, state: RequestState, now: float) -> None:
         """Repeats the prefix lookup of a waiting request; images no longer covered by cached KV need features."""
@@ -247,12 +246,13 @@ class RequestTable:
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
         state.starts_seen, state.slot_known = None, False
-        oldest = [queue.oldest_but(state) for queue in (self.waiting, self.encoding, self.kv_offered)]
+        oldest = [queue.oldest_but(state) for queue in self.startable]
         self._started.started(state.order, min((other.order for other in oldest if other is not None), default=None))
         self.images.consume(state, now)
         if waited and not state.waits_for_images:
             self.images.settled(state, now)
-        self.connector.on_start(state)
+        if state.connector_state is not None:
+            self.connector.on_start(state)
 
     def overtaken(self, state: RequestState) -> int:
         """Number of younger requests that have started since this one began to wait for its start."""
@@ -265,7 +265,7 @@ class RequestTable:
         """Frees the KV of a running request, which keeps its age, its tokens and its unconsumed features. False if the
         connector objects; the connector then preempts it as soon as possible."""
         request_id = state.request.id
-        if not self.connector.may_preempt(state):
+        if state.connector_state is not None and not self.connector.may_preempt(state):
             return False
         computes = state.num_scheduled or self.decodes.num_in_flight(self.seq_slots.slot_of[request_id])
         assert not computes, "a request is preempted while a step computes it"
@@ -274,7 +274,8 @@ class RequestTable:
         self.num_preemptions += 1
         self.observer.on_away(request_id, "preemption", now)
         self.timelines[request_id].preempted()
-        self.connector.on_preempted(state, now)
+        if state.connector_state is not None:
+            self.connector.on_preempted(state, now)
         if state.ending is None and state.trusts_cache:
             self.images.recheck(state, self._cached_tokens(state), now)
             self.requeue(state)
@@ -285,7 +286,8 @@ class RequestTable:
         request_id = state.request.id
         self.leave_decodes(state)
         self.prefixes.publish()
-        self.connector.on_blocks_freed(state)
+        if state.connector_state is not None:
+            self.connector.on_blocks_freed(state)
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
         state.num_prefilled = state.num_published = 0
@@ -327,7 +329,7 @@ class RequestTable:
         return len(self.prefixes.find(state)) * self.kv.block_size
 
 
-def _index(index: UrgencyQueue, state: RequestState, *, belongs: bool) -> None:
+def set_indexed(index: UrgencyQueue, state: RequestState, *, belongs: bool) -> None:
     """Adds the request to the index, refreshes its place or removes it."""
     if not belongs:
         index.discard(state)

@@ -74,7 +74,7 @@ class ResultProcessor:
             timeline = requests.timelines[request_id]
             more = state.ending is None and state.needs_encode
             timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
-            if not more and not state.num_scheduled and not state.needs_pull:
+            if not more and not state.num_scheduled and not state.needs_load:
                 timeline.waits_for("queue", result.ended_s)
         requests.images.settle_others(sharing.values(), patches, result.ended_s)
         return [requests.states[request_id] for request_id in patches]
@@ -140,7 +140,8 @@ class ResultProcessor:
             if (ending := state.ending_with(token_id)) is not None:
                 self._requests.end(state, ending)
         if state.ending is None:
-            self._requests.connector.on_computed(state, ended_s, sampled=chunk.sample)
+            if state.connector_state is not None:
+                self._requests.connector.on_computed(state, ended_s, sampled=chunk.sample)
             self._requests.requeue(state)
         return late
 

@@ -13,30 +13,28 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
-from itertools import islice
 
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
-from hydra_engine.core.messages import Finished, LedgerReport, RequestMessage, StageReport, Status
+from hydra_engine.core.messages import Finished, LedgerReport, RequestMessage, Status
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
+from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ConfigError, ErrorInfo
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
 from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
+from hydra_engine.scheduler.report import scheduler_status
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.results import ResultProcessor
 from hydra_engine.scheduler.step import LanguagePlanner, LanguageStep
 from hydra_engine.scheduler.step_stats import SpeedMeter, StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
-
-MAX_REPORTS = 100
 
 
 class StageScheduler:
@@ -103,24 +101,29 @@ class StageScheduler:
         now: float,
         *,
         stages: Role | None = None,
-        remote_images: frozenset[int] = frozenset(),
-        pulls_kv: bool = False,
+        external_images: frozenset[int] = frozenset(),
+        external_kv: bool = False,
         held_for: str = "",
     ) -> None:
         """Accepts a request, or raises the RequestError that says why it is refused and changes nothing.
 
         `stages`: the stages to run here, by default all of the role; E alone is an encode job, a request with images
-        and no prompt. `remote_images`: indices of images that other instances encode; all images if `stages` has no E.
-        `pulls_kv`: another instance computes the KV of the prompt, and it is pulled. `held_for`: the reason, for the
+        and no prompt. `external_images`: indices of images whose features the connector loads; all images if `stages`
+        has no E. `external_kv`: the connector loads the KV of the prompt. `held_for`: the reason, for the
         timeline, why the request has to wait for `release`; until then it holds nothing and is in no plan. "": it may
         start.
         """
         stages = self._limits.role if stages is None else stages
         check_fits(request, self._limits, stages)
-        if Role.P in stages and not pulls_kv:  # other parts belong to a request that was accepted already
+        if Role.P in stages and not external_kv:  # other parts belong to a request that was accepted already
             check_queue(len(self._requests.states), self._max_queue, self._finish_times)
         self._requests.add(
-            request, now, stages=stages, remote_images=remote_images, pulls_kv=pulls_kv, held_for=held_for
+            request,
+            now,
+            stages=stages,
+            external_images=external_images,
+            external_kv=external_kv,
+            held_for=held_for,
         )
 
     def release(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
@@ -290,26 +293,7 @@ class StageScheduler:
 
     def status(self) -> Status:
         """The scheduler's part of a Status; the instance adds the rest."""
-        requests, results = self._requests, self._results
-        return Status(
-            num_running=len(requests.prefilling) + len(requests.decoding),
-            num_waiting=len(requests.waiting) + len(requests.held),
-            num_encoding=len(requests.encoding) + len(requests.encode_jobs),
-            kv_blocks_used=requests.kv.num_held,
-            kv_blocks_total=requests.kv.num_blocks,
-            image_blocks_used=requests.features.num_held,
-            image_blocks_total=requests.features.num_blocks,
-            num_preemptions=requests.num_preemptions,
-            prompt_tokens=results.prompt_tokens,
-            generation_tokens=results.generation_tokens,
-            images_encoded=results.images_encoded,
-            num_handing_over=len(requests.handing_over),
-            num_arriving=len(requests.remote_prefills) + len(requests.kv_offered),
-            num_decoding=len(requests.decoding),
-            budget=self._budgets.report(),
-            speeds=self._speeds.report(),
-            stages=_stage_reports(requests),
-        )
+        return scheduler_status(self._requests, self._results, self._budgets.report(), self._speeds.report())
 
     def ledger(self) -> LedgerReport:
         return self._requests.ledger.report(self._requests.states)
@@ -317,28 +301,3 @@ class StageScheduler:
 
 def _work(plan: VisionPlan) -> Work:
     return [(item.request_id, item.num_patches) for item in plan.items]
-
-
-def _stage_reports(requests: RequestTable) -> tuple[StageReport, ...]:
-    """The stage of each request that gets no tokens now, for a user who watches; the first `MAX_REPORTS` by arrival."""
-    calm = RequestPhase.DECODING, RequestPhase.ENDED
-    waiting = (state for state in requests.states.values() if state.phase not in calm)
-    return tuple(map(_stage_report, islice(waiting, MAX_REPORTS)))
-
-
-def _stage_report(state: RequestState) -> StageReport:
-    request, handover = state.request, state.handover
-    if state.waits_for_images:
-        pairs = zip(request.images, state.images, strict=True)
-        lacking = {image.source for image, progress in pairs if progress <= ImageProgress.ENCODING}
-        stage = "queue"
-        if ImageProgress.ENCODING in state.images:
-            stage = "transfer" if handover is not None and handover.images_copied else "encode"
-        return StageReport(request.id, stage, request.num_media - len(lacking), request.num_media)
-    if state.is_encode_job or state.phase is RequestPhase.HANDING_OVER or state.remote_kv is not None:
-        return StageReport(request.id, "transfer")
-    if state.is_decode:
-        return StageReport(request.id, "decode")
-    if state.phase in (RequestPhase.WAITING, RequestPhase.HELD):
-        return StageReport(request.id, "queue")
-    return StageReport(request.id, "prefill", state.num_prefilled, state.num_tokens)

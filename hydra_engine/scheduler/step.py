@@ -53,7 +53,7 @@ class StepBuilder:
 
     def chunk_of(self, state: RequestState) -> int:
         """Number of tokens of a prefill's next chunk: at most the budget left, unless an image that must not be split
-        needs more. A request with one missing token (its KV was pulled or found) counts as a decode and needs no
+        needs more. A request with one missing token (its KV was loaded or found) counts as a decode and needs no
         budget: all decodes and these fit a step, since there are no more slots than a step has tokens."""
         start, end = state.num_planned, state.num_computable
         if state.lacks_one_token:
@@ -98,11 +98,15 @@ class Admission:
         return self._requests.overtaken(state) >= self._max_bypass
 
     def _find_room(
-        self, state: RequestState, builder: StepBuilder | None, next_victim: Callable[[], RequestState | None]
+        self,
+        state: RequestState,
+        num_tokens: int,
+        builder: StepBuilder | None,
+        next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
         """The cached blocks of a request for which a slot and enough other blocks are free, after preempting victims if
         a step is being built; None if they are not."""
-        num_tokens, reserve = policy.kv_tokens_to_admit(state), len(self._requests.decoding)
+        reserve = len(self._requests.decoding)
         found: list[int] | None = None
         while True:
             if not self.is_full:
@@ -230,7 +234,10 @@ class PrefillStarter(Admission):
         `insists`, younger prefills that are stalled at an image are preempted for it."""
         prefilling = self._requests.prefilling
         return self._find_room(
-            state, builder, lambda: policy.stalled_younger_than(state, prefilling) if insists else None
+            state,
+            policy.kv_tokens_to_admit(state),
+            builder,
+            lambda: policy.stalled_younger_than(state, prefilling) if insists else None,
         )
 
     def _admit(self, state: RequestState, found: Sequence[int], builder: StepBuilder) -> None:
@@ -355,7 +362,7 @@ class LanguagePlanner:
                 continue  # its last chunk is in flight
             timeline = self._requests.timelines[state.request.id]
             if policy.is_stalled(state):
-                timeline.cause = "images" if state.remote_kv is None else "transfer"
+                timeline.cause = "transfer" if state.external_kv else "images"
             elif not (chunk := builder.chunk_of(state)):
                 timeline.cause = "budget"
             elif self._grow_for_chunk(state, state.num_planned + chunk, builder):
@@ -368,8 +375,8 @@ class LanguagePlanner:
     def _grow_for_chunk(self, state: RequestState, num_tokens: int, builder: StepBuilder) -> bool:
         """Allocates blocks for a chunk, preempting younger prefills if needed; False if that is not enough.
 
-        Decodes are not preempted, nor the one-token chunks of moved requests, which come before all prefills: both have
-        their rows already, and free their blocks by ending or by being preempted for themselves.
+        Decodes are not preempted, nor the one-token chunks of requests with loaded KV, which come before all prefills:
+        both have their rows already, and free their blocks by ending or by being preempted for themselves.
         """
         while not self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens):
             younger = [
@@ -463,7 +470,7 @@ def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
     else:
         first += islice(requests.prefilling, MAX_SEEN)
         first += (state for state in islice(requests.waiting.by_urgency(), MAX_SEEN) if state.urgency < due.urgency)
-    tokens = sum(state.num_tokens - state.num_planned for state in first if state.remote_kv is None)
+    tokens = sum(state.num_tokens - state.num_planned for state in first if not state.external_kv)
     return tokens, sum(map(_patches, first)) if due.waits_for_images else 0
 
 
@@ -471,4 +478,4 @@ def _patches(state: RequestState) -> int:
     """Patches of a request that are still to be encoded here."""
     images = enumerate(zip(state.request.images, state.images, strict=True))
     waiting = ((i, image) for i, (image, progress) in images if progress <= ImageProgress.ENCODING)
-    return sum(image.num_patches for i, image in waiting if i not in state.remote_images)
+    return sum(image.num_patches for i, image in waiting if i not in state.external_images)

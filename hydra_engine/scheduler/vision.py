@@ -3,8 +3,8 @@
 Images are taken by the urgency of their requests while blocks are free for every image ahead, otherwise by arrival; the
 images of one request by their place in the prompt. Language steps do not delay it, so no amount of prefill postpones an
 encode: while the image cache has blocks, an image waits at most for the images before it in that order and for the
-vision step in flight. Blocks are freed as older requests are prefilled, or as other instances fetch the features
-encoded for them. The rules of age are in `policy.py`.
+vision step in flight. Blocks are freed as older requests are prefilled, or as the features of encode jobs are fetched.
+The rules of age are in `policy.py`.
 """
 
 from __future__ import annotations
@@ -100,5 +100,5 @@ def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]
     for age, group in groupby(states, key=lambda state: state.order[0] if state.is_encode_job else None):
         pairs = ((state, index) for state in group for index in range(len(state.images)))
         for state, index in pairs if age is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):
-            if state.images[index] == ImageProgress.WAITING and index not in state.remote_images:
+            if state.images[index] == ImageProgress.WAITING and index not in state.external_images:
                 yield state, index

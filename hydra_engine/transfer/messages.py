@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import Exports
+from hydra_engine.transfer.plans import KvEnd
 
 TRANSFER_VERSION = 4
 

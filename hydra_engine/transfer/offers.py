@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.transfer.messages import More, Offer, Renew, Withdraw
+from hydra_engine.transfer.plans import KvEnd
 
 Owner = tuple[RequestId, int | None]
 """Image of an encode job (job id, index within the job), or the KV of a request (request id, None)."""

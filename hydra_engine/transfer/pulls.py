@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, Withdraw
+from hydra_engine.transfer.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.transfer.records import Peer, Pull, Records
 
 MAX_UNCLAIMED = 4096  # offers of one peer for requests that are not known here

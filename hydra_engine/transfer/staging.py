@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.plans import PullJob, PullResult, StagingJob
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Stage, Staged, Taken
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob
 
 PIECES_AT_ONCE = 2  # of one pull
 

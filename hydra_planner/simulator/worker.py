@@ -18,19 +18,10 @@ import numpy as np
 from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import (
-    Int64s,
-    LaneResult,
-    LanguagePlan,
-    LanguageResult,
-    PullJob,
-    PullResult,
-    StagingJob,
-    VisionPlan,
-    VisionResult,
-)
+from hydra_engine.core.plans import Int64s, LaneResult, LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob
 from hydra_planner.simulator.agenda import Agenda
 from hydra_planner.simulator.costs import Costs, Host
 from hydra_planner.simulator.links import Links

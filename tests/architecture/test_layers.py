@@ -33,11 +33,11 @@ ALLOWED: dict[str, set[str]] = {
     "guidance": BASE | {"core"},
     "cache": BASE | {"core"},
     "telemetry": BASE | {"core"},
-    "scheduler": BASE | {"core", "config", "cache"},
     "transfer": BASE | {"core"},
+    "scheduler": BASE | {"core", "config", "cache", "transfer"},
     "backend": BASE | {"core"},
     "models": BASE | {"core", "config", "specs", "backend"},
-    "worker": BASE | {"core", "config", "specs", "guidance", "backend", "models"},
+    "worker": BASE | {"core", "config", "specs", "guidance", "transfer", "backend", "models"},
     "preprocess": BASE | {"core", "config", "specs", "guidance"},
     "profiler": BASE | {"core", "config", "specs"},
     "instance": BASE
@@ -116,6 +116,9 @@ OPTIONAL_PARTS = {
     *("scheduler/handover", "scheduler/latency"),
     *("worker/transfer", "worker/vision/gate.py", "instance/migration.py"),
 }
+# Copies between instances, which only the optional parts of these folders know.
+TRANSFER = "hydra_engine.transfer"
+ONE_INSTANCE = ("scheduler", "worker")
 HOOKS = "instance/hooks.py"
 # The only file outside the backend that calls the extension, for pictures.
 PICTURES_IN_C = "preprocess/media/pixels.py"
@@ -225,7 +228,14 @@ def test_the_core_of_a_folder_imports_no_optional_part() -> None:
                 if f"{imported}.".startswith(f"{module}."):
                     yield f"{name_of(path)}:{line} imports {imported}: the core knows no optional part"
 
+    def other_instances(path: Path) -> Iterator[str]:
+        in_core = not any(path.is_relative_to(PACKAGE / part) for part in OPTIONAL_PARTS)
+        for imported, line in imports_of(path) if folder_of(path) in ONE_INSTANCE and in_core else ():
+            if f"{imported}.".startswith(f"{TRANSFER}."):
+                yield f"{name_of(path)}:{line} imports {imported}: the core knows one instance"
+
     assert all((PACKAGE / part).exists() for part in OPTIONAL_PARTS)
+    assert in_all_modules(other_instances) == []
     assert in_all_modules(optional_parts) == []
 
 

@@ -13,12 +13,12 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import Abort, Loading, Submit, ToInstance
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import Role
 from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Ack, Hello, More, Offer, Refuse, Renew, TransferMessage, Withdraw
+from hydra_engine.transfer.plans import KvEnd
 
 LAYOUT = PoolLayout(PoolKind.KV, 7, (2, 2, 16, 2, 8), "float32", 4096)
 EXPORTS = Exports(

@@ -11,11 +11,11 @@ from tests.faults.points import AFTER_ACK, AFTER_OFFER, AFTER_RESERVE, BEFORE_AC
 if TYPE_CHECKING:
     from hydra_engine.core.ids import RequestId
     from hydra_engine.core.messages import Encode, RequestMessage, Submit
-    from hydra_engine.core.plans import PullJob, PullResult
     from hydra_engine.core.request import Request
     from hydra_engine.instance.ports import PeerPort
     from hydra_engine.transfer.messages import TransferMessage
     from hydra_engine.transfer.offers import Owner
+    from hydra_engine.transfer.plans import PullJob, PullResult
 
 
 class FaultyMigration(Migration):

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.backend.device import Device
-from hydra_engine.core.plans import EncodeItem, LanguagePlan, StagingJob
+from hydra_engine.core.plans import EncodeItem, LanguagePlan
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
+from hydra_engine.transfer.plans import StagingJob
 from hydra_engine.worker.boundary import not_finite
 from hydra_engine.worker.ports import WorkerRequest
 from hydra_engine.worker.transfer.exchange import Exchange

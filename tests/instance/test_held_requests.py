@@ -15,6 +15,7 @@ from hydra_engine.core.roles import EPD
 from hydra_engine.core.state import RequestPhase
 from hydra_engine.errors import ErrorInfo, Unavailable
 from hydra_engine.instance.instance import HOLD_S, STATUS_PERIOD_S
+from hydra_engine.scheduler.handover.state import Parking, handover_of
 from tests.instance.test_instance import Rig
 from tests.scheduler.audit import check
 from tests.scheduler.handover.handover import A, D, P, Part, arrive, end_of
@@ -108,7 +109,7 @@ def test_it_ends_without_having_been_released(how: str) -> None:
 
 def test_pictures_are_asked_of_others_when_it_is_released() -> None:
     s = Part(P)
-    hold(s, 1, A, 5, remote_images=frozenset({0}))
+    hold(s, 1, A, 5, external_images=frozenset({0}))
     assert s.told() == [] and s.language() == []
     s.release(1)
     assert s.told() == [NeedImages(RequestId(1), (0,))]
@@ -117,11 +118,11 @@ def test_pictures_are_asked_of_others_when_it_is_released() -> None:
 def test_kv_that_is_offered_meanwhile_is_fetched_when_it_is_released() -> None:
     """It has no blocks before, so what arrives for others has them all."""
     s = Part(D, kv_blocks=4, max_num_seqs=1)
-    request = hold(s, 1, 9, max_new=3, stages=D, pulls_kv=True)
+    request = hold(s, 1, 9, max_new=3, stages=D, external_kv=True)
     s.offer_kv(1, 7, 2, None)
     s.offer_kv(1, 7, 3, end_of(request))
-    assert s.pulls() == [] and s.language() == [] and s.state(1).phase is RequestPhase.REMOTE_PREFILL
-    s.put(make_request(2, 9, max_new=3), stages=D, pulls_kv=True)
+    assert s.pulls() == [] and s.language() == [] and handover_of(s.state(1)).parking is Parking.REMOTE_PREFILL
+    s.put(make_request(2, 9, max_new=3), stages=D, external_kv=True)
     arrive(s, 2, 8)
     while 2 not in s.finished:
         assert s.language() == [(2, 1)] and s.state(1).held
@@ -134,13 +135,13 @@ def test_kv_that_is_offered_meanwhile_is_fetched_when_it_is_released() -> None:
 @pytest.mark.parametrize("how", ["abort", "error", "gone"])
 def test_an_offer_of_what_is_held_is_let_go(how: str) -> None:
     s = Part(D)
-    request = hold(s, 1, 9, stages=D, pulls_kv=True)
+    request = hold(s, 1, 9, stages=D, external_kv=True)
     s.offer_kv(1, 7, 3, end_of(request))
     if how == "gone":
         s.connector.pulls.kv_offer_gone(7)
         check(s.scheduler)
         s.release(1)
-        assert s.state(1).phase is RequestPhase.REMOTE_PREFILL
+        assert handover_of(s.state(1)).parking is Parking.REMOTE_PREFILL
         s.offer_kv(1, 8, 3, end_of(request))
         assert s.pull().offer == 8
         return

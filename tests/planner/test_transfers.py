@@ -16,7 +16,7 @@ from hydra_engine.frontend import transitions
 from hydra_engine.frontend.request import Phase, RequestInFlight
 from hydra_engine.frontend.transitions import TRANSITIONS, Dispatcher, Event
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.handover import pulls
 from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner.simulator.costs import Costs, DeviceKind
 from hydra_planner.simulator.deployment import Deployment
@@ -57,7 +57,7 @@ def test_pictures_of_one_request_are_fetched_side_by_side(monkeypatch: pytest.Mo
     deployment, together_s = eight_pictures()
     encoders = {span.instance for span in spans_of(deployment, "encode")}
     assert len(encoders) == 4 and len(spans_of(deployment, "pull_features")) == 8
-    monkeypatch.setattr(policy, "MAX_IMAGE_PULLS", 1)
+    monkeypatch.setattr(pulls, "MAX_IMAGE_PULLS", 1)
     _, one_by_one_s = eight_pictures()
     assert together_s < one_by_one_s - 1e-3
 

@@ -45,7 +45,7 @@ def check_requests(requests: RequestTable) -> None:
         users += _check_images(requests, state)
         if state.ending is None:
             zipped = enumerate(zip(state.request.images, state.images, strict=True))
-            local = ((image, progress) for i, (image, progress) in zipped if i not in state.remote_images)
+            local = ((image, progress) for i, (image, progress) in zipped if i not in state.external_images)
             patches += sum(image.num_patches for image, progress in local if progress == ImageProgress.WAITING)
         chunk_in_flight = state.num_scheduled > 0 and state.num_planned == state.num_tokens
         joins = state.ending is None and chunk_in_flight and Role.D in state.stages
@@ -55,7 +55,7 @@ def check_requests(requests: RequestTable) -> None:
                 requests.kv.tables[request_id],
                 int(chunk_in_flight),
             )
-    for queue in (*requests.queues.values(), requests.unencoded, requests.unfetched):
+    for queue in (*requests.queues.values(), requests.unencoded):
         orders = [state.order for state in queue]
         assert orders == sorted(orders), "a queue is out of order"
         assert all(requests.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
@@ -71,7 +71,6 @@ def _check_queue(requests: RequestTable, state: RequestState) -> None:
         assert (state in queue) == (phase is state.phase), f"{where} is in the wrong queue"
     assert not state.held or state.request.id not in requests.kv.tables, f"{where} is held and has KV"
     assert (state in requests.unencoded) == (live and state.needs_encode), f"{where}: images to encode"
-    assert (state in requests.unfetched) == (live and state.needs_pull), f"{where}: images to fetch"
 
 
 def _check_blocks(requests: RequestTable, state: RequestState) -> None:
@@ -100,7 +99,7 @@ def _check_images(requests: RequestTable, state: RequestState) -> int:
         assert state.is_encode_job or (progress == ImageProgress.CONSUMED) == consumed, (
             f"{where}: KV and progress disagree"
         )
-        looked_for = progress == ImageProgress.CACHED and state.remote_kv is None
+        looked_for = progress == ImageProgress.CACHED and not state.external_kv
         assert not runs or not looked_for, f"{where} is looked for although it has started"
         if progress <= ImageProgress.ENCODED:
             users += 1

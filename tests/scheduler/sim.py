@@ -23,14 +23,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.messages import Delta, Finished, RequestMessage, Tokens
-from hydra_engine.core.plans import (
-    BlockIds,
-    ImageSlice,
-    LanguagePlan,
-    LanguageResult,
-    VisionPlan,
-    VisionResult,
-)
+from hydra_engine.core.plans import BlockIds, ImageSlice, LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request, SamplingParams
 from hydra_engine.core.roles import EPD
 from hydra_engine.errors import ErrorInfo, RequestError

@@ -115,7 +115,7 @@ def test_continued_requests_are_accepted_though_the_queue_is_full() -> None:
     """The request was accepted where it came from."""
     scheduler = StageScheduler(EPD, CacheManager(5, 4), CacheManager(2, 4), config(max_queue=1), instance="t")
     scheduler.add(make_request(0, 4), 0.0)
-    scheduler.add(make_request(1, 4), 0.0, stages=Role.D, pulls_kv=True)
+    scheduler.add(make_request(1, 4), 0.0, stages=Role.D, external_kv=True)
     scheduler.add(replace(make_request(2, Img(4)), prompt_token_ids=()), 0.0, stages=Role.E)
     with pytest.raises(Unavailable):
         scheduler.add(make_request(3, 4), 0.0)
@@ -124,7 +124,7 @@ def test_continued_requests_are_accepted_though_the_queue_is_full() -> None:
 def test_the_role_decides_what_is_accepted_and_what_was_accepted_is_done() -> None:
     scheduler = StageScheduler(Role.E | Role.P, CacheManager(5, 4), CacheManager(2, 4), config(), instance="t")
     with pytest.raises(Unavailable):
-        scheduler.add(make_request(0, 4), 0.0, stages=Role.D, pulls_kv=True)
+        scheduler.add(make_request(0, 4), 0.0, stages=Role.D, external_kv=True)
     scheduler.set_role(EPD)
     scheduler.add(make_request(0, 4), 0.0)
     scheduler.set_role(Role.E)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydra_engine.core.plans import KvEnd, PullJob
 from hydra_engine.transfer.messages import TransferMessage
 from hydra_engine.transfer.offers import Owner, Source
+from hydra_engine.transfer.plans import KvEnd, PullJob
 from hydra_engine.transfer.pulls import Destination
 
 LEASE_S, RENEW_S = 10.0, 2.0

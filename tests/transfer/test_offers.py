@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.transfer.messages import More, Offer, Renew, Withdraw
 from hydra_engine.transfer.offers import Source, gone_word, valid_word
+from hydra_engine.transfer.plans import KvEnd
 from tests.transfer.audit import check_source
 
 INCARNATION = 7

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, Withdraw
 from hydra_engine.transfer.offers import valid_word
+from hydra_engine.transfer.plans import KvEnd
 from hydra_engine.transfer.pulls import MAX_UNCLAIMED, Committed, Destination, Gone, Offered
 from tests.transfer.audit import check_destination
 from tests.transfer.world import begin, copying

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.plans import PullJob, PullResult, StagingJob
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Stage, Staged, Taken
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob
 from hydra_engine.transfer.staging import PIECES_AT_ONCE, StagedPulls, Staging
 from tests.transfer.audit import check_staging
 

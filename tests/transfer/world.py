@@ -16,9 +16,9 @@ from collections import deque
 import numpy as np
 
 from hydra_engine.core.ids import RequestId, StepId
-from hydra_engine.core.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.transfer.messages import Ack, More, Offer, Refuse, Renew, TransferMessage, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
+from hydra_engine.transfer.plans import KvEnd, PullJob, PullPlan
 from hydra_engine.transfer.pulls import Committed, Destination, Gone, Offered
 from tests.transfer.audit import check_destination, check_source
 from tests.transfer.nodes import (

@@ -15,8 +15,8 @@ import torch
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.core.pools import PoolKind
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob, StagingResult
 from tests.faults.points import FaultPoints
 from tests.faults.worker import FaultyExchange
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.core.plans import PullJob
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.errors import TransferError
+from hydra_engine.transfer.plans import PullJob
 from tests.worker.fakes import BLOCK, Rig
 from tests.worker.pulling import VALID, connect, job, make_rig, num_descriptors, num_mappings, pull
 from tools.miniatures import make_tiny

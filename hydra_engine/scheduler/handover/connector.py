@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from itertools import chain
 
+import msgspec
+
 from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.messages import Finished, NeedDecoder, RequestMessage
+from hydra_engine.core.messages import Finished, NeedDecoder, RequestMessage, Status
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
@@ -19,6 +21,14 @@ from hydra_engine.scheduler.handover.events import RemoteEvent, RemoteEvents
 from hydra_engine.scheduler.handover.offers import EncodeJobQuota, Offers
 from hydra_engine.scheduler.handover.pulls import Pulls
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
+from hydra_engine.scheduler.handover.state import (
+    HandoverState,
+    ParkedRequests,
+    RemoteKv,
+    find_handover,
+    handover_of,
+    remote_kv_of,
+)
 from hydra_engine.scheduler.hooks import Connector, Finish
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import StepBuilder
@@ -50,12 +60,22 @@ class PeerConnector(Connector):
     def attach(self, requests: RequestTable, finish: Finish) -> None:
         self._requests, self._finish = requests, finish
         self._events = RemoteEvents()
-        self._admission = RemoteKvAdmission(requests, self._config)
-        self._quota = EncodeJobQuota(requests)
-        self.pulls = Pulls(requests, self._events, self._admission, self._config, self._cluster)
+        self._parked = ParkedRequests(requests)
+        self._admission = RemoteKvAdmission(requests, self._parked, self._config)
+        self._quota = EncodeJobQuota(requests, self._parked)
+        self.pulls = Pulls(requests, self._events, self._admission, self._parked, self._config, self._cluster)
         self.offers = Offers(requests, self._events, finish)
 
     # ---- hooks of the scheduler
+
+    def on_arrival(self, state: RequestState) -> None:
+        state.connector_state = HandoverState(RemoteKv() if state.external_kv else None)
+
+    def parks(self, state: RequestState) -> bool:
+        return self._parked.parking_of(state) is not None
+
+    def on_requeue(self, state: RequestState) -> None:
+        self._parked.requeue(state)
 
     def before_language(self, builder: StepBuilder) -> None:
         self._admission.admit(builder.now, builder)
@@ -82,9 +102,9 @@ class PeerConnector(Connector):
     def only_borrowed(self) -> bool:
         requests, some = self._requests, False
         for state in chain(requests.prefilling, requests.decoding):
-            if state.remote_kv is not None:
+            if state.external_kv:
                 continue
-            if state.handover is None or not state.handover.borrowed:
+            if (handover := find_handover(state)) is None or not handover.is_lent:
                 return False  # usually at the first request
             some = True
         return some and not requests.waiting
@@ -96,7 +116,7 @@ class PeerConnector(Connector):
         return self._quota.has_room(job, index, num_blocks, now, may_evict=may_evict)
 
     def on_image(self, state: RequestState, index: int, now: float) -> None:
-        if index in state.remote_images:
+        if index in state.external_images:
             self.pulls.images.request(state, index)
         elif state.is_encode_job:
             self.offers.update_features(state, index, now)
@@ -109,31 +129,42 @@ class PeerConnector(Connector):
 
     def may_preempt(self, state: RequestState) -> bool:
         """False while KV is being copied into its blocks; the request is preempted when that copy has ended."""
-        if (remote_kv := state.remote_kv) is None or remote_kv.copied_offer is None:
+        if (remote_kv := remote_kv_of(state)) is None or remote_kv.copied_offer is None:
             return True
         remote_kv.preempt_after_copy = True
         return False
 
     def on_blocks_freed(self, state: RequestState) -> None:
-        if state.handover is not None:
-            self.offers.withdraw_kv(state)
-        if state.remote_kv is not None:
-            state.remote_kv.num_copied, state.remote_kv.preempt_after_copy = 0, False
+        self.offers.withdraw_kv(state)
+        if (remote_kv := remote_kv_of(state)) is not None:
+            remote_kv.num_copied, remote_kv.preempt_after_copy = 0, False
 
     def on_preempted(self, state: RequestState, now: float) -> None:
         """Ends, as RETURNED, a request that got its KV from elsewhere and cannot be prefilled here."""
-        if state.remote_kv is None and Role.P not in state.stages:
+        if not state.external_kv and Role.P not in state.stages:
             self._requests.end(state, Ending(Departure.RETURNED))
             self._departed.append(state)
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
-        if state.handover is None:
-            return
         if state.is_encode_job:
             self.offers.withdraw_features(state)
         if ending.reason != Departure.MOVED:
             self.offers.withdraw_kv(state)
         self.pulls.forget(state)
+
+    # ---- reports
+
+    def loads_images(self, state: RequestState) -> bool:
+        return bool(handover_of(state).images_copied)
+
+    def add_counts(self, status: Status) -> Status:
+        parked = self._parked
+        return msgspec.structs.replace(
+            status,
+            num_encoding=status.num_encoding + len(parked.encode_jobs),
+            num_handing_over=len(parked.handing_over),
+            num_arriving=len(parked.remote_prefills) + len(parked.kv_offered),
+        )
 
     # ---- for the owner
 

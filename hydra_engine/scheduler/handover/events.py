@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages
-from hydra_engine.core.plans import KvEnd
-from hydra_engine.core.state import HandoverState, RequestState
+from hydra_engine.transfer.plans import KvEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +89,3 @@ class RemoteEvents:
         events += (NeedImages(request_id, tuple(sorted(indices))) for request_id, indices in self._needs.items())
         self._events, self._needs = [], {}
         return events
-
-
-def handover_of(state: RequestState) -> HandoverState:
-    """The handover state of a request in which other instances take part. Asserts that there is one."""
-    assert state.handover is not None, f"request {state.request.id} is of no concern to other instances"
-    return state.handover

@@ -11,9 +11,8 @@ from itertools import chain
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.roles import Role
-from hydra_engine.core.state import Ending, HandoverState, ImageProgress, RequestPhase, RequestState
+from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.events import (
     FeaturesEvent,
@@ -21,10 +20,11 @@ from hydra_engine.scheduler.handover.events import (
     KvEvent,
     KvGoneEvent,
     RemoteEvents,
-    handover_of,
 )
+from hydra_engine.scheduler.handover.state import HandoverState, ParkedRequests, find_handover, handover_of
 from hydra_engine.scheduler.hooks import Finish
 from hydra_engine.scheduler.requests import RequestTable
+from hydra_engine.transfer.plans import KvEnd
 
 _KV = -1  # key of the KV in `HandoverState.offered_s`; keys from 0 are images
 
@@ -101,9 +101,10 @@ class Offers:
     def release_kv(self, request_id: RequestId, now: float) -> list[RequestMessage]:
         """Ends the request whose KV was fetched or refused. If not all of it was offered yet, it was refused."""
         state = self._live(request_id)
-        if state is None or state.handover is None or not state.handover.num_offered:
+        handover = None if state is None else find_handover(state)
+        if state is None or handover is None or not handover.num_offered:
             return []
-        departure = Departure.MOVED if state.handover.offers_all else Departure.WITHDRAWN
+        departure = Departure.MOVED if handover.offers_all else Departure.WITHDRAWN
         self._close_offers(state, now, None)
         return self._end(state, departure, now)
 
@@ -125,8 +126,8 @@ class Offers:
         self._requests.leave_decodes(state)
         state.num_prefilled = state.num_computed
         state.stages &= ~Role.D
-        if state.handover is None:
-            state.handover = HandoverState()
+        if state.connector_state is None:
+            state.connector_state = HandoverState()
         self.offer_kv(state, now, ends=True, earlier=tuple(state.generated[:-1]))
         return True
 
@@ -157,8 +158,9 @@ class EncodeJobQuota:
     jobs are evicted for the quota, so the oldest job always progresses.
     """
 
-    def __init__(self, requests: RequestTable) -> None:
+    def __init__(self, requests: RequestTable, parked: ParkedRequests) -> None:
         self._requests = requests
+        self._parked = parked
         self._num_blocks = 0  # the quota, valid while a vision step is filled
 
     def refresh(self) -> None:
@@ -168,7 +170,7 @@ class EncodeJobQuota:
     def _largest_local(self) -> int:
         """Blocks of the largest image without features of the requests of this instance; 0 if there are no jobs."""
         requests = self._requests
-        if not requests.encode_jobs:
+        if not self._parked.encode_jobs:
             return 0
         sizes = (
             requests.features.blocks_for(image.num_tokens)

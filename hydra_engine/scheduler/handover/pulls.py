@@ -13,13 +13,17 @@ from collections.abc import Iterable, Iterator
 from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
-from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.handover.events import RemoteEvents, UnneededEvent, handover_of
+from hydra_engine.scheduler.handover.events import RemoteEvents, UnneededEvent
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
+from hydra_engine.scheduler.handover.state import ParkedRequests, find_handover, handover_of, remote_kv_of
 from hydra_engine.scheduler.policy import is_stalled
 from hydra_engine.scheduler.requests import RequestTable
+from hydra_engine.transfer.plans import KvEnd, PullPlan
+
+# Copies of one request's images in flight at once, so that one begins as another ends and several encoders are read
+# side by side. No more: blocks that are being written cannot be evicted, and KV copies queue behind them.
+MAX_IMAGE_PULLS = 4
 
 
 class RemoteImages:
@@ -50,10 +54,10 @@ class RemoteImages:
         the features are here.
         """
         state = self._requests.states.get(request_id)
-        handover = None if state is None else state.handover
+        handover = None if state is None else find_handover(state)
         if state is None or handover is None or state.ending is not None:
             self._events.add(UnneededEvent(offer))
-        elif index not in state.remote_images or state.images[index] > ImageProgress.ENCODING:
+        elif index not in state.external_images or state.images[index] > ImageProgress.ENCODING:
             handover.requested_images.discard(index)
             self._events.add(UnneededEvent(offer))
         else:
@@ -102,6 +106,7 @@ class Pulls:
         requests: RequestTable,
         events: RemoteEvents,
         admission: RemoteKvAdmission,
+        parked: ParkedRequests,
         config: SchedulerConfig,
         cluster: ClusterConfig,
     ) -> None:
@@ -111,6 +116,7 @@ class Pulls:
         self._requests = requests
         self._events = events
         self._admission = admission
+        self._unfetched = parked.unfetched
         self._patience_s = config.encode_patience_s
         self._prefetches = cluster.prefetch_features
         self._next_step = 0
@@ -121,7 +127,7 @@ class Pulls:
         """Records that the first `num_blocks` of a request's KV can be pulled; called again as there are more, the last
         time with `end`. A later offer replaces an earlier one."""
         state = self._requests.states.get(request_id)
-        remote_kv = None if state is None else state.remote_kv
+        remote_kv = None if state is None else remote_kv_of(state)
         if state is None or remote_kv is None or state.ending is not None:
             if remote_kv is None or remote_kv.copied_offer != offer:  # otherwise kept until the copy has ended
                 self._events.add(UnneededEvent(offer))
@@ -130,6 +136,7 @@ class Pulls:
             self._drop_offer(state)
             self.kv_offers[offer] = state
         remote_kv.offer, remote_kv.num_offered, remote_kv.end = offer, num_blocks, end
+        state.keeps_blocks = end is not None
         self._requests.requeue(state)
 
     def kv_offer_gone(self, offer: int) -> None:
@@ -140,11 +147,12 @@ class Pulls:
 
     def _drop_offer(self, state: RequestState) -> None:
         """Removes the offer of a request's KV. The blocks pulled from it are freed as soon as no copy is in flight."""
-        remote_kv = state.remote_kv
+        remote_kv = remote_kv_of(state)
         assert remote_kv is not None, "an offer is known for a request that pulls nothing"
         if remote_kv.offer is not None:
             del self.kv_offers[remote_kv.offer]
         remote_kv.offer, remote_kv.num_offered, remote_kv.end = None, 0, None
+        state.keeps_blocks = False
         if remote_kv.copied_offer is None:
             self._restart(state)
 
@@ -168,7 +176,7 @@ class Pulls:
     def _plan_kv(self, plans: list[PullPlan]) -> None:
         requests = self._requests
         for state in list(requests.prefilling):
-            remote_kv = state.remote_kv
+            remote_kv = remote_kv_of(state)
             if remote_kv is None or remote_kv.offer is None or remote_kv.copied_offer is not None:
                 continue
             table = requests.kv.tables[state.request.id]
@@ -192,7 +200,7 @@ class Pulls:
             )
 
     def _plan_images(self, plans: list[PullPlan], now: float) -> None:
-        unfetched, before = self._requests.unfetched, len(plans)
+        unfetched, before = self._unfetched, len(plans)
         oldest = unfetched.oldest()
         if unfetched.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
             self._fill(self._of_turn(unfetched.by_urgency()), plans, now, may_evict=False)
@@ -223,14 +231,14 @@ class Pulls:
         features = self._requests.features
         aside: dict[FeatureKey, int] = {}
         for state in states:
-            for index in sorted(state.remote_images):
+            for index in sorted(state.external_images):
                 if state.images[index] != ImageProgress.WAITING:
                     continue
                 key = state.image_keys[index]
                 num_blocks = features.blocks_for(state.request.images[index].num_tokens)
                 reserved = sum(aside.values()) - aside.get(key, 0)
                 handover, images = handover_of(state), self._requests.images
-                begins = index in handover.image_offers and len(handover.images_copied) < policy.MAX_IMAGE_PULLS
+                begins = index in handover.image_offers and len(handover.images_copied) < MAX_IMAGE_PULLS
                 if begins and images.make_room(state, index, num_blocks, reserved, now, may_evict=may_evict):
                     plans.append(self._pull_image(state, index, now))
                     aside.pop(key, None)
@@ -277,7 +285,7 @@ class Pulls:
         images.settle_others(users, (), ended_s)
 
     def _end_kv(self, state: RequestState, plan: PullPlan, now: float, *, valid: bool) -> None:
-        requests, remote_kv = self._requests, state.remote_kv
+        requests, remote_kv = self._requests, remote_kv_of(state)
         assert remote_kv is not None and remote_kv.copied_offer == plan.offer, "a copy ends that never began"
         remote_kv.copied_offer = None
         is_current = remote_kv.offer == plan.offer
@@ -303,9 +311,10 @@ class Pulls:
         requests = self._requests
         handover = handover_of(state)
         handover.remote_kv = None
+        state.external_kv = state.keeps_blocks = False
         if end.earlier_token_ids is not None:
             state.generated[:] = end.earlier_token_ids
-            handover.borrowed = True
+            handover.is_lent = True
         state.generated.append(end.token_id)
         if end.num_tokens != state.num_tokens - 1:
             requests.end(state, Ending(Departure.RETURNED))
@@ -322,16 +331,15 @@ class Pulls:
     def _restart(self, state: RequestState) -> None:
         """Frees the blocks of a request whose pulled KV is of no use; it waits as if it had never started. Asserts that
         no copy is in flight."""
-        assert state.remote_kv is not None and state.remote_kv.copied_offer is None, (
-            "blocks are freed while they are written"
-        )
+        remote_kv = remote_kv_of(state)
+        assert remote_kv is not None and remote_kv.copied_offer is None, "blocks are freed while they are written"
         self._requests.free_blocks(state)
 
     def forget(self, state: RequestState) -> None:
         """Refuses the offers for a request that is about to end. An offer of KV that is being copied is kept for the
         copy."""
         self.images.forget(state)
-        remote_kv = state.remote_kv
+        remote_kv = remote_kv_of(state)
         if remote_kv is not None and remote_kv.offer is not None:
             del self.kv_offers[remote_kv.offer]
             if remote_kv.offer != remote_kv.copied_offer:

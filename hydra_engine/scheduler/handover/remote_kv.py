@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.handover.state import ParkedRequests, offers_all_kv, remote_kv_of
+from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import Admission, StepBuilder
 
 
@@ -21,10 +25,14 @@ class RemoteKvAdmission(Admission):
     """Admission for requests with remote KV. No decode waits for a prefill, and no prefill that moves on waits for an
     encode: stages wait for later ones only, and the last one for none."""
 
+    def __init__(self, requests: RequestTable, parked: ParkedRequests, config: SchedulerConfig) -> None:
+        super().__init__(requests, config)
+        self._kv_offered = parked.kv_offered
+
     def admit(self, now: float, builder: StepBuilder | None = None) -> None:
         """Admits requests while slots and blocks last. In a language step, with its `builder`, it preempts others if
         needed; between two steps it preempts none."""
-        if not self._requests.kv_offered:
+        if not self._kv_offered:
             return
         passed: list[RequestState] = []
         for state in self._complete():
@@ -34,7 +42,7 @@ class RemoteKvAdmission(Admission):
                 return
         if passed or self._requests.waiting:
             return  # free blocks are reserved for these requests
-        for state in islice(self._requests.kv_offered.by_urgency(), policy.MAX_PASSED):
+        for state in islice(self._kv_offered.by_urgency(), policy.MAX_PASSED):
             if state.request.id not in self._kv.tables and not self._start(state, now, None):
                 return
 
@@ -43,7 +51,7 @@ class RemoteKvAdmission(Admission):
         call, first."""
         seen: set[Order] = set()
         while True:
-            waiting = [s for s in self._requests.kv_offered if policy.is_complete(s) and s.order not in seen]
+            waiting = [s for s in self._kv_offered if offers_all_kv(s) and s.order not in seen]
             if not waiting:
                 return
             overdue = next(filter(self._is_overdue, waiting), None)
@@ -51,15 +59,25 @@ class RemoteKvAdmission(Admission):
             seen.add(state.order)
             yield state
 
+    def _num_tokens(self, state: RequestState) -> int:
+        """Number of token positions that need free blocks before the request may start: one more than it pulls, for the
+        next token."""
+        num_tokens = policy.kv_tokens_to_admit(state)
+        if Role.D not in state.stages or state.preempted:
+            return num_tokens
+        remote_kv = remote_kv_of(state)
+        end = None if remote_kv is None else remote_kv.end
+        return min(max(num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
+
     def _start(self, state: RequestState, now: float, builder: StepBuilder | None) -> bool:
         """Starts a request; False if there is no free slot or too few free blocks."""
-        found = self._find_room(state, builder, lambda: policy.youngest_stalled(self._requests.prefilling))
+        num_tokens = self._num_tokens(state)
+        found = self._find_room(state, num_tokens, builder, lambda: policy.youngest_stalled(self._requests.prefilling))
         if found is None:
             self._requests.timelines[state.request.id].cause = "kv blocks"
             return False
-        num_tokens = policy.kv_tokens_to_admit(state)
         self._requests.start(state, len(found), now)
-        if state.remote_kv is not None:
-            state.remote_kv.num_copied = len(found)
+        if (remote_kv := remote_kv_of(state)) is not None:
+            remote_kv.num_copied = len(found)
         self._grant(state, num_tokens)
         return True

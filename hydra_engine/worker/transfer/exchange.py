@@ -14,8 +14,8 @@ from functools import partial
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cpu.shared_memory import ControlWords
 from hydra_engine.clock import Clock
-from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.core.pools import Exports, PoolKind
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.worker.transfer.lane import Peer, TransferLane, checksums_of, exports_of
 from hydra_engine.worker.transfer.staging import STAGING_BYTES, StagingPools
 

@@ -19,9 +19,9 @@ from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.backend.cpu.shared_memory import ControlWords, PeerWords
 from hydra_engine.backend.device import Device, PeerMemory
 from hydra_engine.clock import Clock
-from hydra_engine.core.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind
 from hydra_engine.errors import ErrorInfo, TransferError
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.worker.boundary import run_guarded_step
 from hydra_engine.worker.transfer.staging import StagingPools, cache_in, layout_of, piece_of
 

@@ -15,8 +15,8 @@ import torch
 from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT
 from hydra_engine.backend.device import Device, PeerMemory, SharedMemory
-from hydra_engine.core.plans import StagingJob
 from hydra_engine.core.pools import PoolExport, PoolKind, PoolLayout
+from hydra_engine.transfer.plans import StagingJob
 
 STAGING_BYTES = 256 << 20  # of one pool, at most, unless one block is larger
 NUM_PIECES = 8  # that a pool has room for

@@ -17,13 +17,14 @@ from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages
 from hydra_engine.core.outputs import Departure, FinishReason
-from hydra_engine.core.plans import KvEnd, LanguagePlan, PullPlan, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role, Topology, lends_decodes
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_engine.transfer.plans import KvEnd, PullPlan
 from tests.scheduler.audit import check
 from tests.scheduler.sim import FakeLanes, expected_tokens, tokens_of
 
@@ -149,7 +150,7 @@ class Cluster:
         self.requests[request.id] = request
         remote = frozenset(i for i in range(len(request.images)) if self.random.random() < 0.5)
         encoders = [node for node in self.nodes if Role.E in node.role and node is not prefill]
-        self._add(prefill, request, stages=prefill.role, remote_images=remote if encoders else frozenset())
+        self._add(prefill, request, stages=prefill.role, external_images=remote if encoders else frozenset())
 
     def _bind(self, request_id: int) -> None:
         """Its prefill begins."""
@@ -157,7 +158,7 @@ class Cluster:
             decode = self.random.choice([node for node in self.nodes if Role.D in node.role])
             self.kv_target[request_id] = decode
             self.owner[request_id].parts[request_id].append(decode)
-            self._add(decode, self.requests[request_id], stages=Role.D, pulls_kv=True)
+            self._add(decode, self.requests[request_id], stages=Role.D, external_kv=True)
 
     def _add(self, node: Node, request: Request, **kwargs) -> None:
         held = bool(request.prompt_token_ids) and self.random.random() < 0.3
@@ -208,7 +209,7 @@ class Cluster:
         request = replace(user.request, id=RequestId(user.attempt), generated_token_ids=tuple(known))
         nodes.append(target)
         self.kv_target[request.id] = target
-        self._add(target, request, stages=Role.D, pulls_kv=True)
+        self._add(target, request, stages=Role.D, external_kv=True)
         if source.connector.offers.hand_over(request.id, self.now):
             self.counts["lent"] += 1
             self._after(source)

@@ -11,13 +11,13 @@ from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import ClusterConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Finished
-from hydra_engine.core.plans import KvEnd, PullPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_engine.transfer.plans import KvEnd, PullPlan
 from tests.scheduler.audit import check
 from tests.scheduler.sim import Img, expected_tokens, feature, make_request
 from tests.scheduler.stepper import Stepper
@@ -127,7 +127,7 @@ def lend(s: Part, number: int) -> None:
     """A decode that ran elsewhere goes on here."""
     request = make_request(number, 9, max_new=200)
     tokens = expected_tokens(request)
-    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), stages=D, pulls_kv=True)
+    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), stages=D, external_kv=True)
     s.offer_kv(number, number, 3, end_of(request, 2, earlier_token_ids=tuple(tokens[:1])))
     s.tokens[number] = tokens[:2]
     s.pulled(s.pull())

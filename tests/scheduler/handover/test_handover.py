@@ -84,7 +84,7 @@ def test_jobs_and_what_comes_from_elsewhere_are_reported_too() -> None:
     assert reported(p) == [(1, "transfer", 0, 1)]
     p.pulled(pull)
     p.language()
-    p.put(make_request(2, 8, max_new=2), stages=D, pulls_kv=True)
+    p.put(make_request(2, 8, max_new=2), stages=D, external_kv=True)
     assert reported(p) == [(2, "transfer", None, None)]
 
 
@@ -127,14 +127,14 @@ def test_the_sampler_counts_tokens_of_earlier_attempts_as_output() -> None:
 
 def test_nobody_gives_way_to_an_arrival_while_a_step_runs() -> None:
     s = Part(D, kv_blocks=9, look_ahead=True)
-    s.put(make_request(2, 8, max_new=12), age=2, pulls_kv=True)
+    s.put(make_request(2, 8, max_new=12), age=2, external_kv=True)
     arrive(s, 2, 2)
     running = s.plan_language()
-    s.put(make_request(3, 12, max_new=4), age=3, pulls_kv=True)
+    s.put(make_request(3, 12, max_new=4), age=3, external_kv=True)
     s.offer_kv(3, 3, 1)
     (plan,) = s.pulls()
     s.pulled(plan)
-    s.put(make_request(1, 16, max_new=4), age=1, pulls_kv=True)
+    s.put(make_request(1, 16, max_new=4), age=1, external_kv=True)
     s.offer_kv(1, 1, 4, end_of(s.requests[1]))
     assert s.plan_language() is None or not s.state(3).num_preemptions
     s.end_language(running)

@@ -12,9 +12,9 @@ from hydra_engine.config import ClusterConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import NeedDecoder, NeedImages, Tokens
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.scheduler.handover.events import KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.policy import part_end
+from hydra_engine.transfer.plans import KvEnd
 from tests.examples import examples
 from tests.scheduler.audit import check
 from tests.scheduler.handover.handover import (
@@ -122,7 +122,7 @@ def test_a_request_that_ends_where_it_is_prefilled_takes_its_offer_back(how: str
 
 def test_what_gives_way_before_an_image_takes_its_offer_back_and_offers_again() -> None:
     s = Part(P, kv_blocks=5, token_budget=32)
-    s.put(make_request(1, 8, A, 1), age=5, remote_images=frozenset({0}))
+    s.put(make_request(1, 8, A, 1), age=5, external_images=frozenset({0}))
     assert s.language() == [(1, 8)]
     s.told()
     s.put(make_request(2, 12), age=1)
@@ -161,7 +161,7 @@ def test_a_lease_that_is_over_ends_the_part() -> None:
 
 def test_kv_is_pulled_behind_the_prefill_and_the_request_goes_on_from_its_first_token() -> None:
     s = Part(D, image_blocks=0)
-    request = s.put(make_request(1, 9, A, 2, max_new=5), pulls_kv=True)
+    request = s.put(make_request(1, 9, A, 2, max_new=5), external_kv=True)
     assert s.plan_language() is None and not s.pulls() and s.scheduler.status().num_arriving == 1
     s.offer_kv(1, 7, 2)
     first = s.pull()
@@ -184,16 +184,16 @@ def test_kv_is_pulled_behind_the_prefill_and_the_request_goes_on_from_its_first_
 
 def test_cached_blocks_are_not_pulled_and_others_find_pulled_ones_only_when_all_are_there() -> None:
     s = Part(D)
-    one = s.put(make_request(1, 13, source=0), pulls_kv=True)
+    one = s.put(make_request(1, 13, source=0), external_kv=True)
     s.offer_kv(1, 1, 3)
     s.pulled(s.pull())
-    two = s.put(make_request(2, 13, source=0), pulls_kv=True)
+    two = s.put(make_request(2, 13, source=0), external_kv=True)
     s.offer_kv(2, 2, 4, end_of(two))
     plan = s.pull()
     assert plan.first_block == 0, "nobody has proved yet what the first one holds"
     s.offer_kv(1, 1, 4, end_of(one))
     s.pulled(s.pull())
-    s.put(make_request(3, 13, source=0), pulls_kv=True)
+    s.put(make_request(3, 13, source=0), external_kv=True)
     s.offer_kv(3, 3, 4, end_of(s.requests[3]))
     late = s.pull()
     assert (late.first_block, len(late.block_ids)) == (3, 1)
@@ -208,7 +208,7 @@ def test_cached_blocks_are_not_pulled_and_others_find_pulled_ones_only_when_all_
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_an_offer_that_is_gone_frees_the_blocks_as_soon_as_nothing_is_copied_into_them(in_flight: bool) -> None:
     s = Part(D)
-    s.put(make_request(1, 13), pulls_kv=True)
+    s.put(make_request(1, 13), external_kv=True)
     s.offer_kv(1, 1, 2)
     plan = s.pull()
     if not in_flight:
@@ -226,7 +226,7 @@ def test_an_offer_that_is_gone_frees_the_blocks_as_soon_as_nothing_is_copied_int
 
 def test_an_invalid_copy_of_kv_begins_anew_with_the_next_offer() -> None:
     s = Part(D)
-    s.put(make_request(1, 13), pulls_kv=True)
+    s.put(make_request(1, 13), external_kv=True)
     s.offer_kv(1, 1, 4, end_of(s.requests[1]))
     s.pulled(s.pull(), valid=False)
     assert not s.pulls() and s.scheduler.ledger().kv_blocks_held == 0
@@ -238,11 +238,11 @@ def test_an_offer_of_kv_for_nobody_is_not_needed_and_neither_is_that_of_a_reques
     s = Part(D)
     s.offer_kv(9, 1, 1)
     assert s.told() == [UnneededEvent(1)]
-    s.put(make_request(1, 13), pulls_kv=True)
+    s.put(make_request(1, 13), external_kv=True)
     s.offer_kv(1, 2, 1)
     s.abort(1)
     assert s.told() == [UnneededEvent(2)]
-    s.put(make_request(2, 13), pulls_kv=True)
+    s.put(make_request(2, 13), external_kv=True)
     s.offer_kv(2, 3, 1)
     plan = s.pull()
     assert not s.abort(2) and not s.told()
@@ -252,10 +252,10 @@ def test_an_offer_of_kv_for_nobody_is_not_needed_and_neither_is_that_of_a_reques
 
 def test_an_older_arrival_takes_the_room_of_one_that_is_still_pulled() -> None:
     s = Part(D, kv_blocks=6)
-    s.put(make_request(5, 17, max_new=4), age=5, pulls_kv=True)
+    s.put(make_request(5, 17, max_new=4), age=5, external_kv=True)
     s.offer_kv(5, 5, 2)
     plan = s.pull()
-    s.put(make_request(1, 12, max_new=4), age=1, pulls_kv=True)
+    s.put(make_request(1, 12, max_new=4), age=1, external_kv=True)
     s.offer_kv(1, 1, 3, end_of(s.requests[1]))
     assert not s.pulls(), "between two language steps nobody gives way"
     assert s.plan_language() is None and s.scheduler.ledger().kv_blocks_held == 5, "the copy is not cut"
@@ -275,10 +275,10 @@ def test_an_older_arrival_takes_the_room_of_one_that_is_still_pulled() -> None:
 def test_what_is_computed_to_its_end_takes_the_room_of_older_ones_that_are_not() -> None:
     """Else it would hold, where it was computed, what others need there: a decode waits for no prefill."""
     s = Part(D, kv_blocks=6)
-    s.put(make_request(1, 17, max_new=4), age=1, pulls_kv=True)
+    s.put(make_request(1, 17, max_new=4), age=1, external_kv=True)
     s.offer_kv(1, 1, 2)
     s.pulled(s.pull())
-    s.put(make_request(5, 12, max_new=4), age=5, pulls_kv=True)
+    s.put(make_request(5, 12, max_new=4), age=5, external_kv=True)
     s.offer_kv(5, 5, 2)
     assert s.plan_language() is None and not s.pulls() and not s.state(1).num_preemptions, "both are on their way"
     s.offer_kv(5, 5, 3, end_of(s.requests[5]))
@@ -288,9 +288,9 @@ def test_what_is_computed_to_its_end_takes_the_room_of_older_ones_that_are_not()
 
 def test_what_is_computed_to_its_end_goes_before_a_prefill_that_stands_before_an_image() -> None:
     s = Part(P | D, kv_blocks=6, token_budget=32)
-    s.put(make_request(1, 16, A, 1, max_new=2), age=1, remote_images=frozenset({0}))
+    s.put(make_request(1, 16, A, 1, max_new=2), age=1, external_images=frozenset({0}))
     assert s.language() == [(1, 16)]
-    s.put(make_request(5, 12, max_new=4), age=5, pulls_kv=True)
+    s.put(make_request(5, 12, max_new=4), age=5, external_kv=True)
     s.offer_kv(5, 5, 3, end_of(s.requests[5]))
     assert s.plan_language() is None and s.state(1).num_preemptions == 1
     assert s.pull().request_id == 5
@@ -301,7 +301,7 @@ def test_an_older_prefill_takes_no_room_of_what_goes_on_in_the_same_step() -> No
     s = Part(P | D, kv_blocks=6, token_budget=12)
     s.put(make_request(1, 23, max_new=1), age=1)
     assert s.language() == [(1, 12)]
-    s.put(make_request(2, 7, max_new=2), age=2, pulls_kv=True)
+    s.put(make_request(2, 7, max_new=2), age=2, external_kv=True)
     arrive(s, 2, 2)
     assert s.language() == [(2, 1)] and 2 in s.finished
     assert s.language() == [(1, 11)] and s.finished[1].num_preemptions == 0
@@ -310,7 +310,7 @@ def test_an_older_prefill_takes_no_room_of_what_goes_on_in_the_same_step() -> No
 def test_a_decode_without_prefill_returns_when_it_must_give_way() -> None:
     s = Part(D, kv_blocks=8)
     for number in (1, 2):
-        s.put(make_request(number, 12, max_new=16), age=number, pulls_kv=True)
+        s.put(make_request(number, 12, max_new=16), age=number, external_kv=True)
         arrive(s, number, number)
     while not s.finished:
         s.language()
@@ -325,7 +325,7 @@ def test_a_decode_without_prefill_returns_when_it_must_give_way() -> None:
 def test_a_decode_with_prefill_in_its_part_is_computed_again_here() -> None:
     s = Part(P | D, kv_blocks=9, token_budget=32)
     for number in (1, 2):
-        s.put(make_request(number, 8, A, max_new=20), age=number, pulls_kv=True, remote_images=frozenset({0}))
+        s.put(make_request(number, 8, A, max_new=20), age=number, external_kv=True, external_images=frozenset({0}))
         arrive(s, number, number)
     assert not s.told()
     while s.state(2) not in s.scheduler._requests.encoding:
@@ -339,13 +339,13 @@ def test_a_decode_with_prefill_in_its_part_is_computed_again_here() -> None:
 
 def test_arrivals_start_by_urgency_and_none_passes_another_too_often() -> None:
     s = Part(D, kv_blocks=8, max_bypass=2, max_num_seqs=8)
-    s.put(make_request(1, 12, max_new=16), age=1, pulls_kv=True)
+    s.put(make_request(1, 12, max_new=16), age=1, external_kv=True)
     arrive(s, 1, 1)
-    s.put(make_request(2, 20, max_new=4), age=2, pulls_kv=True)
+    s.put(make_request(2, 20, max_new=4), age=2, external_kv=True)
     s.offer_kv(2, 2, 5, end_of(s.requests[2]))
     order = []
     for number in range(3, 7):
-        s.put(make_request(number, 3, max_new=1 + 1), age=number, pulls_kv=True)
+        s.put(make_request(number, 3, max_new=1 + 1), age=number, external_kv=True)
         s.offer_kv(number, number, 1, end_of(s.requests[number]))
         for plan in s.pulls():
             order.append(int(plan.request_id))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.plans import KvEnd
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import RequestPhase
 from hydra_engine.scheduler.handover.events import KvEvent
 from hydra_engine.scheduler.policy import STEAL_PATIENCE_S
+from hydra_engine.transfer.plans import KvEnd
 from tests.examples import examples
 from tests.scheduler.audit import check
 from tests.scheduler.handover.handover import (
@@ -76,7 +76,7 @@ def test_a_lent_decode_goes_on_behind_tokens_that_its_new_place_was_not_told_of(
     s = Part(E | D)
     request = make_request(1, 9, max_new=6)
     tokens = expected_tokens(request)
-    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), stages=D, pulls_kv=True)
+    s.put(replace(request, generated_token_ids=tuple(tokens[:1])), stages=D, external_kv=True)
     end = end_of(request, 4, earlier_token_ids=tuple(tokens[:3]), late_gaps=2)
     s.offer_kv(1, 1, 3, end)
     s.requests[1] = request
@@ -126,7 +126,7 @@ def test_only_where_all_decodes_are_borrowed_does_vision_go_first(role: Role) ->
     assert s.plan_language() is None and s.scheduler.language_due_s == math.inf, "the result comes first"
     s.end_language(running, took_s=0.01)
     assert s.plan_language() is None and s.scheduler.language_due_s == 0.01 + STEAL_PATIENCE_S
-    s.put(make_request(2, 5, max_new=9), stages=D, pulls_kv=True)
+    s.put(make_request(2, 5, max_new=9), stages=D, external_kv=True)
     s.offer_kv(2, 2, 2, end_of(s.requests[2]))
     s.pulled(s.pull())
     assert s.plan_language() is not None, "one of its own"
@@ -134,7 +134,7 @@ def test_only_where_all_decodes_are_borrowed_does_vision_go_first(role: Role) ->
 
 def test_kv_that_does_not_fit_what_is_known_is_of_no_use() -> None:
     s = Part(D)
-    request = s.put(make_request(1, 9, max_new=6), pulls_kv=True)
+    request = s.put(make_request(1, 9, max_new=6), external_kv=True)
     s.offer_kv(1, 1, 3, replace(end_of(request), num_tokens=8))
     s.pulled(s.pull())
     assert s.finished[1].reason == Departure.RETURNED

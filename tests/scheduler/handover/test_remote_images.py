@@ -11,7 +11,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import NeedImages
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.scheduler.handover.events import UnneededEvent
-from hydra_engine.scheduler.policy import MAX_IMAGE_PULLS
+from hydra_engine.scheduler.handover.pulls import MAX_IMAGE_PULLS
 from tests.scheduler.handover.handover import (
     CACHED,
     ENCODED,
@@ -28,7 +28,7 @@ from tests.scheduler.sim import Img, make_request
 
 def test_remote_images_are_asked_for_pulled_and_consumed() -> None:
     s = Part(P | D, token_budget=64)
-    s.put(make_request(1, 3, A, 2, B, 1), remote_images=frozenset({0, 1}))
+    s.put(make_request(1, 3, A, 2, B, 1), external_images=frozenset({0, 1}))
     assert s.told() == [NeedImages(RequestId(1), (0, 1))] and s.plan_vision() is None and not s.pulls()
     s.offer_image(1, 1, 71)
     s.offer_image(1, 0, 70)
@@ -50,7 +50,7 @@ def test_without_prefetching_features_are_fetched_when_nothing_goes_before() -> 
     s = Part(P | D, token_budget=8, max_num_seqs=8, cluster=ClusterConfig(prefetch_features=False))
     s.put(make_request(1, 16, max_new=1), age=1)
     for number, image in ((2, A), (3, B)):
-        s.put(make_request(number, image, 1, max_new=1), age=number, remote_images=frozenset({0}))
+        s.put(make_request(number, image, 1, max_new=1), age=number, external_images=frozenset({0}))
         s.offer_image(number, 0, number)
     assert not s.pulls(), "the first request computes before them"
     assert [s.language(), s.language()] == [[(1, 8)], [(1, 8)]]
@@ -66,7 +66,7 @@ def test_without_prefetching_features_are_fetched_when_nothing_goes_before() -> 
 
 def test_an_invalid_pull_waits_for_the_next_offer_and_asks_nobody() -> None:
     s = Part(P | D)
-    s.put(make_request(1, A, 1), remote_images=frozenset({0}))
+    s.put(make_request(1, A, 1), external_images=frozenset({0}))
     s.told()
     s.offer_image(1, 0, 1)
     s.pulled(s.pull(), valid=False)
@@ -86,7 +86,7 @@ def test_an_invalid_pull_waits_for_the_next_offer_and_asks_nobody() -> None:
 def test_of_two_offers_for_an_image_none_is_refused_before_the_features_are_here() -> None:
     """The later offer may have expired already, and the message that says so comes later still."""
     s = Part(P | D)
-    s.put(make_request(1, A, 1), remote_images=frozenset({0}))
+    s.put(make_request(1, A, 1), external_images=frozenset({0}))
     s.told()
     for offer in (1, 2, 3):
         s.offer_image(1, 0, offer)
@@ -102,8 +102,8 @@ def test_of_two_offers_for_an_image_none_is_refused_before_the_features_are_here
 
 def test_two_requests_share_one_pull_and_the_second_offer_is_not_needed() -> None:
     s = Part(P | D, token_budget=64)
-    s.put(make_request(1, 3, A, 1), remote_images=frozenset({0}))
-    s.put(make_request(2, 5, A, 1), remote_images=frozenset({0}))
+    s.put(make_request(1, 3, A, 1), external_images=frozenset({0}))
+    s.put(make_request(2, 5, A, 1), external_images=frozenset({0}))
     assert len(s.told()) == 2
     s.offer_image(2, 0, 22)
     s.offer_image(1, 0, 11)
@@ -117,8 +117,8 @@ def test_two_requests_share_one_pull_and_the_second_offer_is_not_needed() -> Non
 def test_an_offer_for_nobody_or_for_what_is_there_is_not_needed() -> None:
     s = Part(P | D, token_budget=64)
     s.offer_image(9, 0, 1)
-    s.put(make_request(1, A, 1), remote_images=frozenset({0}))
-    s.put(make_request(2, A, 1), remote_images=frozenset({0}))
+    s.put(make_request(1, A, 1), external_images=frozenset({0}))
+    s.put(make_request(2, A, 1), external_images=frozenset({0}))
     s.offer_image(1, 0, 2)
     s.pulled(s.pull())
     s.offer_image(2, 0, 3)
@@ -131,7 +131,7 @@ def test_an_offer_for_nobody_or_for_what_is_there_is_not_needed() -> None:
 
 def test_offers_of_a_request_that_ends_are_let_go_but_not_the_one_that_is_copied() -> None:
     s = Part(P | D)
-    s.put(make_request(1, A, B, 1), remote_images=frozenset({0, 1}))
+    s.put(make_request(1, A, B, 1), external_images=frozenset({0, 1}))
     s.told()
     s.offer_image(1, 0, 1)
     plan = s.pull()
@@ -147,7 +147,7 @@ def test_offers_of_a_request_that_ends_are_let_go_but_not_the_one_that_is_copied
 def test_copies_of_one_requests_images_end_in_any_order(order: tuple[int, ...], lost: int | None) -> None:
     """One that is not valid waits for its next offer; the others are not touched."""
     s = Part(P | D, token_budget=64)
-    s.put(make_request(1, 3, A, 2, B, 1, Img(3), 1), remote_images=frozenset({0, 1, 2}))
+    s.put(make_request(1, 3, A, 2, B, 1, Img(3), 1), external_images=frozenset({0, 1, 2}))
     s.told()
     for index in (2, 0, 1):
         s.offer_image(1, index, 10 + index)
@@ -167,8 +167,8 @@ def test_no_more_images_of_a_request_are_copied_at_once_than_is_allowed() -> Non
     """Others are copied beside them, and the next one begins as soon as one has ended, whichever it was."""
     s = Part(P | D, token_budget=64)
     count = MAX_IMAGE_PULLS + 2
-    s.put(make_request(1, *(Img(4, name=str(i)) for i in range(count)), 1), remote_images=frozenset(range(count)))
-    s.put(make_request(2, 3, A, 1), remote_images=frozenset({0}))
+    s.put(make_request(1, *(Img(4, name=str(i)) for i in range(count)), 1), external_images=frozenset(range(count)))
+    s.put(make_request(2, 3, A, 1), external_images=frozenset({0}))
     for index in range(count):
         s.offer_image(1, index, index)
     s.offer_image(2, 0, 99)
@@ -180,7 +180,7 @@ def test_no_more_images_of_a_request_are_copied_at_once_than_is_allowed() -> Non
 
 def test_a_request_that_ends_waits_for_every_copy_of_its_images() -> None:
     s = Part(P | D)
-    s.put(make_request(1, A, B, 1), remote_images=frozenset({0, 1}))
+    s.put(make_request(1, A, B, 1), external_images=frozenset({0, 1}))
     s.offer_image(1, 0, 1)
     s.offer_image(1, 1, 2)
     first, second = s.pulls()
@@ -193,11 +193,11 @@ def test_a_request_that_ends_waits_for_every_copy_of_its_images() -> None:
 
 def test_room_is_kept_for_an_earlier_image_and_taken_from_later_ones() -> None:
     s = Part(P | D, image_blocks=2)
-    s.put(make_request(2, B, 1), age=2, remote_images=frozenset({0}))
+    s.put(make_request(2, B, 1), age=2, external_images=frozenset({0}))
     s.offer_image(2, 0, 2)
     s.pulled(s.pull())
-    s.put(make_request(3, A, 1), age=3, remote_images=frozenset({0}))
-    s.put(make_request(1, Img(8), 1), age=1, remote_images=frozenset({0}))
+    s.put(make_request(3, A, 1), age=3, external_images=frozenset({0}))
+    s.put(make_request(1, Img(8), 1), age=1, external_images=frozenset({0}))
     s.told()
     s.offer_image(3, 0, 3)
     assert not s.pulls(), "the oldest may need the room"
@@ -205,7 +205,7 @@ def test_room_is_kept_for_an_earlier_image_and_taken_from_later_ones() -> None:
     plan = s.pull()
     assert plan.request_id == 1 and s.state(2).images == [WAITING]
     assert s.told() == [NeedImages(RequestId(2), (0,))]
-    s.put(make_request(4, Img(8), 1), age=0, remote_images=frozenset({0}))
+    s.put(make_request(4, Img(8), 1), age=0, external_images=frozenset({0}))
     s.offer_image(4, 0, 4)
     assert not s.pulls(), "a copy in flight is not cut"
     s.pulled(plan)
@@ -215,12 +215,12 @@ def test_room_is_kept_for_an_earlier_image_and_taken_from_later_ones() -> None:
 def test_features_are_asked_for_again_when_kv_that_was_counted_on_is_gone() -> None:
     s = Part(P | D, kv_blocks=6, image_blocks=1, token_budget=64)
     for number, parts, offer in ((1, (A, 5), 1), (2, (Img(4), 10), 2)):
-        s.put(make_request(number, *parts, max_new=8, source=0), remote_images=frozenset({0}))
+        s.put(make_request(number, *parts, max_new=8, source=0), external_images=frozenset({0}))
         s.offer_image(number, 0, offer)
         if number == 1:
             s.pulled(s.pull())
             s.finish_all()
-    s.put(make_request(3, A, 5, max_new=3, source=0), remote_images=frozenset({0}))
+    s.put(make_request(3, A, 5, max_new=3, source=0), external_images=frozenset({0}))
     assert s.state(3).images == [CACHED]
     s.told()
     s.pulled(s.pull())
@@ -228,7 +228,7 @@ def test_features_are_asked_for_again_when_kv_that_was_counted_on_is_gone() -> N
         s.language()
         assert not s.told() or s.state(3).images == [WAITING]
     s.language()
-    assert s.state(3).images == [WAITING] and s.state(3) in s.scheduler._requests.unfetched
+    assert s.state(3).images == [WAITING] and s.state(3) in s.connector._parked.unfetched
     s.offer_image(3, 0, 3)
     s.pulled(s.pull())
     s.finish_all()
