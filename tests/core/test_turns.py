@@ -124,7 +124,7 @@ async def test_places_are_given_back_whatever_happens() -> None:
         await asyncio.sleep(0)
         some.cancel()
     await asyncio.gather(*jobs, return_exceptions=True)
-    assert places.num_free == 2 and places.num_waiting == 0 and done
+    assert places._num_free == 2 and len(places._queue) == 0 and done
 
 
 async def test_one_whose_place_was_given_and_who_has_gone_gives_it_back() -> None:
@@ -135,9 +135,9 @@ async def test_one_whose_place_was_given_and_who_has_gone_gives_it_back() -> Non
     places.give_back("alice", 0.0)
     bob.cancel()  # before he has noticed
     await carol
-    assert bob.cancelled() and places.num_free == 0
+    assert bob.cancelled() and places._num_free == 0
     places.give_back("carol", 0.0)
-    assert places.num_free == 1
+    assert places._num_free == 1
 
 
 async def test_places_are_kept_free_for_others_where_jobs_wait_for_somebody() -> None:
@@ -147,7 +147,7 @@ async def test_places_are_kept_free_for_others_where_jobs_wait_for_somebody() ->
     assert [task.done() for task in alice] == [True, True, False, False, False]
     await places.take("bob")  # at once, whoever waits
     await places.take("carol")
-    assert places.num_free == 0
+    assert places._num_free == 0
     dave = asyncio.create_task(places.take("dave"))
     await asyncio.sleep(0)
     places.give_back("bob", 0.0)

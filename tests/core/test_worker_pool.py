@@ -11,7 +11,7 @@ from hydra_engine.errors import EngineClosed, Unavailable
 
 async def until_idle(pool: WorkerPool, num_workers: int) -> None:
     for _ in range(200):
-        if pool._threads.num_free == num_workers and not pool._threads.num_waiting:
+        if pool._threads._num_free == num_workers and not len(pool._threads._queue):
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the pool never became idle")
@@ -64,7 +64,7 @@ async def test_cancelled_waiting_work_never_runs_and_frees_its_place() -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert pool._threads.num_waiting == 0
+    assert len(pool._threads._queue) == 0
     begin = time.monotonic()
     running.cancel()  # what runs goes on, but nobody waits for it
     with pytest.raises(asyncio.CancelledError):
@@ -84,7 +84,7 @@ async def test_a_thread_whose_work_nobody_waits_for_is_not_given_to_others() -> 
     await asyncio.gather(deserted, return_exceptions=True)
     crowd = [asyncio.create_task(pool.run("alice", ran.append, "alice")) for _ in range(4)]
     await asyncio.sleep(0.01)
-    assert pool._threads.num_free == 0 and pool._threads.num_waiting == 4
+    assert pool._threads._num_free == 0 and len(pool._threads._queue) == 4
     bob = asyncio.create_task(pool.run("bob", ran.append, "bob"))
     await asyncio.sleep(0)
     gate.set()

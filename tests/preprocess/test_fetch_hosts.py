@@ -305,7 +305,7 @@ async def test_unanswered_names_keep_nobody_from_asking(
         assert await ask("more", "alice") is Unavailable  # two threads are held still
         assert await ask("good", "bob") == b"good"
         answered.set()
-        await settled(lambda: fetcher._names._places.num_free == 4)
+        await settled(lambda: fetcher._names._places._num_free == 4)
         assert await ask("good", "alice") == b"good"
 
 
@@ -322,9 +322,9 @@ async def test_the_resolver_has_its_thread_until_it_is_done(monkeypatch: pytest.
         for error in (MediaFetchFailed, MediaFetchFailed, Unavailable):
             with pytest.raises(error):
                 await fetcher.fetch(remote("http://a.test/"), ByteBudget(1).lease("alice"))
-        assert fetcher._names._places.num_free == 2
+        assert fetcher._names._places._num_free == 2
         let_go.set()
-        await settled(lambda: fetcher._names._places.num_free == 4)
+        await settled(lambda: fetcher._names._places._num_free == 4)
 
 
 # ---- the child

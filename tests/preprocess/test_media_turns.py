@@ -94,7 +94,7 @@ async def test_a_large_picture_does_not_wait_behind_its_clients_small_ones(
     for number, (size, client) in enumerate(sent):
         image = encoded(Image.new("RGB", size, (0, number, 0)))
         tasks.append(asyncio.create_task(kitchen.prepare("?", images=[image], client=client)))
-        await until(lambda number=number: loader._workers._threads.num_waiting == number + 1)
+        await until(lambda number=number: len(loader._workers._threads._queue) == number + 1)
     gate.open()
     await asyncio.gather(first, *tasks)
     assert gate.begun.index(LARGE) <= 3
@@ -156,10 +156,10 @@ async def test_pictures_for_the_models_own_processor_wait_without_a_thread(
         return asyncio.create_task(loader.load(parts, loader.check(parts), client=client))
 
     alice = [load(data, "alice") for data in pictures(encoded, SMALL, 3)]
-    await until(lambda: loader._processing.num_waiting == 2 and bool(begun))
-    assert loader._workers._threads.num_free == 1
+    await until(lambda: len(loader._processing._queue) == 2 and bool(begun))
+    assert loader._workers._threads._num_free == 1
     bob = load(*pictures(encoded, LARGE, 1), "bob")
-    await until(lambda: loader._processing.num_waiting == 3)
+    await until(lambda: len(loader._processing._queue) == 3)
     ended = []
     for task, client in zip([*alice, bob], ["alice"] * 3 + ["bob"], strict=True):
         task.add_done_callback(lambda _, client=client: ended.append(client))
