@@ -151,6 +151,7 @@ class Engine(EngineLife):
     async def astream(
         self, prompt: Prompt | Messages, images: Images = None, videos: Videos = None, **options: Unpack[CallOptions]
     ) -> AsyncIterator[Piece]:
+        """`stream` for an event loop: `async for piece in engine.astream(..)`."""
         handle = self.submit(prompt, images, videos, **options)
         try:
             async for piece in handle:
@@ -196,6 +197,7 @@ class Engine(EngineLife):
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     async def agenerate(self, prompts: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+        """`generate` for an event loop. Cancelling the task cancels what still runs."""
         return await self._await(self._batch(prompts, images, videos, options, []))
 
     @overload
@@ -232,6 +234,7 @@ class Engine(EngineLife):
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     async def achat(self, messages: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+        """`chat` for an event loop. Cancelling the task cancels what still runs."""
         return await self._await(self._batch(messages, images, videos, options, []))
 
     def _wait_batch(self, prompts: Any, images: Any, videos: Any, options: dict[str, Any]) -> Any:
@@ -258,10 +261,13 @@ class Engine(EngineLife):
 
     @property
     def summaries(self) -> list[InstanceSummary]:
+        """What each instance found at its start: model, device, sizes of caches, limits of a step. In the topology's
+        order."""
         return self.frontend.summaries
 
     @property
     def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
         return self.frontend.max_model_len
 
     @property
@@ -281,6 +287,7 @@ class Engine(EngineLife):
 
     @property
     def model_name(self) -> str:
+        """The name of the model in answers of the API."""
         return self.config.model_name
 
     def stats(self) -> Status | None:
@@ -309,9 +316,12 @@ class Engine(EngineLife):
         self._wait(self.frontend.set_topology(text))
 
     async def aset_topology(self, text: str) -> None:
+        """`set_topology` for an event loop."""
         await self._await(self.frontend.set_topology(text))
 
     def health(self) -> tuple[bool, str]:
+        """Returns (True, "ok") if every stage is served, else False and a word why: loading, draining, hung,
+        instance_lost or closed."""
         if self._closed:
             return False, "closed"
         return self._frontend.health() if self._frontend is not None else (False, "loading")
@@ -331,10 +341,12 @@ class Engine(EngineLife):
         self._recordings.append(self.frontend.record_workload(write))
 
     def ledger(self) -> LedgerReport:
-        """The blocks and slots that all instances hold now; `.at_rest` is True if there are none."""
+        """The blocks and slots that all instances hold now; `.at_rest` is True if there are none. Raises
+        TimeoutError."""
         return self._wait(self.frontend.ledger())
 
     async def aledger(self) -> LedgerReport:
+        """`ledger` for an event loop."""
         return await self._await(self.frontend.ledger())
 
     def reset_caches(self, *, kv: bool = True, images: bool = True) -> None:
@@ -343,13 +355,16 @@ class Engine(EngineLife):
         self._wait(self.frontend.reset_caches(kv=kv, images=images))
 
     async def areset_caches(self, *, kv: bool = True, images: bool = True) -> None:
+        """`reset_caches` for an event loop."""
         await self._await(self.frontend.reset_caches(kv=kv, images=images))
 
     async def acount_tokens(self, messages: Messages, *, template: TemplateOptions | None = None) -> int:
-        """Number of tokens of the prompt of these messages, with those of their pictures. Generates nothing."""
+        """Number of tokens of the prompt of these messages, with those of their pictures. Generates nothing. Raises
+        InvalidRequest, or the error of a picture."""
         return await self.count_tokens(self._call(messages, template=template))
 
     async def count_tokens(self, call: GenerationCall) -> int:
+        """`acount_tokens` of a complete call, as the server makes it."""
         return len(await self._await(self.frontend.prompt_ids(call)))
 
     async def atokenize(
@@ -364,6 +379,7 @@ class Engine(EngineLife):
         return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
+        """`atokenize` of a complete call, as the server makes it."""
         if any(part for message in call.messages for part in message.media):
             return list(await self._await(self.frontend.prompt_ids(call)))
         return await self._await(self.frontend.preprocessor.tokenize(call))

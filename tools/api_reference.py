@@ -8,11 +8,13 @@ DIRECTORY is build/docs unless given. Needs pdoc, which is in the group `dev`.
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pdoc
 
 import hydra_engine
+from hydra_engine import config
 
 MODULES = (
     "hydra_engine",
@@ -22,12 +24,16 @@ MODULES = (
     "hydra_engine.backend.base",
     "hydra_engine.backend.device",
 )
+GROUPS = ("EngineConfig", "SchedulerConfig", "CacheConfig", "MediaConfig", "ClusterConfig", "ServerConfig")
 
 
 def write(directory: Path) -> None:
     """Writes index.html, a page per module and the search index. Raises RuntimeError if a module cannot be imported."""
     for name in hydra_engine.__all__:  # resolved on first use otherwise, which pdoc does not see
         setattr(hydra_engine, name, getattr(hydra_engine, name))
+    for group in (getattr(config, name) for name in GROUPS):
+        options = "\n".join(f"- {f.name}: {f.metadata['help']}" for f in fields(group) if f.metadata.get("help"))
+        group.__doc__ = f"{group.__doc__}\n\n{options}"
     # A package's name alone would document all that is in it.
     others = "|".join(name.removeprefix("hydra_engine.").replace(".", r"\.") for name in MODULES[1:])
     parents = {name.split(".")[1] for name in MODULES[1:]}

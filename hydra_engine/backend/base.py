@@ -322,6 +322,11 @@ class PackedLinear(Protocol):
 class Ops(Protocol):
     """The operations of one device.
 
+        cache = PagedCache(torch.zeros(8, 2, 2, 16, 4, 64))            # 8 blocks, 2 layers, K and V, 16 slots
+        tables = torch.tensor([[3, 5]], dtype=torch.int32)             # one request with 20 tokens in blocks 3 and 5
+        plan = ops.plan_attention(torch.tensor([0, 1]).int(), torch.tensor([20]).int(), tables)
+        out = ops.attention_paged(torch.randn(1, 8, 64), cache, 0, plan, scale=64**-0.5)     # [1, 8, 64]
+
     Unless said otherwise: inputs may be strided in all but the last dimension; outputs are new contiguous tensors of
     the input's dtype, which is a compute dtype (float32, bfloat16 or float16); sums are float32; empty inputs (T = 0, B
     = 0) are legal; a wrong shape or dtype raises ValueError that names the argument, with expected and actual.

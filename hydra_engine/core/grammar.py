@@ -58,10 +58,13 @@ class Grammar:
         >>> Grammar("choice", ["yes", "no"])
         >>> Grammar("json_schema", {"type": "object", "properties": {"name": {"type": "string"}}})
 
-    `source` by `kind`: "json_object" none; "json_schema" the schema (a dict, its JSON text, or a pydantic model);
-    "regex" the expression; "choice" a list of texts or its JSON; "lark" the grammar; "ebnf" rules with `::=`, one of
-    them named `root`. `calls`: function calls that may replace such output. `reasoning`: reasoning that comes before
-    either. Raises `InvalidRequest` naming the field `param`.
+    - kind, source: "json_object" with no source; "json_schema" with the schema (a dict, its JSON text, or a pydantic
+        model); "regex" with the expression; "choice" with a list of texts or its JSON; "lark" with the grammar; "ebnf"
+        with rules of `::=`, one of them named `root`. At most 65,536 characters.
+    - param: the field that errors name, default "structured_outputs".
+    - reasoning: reasoning that comes before the output. calls: function calls that may replace it. Default None.
+
+    Raises `InvalidRequest`. The grammar itself is compiled later, by the instance that serves the request.
     """
 
     kind: str

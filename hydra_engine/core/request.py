@@ -31,14 +31,21 @@ class SamplingParams:
         >>> SamplingParams(temperature=0.0, max_tokens=20)
         >>> SamplingParams(temperature=0.7, top_p=0.9, seed=1, n=4, stop=("END",))
 
-    `temperature` 0 is greedy. `seed` None: the engine draws one; with a seed the text depends on the request alone.
-    `max_tokens` None: the model's default or, without one, the rest of the context. `logprobs` k >= 0: log
-    probabilities of the chosen token and the k best ones; None: none. `prompt_logprobs`: the same for the prompt's
-    tokens. `stop`: strings that end the text, matched in the frontend process and removed unless
-    `include_stop_str_in_output`. `n`: number of answers to the prompt, which is prefilled once; answer i samples with
-    seed + i. `logit_bias`: token id -> value added to its logit, -100 to 100, as a mapping or pairs.
-    `allowed_token_ids`: the only tokens that may be sampled (empty: all). `grammar`: the language that the output must
-    be in.
+    - temperature: 0 to 2, default 1.0. 0 is greedy.
+    - top_p, min_p: 0 to 1, defaults 1.0 and 0.0 (off). top_k: 0 or -1 (off) or the number of tokens, default 0.
+    - seed: a 64-bit integer; with a seed the text depends on the request alone. None (default): the engine draws one.
+    - max_tokens: 1 or more. None (default): the model's default or, without one, the rest of the context.
+    - min_tokens: tokens before the text may end, default 0.
+    - stop: at most 16 strings that end the text, removed from it unless `include_stop_str_in_output`.
+    - stop_token_ids: at most 64 token ids that end the text. ignore_eos: do not end at the model's own, default False.
+    - repetition_penalty: 0.01 to 10, default 1.0 (off). presence_penalty, frequency_penalty: -2 to 2, default 0.0.
+    - logprobs: 0 to 20, log probabilities of the chosen token and of that many best ones. None (default): none.
+    - prompt_logprobs: the same for the tokens of the prompt.
+    - skip_special_tokens: leave special tokens out of the text, default True.
+    - n: 1 to 64 answers to the prompt, which is prefilled once; answer i samples with seed + i. Default 1.
+    - logit_bias: values from -100 to 100 that are added to logits, by token id: a mapping or pairs.
+    - allowed_token_ids: the only tokens that may be sampled; empty (default): all.
+    - grammar: the language that the output must be in, a `Grammar`. None (default): any text.
 
     Raises `InvalidRequest`, naming the field, for a value out of range.
     """

@@ -80,9 +80,16 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class CallOptions(SamplingOptions, total=False):
-    """Options of one request: `sampling` instead of single fields; `response_format` as in the OpenAI API, or a
-    pydantic model; `raw` skips the chat template; `slo` overrides the engine's latency limits; requests with a smaller
-    `priority` go first; requests with different `cache_salt` share no cache entries."""
+    """Options of one request, all optional: the fields of `SamplingParams` and these.
+
+    - sampling: a `SamplingParams`, instead of its fields.
+    - response_format: as in the OpenAI API, or a pydantic model; instead of `grammar`.
+    - raw: True skips the chat template for a prompt that is text.
+    - slo: latency limits (`Slo`, in seconds) instead of the engine's.
+    - cache_salt: requests with different salts share no cache entries. Default "".
+    - priority: requests with a smaller number go first. Default 0.
+    - template: switches and variables of the chat template. pixels: limits of pictures' sizes.
+    """
 
     sampling: SamplingParams | None
     response_format: Mapping[str, Any] | type | None
@@ -95,9 +102,12 @@ class CallOptions(SamplingOptions, total=False):
 
 
 class BatchOptions(CallOptions, total=False):
-    """Options of one request or a batch that runs to its end. `on_error="raise"` (default) raises the first error after
-    all requests have ended, "return" stores the error of a failed request in its Result; `progress` None shows a bar if
-    there are several prompts and standard error is a terminal."""
+    """Options of one request or a batch that runs to its end: `CallOptions` and these.
+
+    - on_error: "raise" (default) raises the first error after all requests have ended; "return" stores the error of a
+        failed request in its Result.
+    - progress: shows a bar; None (default): if there are several prompts and standard error is a terminal.
+    """
 
     on_error: Literal["raise", "return"]
     progress: bool | None
@@ -135,6 +145,7 @@ def with_prompt(
 
 
 def one_of(prompt: Prompt | None, messages: Messages | None) -> Prompt | Messages:
+    """The one that is not None. Raises InvalidRequest for both or neither."""
     if prompt is not None and messages is None:
         return prompt
     if messages is not None and prompt is None:

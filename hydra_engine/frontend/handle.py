@@ -21,8 +21,14 @@ _JOIN_ABOVE = 64
 
 
 class Handle:
-    """A submitted request. Iterating consumes its pieces; `result()` and `await` do not. Every reader raises its
-    error."""
+    """A submitted request, readable from any thread and any event loop. Iterating consumes its pieces; `result()` and
+    `await` do not. Every reader raises the request's error.
+
+        handle = engine.submit("Tell a story.", max_tokens=200)
+        for piece in handle:           # or: async for piece in handle
+            print(piece.text, end="")
+        print(handle.result().usage)   # or: await handle
+    """
 
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
         self.id = request_id
@@ -87,6 +93,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
+        """True after the result or the error of the request has come."""
         return self._result is not None or self._error is not None
 
     def expect(self, *, pieces: bool) -> None:
