@@ -40,7 +40,6 @@ def _end(number: int, _frame: object) -> NoReturn:
 def _run(given: list[str]) -> int:
     # Imported here: a signal is answered while these are read.
     from hydra_engine.cli.commands import build_parser, command_of, runner, unknown_command
-    from hydra_engine.errors import HydraError
 
     # Modules make hundreds of thousands of objects and no garbage. Without this the collector looks through them again
     # and again while they are read and once more at the end: a quarter of the time of a short command.
@@ -54,6 +53,8 @@ def _run(given: list[str]) -> int:
     arguments, extra = parser.parse_known_args(given)
     name = command_of(arguments.command)
     assert name is not None  # argparse knows the others
+    from hydra_engine.errors import HydraError  # not before --help has ended, for which it takes long
+
     try:
         if extra := _without_switches(extra):
             _refuse(commands[name], extra)

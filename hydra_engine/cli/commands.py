@@ -1,45 +1,68 @@
-"""The table of commands and its parser. A command is a module of this package with `add_options` and `run`, imported
-only when it is used."""
+"""The table of commands and its parser.
+
+A command is a module with `add_options` and `run`, imported only when it is used: a module of this package, or of
+another one that has an entry point in the group `hydra_engine.commands`, which names a `Command`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra_engine import __version__
 from hydra_engine.cli.parser import Parser
+from hydra_engine.entry_points import load_entry_points
 
-_COMMANDS: dict[str, str] = {
-    "serve": "start the OpenAI-compatible server on a model",
-    "generate": "answer one question, with or without pictures, with an embedded engine",
-    "chat": "chat with a running server in the terminal",
-    "run-batch": "answer a file of requests in OpenAI's batch format with an embedded engine",
-    "demo": "answer four questions with the shipped model, with timelines",
-    "bench": "run a benchmark of the source tree: ops, stages, serving",
-    "plan": "find the topology that keeps latency limits at the highest rate or the least cost, in simulated time",
-    "reproduce": "repeat the experiments of the papers that the engine builds on, by simulation and closed forms",
-    "profile": "measure step times on this machine, save them, and print what a latency limit allows",
-    "quantize": "write a checkpoint again with its decoder in 8 or 4 bits, as compressed-tensors stores it",
-    "memory": "print the memory of each instance of a topology and what its role saves; loads no weights",
-    "config": "print the effective configuration and the source of each value",
-    "doctor": "print hardware, libraries and the implementation of each operation; also called env",
-    "completion": "print a completion script for bash, zsh or fish",
+
+class Command(NamedTuple):
+    """`help`: the line in the list of commands. `module`: the one with its `add_options` and `run`."""
+
+    help: str
+    module: str
+
+
+_OWN = {
+    name: Command(text, f"hydra_engine.cli.{name.replace('-', '_')}")
+    for name, text in {
+        "serve": "start the OpenAI-compatible server on a model",
+        "generate": "answer one question, with or without pictures, with an embedded engine",
+        "chat": "chat with a running server in the terminal",
+        "run-batch": "answer a file of requests in OpenAI's batch format with an embedded engine",
+        "demo": "answer four questions with the shipped model, with timelines",
+        "bench": "run a benchmark of the source tree: ops, stages, serving",
+        "profile": "measure step times on this machine, save them, and print what a latency limit allows",
+        "quantize": "write a checkpoint again with its decoder in 8 or 4 bits, as compressed-tensors stores it",
+        "memory": "print the memory of each instance of a topology and what its role saves; loads no weights",
+        "config": "print the effective configuration and the source of each value",
+        "doctor": "print hardware, libraries and the implementation of each operation; also called env",
+        "completion": "print a completion script for bash, zsh or fish",
+    }.items()
 }
+_BEFORE_OTHERS = 6  # of these commands come before those of other packages in the list
 _ALIASES = {"env": "doctor"}
+
+
+@cache
+def _all() -> dict[str, Command]:
+    """Also the commands of other packages, which takes a while to find."""
+    own = list(_OWN.items())
+    others: dict[str, Command] = load_entry_points("hydra_engine.commands")
+    return dict([*own[:_BEFORE_OTHERS], *others.items(), *own[_BEFORE_OTHERS:]])
 
 
 def command_of(word: str) -> str | None:
     """The command with this name or alias, or None."""
     name = _ALIASES.get(word, word)
-    return name if name in _COMMANDS else None
+    return name if name in _OWN or name in _all() else None
 
 
 def unknown_command(word: str) -> str:
     """The error message for a command that does not exist."""
-    names = [*_COMMANDS, *_ALIASES]
+    names = [*_all(), *_ALIASES]
     begins = [name for name in names if word and name.startswith(word)]
     near = begins or difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     return f"{word[:60]!r} is not a command" + (f"; did you mean {near[0]}?" if near else "")
@@ -60,16 +83,16 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"hydra-engine {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands: dict[str, Parser] = {}
-    for name, text in _COMMANDS.items():
-        aliases = [alias for alias, command in _ALIASES.items() if command == name]
+    parsers: dict[str, Parser] = {}
+    for name, (text, _) in (_OWN if only in _OWN else _all()).items():
+        aliases = [alias for alias, target in _ALIASES.items() if target == name]
         description = text[0].upper() + text[1:] + "."
         command = subparsers.add_parser(name, aliases=aliases, help=text, description=description)
         if only in (None, name):
             _module(name).add_options(command)
-        commands |= dict.fromkeys((name, *aliases), command)
-    return parser, commands
+        parsers |= dict.fromkeys((name, *aliases), command)
+    return parser, parsers
 
 
 def _module(name: str) -> Any:
-    return import_module(f"hydra_engine.cli.{name.replace('-', '_')}")
+    return import_module((_OWN.get(name) or _all()[name]).module)

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from hydra_engine.cli import plan as command
-from hydra_engine.cli.planning.devices import check_here, devices_of
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.roles import EPD
@@ -17,6 +15,8 @@ from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.profiler.fit import Samples
 from hydra_engine.profiler.store import Identity, Profile, Reach, model_identity, save
+from hydra_planner.commands import plan as command
+from hydra_planner.commands.devices import check_here, devices_of
 from hydra_planner.search.plan import Plan
 from hydra_planner.search.settings import Setting
 from tests.cli.conftest import Here

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from hydra_engine.__main__ import main
-from hydra_engine.cli.reproduce import stored_results
 from hydra_engine.errors import ConfigError
+from hydra_planner.commands.reproduce import stored_results
 from hydra_planner.papers import epd, epd_serve, heteroserve, hydrainfer
 from hydra_planner.papers.deployments import Setup, layout, num_devices
 from hydra_planner.papers.experiments import EXPERIMENTS, find

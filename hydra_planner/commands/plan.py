@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = find_model_files(settings.engine())
     log.configure(config.log_level, log_format=config.log_format)
     _check(arguments)
-    from hydra_engine.cli.planning.devices import check_here
+    from hydra_planner.commands.devices import check_here
     from hydra_planner.report import explain_lines, plan_lines
     from hydra_planner.search.plan import make_plan
 
@@ -127,8 +127,8 @@ def _drawing() -> Any:
 
 
 def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
-    from hydra_engine.cli.planning.devices import devices_of
     from hydra_engine.models.specs.registry import load_spec
+    from hydra_planner.commands.devices import devices_of
     from hydra_planner.search.measure import Question
     from hydra_planner.search.plan import with_decoders
     from hydra_planner.slo import Limits
