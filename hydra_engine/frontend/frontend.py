@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
@@ -414,12 +415,15 @@ class Frontend:
 
     async def set_topology(self, text: str) -> None:
         """Switches the running instances to the roles of `text`, each after it has finished its work. Ends stand-ins.
-        Raises ConfigError, before any instance is drained, if that is impossible."""
+        Raises ConfigError, before anything is changed, if that is impossible."""
         self._check_running()
         async with self._switching:
             self._placement.check(text)
-            self._stand_ins.end()
+            own = self._stand_ins.own_roles
+            states = [replace(s, role=own[s.name].letters) if s.name in own else s for s in self.instances()]
             devices = {name: link.device for name, link in self._links.items()}
+            groups = plan_switches(text, states, devices, self._placement.stages)
+            self._stand_ins.end()
             set_role, check = self._supervisor.set_role, self._check_running
-            for group in plan_switches(text, self.instances(), devices, self._placement.stages):
+            for group in groups:
                 await switch_roles(group, self._dispatcher, self._clock, set_role=set_role, check=check)

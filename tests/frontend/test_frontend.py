@@ -401,6 +401,19 @@ async def test_who_has_the_weights_stands_in_for_the_only_one_of_a_stage(
         assert (await asyncio.wait_for(handle, 5)).token_ids == tuple(token(number, i) for i in range(5))
 
 
+async def test_a_switch_that_is_refused_ends_no_stand_in() -> None:
+    async with started("2EPD") as (frontend, supervisor):
+        await frontend.set_topology("EP+D")
+        supervisor.die("epd1", restarts=False)
+        with pytest.raises(ConfigError, match="cannot be added"):
+            await frontend.set_topology("EP+D+D")
+        assert frontend.instances()[0].role == supervisor.roles["epd0"].letters == "EPD"
+        number, handle = await ask(frontend)
+        assert (await asyncio.wait_for(handle, 5)).token_ids == tuple(token(number, i) for i in range(5))
+        await asyncio.wait_for(frontend.set_topology("EPD+D"), 5)
+        assert frontend.instances()[0].role == supervisor.roles["epd0"].letters == "EPD"
+
+
 async def test_who_lacks_the_weights_stands_in_for_nobody() -> None:
     async with started("EP+D") as (frontend, supervisor):
         supervisor.die("d0")

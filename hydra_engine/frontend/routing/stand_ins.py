@@ -23,15 +23,15 @@ class StandIns:
     def __init__(self, instances: Instances, set_role: Callable[[str, Role], None]) -> None:
         self._instances = instances
         self._set_role = set_role
-        self._own: dict[str, Role] = {}  # the own roles of stand-ins
+        self.own_roles: dict[str, Role] = {}  # of the stand-ins
 
     def update(self, loaded: Mapping[str, Role], stages: Role) -> bool:
         """Chooses the stand-ins. Call it when an instance is lost or returns, but not while roles are being switched.
         `loaded`: the stages that each instance has weights for; `stages`: the stages of the model. Returns True if an
         unserved stage is served now."""
         table = self._instances
-        before = {name: table[name].role for name in self._own}
-        for name, own in self._own.items():
+        before = {name: table[name].role for name in self.own_roles}
+        for name, own in self.own_roles.items():
             table[name].role = own
         if missing_now(table.values(), images=Role.E in stages) is not None:
             for name, role in before.items():
@@ -41,22 +41,22 @@ class StandIns:
             unserved = stages & ~reduce(or_, (instance.role for instance in usable), Role(0))
             for instance in usable:
                 if lent := unserved & loaded.get(instance.name, Role(0)):
-                    self._own.setdefault(instance.name, instance.role)
+                    self.own_roles.setdefault(instance.name, instance.role)
                     instance.role |= lent
-        took = [self._settle(name, before.get(name, own)) for name, own in list(self._own.items())]
+        took = [self._settle(name, before.get(name, own)) for name, own in list(self.own_roles.items())]
         return any(took)
 
     def end(self) -> None:
-        for name, own in self._own.items():
+        for name, own in self.own_roles.items():
             self._instances[name].role = own
             self._set_role(name, own)
-        self._own.clear()
+        self.own_roles.clear()
 
     def _settle(self, name: str, before: Role) -> bool:
         """Sends the instance its role if that has changed. Returns True if it has gained a stage."""
-        role, own = self._instances[name].role, self._own[name]
+        role, own = self._instances[name].role, self.own_roles[name]
         if role == own:
-            del self._own[name]
+            del self.own_roles[name]
         if role == before:
             return False
         self._set_role(name, role)
