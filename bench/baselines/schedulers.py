@@ -53,7 +53,7 @@ class RequestScheduler(StageScheduler):
         del budgets  # they divide a step between stages
         super().__init__(*given, **more)
         config = given[3]
-        self._language = WholePrompts(self._requests, self._budgets, config, self._times)
+        self._language = WholePrompts(self._requests, self._budgets, config)
         self._vision = self._first_images = FirstImages(self._requests, self._budgets, config)
 
     @property
@@ -89,7 +89,7 @@ class WholePrompts(LanguagePlanner):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        requests, _, config, _ = given
+        requests, _, config = given
         self._starter = WholeStarter(requests, config)
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:

@@ -16,11 +16,13 @@ from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage, Status
 from hydra_engine.core.outputs import DelayCause
+from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 
 if TYPE_CHECKING:
     from hydra_engine.scheduler.requests import RequestTable
     from hydra_engine.scheduler.step import StepBuilder
+    from hydra_engine.scheduler.step_stats import StepTimes
 
 Work = Sequence[tuple[RequestId, int]]  # (request, tokens or patches), amounts positive
 
@@ -64,10 +66,24 @@ class Connector:
     (`on_end`). Hooks about one request are called only if the connector has set its `connector_state`.
     """
 
-    def attach(self, requests: RequestTable, finish: Finish) -> None:
+    vision_first = False  # True: the vision lane is asked for a step before the language lane
+
+    def attach(self, requests: RequestTable, times: StepTimes, finish: Finish) -> None:
         """Called once, before any other hook."""
 
+    def set_role(self, role: Role) -> None:
+        """Called with the stages that are accepted from now on."""
+
     # ---- language steps
+
+    def language_due_s(self, ended_s: float) -> float:
+        """The time from which a language step may run while images are being encoded. `ended_s`: the end of the latest
+        language step."""
+        return -math.inf
+
+    def chunk_end(self, state: RequestState) -> int:
+        """End of the next chunk of a request, at most `num_tokens`, as far as the connector has a say."""
+        return state.num_tokens
 
     def before_language(self, builder: StepBuilder) -> None:
         """Called when a language step has its decodes and its budget, before any prefill is added."""
@@ -77,16 +93,6 @@ class Connector:
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
         """Called when a chunk of a request that continues has come back. `sampled`: it was the last one."""
-
-    @property
-    def only_borrowed(self) -> bool:
-        """True if the only work is decodes that other instances have lent to this one."""
-        return False
-
-    def part_tokens(self, step_s: float) -> int:
-        """Minimum tokens of a part of a prompt so that copying its KV early is worth an extra step, which costs at
-        least `step_s` seconds. 0: never, or nothing has been measured yet."""
-        return 0
 
     # ---- vision steps
 

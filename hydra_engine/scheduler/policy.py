@@ -24,21 +24,6 @@ from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, re
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
 MAX_PASSED = 16  # requests without free blocks that planning skips in a step; bounds its time
-# Longest pause of borrowed decodes for encodes. A reader notices a longer one; a first token that waits for an image is
-# later by far.
-STEAL_PATIENCE_S = 0.1
-
-
-def may_borrow(role: Role) -> bool:
-    """True if an instance of this role takes over decodes from others while it has nothing to encode (HeteroServe,
-    section 5.3)."""
-    return Role.E in role and Role.D in role
-
-
-def yield_patience_s(tpot_slo: float | None) -> float:
-    """Longest time in seconds that borrowed decodes wait for the vision lane: `STEAL_PATIENCE_S`, with a TPOT limit at
-    most half of the limit."""
-    return STEAL_PATIENCE_S if tpot_slo is None else min(STEAL_PATIENCE_S, tpot_slo / 2)
 
 
 def start_urgency(state: RequestState, scheduling_policy: str, num_tokens_left: int) -> Urgency:
@@ -151,20 +136,6 @@ def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
         if image.whole and image.start < end < image.end:
             return image.start if image.start > start else image.end
     return end
-
-
-def part_end(start: int, num_tokens: int, least: int, block_size: int) -> int:
-    """End of the next part of a prompt whose KV is copied to another instance while the next part is computed: the
-    block boundary behind the middle of the rest, or `num_tokens` if a part would have fewer than `least` tokens.
-
-    Only the copy of the last part is waited for. By halving, the last part is short after a few steps; the other copies
-    are hidden as long as copying a token takes no longer than computing it.
-    """
-    rest = num_tokens - start
-    if rest < 2 * least:
-        return num_tokens
-    middle = start + (rest + 1) // 2
-    return min(num_tokens, -(-middle // block_size) * block_size)
 
 
 def features_to_evict(

@@ -25,7 +25,6 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ConfigError, ErrorInfo
-from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
 from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
@@ -79,17 +78,18 @@ class StageScheduler:
         self._budgets = budgets if budgets is not None else Budgets(config)
         self._vision = VisionPlanner(self._requests, self._budgets, config)
         self._times = StepTimes()
-        self._language = LanguagePlanner(self._requests, self._budgets, config, self._times)
+        self._language = LanguagePlanner(self._requests, self._budgets, config)
         self._max_ahead = 1 if config.look_ahead else 0
-        self._patience_s = policy.yield_patience_s(config.tpot_slo)
         self._speeds = SpeedMeter()
         self._results = ResultProcessor(self._requests, self._times)
-        self._requests.connector.attach(self._requests, self._finish)
+        self._connector = self._requests.connector
+        self._connector.attach(self._requests, self._times, self._finish)
+        self._connector.set_role(role)
         self._max_vision_plans = vision_plans
         self._vision_plans: deque[VisionPlan] = deque()  # in flight, the first one runs
         self._language_steps: dict[StepId, LanguageStep] = {}
         self._next_step = 0
-        self._yielded = False  # the language lane is idle so that the vision lane has the device
+        self.language_due_s = math.inf  # `plan_language` is worth another call then, without a new event
         self._language_ended_s = 0.0
         self._finish_times: deque[float] = deque(maxlen=32)
 
@@ -140,6 +140,7 @@ class StageScheduler:
     def set_role(self, role: Role) -> None:
         """Sets the stages that are accepted from now on. Requests accepted before are completed."""
         self._limits = replace(self._limits, role=role)
+        self._connector.set_role(role)
 
     def reset_caches(self, *, kv: bool, images: bool) -> None:
         """Forgets reusable KV, reusable features, or both; blocks held by requests stay. A request that counted on
@@ -163,9 +164,8 @@ class StageScheduler:
     @property
     def vision_first(self) -> bool:
         """True if the vision lane must be asked for a step before the language lane, because the language step may have
-        to wait for it (an encoder that takes over decodes)."""
-        role = self._limits.role
-        return policy.may_borrow(role) and Role.P not in role
+        to wait for it."""
+        return self._connector.vision_first
 
     @property
     def settled(self) -> bool:
@@ -185,11 +185,6 @@ class StageScheduler:
             self._requests.observer.on_vision_planned(now, _work(plan))
         return plan
 
-    @property
-    def language_due_s(self) -> float:
-        """The time at which `plan_language` is worth another call without a new event; infinite if never."""
-        return self._language_ended_s + self._patience_s if self._yielded else math.inf
-
     def plan_language(self, now: float) -> LanguagePlan | None:
         """The next language step, or None if nothing can run or the maximum of plans is in flight.
 
@@ -197,28 +192,22 @@ class StageScheduler:
         preempted, and None may also mean that the result has to come first.
         """
         ahead = bool(self._language_steps)
-        self._yielded = False
+        self.language_due_s = math.inf
         if not (self._requests.states and self._has_language) or len(self._language_steps) > self._max_ahead:
             return None
-        if self._yields_to_vision(now, ahead=ahead):
-            self._yielded = not ahead
-            return None
+        if self._vision_plans:
+            due_s = self._connector.language_due_s(self._language_ended_s)
+            if now < due_s or (ahead and due_s > -math.inf):
+                self.language_due_s = math.inf if ahead else due_s
+                return None
         patches = sum(plan.num_patches for plan in self._vision_plans)
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
-        self._requests.connector.after_language(now)
+        self._connector.after_language(now)
         if step is None:
             return None
         self._language_steps[step.plan.step_id] = step
         self._next_step += 1
         return step.plan
-
-    def _yields_to_vision(self, now: float, *, ahead: bool) -> bool:
-        """True if the next language step waits so that the vision lane has the device to itself: while all decodes here
-        are borrowed from other instances, for at most the patience after the last language step. An image that could be
-        encoded is in a vision step already; one without free blocks is not waited for."""
-        if not (self._vision_plans and policy.may_borrow(self._limits.role) and self._requests.connector.only_borrowed):
-            return False
-        return ahead or now - self._language_ended_s < self._patience_s
 
     def tidy(self) -> None:
         """Publishes computed blocks to the prefix cache while the lanes compute, so that it takes no time between two

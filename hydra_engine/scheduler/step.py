@@ -30,7 +30,6 @@ from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
 from hydra_engine.scheduler.decodes import Ready
 from hydra_engine.scheduler.requests import RequestTable
-from hydra_engine.scheduler.step_stats import StepTimes
 
 MAX_SEEN = 16  # requests of a queue that `pending_work` counts
 
@@ -40,16 +39,14 @@ class NeedsResult(Exception):
 
 
 class StepBuilder:
-    """A language step while it is filled. `ahead`: a step is in flight, so no request is preempted. `handover_tokens`:
-    as in the configuration; 0 if that is unset and no copy has been measured."""
+    """A language step while it is filled. `ahead`: a step is in flight, so no request is preempted."""
 
-    def __init__(self, requests: RequestTable, now: float, *, ahead: bool, handover_tokens: int = 0) -> None:
+    def __init__(self, requests: RequestTable, now: float, *, ahead: bool) -> None:
         self.chunks: list[tuple[RequestState, int]] = []
         self.left: int = 0  # tokens of the budget that are left
         self.now = now
         self._requests = requests
         self._ahead = ahead
-        self._handover_tokens = handover_tokens
 
     def chunk_of(self, state: RequestState) -> int:
         """Number of tokens of a prefill's next chunk: at most the budget left, unless an image that must not be split
@@ -58,9 +55,8 @@ class StepBuilder:
         start, end = state.num_planned, state.num_computable
         if state.lacks_one_token:
             return 1
-        if self._handover_tokens and Role.D not in state.stages:
-            part = policy.part_end(start, state.num_tokens, self._handover_tokens, self._requests.kv.block_size)
-            end = min(end, part)
+        if state.connector_state is not None:
+            end = min(end, self._requests.connector.chunk_end(state))
         return policy.chunk_end(start, min(end, start + self.left), state.request.images) - start
 
     def __contains__(self, state: RequestState) -> bool:
@@ -272,17 +268,15 @@ class LanguagePlanner:
     needed. Blocks granted and requests started until then stay: the next plan would have done the same.
     """
 
-    def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig, times: StepTimes) -> None:
+    def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
         self._requests = requests
         self._kv = requests.kv
         self._budgets = budgets
         self._starter = PrefillStarter(requests, config)
-        self._handover_tokens = config.handover_tokens
-        self._times = times
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
         """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
-        builder = StepBuilder(self._requests, now, ahead=ahead, handover_tokens=self._part_tokens())
+        builder = StepBuilder(self._requests, now, ahead=ahead)
         try:
             ready = self._ready_decodes(builder)
             can_start = not self._starter.is_full
@@ -297,11 +291,6 @@ class LanguagePlanner:
         if not ready.num_rows and not builder.chunks:
             return None
         return self._step(step_id, ready, builder, budget, ahead=ahead)
-
-    def _part_tokens(self) -> int:
-        if self._handover_tokens is not None:
-            return self._handover_tokens
-        return self._requests.connector.part_tokens(self._times.shortest_s)
 
     def _step(
         self, step_id: StepId, ready: Ready, builder: StepBuilder, budget: StepBudget, *, ahead: bool

@@ -32,7 +32,11 @@ from hydra_engine.scheduler.handover.state import (
 from hydra_engine.scheduler.hooks import Connector, Finish
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import StepBuilder
+from hydra_engine.scheduler.step_stats import StepTimes
 
+# Longest pause of borrowed decodes for encodes. A reader notices a longer one; a first token that waits for an image is
+# later by far.
+STEAL_PATIENCE_S = 0.1
 _NEW_SHARE = 0.25  # weight of the newest report in the moving mean
 
 
@@ -54,11 +58,13 @@ class PeerConnector(Connector):
     def __init__(self, config: SchedulerConfig, cluster: ClusterConfig) -> None:
         self._config = config
         self._cluster = cluster
+        self._may_borrow = False
+        self._patience_s = yield_patience_s(config.tpot_slo)
         self._departed: list[RequestState] = []  # ended during planning, forgotten after it
         self._block_s = 0.0  # seconds to copy a KV block of this instance, as its readers report; 0.0: unknown
 
-    def attach(self, requests: RequestTable, finish: Finish) -> None:
-        self._requests, self._finish = requests, finish
+    def attach(self, requests: RequestTable, times: StepTimes, finish: Finish) -> None:
+        self._requests, self._times, self._finish = requests, times, finish
         self._events = RemoteEvents()
         self._parked = ParkedRequests(requests)
         self._admission = RemoteKvAdmission(requests, self._parked, self._config)
@@ -90,16 +96,39 @@ class PeerConnector(Connector):
         if Role.D not in state.stages and (sampled or self._cluster.early_kv):
             self.offers.offer_kv(state, now, ends=sampled)
 
-    def part_tokens(self, step_s: float) -> int:
-        """Number of tokens whose KV takes at least `step_s` seconds to copy; 0 before the first copy.
+    def chunk_end(self, state: RequestState) -> int:
+        if Role.D in state.stages or not (part_tokens := self._part_tokens()):
+            return state.num_tokens
+        return part_end(state.num_planned, state.num_tokens, part_tokens, self._requests.kv.block_size)
+
+    def _part_tokens(self) -> int:
+        """Minimum tokens of a part of a prompt whose KV is copied early: as configured, else as many as take at least
+        the fixed cost of a step to copy; 0 before the first copy.
 
         Like EPD-Serve's groups, of tokens instead of layers: a part is copied while the next one is computed, so a
         split saves the copy of the first part and costs one more step's read of the weights.
         """
+        if self._config.handover_tokens is not None:
+            return self._config.handover_tokens
+        step_s = self._times.shortest_s
         return math.ceil(step_s / self._block_s) * self._requests.kv.block_size if self._block_s else 0
 
-    @property
-    def only_borrowed(self) -> bool:
+    # ---- decodes lent by other instances
+
+    def set_role(self, role: Role) -> None:
+        """An instance that encodes and decodes borrows decodes from others while it has nothing to encode
+        (HeteroServe, section 5.3). If it does not prefill either, language steps wait for images first."""
+        self._may_borrow = Role.E in role and Role.D in role
+        self.vision_first = self._may_borrow and Role.P not in role
+
+    def language_due_s(self, ended_s: float) -> float:
+        """While all decodes here are borrowed, the next step waits so that the vision lane has the device to itself,
+        for at most the patience. An image that could be encoded is in a vision step already; one without free blocks is
+        not waited for."""
+        return ended_s + self._patience_s if self._may_borrow and self._only_borrowed() else -math.inf
+
+    def _only_borrowed(self) -> bool:
+        """True if the only work is decodes that other instances have lent to this one."""
         requests, some = self._requests, False
         for state in chain(requests.prefilling, requests.decoding):
             if state.external_kv:
@@ -108,6 +137,8 @@ class PeerConnector(Connector):
                 return False  # usually at the first request
             some = True
         return some and not requests.waiting
+
+    # ---- vision steps
 
     def before_vision(self) -> None:
         self._quota.refresh()
@@ -185,3 +216,23 @@ class PeerConnector(Connector):
         """Events for other instances since the last call, in order, and the Finished of requests that departed during
         planning."""
         return self._events.take()
+
+
+def yield_patience_s(tpot_limit_s: float | None) -> float:
+    """Longest time in seconds that borrowed decodes wait for the vision lane: `STEAL_PATIENCE_S`, with a TPOT limit at
+    most half of the limit."""
+    return STEAL_PATIENCE_S if tpot_limit_s is None else min(STEAL_PATIENCE_S, tpot_limit_s / 2)
+
+
+def part_end(start: int, num_tokens: int, least: int, block_size: int) -> int:
+    """End of the next part of a prompt whose KV is copied to another instance while the next part is computed: the
+    block boundary behind the middle of the rest, or `num_tokens` if a part would have fewer than `least` tokens.
+
+    Only the copy of the last part is waited for. By halving, the last part is short after a few steps; the other copies
+    are hidden as long as copying a token takes no longer than computing it.
+    """
+    rest = num_tokens - start
+    if rest < 2 * least:
+        return num_tokens
+    middle = start + (rest + 1) // 2
+    return min(num_tokens, -(-middle // block_size) * block_size)

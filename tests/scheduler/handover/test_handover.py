@@ -116,7 +116,7 @@ def test_what_gave_way_elsewhere_starts_only_with_room_for_all() -> None:
 
 def test_the_sampler_counts_tokens_of_earlier_attempts_as_output() -> None:
     request = replace(make_request(1, 5, frequency_penalty=1.0), generated_token_ids=(7, 8, 7))
-    history = SamplingState.of(request).history
+    history = SamplingState.from_request(request).history
     assert history is not None and history.output_counts == {7: 2, 8: 1}
     history.record(0, (*request.prompt_token_ids, 7, 8, 7, 9))
     assert history.output_counts == {7: 2, 8: 1, 9: 1}, "prefilled again, they count once"

@@ -12,8 +12,8 @@ from hydra_engine.config import ClusterConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import NeedDecoder, NeedImages, Tokens
 from hydra_engine.core.outputs import Departure
+from hydra_engine.scheduler.handover.connector import part_end
 from hydra_engine.scheduler.handover.events import KvEvent, KvGoneEvent, UnneededEvent
-from hydra_engine.scheduler.policy import part_end
 from hydra_engine.transfer.plans import KvEnd
 from tests.examples import examples
 from tests.scheduler.audit import check

@@ -13,8 +13,8 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import RequestPhase
+from hydra_engine.scheduler.handover.connector import STEAL_PATIENCE_S
 from hydra_engine.scheduler.handover.events import KvEvent
-from hydra_engine.scheduler.policy import STEAL_PATIENCE_S
 from hydra_engine.transfer.plans import KvEnd
 from tests.examples import examples
 from tests.scheduler.audit import check
