@@ -186,7 +186,7 @@ def by_flashinfer(backend: Backend, case: Case, paged: Paged) -> Callable[[int],
     heads, kv_heads, dim = case.heads
     problem = flashinfer_problem(backend.dtype, dim, BLOCK) or flashinfer_missing()
     kernel = flashinfer_kernels.decode_kernel(heads, kv_heads, dim)
-    if problem := problem or flashinfer_kernels.installed().lacks(kernel, backend.dtype, dim):
+    if problem := problem or flashinfer_kernels.installed().reason_missing(kernel, backend.dtype, dim):
         return problem
     num_sms = torch.cuda.get_device_properties(backend.device.torch_device).multi_processor_count
     attention = timing.Site(backend.device.torch_device, num_sms, backend.device.send).flashinfer()

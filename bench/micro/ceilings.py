@@ -23,7 +23,7 @@ from bench.micro.floors import Ceilings, Work
 from bench.micro.harness import Effort, Report, Run, Seconds, captured, parse, require, scaled, timed
 from bench.micro.machine import on_gpu
 from bench.micro.ring_reader import ring_read, usable
-from hydra_engine.backend.cuda.sm_split import split
+from hydra_engine.backend.cuda.sm_split import create_split_streams
 from hydra_engine.errors import HydraError
 
 _SM_STEP = 8  # partitions of compute capability 9.0 are multiples of this
@@ -197,7 +197,7 @@ def sweep(report: Report, machine: Machine) -> None:
         report.skip("reads through a ring", machine.no_ring + ("" if machine.rings else "; torch's sum reads instead"))
     for count, spread in itertools.product(counts, (False, True)):
         try:
-            ((handle, _, found, _),) = split(machine.device, (count,), 0, 0, spread=spread)
+            ((handle, _, found, _),) = create_split_streams(machine.device, (count,), 0, 0, spread=spread)
         except HydraError as error:  # the driver cannot divide, or the device not so
             report.skip(f"{count} SMs{SPREAD if spread else ''}", error.message)
             continue

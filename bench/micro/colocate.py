@@ -202,7 +202,7 @@ def _decodes(
         what = f"{subject.name} decode B={rows} at {mode.name}"
         with (
             report.optional(what) if mode.partition else nullcontext(),
-            subject.backend.device.partitions.at(mode.partition),
+            subject.backend.device.partitions.use(mode.partition),
         ):
             graph = step.graph()
             graph.replay()

@@ -151,7 +151,7 @@ def entries_of_few_rows(num_out: int, *, pairs: bool) -> Iterator[tuple[int, ...
 
 def decodes(rows: int, heads: int, kv_heads: int, dim: int, device: torch.device, most: int) -> Inputs:
     from hydra_kernels._common import num_sms_of
-    from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters, places_per_sm
+    from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters, programs_per_sm
 
     blocks = _CONTEXT // _BLOCK
     layers = cold_copies(device, rows * _CONTEXT * 2 * kv_heads * dim * 2, most=most)
@@ -166,7 +166,7 @@ def decodes(rows: int, heads: int, kv_heads: int, dim: int, device: torch.device
 
     def launch(n: int) -> Tensor:
         given = q, data[:, n, 0], data[:, n, 1], tables, context, dim**-0.5
-        splits = choose_num_splits(rows, kv_heads, _CONTEXT, num_sms * places_per_sm(*given))
+        splits = choose_num_splits(rows, kv_heads, _CONTEXT, num_sms * programs_per_sm(*given))
         return decode_attention(*given, num_splits=splits, counters=counters)
 
     return Inputs(launch, expected, layers, attention_work(heads, kv_heads, dim, rows, _CONTEXT, 2))

@@ -24,7 +24,7 @@ from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_tu
 from bench.micro.machine import on_gpu
 from bench.micro.steps import BLOCK
 from bench.micro.subject import run_ops
-from hydra_engine.backend.base import Backend, Normed, PackedLinear, PagedCache
+from hydra_engine.backend.base import Backend, DeferredNorm, PackedLinear, PagedCache
 from hydra_engine.backend.composed import ComposedOps
 
 QUICK_ROWS, FULL_ROWS = (1, 8, 16, 64), (1, 2, 4, 8, 16, 32, 64)
@@ -91,9 +91,9 @@ class Layers:
         self._norm, self.x, self.inner = random(shape.hidden), random(rows, shape.hidden), random(rows, shape.inner)
         self.q, self.residual = random(rows, shape.heads, shape.dim), random(rows, shape.hidden)
 
-    def project(self, layer: int, x: Tensor | Normed | None = None, *, composed: bool = False) -> Tensor:
+    def project(self, layer: int, x: Tensor | DeferredNorm | None = None, *, composed: bool = False) -> Tensor:
         given = (
-            Normed(self.x, self._norm, EPS) if x is None else x,
+            DeferredNorm(self.x, self._norm, EPS) if x is None else x,
             (self._weights[layer]["qkv"],),
             self._rotary,
             self.cache,
@@ -104,8 +104,8 @@ class Layers:
             return ComposedOps.linear_rope_and_write(self.ops, *given)
         return self.ops.linear_rope_and_write(*given)
 
-    def gate(self, layer: int, x: Tensor | Normed | None = None, *, composed: bool = False) -> Tensor:
-        given = (Normed(self.x, self._norm, EPS) if x is None else x, (self._weights[layer]["gate_up"],), "silu")
+    def gate(self, layer: int, x: Tensor | DeferredNorm | None = None, *, composed: bool = False) -> Tensor:
+        given = (DeferredNorm(self.x, self._norm, EPS) if x is None else x, (self._weights[layer]["gate_up"],), "silu")
         if composed:
             return ComposedOps.linear_act_and_mul(self.ops, *given)  # type: ignore[arg-type]
         return self.ops.linear_act_and_mul(*given)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class Layers:
 
     def add(
         self, name: str, layer: int, x: Tensor, residual: Tensor | None = None, *, composed: bool = False
-    ) -> tuple[Tensor | Normed, Tensor]:
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """The product and the norm behind it, where it is not left to the next product."""
         weight = self._weights[layer][name]
         given = x, weight, self.residual if residual is None else residual, self._norm, EPS
@@ -136,14 +136,14 @@ class Layers:
 def without_dependent_launch() -> Iterator[None]:
     """Kernels begin when the one ahead of them has ended, as on devices before Hopper. Launches that are kept say
     which, so none is kept over an end of this."""
-    from hydra_kernels._launch import forget
+    from hydra_kernels._launch import clear_launch_caches
 
     with patch("hydra_kernels._common.capability_of", lambda _: 80):
-        forget()
+        clear_launch_caches()
         try:
             yield
         finally:
-            forget()
+            clear_launch_caches()
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +218,7 @@ def _measure(report: Report, backend: Backend, name: str, shape: Shape, rows: in
 def _together(layers: Layers, alone: Mapping[str, float]) -> float:
     """Seconds of all parts. Where norms are nodes, the one between O and gate/up is in two of them."""
     norm, *parts, _ = alone.values()
-    return sum(parts) - (0.0 if isinstance(layers.add("o", 0, layers.q.flatten(1))[0], Normed) else norm)
+    return sum(parts) - (0.0 if isinstance(layers.add("o", 0, layers.q.flatten(1))[0], DeferredNorm) else norm)
 
 
 def _captured(report: Report, layers: Layers, run: Callable[[int], object]) -> Run:

@@ -119,7 +119,7 @@ class Duo:
     def _after(self, barrier: threading.Barrier, job: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
             # Also on partition 0: lanes of a divided device move by themselves while both have work.
-            with self._device.partitions.at(self._partition):
+            with self._device.partitions.use(self._partition):
                 barrier.wait(timeout=60)
                 return job()
 

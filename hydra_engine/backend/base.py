@@ -196,7 +196,7 @@ class StateRows:
     """The tokens of a step by recurrent state, int64 vectors.
 
     Row r has tokens [cu_q[r], cu_q[r + 1]), the first of them at position starts[r] of its request. It continues the
-    state in slot reads[r] (no state if starts[r] is 0, whatever the slot holds) and leaves its state in writes[r],
+    state in read_slots[r] (no state if starts[r] is 0, whatever the slot holds) and leaves its state in write_slots[r],
     which no other row of the step reads or writes.
 
     Built on the host; convert with `Ops.plan_states` before use, or make them by `Ops.plan_decode_states`.
@@ -204,13 +204,13 @@ class StateRows:
 
     cu_q: Tensor  # [B + 1]
     starts: Tensor  # [B]
-    reads: Tensor  # [B]
-    writes: Tensor  # [B]
+    read_slots: Tensor  # [B]
+    write_slots: Tensor  # [B]
     native: Any = None  # the implementation's own data, opaque
 
     def lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The vectors as lists: cu_q, starts, reads, writes."""
-        return self.cu_q.tolist(), self.starts.tolist(), self.reads.tolist(), self.writes.tolist()
+        """The vectors as lists: cu_q, starts, read_slots, write_slots."""
+        return self.cu_q.tolist(), self.starts.tolist(), self.read_slots.tolist(), self.write_slots.tolist()
 
 
 class States(NamedTuple):
@@ -220,7 +220,7 @@ class States(NamedTuple):
     rows: StateRows
 
 
-class Places(NamedTuple):
+class StepInputs(NamedTuple):
     """Cache slots and plans of a step: where its layers read and write what they keep of the rows."""
 
     slots: Tensor  # [T] int64, KV-cache slot of each token
@@ -286,7 +286,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class Normed(NamedTuple):
+class DeferredNorm(NamedTuple):
     """A deferred rms_norm(rows, weight, eps), applied by the op that consumes it. Invalid once `rows` is
     overwritten."""
 
@@ -303,9 +303,9 @@ class RowNorm(NamedTuple):
     eps: float
 
 
-# A decode step, one token per row: (token ids [T], positions [T], angles, cache, places) -> logits [T, V] float32.
+# A decode step, one token per row: (token ids [T], positions [T], angles, cache, step) -> logits [T, V] float32.
 # Ids and positions are contiguous int64; positions index the rows of the angles, [P, D] float32.
-Decode = Callable[[Tensor, Tensor, Tensor, PagedCache, Places], Tensor]
+Decode = Callable[[Tensor, Tensor, Tensor, PagedCache, StepInputs], Tensor]
 
 
 class PackedLinear(Protocol):
@@ -372,11 +372,11 @@ class Ops(Protocol):
 
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor | Normed, Tensor]:
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """Returns `add_rms_norm(linear(x), residual, ..)`: (rms_norm(s), s), s = linear(x) + residual.
 
-        x: [T, K]; residual and both results: [T, C]; weight: [C] of the norm. The norm may be deferred (`Normed`), and
-        `residual` may be overwritten with s.
+        x: [T, K]; residual and both results: [T, C]; weight: [C] of the norm. The norm may be deferred, and `residual`
+        may be overwritten with s.
         """
         ...
 
@@ -387,13 +387,13 @@ class Ops(Protocol):
         ...
 
     # ---- products with the op that follows; `weights` are one weight, or parts whose outputs are concatenated
-    def linear_act_and_mul(self, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+    def linear_act_and_mul(self, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
         """Returns `act_and_mul(linear(x))`: x [T, K], 2 * F outputs -> [T, F]."""
         ...
 
     def linear_rope_and_write(
         self,
-        x: Tensor | Normed,
+        x: Tensor | DeferredNorm,
         weights: Sequence[PackedLinear],
         rotary: Rotary,
         cache: PagedCache,
@@ -461,11 +461,11 @@ class Ops(Protocol):
         step has run, unless the device copies them before this returns (CUDA does)."""
         ...
 
-    def plan_decode_states(self, starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+    def plan_decode_states(self, starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
         """Prepares a step of one token per row from device tensors, [B] int64, which are read at launch time:
         capturable.
 
-        A row whose `writes` is -1 leaves no state. Raises ValueError if the implementation plans from contents.
+        A row whose `write_slots` is -1 leaves no state. Raises ValueError if the implementation plans from contents.
         """
         ...
 
@@ -632,9 +632,9 @@ class Ops(Protocol):
         ...
 
 
-def computed(ops: Ops, x: Tensor | Normed) -> Tensor:
+def apply_deferred_norm(ops: Ops, x: Tensor | DeferredNorm) -> Tensor:
     """Returns `x`, with its rms_norm applied if that was deferred."""
-    return ops.rms_norm(*x) if isinstance(x, Normed) else x
+    return ops.rms_norm(*x) if isinstance(x, DeferredNorm) else x
 
 
 @dataclass(frozen=True, slots=True)

@@ -419,5 +419,10 @@ def check_delta(inputs: DeltaInputs, cache: StateCache, rows: StateRows) -> None
 
 def check_state_rows(rows: StateRows) -> None:
     count = rows.starts.shape[0]
-    for vector, length in ((rows.cu_q, count + 1), (rows.starts, count), (rows.reads, count), (rows.writes, count)):
+    for vector, length in (
+        (rows.cu_q, count + 1),
+        (rows.starts, count),
+        (rows.read_slots, count),
+        (rows.write_slots, count),
+    ):
         check_indices("rows", vector, length)

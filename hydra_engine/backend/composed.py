@@ -10,18 +10,20 @@ from torch import Tensor
 
 from hydra_engine.backend.base import (
     Activation,
+    DeferredNorm,
     HeadNorms,
-    Normed,
     Ops,
     PackedLinear,
     PagedCache,
     Rotary,
     RowNorm,
-    computed,
+    apply_deferred_norm,
 )
 
 
-def joined(linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]) -> Tensor:
+def concat_linear(
+    linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]
+) -> Tensor:
     """The outputs of all weights, concatenated along columns."""
     if len(weights) == 1:
         return linear(x, weights[0])
@@ -39,7 +41,7 @@ class ComposedOps:
 
     def linear_add_rms_norm(
         self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor | Normed, Tensor]:
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
         return self.add_rms_norm(self.linear(x, linear), residual, weight, eps)
 
     def linear_add_norm(
@@ -50,12 +52,14 @@ class ComposedOps:
             return self.rms_norm(total, norm.weight, norm.eps), total
         return self.layer_norm(total, norm.weight, norm.bias, norm.eps), total
 
-    def linear_act_and_mul(self: Ops, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
-        return self.act_and_mul(joined(self.linear, computed(self, x), weights), act)
+    def linear_act_and_mul(
+        self: Ops, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation
+    ) -> Tensor:
+        return self.act_and_mul(concat_linear(self.linear, apply_deferred_norm(self, x), weights), act)
 
     def linear_rope_and_write(
         self: Ops,
-        x: Tensor | Normed,
+        x: Tensor | DeferredNorm,
         weights: Sequence[PackedLinear],
         rotary: Rotary,
         cache: PagedCache,
@@ -64,7 +68,7 @@ class ComposedOps:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         num_kv_heads, dim = cache.data.shape[4:]
-        rows = joined(self.linear, computed(self, x), weights)
+        rows = concat_linear(self.linear, apply_deferred_norm(self, x), weights)
         num_heads = rows.shape[1] // dim
         # Instead of unflatten and split, whose Python takes longer than the views.
         heads = rows.view(rows.shape[0], num_heads, dim)

@@ -98,7 +98,7 @@ class Partitions(Protocol):
 
     count: int  # 1: the device is not divided
 
-    def choose(self, partition: int) -> None:
+    def set_partition(self, partition: int) -> None:
         """Sets the partition of the language lane's present job, which calls this, and of later jobs of both lanes
         while both have work."""
         ...
@@ -107,7 +107,7 @@ class Partitions(Protocol):
         """The partition of the calling lane's present job."""
         ...
 
-    def at(self, partition: int) -> AbstractContextManager[None]:
+    def use(self, partition: int) -> AbstractContextManager[None]:
         """Runs the calling lane's launches inside the context on this partition."""
         ...
 
@@ -117,13 +117,13 @@ class WholeDevice:
 
     count = 1
 
-    def choose(self, partition: int) -> None:
+    def set_partition(self, partition: int) -> None:
         """Does nothing."""
 
     def current(self) -> int:
         return 0
 
-    def at(self, partition: int) -> AbstractContextManager[None]:
+    def use(self, partition: int) -> AbstractContextManager[None]:
         if partition != 0:
             raise ValueError(f"partition: expected 0, the device is not divided, got {partition}")
         return nullcontext()

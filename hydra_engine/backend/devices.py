@@ -104,7 +104,7 @@ def refusal(support: CudaSupport, index: int) -> str:
     return support.torch_problem or support.triton_problem
 
 
-def choose(device: str, support: CudaSupport) -> ChosenDevice:
+def choose_device(device: str, support: CudaSupport) -> ChosenDevice:
     """Chooses the device from `support`. device: "auto", "cpu", "cuda" or "cuda:N".
 
     Raises ConfigError for other words, and BackendError with the reason if a GPU that was asked for cannot be used.
@@ -124,11 +124,11 @@ def choose(device: str, support: CudaSupport) -> ChosenDevice:
 
 
 def resolve(device: str) -> ChosenDevice:
-    """Probes this machine and returns `choose`. Logs one line if "auto" does not take a GPU."""
+    """Probes this machine and returns `choose_device`. Logs one line if "auto" does not take a GPU."""
     if device == CPU:
         return ChosenDevice(CPU, None, 0, "as asked")
     support = cuda_support()
-    chosen = choose(device, support)
+    chosen = choose_device(device, support)
     if device == "auto" and chosen.index is None:
         is_missed = support.probe.status not in _NO_GPU
         logger.log(logging.WARNING if is_missed else logging.INFO, "device cpu is taken: %s", chosen.reason)
@@ -149,7 +149,7 @@ def gpu_name(device: str) -> str:
     return next((info.name for info in probe().devices if info.index == int(match[1] or 0)), "")
 
 
-def takes_turns(device: str) -> bool:
+def is_time_sliced(device: str) -> bool:
     """True if processes on this device never compute at the same moment: a GPU without NVIDIA's multi-process service
     (MPS). Asks the driver as `probe` does."""
     match = _CUDA.fullmatch(device)

@@ -126,7 +126,7 @@ class QuantizedWeight:
         return self.num_in // self.scales.shape[1]
 
     @property
-    def form(self) -> tuple[object, ...]:
+    def stack_key(self) -> tuple[object, ...]:
         """A key: weights with equal keys can be stacked."""
         scale_dtype = self.scales.dtype  # int8: two levels
         return self.num_bits, self.is_float, self.num_in, self.group_size, self.offsets is None, scale_dtype
@@ -148,14 +148,14 @@ class QuantizedWeight:
         result = torch.empty(self.shape, dtype=dtype, device=self.values.device)
         step = max(_CHUNK // self.num_in, 1)
         for begin in range(0, self.num_out, step):
-            some = self.rows(slice(begin, begin + step)).in_one_level()
+            some = self.rows(slice(begin, begin + step)).flatten_scales()
             wide = some.numbers().float().unflatten(1, (-1, self.group_size)) * some.scales.float()[:, :, None]
             if some.offsets is not None:
                 wide += some.offsets[:, :, None]
             result[begin : begin + step] = wide.flatten(1)
         return result
 
-    def in_one_level(self) -> QuantizedWeight:
+    def flatten_scales(self) -> QuantizedWeight:
         """The same weight with the float32 scales and offsets that two levels stand for; 6 bits become 8."""
         if self.block_scales is None:
             return self
@@ -194,7 +194,7 @@ class QuantizedWeight:
 
     def scaled(self, factors: Tensor) -> QuantizedWeight:
         """Multiplies every output by its factor, [num_out]. The scales become float32."""
-        plain, wide = self.in_one_level(), factors.float()[:, None]
+        plain, wide = self.flatten_scales(), factors.float()[:, None]
         offsets = None if plain.offsets is None else plain.offsets * wide
         return replace(plain, scales=plain.scales.float() * wide, offsets=offsets)
 
@@ -262,7 +262,7 @@ def reference_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     Float64 stands in for fused multiply-adds: it holds every product exactly, and its second rounding changes the last
     bit of a sum now and then.
     """
-    weight = weight.in_one_level()
+    weight = weight.flatten_scales()
     rows, steps = quantized_rows(x, weight.group_size)
     numbers = weight.numbers().unflatten(1, (-1, weight.group_size))
     numbers = pad(numbers, (0, -weight.group_size % PART)).unflatten(2, (-1, PART))

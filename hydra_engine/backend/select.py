@@ -21,7 +21,7 @@ from hydra_engine.backend import devices
 from hydra_engine.backend.base import Backend, OpChoice, Ops
 from hydra_engine.backend.cpu.device import CpuDevice, usable_cores
 from hydra_engine.backend.cpu.lanes import set_torch_threads
-from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Shapes, by_name
+from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Shapes, choose_by_name
 from hydra_engine.backend.cuda.lanes import priorities, priority_note
 from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension
 from hydra_engine.backend.reference.ops import ReferenceOps
@@ -230,9 +230,9 @@ def _on_cuda(
         assert shapes is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
         driver = devices.probe().driver_version
-        choice = timing.choose(device, chosen.num_sms, dtype, shapes, profiles, driver)
+        choice = timing.choose_attention(device, chosen.num_sms, dtype, shapes, profiles, driver)
     else:
-        choice = by_name(attention)
+        choice = choose_by_name(attention)
     ops = cuda.CudaOps(
         device.torch_device,
         chosen.num_sms,

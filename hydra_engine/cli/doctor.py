@@ -116,7 +116,7 @@ def _flashinfer() -> str:
     if missing:
         return f"{missing}; `pip install -U hydra-engine[cuda]` adds it, Triton's kernels do without"
     kernels = import_module("hydra_engine.backend.cuda.flashinfer_kernels").installed()
-    return f"{kernels.listed()} are compiled; {kernels.problem}" if kernels.problem else "compiles at first use"
+    return f"{kernels.describe()} are compiled; {kernels.problem}" if kernels.problem else "compiles at first use"
 
 
 def _version(number: int) -> str:

@@ -21,7 +21,7 @@ import torch
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cuda.attention_choice import AUTO, FLASHINFER, TRITON, Heads, Shapes, Tower, resolve_attention
 from hydra_engine.backend.device import Device
-from hydra_engine.backend.devices import ChosenDevice, gpu_name, takes_turns
+from hydra_engine.backend.devices import ChosenDevice, gpu_name, is_time_sliced
 from hydra_engine.backend.select import (
     all_cores,
     create_backend,
@@ -140,7 +140,7 @@ def build_worker(
 
 def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
     """The note on instances that share a GPU without computing at the same time; None if there is nothing to say."""
-    if context.shares == 1 or chosen.index is None or not takes_turns(chosen.name):
+    if context.shares == 1 or chosen.index is None or not is_time_sliced(chosen.name):
         return None
     return (
         f"the {context.shares} instances on {chosen.name} take turns and never compute at the same moment, for MPS "

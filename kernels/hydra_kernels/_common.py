@@ -5,7 +5,7 @@ Launch parameters are plain tables, read from here at every call; nothing is tun
 Programmatic dependent launch (capability 9.0 and newer, CUDA programming guide 4.5): a kernel launched with
 `dependent_launch` may begin while the previous kernel in the stream still runs. Each of its programs
 
-1. allows the same to the next kernel (`let_next_begin`); 2. may then read what no kernel of a step writes, that is
+1. allows the same to the next kernel (`launch_dependents`); 2. may then read what no kernel of a step writes, that is
 weights only; 3. waits (`wait_for_previous`) until the previous kernel has ended and its writes are visible.
 
 The wait is never left out, and nothing else is read or written before it. A kernel learns only that its predecessor has
@@ -47,7 +47,7 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def let_next_begin(PDL: tl.constexpr) -> None:
+def launch_dependents(PDL: tl.constexpr) -> None:
     """Lets the next kernel start early (programmatic dependent launch) once every program of this one has called it."""
     if PDL:
         gdc_launch_dependents()

@@ -26,14 +26,14 @@ def key_of(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def value_of(key: tl.tensor) -> tl.tensor:
+def value_from_key(key: tl.tensor) -> tl.tensor:
     """The inverse of `key_of`."""
     size = tl.abs(key).to(tl.float32, bitcast=True)
     return tl.where(key < 0, -size, size)
 
 
 @triton.jit
-def between(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+def midpoint(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """floor((low + high) / 2) without overflow; `low` if high - low <= 1."""
     return (low & high) + ((low ^ high) >> 1)
 
@@ -87,11 +87,11 @@ def lower_bound(
         low = tl.full([], LOWEST_KEY, tl.int32)
         high = key_of(highest) + 1
         for _ in range(STEPS):
-            middle = between(low, high)
-            enough = tl.sum((peaks >= value_of(middle)).to(tl.int32), axis=0) >= k
+            middle = midpoint(low, high)
+            enough = tl.sum((peaks >= value_from_key(middle)).to(tl.int32), axis=0) >= k
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
-        lowest = value_of(low)
+        lowest = value_from_key(low)
     elif p < 1.0:
         # All weights below this bound sum to less than half of what top_p leaves out.
         part_peaks = tl.max(tl.reshape(peaks, [PARTS, GROUPS]), axis=1)
@@ -163,15 +163,15 @@ def _threshold(
     """
     high = key_of(highest)
     above = tl.full([], 0.0, tl.float32)
-    middle = between(low, high)
+    middle = midpoint(low, high)
     while middle != low:
-        found = _sum_above(logits, offsets, count, value_of(middle), highest, scale, WIDTH, PARTS, COLUMNS, COUNT)
+        found = _sum_above(logits, offsets, count, value_from_key(middle), highest, scale, WIDTH, PARTS, COLUMNS, COUNT)
         less = found < mark
         high = tl.where(less, middle, high)
         above = tl.where(less, found, above)
         low = tl.where(less, low, middle)
-        middle = between(low, high)
-    return value_of(high), above
+        middle = midpoint(low, high)
+    return value_from_key(high), above
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def apply_filters(
         number = k.to(tl.float32)
         bound, _ = _threshold(logits, offsets, count, low, number, highest, scale, WIDTH, PARTS, COLUMNS, True)
         low = key_of(bound) - 1
-        total = _sum_above(logits, offsets, count, value_of(low), highest, scale, WIDTH, PARTS, COLUMNS, False)
+        total = _sum_above(logits, offsets, count, value_from_key(low), highest, scale, WIDTH, PARTS, COLUMNS, False)
     if p < 1.0:
         mark = p * total
         bound, above = _threshold(logits, offsets, count, low, mark, highest, scale, WIDTH, PARTS, COLUMNS, False)

@@ -3,7 +3,7 @@ a decode step launches some hundred kernels.
 
 The compiled kernel of a launch is kept with its constants, and found again by what Triton specialises for: the dtype of
 a tensor and whether its address is a multiple of 16; whether an integer is 1, a multiple of 16, or 64-bit; and what is
-None. Constants are kept too, by `kept` functions that make them from shapes, strides and dtypes.
+None. Constants are kept too, by `cached_launch` functions that make them from shapes, strides and dtypes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Makes = TypeVar("Makes", bound=Callable[..., Any])
 _forget: list[Callable[[], None]] = []
 
 
-def kept(function: Makes) -> Makes:
+def cached_launch(function: Makes) -> Makes:
     """Caches a function that makes a `Launch`: one entry for each kind of call in a process."""
     cached = lru_cache(maxsize=4096)(function)
     _forget.append(cached.cache_clear)
     return cached  # type: ignore[return-value]  # takes and returns what `function` does
 
 
-def forget() -> None:
+def clear_launch_caches() -> None:
     """Clears all caches; for tests and benchmarks, which change what launches are made from."""
     for clear in _forget:
         clear()

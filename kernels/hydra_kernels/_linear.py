@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, check_rows, check_vector, described
 from hydra_kernels._common import dot, wait_for_previous
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
@@ -178,7 +178,7 @@ def join_splits(
     launches(_join_splits_kernel, grid, partial, bias, residual, out, num_rows)
 
 
-@kept
+@cached_launch
 def _join_launches(num_out: int, stride_residual: int, act: str | None, rounded: bool, splits: int) -> Launch:
     return Launch(
         N=num_out,

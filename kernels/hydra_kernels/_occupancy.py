@@ -22,25 +22,27 @@ class Limits(NamedTuple):
     threads: int
 
 
-def places(shared: int, registers: int, warps: int, limits: Limits) -> int:
+def resident_programs(shared: int, registers: int, warps: int, limits: Limits) -> int:
     """Resident programs per SM, at least one. shared: bytes per program. registers: per thread."""
-    of_warp = -(-registers * 32 // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
-    rooms = (
+    registers_per_warp = -(-registers * 32 // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
+    limits_on_programs = (
         limits.shared // (shared + _RESERVED),
-        _REGISTERS // (of_warp * warps),
+        _REGISTERS // (registers_per_warp * warps),
         limits.threads // (32 * warps),
         _MAX_PROGRAMS,
     )
-    return max(1, min(rooms))
+    return max(1, min(limits_on_programs))
 
 
-def places_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device) -> int:
+def resident_programs_of(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device
+) -> int:
     """Resident programs per SM for these launch arguments. Compiles and loads the kernel if needed."""
     if device.type != "cuda":
         return _UNKNOWN
     compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **constants)
     compiled[(1, 1, 1)]  # loads it, which sets n_regs
-    return places(compiled.metadata.shared, compiled.n_regs, compiled.metadata.num_warps, _limits_of(device))
+    return resident_programs(compiled.metadata.shared, compiled.n_regs, compiled.metadata.num_warps, _limits_of(device))
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, described
 from hydra_kernels._common import row_launch
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
@@ -94,7 +94,7 @@ def act_and_mul(gate_up: Tensor, act: str) -> Tensor:
     return out
 
 
-@kept
+@cached_launch
 def _act_and_mul_launches(act: str, width: int, stride: int) -> Launch:
     return Launch(ACT=act, WIDTH=width, STRIDE_ROW=stride, COLUMNS=_COLUMNS, num_warps=_WARPS)
 

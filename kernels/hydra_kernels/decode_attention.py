@@ -29,13 +29,13 @@ from hydra_kernels._common import (
     AttentionLaunch,
     decode_launch,
     dependent_launch,
-    let_next_begin,
+    launch_dependents,
     split_for_lanes,
     split_head_dim,
     wait_for_previous,
 )
-from hydra_kernels._launch import Launch, kept
-from hydra_kernels._occupancy import places_of
+from hydra_kernels._launch import Launch, cached_launch
+from hydra_kernels._occupancy import resident_programs_of
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels._splits import is_last, merge, split_bounds
 
@@ -93,7 +93,7 @@ def _decode_mha_kernel(
     counters: [B * Hkv], 0 before and after. SINGLE: one split, and only `out`.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     context = tl.load(num_context + row)
     first, last = split_bounds(context, split, num_splits, KEYS)
@@ -189,7 +189,7 @@ def _decode_gqa_kernel(
     """Decode attention with GROUP query heads per KV head, the rows of a tile of ROWS. Arguments as
     `_decode_mha_kernel`."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     wait_for_previous(PDL)
     context = tl.load(num_context + row)
     first, last = split_bounds(context, split, num_splits, KEYS)
@@ -260,7 +260,7 @@ class _Prepared(NamedTuple):
     launch: Launch
 
 
-def places_per_sm(
+def programs_per_sm(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -276,7 +276,7 @@ def places_per_sm(
     kernel, arguments, launch = _prepared(
         q, k_cache, v_cache, block_tables, num_context, scale, 2, torch.empty_like(q), (floats, floats, ints), scales
     )
-    return places_of(kernel, arguments, launch.constants, q.device)
+    return resident_programs_of(kernel, arguments, launch.constants, q.device)
 
 
 def decode_attention(
@@ -359,7 +359,7 @@ def _prepared(
     return _Prepared(_decode_mha_kernel if group == 1 else _decode_gqa_kernel, arguments, launch)
 
 
-@kept
+@cached_launch
 def _launches(
     launch: AttentionLaunch,
     dim: int,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, check_rows, check_vector
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
 
@@ -72,7 +72,7 @@ def finish(
     return out
 
 
-@kept
+@cached_launch
 def _launches(act: str, width: int, stride: int, stride_residual: int) -> Launch:
     return Launch(
         ACT=None if act == "none" else act,

@@ -25,10 +25,10 @@ from hydra_kernels._common import (
     LinearLaunch,
     capability_of,
     dependent_launch,
-    let_next_begin,
+    launch_dependents,
     pairs_launch,
 )
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._linear import check_bias, check_weight, few_rows_sums
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import ACTIVATIONS, activate
@@ -87,7 +87,7 @@ def _gated_linear_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Grid (WIDTH / PAIRS,)."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     begin = tl.program_id(0) * PAIRS
     each = tl.arange(0, 2 * PAIRS)
     place = begin + each // 2
@@ -140,7 +140,7 @@ def _rope_linear_kernel(
 
     Rows whose slot is not in the cache are not written.
     """
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     TILES: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
     head = tl.program_id(0) // TILES
     begin = tl.program_id(0) % TILES * PAIRS
@@ -262,14 +262,14 @@ def rope_linear(
     return q
 
 
-@kept
+@cached_launch
 def _gated_launches(
     width: int, act: str, num_in: int, stride: int, launch: LinearLaunch, device: torch.device
 ) -> Launch:
     return Launch(WIDTH=width, ACT=act, **_constants(num_in, stride, launch, device))
 
 
-@kept
+@cached_launch
 def _rope_launches(
     shape: tuple[int, int, int, int],
     strides: tuple[int, int, int],

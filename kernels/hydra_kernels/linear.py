@@ -19,12 +19,12 @@ from hydra_kernels._common import (
     capability_of,
     dependent_launch,
     dot,
-    let_next_begin,
+    launch_dependents,
     num_sms_of,
     small_launch,
     tiled_launch,
 )
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._linear import GROUP, check_weight, checked_output, few_rows_sums, finish_tile, join_splits
 from hydra_kernels._sizes import cdiv
 
@@ -54,7 +54,7 @@ def _small_linear_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Grid (N / COLUMNS, K / SPAN). With split-K `out` is [splits, num_rows, N] float32."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
     first = split * SPAN
@@ -201,7 +201,7 @@ def _small(
     launches(_small_linear_kernel, (cdiv(num_out, launch.columns), launch.splits, 1), x, weight, *end, x.shape[0])
 
 
-@kept
+@cached_launch
 def _small_launches(
     num_out: int,
     num_in: int,

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_heads, check_rows, check_vector, described
-from hydra_kernels._common import dependent_launch, let_next_begin, row_launch, wait_for_previous
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._common import dependent_launch, launch_dependents, row_launch, wait_for_previous
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv
 from hydra_kernels.activation import activate
 
@@ -49,7 +49,7 @@ def _rms_norm_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Row r is head r % HEADS of token r // HEADS. `residual` and `gate` may be None."""
-    let_next_begin(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (row < num_rows) & (column < COLUMNS)
@@ -158,7 +158,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor |
     return out
 
 
-@kept
+@cached_launch
 def _rms_launches(columns: int, heads: int, stride_head: int, stride_gate_head: int, device: torch.device) -> Launch:
     tile = row_launch(columns)
     return Launch(
@@ -206,7 +206,7 @@ def _layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor
     return out
 
 
-@kept
+@cached_launch
 def _layer_norm_launches(columns: int) -> Launch:
     tile = row_launch(columns)
     return Launch(COLUMNS=columns, ROWS=tile.rows, PADDED=tile.columns, num_warps=tile.warps)

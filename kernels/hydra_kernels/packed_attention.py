@@ -14,7 +14,7 @@ from torch import Tensor
 from hydra_kernels._attention import LOWEST, attend, load_parts, store_parts, tile_of_segment
 from hydra_kernels._checks import check_heads, check_scale, check_vector, described
 from hydra_kernels._common import LOG2_E, AttentionLaunch, packed_launch, tile_constants, tma_launch
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.tma_attention import packed_tma_kernel, scratch
 
@@ -140,7 +140,7 @@ def packed_attention(
     return out
 
 
-@kept
+@cached_launch
 def _launches(
     num_heads: int, dim: int, head_strides: tuple[int, int, int], launch: AttentionLaunch, search: int
 ) -> Launch:

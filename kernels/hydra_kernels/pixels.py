@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import FLOATS, described
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv
 
 _COLUMNS = 1024  # per program
@@ -58,6 +58,6 @@ def pixel_rows(pixels: Tensor, table: Tensor, width: int) -> Tensor:
     return out
 
 
-@kept
+@cached_launch
 def _launches(stride: int, num_values: int, width: int) -> Launch:
     return Launch(STRIDE_ROW=stride, VALUES=num_values, WIDTH=width, COLUMNS=_COLUMNS, num_warps=_WARPS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hydra_kernels._attention import LOWEST, attend, load_parts, paged_rows, paged_scales, store_parts
 from hydra_kernels._checks import check_paged, check_scale, check_vector, output
 from hydra_kernels._common import LOG2_E, AttentionLaunch, prefill_launch, tile_constants, tma_launch
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.decode_attention import Scales
 from hydra_kernels.tma_attention import prefill_tma_kernel, scratch
@@ -158,7 +158,7 @@ def prefill_attention(
     (padding) gets zeros. out: the result's tensor, a new one by default. scales: of int8 caches, as in
     `decode_attention`.
 
-    tma: uses the Hopper kernel, if `tma_attention.takes_cache` both caches. max_requests: for steps whose rows are
+    tma: uses the Hopper kernel, if `tma_attention.can_read_cache` allows it. max_requests: for steps whose rows are
     known to the device only, the most of up to 1024 requests that have queries: launches programs for as many tiles as
     q can have then, not for the longest request times the number of requests. Reads nothing back from the device.
     """
@@ -196,7 +196,7 @@ def prefill_attention(
     return out
 
 
-@kept
+@cached_launch
 def _launches(
     shape: tuple[int, int, int, int], stride_q_head: int, stride_head: int, launch: AttentionLaunch, search: int | None
 ) -> Launch:

@@ -29,7 +29,7 @@ from hydra_kernels._common import (
     num_sms_of,
     tiled_quantized_launch,
 )
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._linear import GROUP, checked_output, finish_tile, join_splits
 from hydra_kernels._sizes import cdiv
 
@@ -344,7 +344,7 @@ def _launch(
     launches(_quantized_linear_kernel, (programs, launch.splits, 1), *tensors, x.shape[0])
 
 
-@kept
+@cached_launch
 def _launches(
     form: tuple[int, int, int, bool, int, int],
     strides: tuple[int, int],

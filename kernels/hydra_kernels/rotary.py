@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hydra_kernels._checks import check_heads, described
-from hydra_kernels._launch import Launch, kept
+from hydra_kernels._launch import Launch, cached_launch
 from hydra_kernels._sizes import cdiv, next_power_of_2
 
 _ELEMENTS = 2048  # per program, of both halves
@@ -75,7 +75,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-@kept
+@cached_launch
 def _launches(num_heads: int, half: int, strides: tuple[int, int, int]) -> tuple[int, Launch]:
     """Returns (rows per program, launch). strides: cos, sin, heads."""
     padded = next_power_of_2(half)

@@ -22,7 +22,7 @@ from hydra_kernels._common import TMA_KEYS, TMA_WIDTH, capability_of, split_head
 _ALIGNMENT = 16  # bytes, of a descriptor's address and strides
 
 
-def takes(*tensors: Tensor) -> bool:
+def can_read(*tensors: Tensor) -> bool:
     """True if these kernels can read such [.., D]: 16-bit, on a Hopper GPU, with a padded D of at most TMA_WIDTH,
     strides and addresses of whole 16 bytes."""
     return all(
@@ -35,9 +35,9 @@ def takes(*tensors: Tensor) -> bool:
     )
 
 
-def takes_cache(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """True if they can read a paged cache [N, S, Hkv, D]: as `takes`, with blocks of whole tiles of keys."""
-    return k_cache.shape[1] % TMA_KEYS == 0 and takes(k_cache, v_cache)
+def can_read_cache(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """True if they can read a paged cache [N, S, Hkv, D]: as `can_read`, with blocks of whole tiles of keys."""
+    return k_cache.shape[1] % TMA_KEYS == 0 and can_read(k_cache, v_cache)
 
 
 def scratch(size: int, _alignment: int, _stream: int | None) -> Tensor:

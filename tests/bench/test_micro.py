@@ -184,7 +184,7 @@ def test_work_is_held_on_the_partition_that_is_measured(partition: int) -> None:
     asked: list[int] = []
 
     class Divided(WholeDevice):
-        def at(self, partition: int) -> nullcontext[None]:
+        def use(self, partition: int) -> nullcontext[None]:
             asked.append(partition)
             return nullcontext()
 

@@ -44,7 +44,7 @@ class Device:
 
         def run() -> None:
             if lane == "language":
-                self.backend.partitions.choose(job.chosen)
+                self.backend.partitions.set_partition(job.chosen)
             self.places[lane].append(self.backend.partitions.current())
             self.launch(data, job.alone_s)
 

@@ -112,7 +112,7 @@ class Lanes:
 
     def _step(self, load: LanguageLoad, vision_s: float, partition: int, num_rows: int) -> LanguageResult:
         self.sharing.begin(LANGUAGE)
-        place = self.sharing.choose(partition)
+        place = self.sharing.set_partition(partition)
         started_s = self.clock.now()
         self.gate.begin(inf if place else vision_s)
         self._run(self._lines[LANGUAGE][place], language_works(load))

@@ -42,7 +42,7 @@ def test_a_divided_lane_knows_how_many_multiprocessors_it_gets(streams: Streams)
 
     def look() -> None:
         for partition in range(3):
-            with device.partitions.at(partition):
+            with device.partitions.use(partition):
                 found.append(device.partitions.num_sms(8))  # type: ignore[attr-defined]
 
     in_lane(device, look)

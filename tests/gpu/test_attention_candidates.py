@@ -86,7 +86,8 @@ def test_a_choice_is_measured_once(
     monkeypatch.setattr(attention_timing, "measure", noted)
     with torch.inference_mode():
         first, again = (
-            attention_timing.choose(device, num_sms, torch.bfloat16, SHAPES, tmp_path, 13000) for _ in range(2)
+            attention_timing.choose_attention(device, num_sms, torch.bfloat16, SHAPES, tmp_path, 13000)
+            for _ in range(2)
         )
     assert first == again and len(measured) == 1
     (result,) = measured

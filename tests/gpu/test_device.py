@@ -395,7 +395,7 @@ def test_pools_are_full_of_zeros_and_refused_where_they_are_not_what_was_said(de
 
 def test_the_device_is_one_partition(device: CudaDevice) -> None:
     assert (device.partitions.count, device.partitions.current(), device.asynchronous) == (1, 0, True)
-    with device.partitions.at(0):
+    with device.partitions.use(0):
         assert device.partitions.current() == 0
     with pytest.raises(ValueError, match="partition: expected 0"):
-        device.partitions.at(1)
+        device.partitions.use(1)

@@ -34,7 +34,7 @@ HEADS = [(8, 8, 128), (28, 4, 128), (16, 8, 64), (4, 2, 256)]
 def needs(heads: tuple[int, int, int], *kernels: str) -> None:
     """Skips where one is not compiled and cannot be."""
     for name in kernels:
-        if lacking := flashinfer_kernels.installed().lacks(name, torch.bfloat16, heads[2]):
+        if lacking := flashinfer_kernels.installed().reason_missing(name, torch.bfloat16, heads[2]):
             pytest.skip(f"FlashInfer's {lacking}")
 
 
@@ -180,5 +180,5 @@ def test_packed_attention(attention: FlashInferAttention, cuda: torch.device, bo
     there = fused.to(cuda).unbind(1)
     if not attention.takes_packed(there[0], bounds) and dim in HEAD_DIMS:
         needs((4, 4, dim), "fa2")
-    got = attention.packed(*there, bounds, dim**-0.5)
+    got = attention.attend_packed(*there, bounds, dim**-0.5)
     assert_attention_close(got.cpu(), expected)

@@ -66,7 +66,7 @@ def device(cuda: torch.device, split: SplitDevice) -> CudaDevice:
 
 @pytest.fixture
 def language(device: CudaDevice, split: SplitDevice) -> Iterator[Lane]:
-    split.choose(1)
+    split.set_partition(1)
     lane = device.lane("language")
     yield lane
     lane.close()
@@ -115,7 +115,7 @@ def test_lanes_on_a_partition_run_on_disjoint_multiprocessors(
         tokens, pictures = noted(), noted()
 
         def job(out: Tensor, partition: int = partition) -> None:
-            with device.partitions.at(partition):
+            with device.partitions.use(partition):
                 assert device.partitions.current() == partition
                 note(out)
                 device.finish()
@@ -136,7 +136,7 @@ def test_parts_of_all_partitions_nest(
         out = noted()
 
         def job(out: Tensor = out, partition: int = partition) -> None:
-            with device.partitions.at(partition):
+            with device.partitions.use(partition):
                 note(out)
                 device.finish()
 
@@ -153,7 +153,7 @@ def test_a_spread_part_is_another_one_and_shares_nothing_either(
 ) -> None:
     used = []
     for spread in (False, True):
-        ((*handles, language_sms, vision_sms),) = sm_split.split(cuda, (count,), 0, 0, spread=spread)
+        ((*handles, language_sms, vision_sms),) = sm_split.create_split_streams(cuda, (count,), 0, 0, spread=spread)
         parts = []
         for handle in handles:
             out = noted()
@@ -182,7 +182,7 @@ def test_a_step_that_chose_more_stays_off_what_an_encode_has(
         launched.set()
 
     def step() -> None:
-        split.choose(2)
+        split.set_partition(2)
         places.append(device.partitions.current())
         note(tokens)
         device.finish()
@@ -247,7 +247,7 @@ def test_a_graph_keeps_the_partition_of_its_capture(
     outs, graphs = [noted() for _ in range(3)], {}
 
     def capture(partition: int) -> None:
-        with device.partitions.at(partition):
+        with device.partitions.use(partition):
             graphs[partition] = device.capture(partial(note, outs[partition]))
 
     for partition in range(3):
@@ -255,7 +255,7 @@ def test_a_graph_keeps_the_partition_of_its_capture(
 
     def replay(partition: int) -> None:
         outs[partition].fill_(-1)
-        with device.partitions.at(partition):
+        with device.partitions.use(partition):
             graphs[partition].replay()
             device.finish()
 
@@ -277,7 +277,7 @@ def test_what_a_lane_launched_before_it_moved_comes_first(
 
     def job() -> None:
         for turn in range(30):
-            with device.partitions.at(turn % 3):
+            with device.partitions.use(turn % 3):
                 torch.cuda._sleep(1_000_000)
                 value.mul_(2).add_(turn % 3)
         fetches.append(device.fetch((value,)))
@@ -318,7 +318,7 @@ def test_results_are_the_same_on_every_partition(device: CudaDevice, language: L
 
     def job() -> None:
         for partition in range(3):
-            with device.partitions.at(partition):
+            with device.partitions.use(partition):
                 results.append((x @ x).softmax(-1).argmax(-1))
         device.finish()
 
@@ -331,7 +331,7 @@ def test_closing_a_lane_waits_for_the_partition_it_was_on(device: CudaDevice, cu
     ended: list[torch.cuda.Event] = []
 
     def job() -> None:
-        with device.partitions.at(1):
+        with device.partitions.use(1):
             torch.cuda._sleep(50_000_000)
             ended.append(torch.cuda.Event())
             ended[0].record()
@@ -344,10 +344,10 @@ def test_closing_a_lane_waits_for_the_partition_it_was_on(device: CudaDevice, cu
 
 def test_a_partition_that_is_not_there_is_refused(device: CudaDevice) -> None:
     with pytest.raises(ValueError, match="partition: expected 0 to 2, got 3"):
-        device.partitions.at(3)
+        device.partitions.use(3)
     with pytest.raises(ValueError, match="expected 0 outside of the language and the vision lane, got 1"):
-        device.partitions.at(1)
-    with device.partitions.at(0):
+        device.partitions.use(1)
+    with device.partitions.use(0):
         assert device.partitions.current() == 0
 
 

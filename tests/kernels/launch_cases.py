@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.quantized import FLOAT8
-from hydra_kernels._launch import forget
+from hydra_kernels._launch import clear_launch_caches
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
@@ -273,7 +273,7 @@ def launches_of(name: str, capability: int, cases: Mapping[str, Callable[[], obj
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in ("_common", "linear", "fused_linear", "quantized_linear"):
             monkeypatch.setattr(f"hydra_kernels.{module}.capability_of", lambda device: capability)
-        forget()
+        clear_launch_caches()
         return record(monkeypatch, cases[name])
 
 

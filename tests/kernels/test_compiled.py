@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import FLOAT8
 from hydra_kernels._common import decode_launch, packed_launch, prefill_launch
-from hydra_kernels._occupancy import Limits, places
+from hydra_kernels._occupancy import Limits, resident_programs
 from hydra_kernels.norms import rms_norm
 from hydra_kernels.quantized_linear import pack, small_quantized_linear
 from tests.kernels.compiling import SHARED_LIMIT, compile_for, record
@@ -124,7 +124,7 @@ def test_decodes_are_split_into_whole_waves() -> None:
     limits = Limits(233472, 2048)
     for name, expected in (("decode-mha-128", 4), ("decode-gqa-128", 2)):
         (result,) = compiled(name, 90).values()
-        assert places(result.shared, result.registers, result.warps, limits) == expected
+        assert resident_programs(result.shared, result.registers, result.warps, limits) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)

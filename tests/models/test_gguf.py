@@ -235,7 +235,7 @@ def test_blocks_are_taken_apart_as_the_formulas_say(kind: str, threads: int) -> 
         _C.set_num_threads(threads)
         weight = decoded_blocks(raw, kind, rows)
         _C.set_num_threads(1)
-        assert weight.form == expected.form and torch.equal(weight.values, expected.values)
+        assert weight.stack_key == expected.stack_key and torch.equal(weight.values, expected.values)
         for part in ("scales", "offsets", "block_scales"):
             found, wanted = getattr(weight, part), getattr(expected, part)
             assert (found is None) == (wanted is None)

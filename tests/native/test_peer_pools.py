@@ -35,7 +35,7 @@ def pools(memory: Memory) -> PeerPools:
 
 
 def handle(generation: int = 7, owner: int = PEER, data: bytes = bytes(64)) -> bytes:
-    return PoolHandle(data, owner, generation).packed()
+    return PoolHandle(data, owner, generation).pack()
 
 
 def test_a_pool_is_opened_once(pools: PeerPools, memory: Memory) -> None:

@@ -28,8 +28,8 @@ from hydra_engine.backend.cuda.attention_choice import (
     Measured,
     Shapes,
     Tower,
-    by_name,
-    by_time,
+    choose_by_name,
+    choose_by_time,
 )
 from hydra_engine.backend.cuda.attention_timing import (
     Candidate,
@@ -127,7 +127,7 @@ def test_the_fastest_one_by_a_margin(times: tuple[float, ...], best: str, told: 
     result = nothing()
     others = (candidate(name, OURS.clone) for name in "ab")
     compare(DECODES, OURS.clone, others, timed(*times), result)
-    assert result.best(DECODES) == best and result.told(DECODES) == told
+    assert result.best(DECODES) == best and result.describe(DECODES) == told
 
 
 @pytest.mark.parametrize("wrong", [OURS + 0.1, torch.cat([OURS[:-1], torch.tensor([float("nan")])]), OURS.flip(0)])
@@ -135,7 +135,7 @@ def test_one_that_computes_something_else_is_never_taken(wrong: Tensor) -> None:
     """However fast it is: it is not even timed."""
     result = nothing()
     compare(DECODES, OURS.clone, iter([candidate("a", wrong.clone)]), timed(2.0), result)
-    assert result.best(DECODES) == "triton" and result.told(DECODES) == "decodes triton (a: other results)"
+    assert result.best(DECODES) == "triton" and result.describe(DECODES) == "decodes triton (a: other results)"
 
 
 def test_one_that_leaves_a_part_unwritten_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_each_use_has_its_own_winner(library: Library) -> None:
         {"pictures": {"flashinfer": "other results"}},
         "2026-11-23",
     )
-    chosen = by_time(measured)
+    chosen = choose_by_time(measured)
     ops = CudaOps(CPU, NUM_SMS, send, attention=chosen)
     table = {choice.op: choice for choice in ops.choices()}
     assert table["attention_paged"].implementation == "triton, flashinfer-fa3"
@@ -269,7 +269,7 @@ def test_each_use_has_its_own_winner(library: Library) -> None:
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_what_was_asked_for_by_name_is_taken_for_everything(library: Library, name: str) -> None:
-    ops = CudaOps(CPU, NUM_SMS, send, attention=by_name(name))
+    ops = CudaOps(CPU, NUM_SMS, send, attention=choose_by_name(name))
     table = {choice.op: choice for choice in ops.choices()}
     for op in ("attention_paged", "attention_packed"):
         assert table[op].implementation.split(", ")[0] == name
@@ -287,7 +287,7 @@ def test_a_backend_measures_where_nobody_chose_and_says_what_it_took(
         asked.append((device.name, *given))
         return taken
 
-    monkeypatch.setattr(attention_timing, "choose", choose)
+    monkeypatch.setattr(attention_timing, "choose_attention", choose)
     gpu, shapes = ChosenDevice("cuda:0", 0, 132, "as asked"), Shapes(HEADS)
     make: Any = partial(select._on_cuda, gpu, 0, torch.bfloat16, False, 1, "balanced", ())
     made = make("auto", shapes, tmp_path)
@@ -329,7 +329,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChosenAttent
 
     def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Any) -> Measured:
         counted.append("measured")
-        return Measured({"decodes": {"triton": 2.0, "flashinfer": 1.0}}, {}, kept.today())
+        return Measured({"decodes": {"triton": 2.0, "flashinfer": 1.0}}, {}, kept.utc_date())
 
     monkeypatch.setattr(attention_timing, "measure", measure)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -342,7 +342,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChosenAttent
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
         monkeypatch.setattr(torch, "__version__", facts["torch"])
         counted.clear()
-        chosen = attention_timing.choose(device, facts["sms"], dtype, shapes, folder, facts["driver"])
+        chosen = attention_timing.choose_attention(device, facts["sms"], dtype, shapes, folder, facts["driver"])
         return chosen, len(counted)
 
     return choose
@@ -350,7 +350,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChosenAttent
 
 def test_a_choice_is_kept_and_found_again(machine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, measured = machine(tmp_path / "profiles")
-    assert measured == 1 and first.of(DECODES) == "flashinfer"
+    assert measured == 1 and first.kernel_for(DECODES) == "flashinfer"
     again, measured = machine(tmp_path / "profiles")
     assert measured == 0 and again == first and not caplog.records
     assert machine(None)[1] == 1

@@ -96,10 +96,10 @@ def test_a_device_is_not_touched_before_it_is_used() -> None:
     """`doctor` makes one to ask its ops."""
     device = CudaDevice(3, 1)
     assert (device.name, device.torch_device, device.partitions.count) == ("cuda:3", torch.device("cuda", 3), 1)
-    with device.partitions.at(device.partitions.current()):
+    with device.partitions.use(device.partitions.current()):
         pass
     with pytest.raises(ValueError, match="partition: expected 0, the device is not divided, got 1"):
-        device.partitions.at(1)
+        device.partitions.use(1)
     layout = PoolLayout(PoolKind.KV, 1, (1, 2, 1, 1, 4), "float32", 32)
     with pytest.raises(TransferError, match="'other' cannot be mapped by a GPU"):
         device.open_peer(PoolExport(layout, "other", 32), -1)

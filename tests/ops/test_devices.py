@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hydra_engine.backend import devices
-from hydra_engine.backend.devices import CudaDeviceInfo, CudaProbe, CudaSupport, choose, refusal
+from hydra_engine.backend.devices import CudaDeviceInfo, CudaProbe, CudaSupport, choose_device, refusal
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.instance import compute_stack
@@ -63,7 +63,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name_and_left_out_by_auto(
     found: CudaSupport, why: str, loud: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(BackendError, match=f"^device cuda:0 cannot be used: .*{why}"):
-        choose("cuda:0", found)
+        choose_device("cuda:0", found)
     monkeypatch.setattr(devices, "cuda_support", lambda: found)
     with caplog.at_level("INFO", logger="hydra_engine.backend.devices"):
         chosen = devices.resolve("auto")
@@ -87,17 +87,17 @@ def test_each_gpu_is_looked_at_by_itself() -> None:
     with pytest.raises(
         BackendError, match=r"Tesla V100 has compute capability 7\.0 .*sm_80 sm_90 compute_90: build it"
     ):
-        choose("cuda:1", CudaSupport(OK))
+        choose_device("cuda:1", CudaSupport(OK))
     with pytest.raises(BackendError, match=r"cuda:2 .*there are 2 GPUs, numbered from 0 \(CUDA_VISIBLE_DEVICES"):
-        choose("cuda:2", CudaSupport(OK))
+        choose_device("cuda:2", CudaSupport(OK))
     with pytest.raises(BackendError, match="there is 1 GPU, numbered from 0"):
-        choose("cuda:1", CudaSupport(NO_CODE))
+        choose_device("cuda:1", CudaSupport(NO_CODE))
 
 
 @pytest.mark.parametrize("word", ["tpu", "cuda:", "cuda:01", "cuda:-1", "cuda:1000", "CUDA:0", "cpu:0", ""])
 def test_other_words_are_configuration_errors(word: str) -> None:
     with pytest.raises(ConfigError, match="device must be auto, cpu or cuda:N"):
-        choose(word, CudaSupport(OK))
+        choose_device(word, CudaSupport(OK))
 
 
 def test_names_are_those_of_the_driver_even_where_torch_cannot_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_missing_extension_leaves_the_processor(monkeypatch: pytest.MonkeyPatc
 def test_instances_that_share_a_gpu_take_turns_unless_mps_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found = replace(OK, devices=(H200, replace(H200, index=1, has_mps=True)))
     monkeypatch.setattr(devices, "probe", lambda: found)
-    assert [devices.takes_turns(name) for name in ("cuda:0", "cuda:1", "cuda", "cpu")] == [True, False, True, False]
+    assert [devices.is_time_sliced(name) for name in ("cuda:0", "cuda:1", "cuda", "cpu")] == [True, False, True, False]
     for name, neighbours, said in (
         ("cuda:0", (Role.E, Role.P), "the 2 instances on cuda:0 take turns"),
         ("cuda:0", (Role.E,), ""),

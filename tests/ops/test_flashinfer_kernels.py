@@ -13,7 +13,14 @@ from torch import Tensor
 
 from hydra_engine.backend.cuda import attention_timing, flashinfer_kernels
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.attention_choice import DECODES, PROMPTS, Heads, Measured, by_name, resolve_attention
+from hydra_engine.backend.cuda.attention_choice import (
+    DECODES,
+    PROMPTS,
+    Heads,
+    Measured,
+    choose_by_name,
+    resolve_attention,
+)
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.flashinfer_kernels import FlashKernel, FlashKernels
 from hydra_engine.backend.reference.ops import ReferenceOps
@@ -110,9 +117,9 @@ def test_compiled_kernels_are_known_by_the_names_of_their_modules(
     library.jit.env.FLASHINFER_AOT_PROVIDERS = [SimpleNamespace(modules=frozenset({FA3_64}))]
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     kernels = flashinfer_kernels.installed()
-    assert kernels.listed() == "decode-128, fa2-128, fa3-64"
+    assert kernels.describe() == "decode-128, fa2-128, fa3-64"
     bf16 = torch.bfloat16
-    assert not kernels.lacks("fa2", bf16, 128) and "no sources" in kernels.lacks("fa3", bf16, 128)
+    assert not kernels.reason_missing("fa2", bf16, 128) and "no sources" in kernels.reason_missing("fa3", bf16, 128)
     asked = (("auto", 128), ("fa2", 128), ("fa3", 128), ("auto", 64), ("auto", 256))
     assert [kernels.prompts(name, bf16, dim, hopper=True) for name, dim in asked] == ["fa2", "fa2", None, "fa3", None]
     assert kernels.prompts("auto", bf16, 64, hopper=False) is None
@@ -121,14 +128,14 @@ def test_compiled_kernels_are_known_by_the_names_of_their_modules(
 def test_what_a_package_carries_is_known_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """So that a measurement is made again once there are others."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert flashinfer_kernels.carried() == ""
+    assert flashinfer_kernels.describe_installed() == ""
     about = tmp_path / "flashinfer_python-0.7.2.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Name: flashinfer-python\nVersion: 0.7.2\n")
     installation(tmp_path / "flashinfer" / "data", FA2_128, sources=False)
-    assert flashinfer_kernels.carried() == "fa2-128; its package has no sources to compile more"
+    assert flashinfer_kernels.describe_installed() == "fa2-128; its package has no sources to compile more"
     installation(tmp_path / "flashinfer" / "data", DECODE_128, sources=False)
-    assert flashinfer_kernels.carried() == "decode-128, fa2-128; its package has no sources to compile more"
+    assert flashinfer_kernels.describe_installed() == "decode-128, fa2-128; its package has no sources to compile more"
 
 
 def test_a_package_with_sources_compiles_what_nvcc_and_ninja_are_there_for(
@@ -167,7 +174,7 @@ class ByTriton(CudaAttention):
         self.asked.append("all")
         return q
 
-    def packed(self, q: Tensor, *given: Any, tma: bool = False) -> Tensor:
+    def attend_packed(self, q: Tensor, *given: Any, tma: bool = False) -> Tensor:
         self.asked.append("packed")
         return q
 
@@ -198,7 +205,7 @@ def test_rows_whose_kernel_is_not_there_are_tritons(
     captured.refresh(ints(9, 9), ints(*range(8)).reshape(2, 4))
     attention.paged(q[:2], cache, 0, captured, SCALE)
     assert attention.takes_packed(q, [0, 1, 4]) == ("Packed" in planned)
-    attention.packed(q, q, q, [0, 1, 4], SCALE)
+    attention.attend_packed(q, q, q, [0, 1, 4], SCALE)
     assert (library.plans, by_triton.asked) == (planned, asked)
 
 
@@ -226,7 +233,7 @@ def test_a_kernel_that_is_not_compiled_is_left_out_with_the_reason(
 def test_what_is_chosen_by_name_says_which_kernels_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     known = frozenset({FlashKernel("fa2", torch.bfloat16, 128)})
     install(monkeypatch, kernels=FlashKernels(known, "its package has no sources to compile more"))
-    reasons = by_name("flashinfer").reasons
+    reasons = choose_by_name("flashinfer").reasons
     assert (
         "there are fa2-128, and its package has no sources to compile more; others take Triton"
         in reasons["attention_paged"]

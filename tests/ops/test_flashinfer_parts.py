@@ -119,7 +119,7 @@ def test_segments_are_planned_once_for_all_layers(attention: FlashInferAttention
     q, k, v = torch.randn(3, 12, 4, 64).to(torch.bfloat16)
     for bounds in ([0, 5, 5, 12], [0, 4, 8, 12]) * 3:
         expected = ReferenceOps().attention_packed(q, k, v, bounds, SCALE)
-        assert torch.allclose(attention.packed(q, k, v, bounds, SCALE).float(), expected.float(), atol=2e-2)
+        assert torch.allclose(attention.attend_packed(q, k, v, bounds, SCALE).float(), expected.float(), atol=2e-2)
     assert library.plans == ["Packed"] * 2
 
 
@@ -307,6 +307,6 @@ def test_a_wrapper_is_planned_anew_only_once_its_plan_was_copied(monkeypatch: py
 
     wrappers = Wrappers(make, 2)
     for key, waits in (("a", 0), ("b", 0), ("a", 0), ("c", 1), ("a", 1), ("b", 2)):
-        wrapper = wrappers.planned(key, partial(noted, key))
+        wrapper = wrappers.get_planned(key, partial(noted, key))
         assert wrapper[-1] == key and Event.waits == waits
     assert made == [["a"], ["b", "c", "b"]]

@@ -35,7 +35,7 @@ def compute(signatures: Mapping[str, inspect.Signature]) -> set[str]:
     ints = partial(torch.tensor, dtype=torch.int32)
     tables = torch.arange(8, dtype=torch.int32).view(2, 4)
     attention.paged(q, cache, 0, attention.plan(ints([0, 1, 4]), ints([5, 9]), tables), 0.1)
-    attention.packed(q, q, q, [0, 1, 4], 0.1)
+    attention.attend_packed(q, q, q, [0, 1, 4], 0.1)
     captured = attention.plan_decode(ints([1, 1]), tables)
     assert captured.refresh is not None
     for context in (4, 5):

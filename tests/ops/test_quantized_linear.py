@@ -113,7 +113,7 @@ def test_scales_in_two_levels_give_the_bits_of_those_that_they_stand_for(
 ) -> None:
     weight, ops = in_two_levels(size, offsets=offsets), ReferenceOps()
     bias = torch.randn(size[0], generator=torch.Generator().manual_seed(1))
-    packed, plain = pack_linear(weight, bias), pack_linear(weight.in_one_level(), bias)
+    packed, plain = pack_linear(weight, bias), pack_linear(weight.flatten_scales(), bias)
     for dtype, rows in zip(DTYPES * 3, (1, 2, 3, 5, 8, 12, 17, 40, 70), strict=True):
         x = rows_of(rows, size[1], dtype)
         result = linear(x, packed, out_dtype=torch.float32)

@@ -114,7 +114,7 @@ def test_outputs_of_scales_in_two_levels_are_chosen_stacked_and_scaled() -> None
     tops = weight.block_scales.float().repeat_interleave(8, dim=1)  # type: ignore[union-attr]
     wide = (tops[:, :, 0] * scales)[:, :, None] * values.unflatten(1, (16, 32)) - (tops[:, :, 1] * offsets)[:, :, None]
     assert torch.equal(dense, wide.flatten(1))
-    assert weight.in_one_level().num_bits == 8 and weight.form != weight.in_one_level().form
+    assert weight.flatten_scales().num_bits == 8 and weight.stack_key != weight.flatten_scales().stack_key
     order = torch.tensor([5, 0, 3])
     assert torch.equal(
         stacked([weight.rows(order), weight]).dequantized(torch.float32), torch.cat((dense[order], dense))

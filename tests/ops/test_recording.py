@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import DeltaInputs, PagedCache, Places, StateCache, StateRows, States
+from hydra_engine.backend.base import DeltaInputs, PagedCache, StateCache, StateRows, States, StepInputs
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.cpu.recording import MAX_ROWS, RecordedDecode
 from hydra_engine.backend.quantized import quantized
@@ -17,7 +17,7 @@ HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
 SIZE, INNER = HEADS * DIM, 96
 PLACES, TAPS = 2 * (MAX_ROWS + 1), 4
 VOCAB, POSITIONS = 50, 40
-Given = tuple[Tensor, Tensor, Tensor, PagedCache, Places]
+Given = tuple[Tensor, Tensor, Tensor, PagedCache, StepInputs]
 
 
 class Layers:
@@ -50,10 +50,10 @@ class Layers:
         slots = tables.long().gather(1, last[:, None] // BLOCK)[:, 0] * BLOCK + last % BLOCK
         token_ids = torch.randint(0, VOCAB, (rows,), generator=self._random)
         plan = self.ops.plan_attention(torch.arange(rows + 1, dtype=torch.int32), contexts, tables.contiguous())
-        return token_ids, last, self.angles, cache, Places(slots, plan)
+        return token_ids, last, self.angles, cache, StepInputs(slots, plan)
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: StepInputs
     ) -> Tensor:
         self.calls += 1
         hidden = self._table.index_select(0, token_ids).to(self.dtype)
@@ -229,7 +229,7 @@ def test_contents_are_checked_in_every_replay() -> None:
     tables = torch.full((2, 3), BLOCKS, dtype=torch.int32)
     wrong = layers.ops.plan_attention(places.attention.cu_q, places.attention.num_context, tables)
     with pytest.raises(ValueError, match="block_tables: expected 0 to"):
-        recorded(*others, Places(places.slots - places.slots - 1, wrong))
+        recorded(*others, StepInputs(places.slots - places.slots - 1, wrong))
     assert torch.equal(cache.data, before)
     expected, _ = expected_of(layers, (*others, places))
     assert torch.equal(recorded(*others, places), expected)

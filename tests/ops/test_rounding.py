@@ -42,7 +42,7 @@ def test_native_bits_are_those_of_the_formulas(
     weight = matrix(*shape, kind, dtype)
     for num_bits in (8, 4):
         expected, result = by_formula(weight, num_bits), quantized_matrix(weight, num_bits)
-        assert result.form == expected.form
+        assert result.stack_key == expected.stack_key
         assert torch.equal(result.values, expected.values)
         torch.testing.assert_close(result.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydra_engine import _C
 from hydra_engine.backend.cuda import sm_split as cuda_split
-from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, Sharing, Track, note_of
+from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, Sharing, Track, describe_split
 from hydra_engine.backend.select import create_backend, resolve_sm_split
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import BackendError, ConfigError
@@ -18,7 +18,7 @@ from hydra_engine.errors import BackendError, ConfigError
 
 def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
     sharing = Sharing()
-    assert sharing.choose(2) == 0 and not sharing._has_work(LANGUAGE)
+    assert sharing.set_partition(2) == 0 and not sharing._has_work(LANGUAGE)
     sharing.submitted(LANGUAGE)
     assert sharing.begin(LANGUAGE) == 0
     sharing.submitted(VISION)
@@ -58,7 +58,7 @@ def test_an_encode_that_was_launched_and_still_runs_shares_the_device() -> None:
     sharing.launched(VISION, lambda: done[0])
     assert sharing.begin(LANGUAGE) == 1
     done[0] = True
-    assert sharing.choose(1) == 0
+    assert sharing.set_partition(1) == 0
 
 
 def test_a_step_beside_an_encode_on_the_whole_device_has_the_whole_device() -> None:
@@ -66,7 +66,7 @@ def test_a_step_beside_an_encode_on_the_whole_device_has_the_whole_device() -> N
     sharing.submitted(VISION)
     assert sharing.begin(VISION) == 0
     sharing.submitted(LANGUAGE)
-    assert (sharing.begin(LANGUAGE), sharing.choose(2)) == (0, 0)
+    assert (sharing.begin(LANGUAGE), sharing.set_partition(2)) == (0, 0)
     sharing.launched(VISION, lambda: True)
     sharing.submitted(VISION)
     assert sharing.begin(VISION) == 2 == sharing.begin(LANGUAGE)
@@ -76,9 +76,9 @@ def test_a_step_moves_to_the_partition_that_it_chooses_and_the_next_encode_follo
     sharing = Sharing()
     sharing.submitted(LANGUAGE)
     sharing.submitted(VISION)
-    assert (sharing.begin(LANGUAGE), sharing.choose(3)) == (1, 3)
+    assert (sharing.begin(LANGUAGE), sharing.set_partition(3)) == (1, 3)
     assert sharing.begin(VISION) == 3
-    assert sharing.choose(0) == 0, "vision stays on its part until the encode ends"
+    assert sharing.set_partition(0) == 0, "vision stays on its part until the encode ends"
     sharing.launched(VISION, lambda: True)
     sharing.submitted(VISION)
     assert sharing.begin(VISION) == 0
@@ -89,14 +89,14 @@ def test_a_step_that_chose_more_stays_off_what_the_encode_has() -> None:
     sharing, done = Sharing((32, 64)), [False]
     sharing.submitted(LANGUAGE)
     sharing.submitted(VISION)
-    assert (sharing.begin(LANGUAGE), sharing.choose(1), sharing.begin(VISION)) == (1, 1, 1)
+    assert (sharing.begin(LANGUAGE), sharing.set_partition(1), sharing.begin(VISION)) == (1, 1, 1)
     sharing.launched(VISION, lambda: done[0])
     sharing.submitted(VISION)
-    assert sharing.choose(2) == 1
+    assert sharing.set_partition(2) == 1
     assert sharing.begin(VISION) == 2
-    assert sharing.choose(2) == 1
+    assert sharing.set_partition(2) == 1
     done[0] = True
-    assert sharing.choose(2) == 2 and sharing.choose(1) == 1
+    assert sharing.set_partition(2) == 2 and sharing.set_partition(1) == 1
 
 
 def test_an_encode_stays_off_what_a_step_has() -> None:
@@ -105,11 +105,11 @@ def test_an_encode_stays_off_what_a_step_has() -> None:
         sharing, done = Sharing((32, 64)), [False]
         sharing.submitted(VISION)
         sharing.submitted(LANGUAGE)
-        assert (sharing.begin(LANGUAGE), sharing.choose(2)) == (1, 2)
+        assert (sharing.begin(LANGUAGE), sharing.set_partition(2)) == (1, 2)
         sharing.launched(LANGUAGE, lambda done=done: done[0])  # type: ignore[misc]
         sharing.submitted(LANGUAGE)
         sharing.begin(LANGUAGE)
-        assert sharing.choose(chosen) == chosen
+        assert sharing.set_partition(chosen) == chosen
         assert sharing.begin(VISION) == 2
         sharing.launched(VISION, lambda: True)
         done[0] = True
@@ -163,7 +163,7 @@ def test_parts_of_jobs_that_run_are_never_the_same(sizes: list[int], events: lis
         sharing.submitted(lane)
         place = sharing.begin(lane)
         if lane == LANGUAGE:
-            place = sharing.choose(number)
+            place = sharing.set_partition(number)
             assert place in (0, number) or parts(VISION), "it is where it chose, unless an encode is in its way"
         running[lane].append(job := [place, 0])
         sharing.launched(lane, lambda job=job: bool(job[1]))  # type: ignore[misc]
@@ -190,7 +190,7 @@ def track() -> tuple[Any, list[str]]:
 def test_a_lane_that_moves_waits_for_what_it_launched_before() -> None:
     moving, log = track()
     for partition in (0, 1, 1, 2, 0):
-        moving.move(partition)
+        moving.switch_to(partition)
     assert log == [
         *("first waits for whole", "use first"),
         *("second waits for first", "use second"),
@@ -200,20 +200,20 @@ def test_a_lane_that_moves_waits_for_what_it_launched_before() -> None:
 
 def test_a_scope_on_a_partition_is_left_even_when_it_raises() -> None:
     moving, log = track()
-    with pytest.raises(KeyError), moving.at(2):
+    with pytest.raises(KeyError), moving.use(2):
         assert moving.partition == 2
         raise KeyError
     assert moving.partition == 0 and log[-2:] == ["whole waits for second", "use whole"]
 
 
 def test_the_note_says_how_counts_were_rounded() -> None:
-    assert note_of((32,), [(32, 100)], 132) == (
+    assert describe_split((32,), [(32, 100)], 132) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures; else all for either"
     )
-    assert note_of((32,), [(32, 96)], 132).endswith(
+    assert describe_split((32,), [(32, 96)], 132).endswith(
         "else all for either; 4 left over, which the driver leaves out of every part"
     )
-    assert note_of((30, 64), [(32, 100), (64, 68)], 132) == (
+    assert describe_split((30, 64), [(32, 100), (64, 68)], 132) == (
         "multiprocessors while both models run: 32 for tokens and 100 for pictures (30 asked for, the device divides "
         "by more); else all for either; with a TPOT limit also 64 for tokens and 68 for pictures, step by step"
     )
@@ -262,7 +262,7 @@ def test_what_the_driver_refuses_is_told_without_places_in_sources(
 
     monkeypatch.setattr(_C, "cuda_split_streams", refuse)
     with pytest.raises(kind, match=said):
-        cuda_split.split(torch.device("cuda", 0), (32,), -1, 0)
+        cuda_split.create_split_streams(torch.device("cuda", 0), (32,), -1, 0)
 
 
 @pytest.mark.skipif(_C.cuda_probe()["status"] == "ok", reason="there is a GPU that can be used")

@@ -42,7 +42,7 @@ class Triton(CudaAttention):
         super().__init__(CPU, NUM_SMS, send, deterministic=False)
         self.calls: list[str] = []
 
-    def packed(
+    def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float, *, tma: bool = False
     ) -> Tensor:
         self.calls.append("triton-tma" if tma else "triton")
@@ -117,7 +117,7 @@ def test_each_use_goes_to_its_kernel(calls: list[str], bounds: list[int], captur
     longest = max(end - begin for begin, end in pairwise(bounds))
     padded = torch.tensor(bounds + bounds[-1:] * 3, dtype=torch.int32)
     segments = by_triton.plan_packed(padded, longest) if captured else bounds
-    assert close(towers.packed(q, k, v, segments, 0.1), bounds, q, k, v)
+    assert close(towers.attend_packed(q, k, v, segments, 0.1), bounds, q, k, v)
     assert calls + by_triton.calls == [asked]
 
 
@@ -138,7 +138,7 @@ def test_what_torch_does_not_take(calls: list[str]) -> None:
         assert not any(found[name].takes(q, k, v, EQUAL) for name in ("cudnn", "torch-varlen"))
     towers = TowerAttention(CHOSEN, by_triton, found)
     q, k, v = rows([0, 0])
-    assert towers.packed(q, k, v, [0, 0], 0.1).shape == (0, 2, 80) and not calls
+    assert towers.attend_packed(q, k, v, [0, 0], 0.1).shape == (0, 2, 80) and not calls
 
 
 def test_a_segment_without_rows_is_not_equal_to_the_others(calls: list[str]) -> None:
@@ -169,7 +169,7 @@ def test_all_candidates_of_a_tower_are_measured(monkeypatch: pytest.MonkeyPatch,
     """A tower with windows, on its own shapes; candidates that cannot run are reported."""
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     tower, by_triton, result = Tower(2, 80, 300, 64), Triton(), Measured({}, {}, "")
-    monkeypatch.setattr(tower_attention, "takes", lambda *tensors: False)
+    monkeypatch.setattr(tower_attention, "can_read", lambda *tensors: False)
     monkeypatch.setattr(attention_timing, "TOWER_ROWS", 650)
     monkeypatch.setattr(attention_timing, "LAUNCHES", 1)
     seen: dict[str, list[int]] = {}
@@ -177,7 +177,7 @@ def test_all_candidates_of_a_tower_are_measured(monkeypatch: pytest.MonkeyPatch,
         bounds = segments.cu_seqlens.tolist() if isinstance(segments, PackedPlan) else list(segments)
         seen[use] = [count, bounds[1], len(set(bounds)) - 1]
         q, k, v = rows([0, count])
-        ours = partial(by_triton.packed, q, k, v, segments, 80**-0.5)
+        ours = partial(by_triton.attend_packed, q, k, v, segments, 80**-0.5)
         candidates = packed_candidates(Site(CPU, NUM_SMS, send), by_triton, tower, q, k, v, segments)
         compare(use, ours, candidates, lambda launch: launch() or 1.0, result)
     assert seen == {

@@ -48,13 +48,13 @@ class LatePartitions:
         self.count = count
         self.here = 0
 
-    def choose(self, partition: int) -> None:
+    def set_partition(self, partition: int) -> None:
         """The test says where."""
 
     def current(self) -> int:
         return self.here
 
-    def at(self, partition: int) -> AbstractContextManager[None]:
+    def use(self, partition: int) -> AbstractContextManager[None]:
         assert 0 <= partition < self.count
         return nullcontext()
 

@@ -357,7 +357,7 @@ def test_beside_a_step_on_a_part_of_the_device_vision_runs_all_along() -> None:
         chosen.append(partition)
         device.partitions.here = partition % 3
 
-    device.partitions.choose = choose  # type: ignore[method-assign]
+    device.partitions.set_partition = choose  # type: ignore[method-assign]
     gate = RecordingGate()
     rig = make_rig(device, gate=gate)
     request = make_request(1, [5, 6])

@@ -53,7 +53,9 @@ def test_decodes_and_chunks_share_a_step() -> None:
     assert states.rows(mixed).lists() == ([0, 1, 4], [4, 0], [3, 0], [2, 1])
     states.advance(mixed)
     assert states.rows(plan(chunk(0, 3, 2))).lists() == ([0, 2], [3], [1], [0])
-    assert all(rows.dtype == torch.int64 for rows in (states.rows(mixed_next()).cu_q, states.rows(mixed_next()).reads))
+    assert all(
+        rows.dtype == torch.int64 for rows in (states.rows(mixed_next()).cu_q, states.rows(mixed_next()).read_slots)
+    )
 
 
 def mixed_next() -> LanguagePlan:
@@ -66,4 +68,4 @@ def test_the_next_owner_of_a_slot_begins_without_a_state() -> None:
     (cu_q, starts, (read,), (write,)) = states.rows(plan(chunk(2, 0, 4))).lists()
     assert (cu_q, starts) == ([0, 4], [0]) and {read, write} == {4, 5}
     states.advance(plan(chunk(2, 0, 4)))
-    assert states.rows(plan(decode(2, 4))).reads.tolist() == [write]
+    assert states.rows(plan(decode(2, 4))).read_slots.tolist() == [write]

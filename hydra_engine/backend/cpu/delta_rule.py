@@ -21,7 +21,7 @@ def plan_states(rows: StateRows) -> StateRows:
     return rows
 
 
-def plan_decode_states(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:  # noqa: ARG001
+def plan_decode_states(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:  # noqa: ARG001
     """Raises ValueError, as `NativeOps.plan_decode`: launches of these ops are never captured."""
     raise ValueError("plan_decode_states: expected ops that plan without contents; these check places before they run")
 
@@ -86,8 +86,8 @@ def _rows(rows: StateRows, tokens: int, states: Tensor, layer: int) -> _Rows:
     return (
         rows.cu_q.data_ptr(),
         rows.starts.data_ptr(),
-        rows.reads.data_ptr(),
-        rows.writes.data_ptr(),
+        rows.read_slots.data_ptr(),
+        rows.write_slots.data_ptr(),
         rows.starts.shape[0],
         tokens,
         states.shape[0],

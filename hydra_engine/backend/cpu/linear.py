@@ -43,12 +43,12 @@ class NativeLinear:
         if dtype is not torch.float32:
             weight = weight.to(dtype)
         form = *weight.shape, DTYPE_CODES[weight.dtype], DTYPE_CODES[dtype]
-        self._keep(form, _MEMORY.take(_C.packed_bytes(*form[:3])), _padded_bias(bias, form[0]))
+        self._keep(form, _MEMORY.allocate(_C.packed_bytes(*form[:3])), _padded_bias(bias, form[0]))
         if weight.numel():
             self.handle.pack(weight.data_ptr(), weight.stride(0))
 
     @classmethod
-    def restored(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeLinear:
+    def from_packed(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeLinear:
         """A weight over packed bytes: `form` of the packed one, and bytes that begin with its `data`. Raises ValueError
         if they are too few or not aligned."""
         result = cls.__new__(cls)
@@ -80,12 +80,12 @@ class NativeQuantizedLinear:
         scale_dtype = torch.float32 if tops is not None else scales.dtype
         form: Form = (*weight.shape, scales.shape[1], weight.num_bits, DTYPE_CODES[scale_dtype])
         form += offsets is not None, tops is not None
-        self._keep(form, _MEMORY.take(_C.quantized_bytes(*form)), _padded_bias(bias, weight.num_out))
+        self._keep(form, _MEMORY.allocate(_C.quantized_bytes(*form)), _padded_bias(bias, weight.num_out))
         if self.data.numel():
             self.handle.pack(values.data_ptr(), scales.data_ptr(), _address(offsets), _address(tops))
 
     @classmethod
-    def restored(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeQuantizedLinear:
+    def from_packed(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeQuantizedLinear:
         """A weight over packed bytes, as `NativeLinear.restored`."""
         result = cls.__new__(cls)
         result._keep(form, _part(data, _C.quantized_bytes(*form)), bias)
@@ -278,7 +278,7 @@ class _Memory:
         self._left = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.Lock()
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         if num_bytes >= self._LARGE:
             return aligned(num_bytes)
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import Decode, PagedCache, Places, StateCache, StateRows, States
+from hydra_engine.backend.base import Decode, PagedCache, StateCache, StateRows, States, StepInputs
 from hydra_engine.backend.cpu.linear import DTYPE_CODES, aligned
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ class _Kept(NamedTuple):
     calls: _C.Recording
     angles: Tensor
     cache: PagedCache
-    places: Places
+    step: StepInputs
     inputs: tuple[Tensor, ...]  # of `_inputs`
     result: Tensor
 
-    def is_of(self, angles: Tensor, cache: PagedCache, places: Places) -> bool:
+    def matches(self, angles: Tensor, cache: PagedCache, step: StepInputs) -> bool:
         same = self.angles is angles and self.cache is cache
-        return same and _state_cache(self.places) is _state_cache(places)
+        return same and _state_cache(self.step) is _state_cache(step)
 
 
 class RecordedDecode:
@@ -56,30 +56,30 @@ class RecordedDecode:
         self._recordable = True
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
         rows = token_ids.shape[0]
         if not self._recordable or not 0 < rows <= MAX_ROWS:
-            return self._decode(token_ids, positions, angles, cache, places)
+            return self._decode(token_ids, positions, angles, cache, step)
         kept = self._kept.get(rows)
-        if kept is None or not kept.is_of(angles, cache, places):
-            return self._record(token_ids, positions, angles, cache, places)
-        kept.calls.set_inputs([tensor.data_ptr() for tensor in _inputs(token_ids, positions, places)])
-        kept.places.attention.native.become(places.attention.native)
+        if kept is None or not kept.matches(angles, cache, step):
+            return self._record(token_ids, positions, angles, cache, step)
+        kept.calls.set_inputs([tensor.data_ptr() for tensor in _inputs(token_ids, positions, step)])
+        kept.step.attention.native.become(step.attention.native)
         kept.calls.replay()
         return kept.result
 
     def _record(
-        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
-        inputs = tuple(tensor.clone() for tensor in _inputs(token_ids, positions, places))
+        inputs = tuple(tensor.clone() for tensor in _inputs(token_ids, positions, step))
         own_ids, own_positions, slots, *rows = inputs
         states = None
-        if places.states is not None:
-            states = States(places.states.cache, StateRows(places.states.rows.cu_q.clone(), *rows))
+        if step.states is not None:
+            states = States(step.states.cache, StateRows(step.states.rows.cu_q.clone(), *rows))
         plan = _C.AttentionPlan(0, 0, 0, 0, 0)
-        plan.become(places.attention.native)
-        own, calls = Places(slots, replace(places.attention, native=plan), states), _C.Recording()
+        plan.become(step.attention.native)
+        own, calls = StepInputs(slots, replace(step.attention, native=plan), states), _C.Recording()
         for tensor in inputs:
             calls.add_input(tensor.data_ptr(), tensor.nbytes)
         calls.begin()
@@ -92,25 +92,25 @@ class RecordedDecode:
         finally:
             calls.end()
         if not self._recordable:
-            return self._decode(token_ids, positions, angles, cache, places)
-        kept = _Kept(calls, angles, cache, own, inputs, self._memory.lasting(result))
+            return self._decode(token_ids, positions, angles, cache, step)
+        kept = _Kept(calls, angles, cache, own, inputs, self._memory.reclaim(result))
         self._kept[token_ids.shape[0]] = kept
         return kept.result
 
 
-def _inputs(token_ids: Tensor, positions: Tensor, places: Places) -> tuple[Tensor, ...]:
+def _inputs(token_ids: Tensor, positions: Tensor, step: StepInputs) -> tuple[Tensor, ...]:
     """Tensors that differ from step to step, except for the attention plan."""
-    inputs: tuple[Tensor, ...] = token_ids, positions, places.slots
-    if places.states is not None:
-        rows = places.states.rows
-        inputs += rows.starts, rows.reads, rows.writes
+    inputs: tuple[Tensor, ...] = token_ids, positions, step.slots
+    if step.states is not None:
+        rows = step.states.rows
+        inputs += rows.starts, rows.read_slots, rows.write_slots
     for tensor in inputs:
         checks.check_indices("inputs", tensor, token_ids.shape[0])
     return inputs
 
 
-def _state_cache(places: Places) -> StateCache | None:
-    return None if places.states is None else places.states.cache
+def _state_cache(step: StepInputs) -> StateCache | None:
+    return None if step.states is None else step.states.cache
 
 
 class _NotRecordableError(Exception):
@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _NEW:
-            return self._memory.like(func(*args, **(kwargs or {})))
+            return self._memory.empty_like(func(*args, **(kwargs or {})))
         native = self._native.get(func)
         if native is not None:
             return native(*args, **(kwargs or {}))
@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         """Index of the rows of a matrix."""
         if dim != 0 or table.dim() != 2 or not table.is_contiguous():
             raise _NotRecordableError("an index of other than rows")
-        taken = self._memory.like(table.new_empty((checks.check_indices("ids", ids), table.shape[1])))
+        taken = self._memory.empty_like(table.new_empty((checks.check_indices("ids", ids), table.shape[1])))
         width = table.shape[1] * table.itemsize
         _C.copy_rows(table.data_ptr(), table.shape[0], width, ids.data_ptr(), len(ids), taken.data_ptr())
         return taken
@@ -168,7 +168,7 @@ class _Recorder(TorchDispatchMode):
             return tensor
         if dtype is not torch.float32 or tensor.dtype not in _HALVES or not tensor.is_contiguous():
             raise _NotRecordableError(f"a cast from {tensor.dtype} to {dtype}")
-        widened = self._memory.like(torch.empty(tensor.shape, dtype=dtype))
+        widened = self._memory.empty_like(torch.empty(tensor.shape, dtype=dtype))
         _C.widen(tensor.data_ptr(), DTYPE_CODES[tensor.dtype], tensor.numel(), widened.data_ptr())
         return widened
 
@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         first = parts[0]
         if dim != 1 or any(part.dim() != 2 or part.stride(1) != 1 or part.dtype is not first.dtype for part in parts):
             raise _NotRecordableError("a joint of other than columns")
-        joined = self._memory.like(first.new_empty((first.shape[0], sum(part.shape[1] for part in parts))))
+        joined = self._memory.empty_like(first.new_empty((first.shape[0], sum(part.shape[1] for part in parts))))
         for place, part in zip(joined.split([part.shape[1] for part in parts], dim=1), parts, strict=True):
             size = part.itemsize
             strides = part.data_ptr(), part.stride(0) * size, place.data_ptr(), place.stride(0) * size
@@ -193,7 +193,7 @@ class _Memory:
         self._pieces: dict[int, Tensor] = {}  # by address
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size, a power of two
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def empty_like(self, tensor: Tensor) -> Tensor:
         size = 1 << max(tensor.nbytes - 1, 63).bit_length()
         free = self._free[size]
         if not free:
@@ -203,7 +203,7 @@ class _Memory:
         lent = np.asarray(_Lent(free.pop(), free))
         return torch.from_numpy(lent)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    def lasting(self, tensor: Tensor) -> Tensor:
+    def reclaim(self, tensor: Tensor) -> Tensor:
         """The same tensor over memory that may be lent again: valid until the next replay."""
         piece = self._pieces[tensor.data_ptr()]
         return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -24,10 +24,10 @@ from torch import Tensor
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import AttentionPlan, MixedRows, PackedPlan, PagedCache, Segments
 from hydra_engine.backend.device import Send
-from hydra_kernels.decode_attention import Scales, choose_num_splits, decode_attention, new_counters, places_per_sm
+from hydra_kernels.decode_attention import Scales, choose_num_splits, decode_attention, new_counters, programs_per_sm
 from hydra_kernels.packed_attention import packed_attention
 from hydra_kernels.prefill_attention import prefill_attention
-from hydra_kernels.tma_attention import takes_cache
+from hydra_kernels.tma_attention import can_read_cache
 
 MAX_HEAD_DIM = 256  # of the kernels
 _MAX_SEGMENTS = 32  # lists of segments that a thread caches
@@ -89,7 +89,9 @@ class CudaAttention:
         self._deterministic = deterministic
         self._tma_prompts = tma_prompts
         self._of_thread = threading.local()  # sent segments and counters belong to a lane
-        self._places: dict[tuple[object, ...], int] = {}  # resident programs per SM, by the shapes that are compiled
+        self._programs_per_sm: dict[
+            tuple[object, ...], int
+        ] = {}  # resident programs per SM, by the shapes that are compiled
 
     # ---- plans
 
@@ -167,7 +169,7 @@ class CudaAttention:
                 longest = plan.block_tables.shape[1] * cache.block_size
             context = plan.num_context if native.mixed is None else native.mixed.decode_context
             rows = (_first(q, split), k_cache, v_cache, _first(plan.block_tables, split), _first(context, split), scale)
-            splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_places(*rows, scales))
+            splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_programs(*rows, scales))
             decode_attention(*rows, num_splits=splits, counters=self._counters(), out=_first(out, split), scales=scales)
 
     def prompts(
@@ -191,11 +193,11 @@ class CudaAttention:
                 max_q=native.max_rest_q,
                 max_requests=native.max_prompts,
                 out=_behind(out, split),
-                tma=self._tma_prompts and native.mixed is None and scales is None and takes_cache(k_cache, v_cache),
+                tma=self._tma_prompts and native.mixed is None and scales is None and can_read_cache(k_cache, v_cache),
                 scales=scales,
             )
 
-    def _num_places(
+    def _num_programs(
         self,
         q: Tensor,
         k_cache: Tensor,
@@ -207,10 +209,12 @@ class CudaAttention:
     ) -> int:
         """Programs of the decode kernel that run at once on the SMs of the calling thread's launches."""
         key = (*q.shape[1:], q.dtype, *k_cache.shape[1:3], k_cache.dtype)
-        places = self._places.get(key)
-        if places is None:
-            places = self._places[key] = places_per_sm(q, k_cache, v_cache, tables, num_context, scale, scales)
-        return places * (self._num_sms if self._num_sms_here is None else self._num_sms_here(self._num_sms))
+        programs = self._programs_per_sm.get(key)
+        if programs is None:
+            programs = self._programs_per_sm[key] = programs_per_sm(
+                q, k_cache, v_cache, tables, num_context, scale, scales
+            )
+        return programs * (self._num_sms if self._num_sms_here is None else self._num_sms_here(self._num_sms))
 
     def _counters(self) -> Tensor:
         """Split counters of the calling lane, whose launches run in order. Allocated once, since captured steps keep
@@ -220,7 +224,7 @@ class CudaAttention:
             counters = self._of_thread.counters = new_counters(self._device)
         return counters
 
-    def packed(
+    def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float, *, tma: bool = False
     ) -> Tensor:
         """`Ops.attention_packed`. tma: uses the Hopper kernel, which must take k and v (`tma_attention.takes`)."""

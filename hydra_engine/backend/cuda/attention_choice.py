@@ -76,7 +76,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fastest = min(seconds, key=seconds.__getitem__)
         return fastest if seconds[TRITON] >= MARGIN * seconds[fastest] else TRITON
 
-    def told(self, use: str) -> str:
+    def describe(self, use: str) -> str:
         """A line for the user: the best candidate, and the speed of all as multiples of TRITON's."""
         seconds = self.seconds[use]
         parts = [f"{name} {seconds[TRITON] / taken:.2f}" for name, taken in seconds.items() if name != TRITON]
@@ -91,22 +91,22 @@ class ChosenAttention(NamedTuple):
     reasons: Mapping[str, str] = MappingProxyType({})
     note: str | None = None
 
-    def of(self, use: str) -> str:
+    def kernel_for(self, use: str) -> str:
         return self.names.get(use, TRITON)
 
     def choices(self) -> dict[str, tuple[str, str]]:
         """(implementation, reason) by op, for `Ops.choices`."""
-        return {op: (", ".join(dict.fromkeys(map(self.of, USES[op]))), why) for op, why in self.reasons.items()}
+        return {op: (", ".join(dict.fromkeys(map(self.kernel_for, USES[op]))), why) for op, why in self.reasons.items()}
 
 
-def by_name(name: str) -> ChosenAttention:
+def choose_by_name(name: str) -> ChosenAttention:
     """Selects FLASHINFER or TRITON wherever it can be used."""
     if name == TRITON:
         return ChosenAttention()
     kernels = flashinfer_kernels.installed()
     others = f"asked for by name; head dims other than {_listed(HEAD_DIMS, 'and')}"
     if kernels.problem:
-        others = f"asked for by name; of its kernels there are {kernels.listed()}, and {kernels.problem}; others"
+        others = f"asked for by name; of its kernels there are {kernels.describe()}, and {kernels.problem}; others"
     paged, packed = f"{others} take Triton", f"{others}, and encodes that are captured, take Triton"
     return ChosenAttention(
         dict.fromkeys((DECODES, PROMPTS, PICTURES, WINDOWS), FLASHINFER),
@@ -114,14 +114,14 @@ def by_name(name: str) -> ChosenAttention:
     )
 
 
-def by_time(measured: Measured) -> ChosenAttention:
+def choose_by_time(measured: Measured) -> ChosenAttention:
     since = f"speeds are those of triton times as much, measured on {measured.date}"
     reasons = {
-        op: f"{'; '.join(measured.told(use) for use in uses if use in measured.seconds)}; {since}"
+        op: f"{'; '.join(measured.describe(use) for use in uses if use in measured.seconds)}; {since}"
         for op, uses in USES.items()
         if any(use in measured.seconds for use in uses)
     }
-    told = "; ".join(map(measured.told, measured.seconds))
+    told = "; ".join(map(measured.describe, measured.seconds))
     return ChosenAttention(
         {use: measured.best(use) for use in measured.seconds}, reasons, f"attention: {told}; {since}" if told else None
     )
@@ -167,7 +167,7 @@ def _lacking(dtype: torch.dtype, heads: Heads) -> str:
     both."""
     kernels = flashinfer_kernels.installed()
     decode = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
-    decodes, fa2, fa3 = (kernels.lacks(name, dtype, heads.head_dim) for name in (decode, "fa2", "fa3"))
+    decodes, fa2, fa3 = (kernels.reason_missing(name, dtype, heads.head_dim) for name in (decode, "fa2", "fa3"))
     return decodes or (fa3 and fa2)
 
 

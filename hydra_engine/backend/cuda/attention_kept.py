@@ -53,7 +53,7 @@ def key_of(device: torch.device, num_sms: int, driver: int, dtype: torch.dtype, 
         capability=torch.cuda.get_device_capability(device),
         num_sms=num_sms,
         driver=driver,
-        libraries={"torch": str(torch.__version__), "flashinfer's kernels": flashinfer_kernels.carried()}
+        libraries={"torch": str(torch.__version__), "flashinfer's kernels": flashinfer_kernels.describe_installed()}
         | {name: _version(name) for name in _LIBRARIES},
         dtype=str(dtype).removeprefix("torch."),
         shapes=shapes,
@@ -88,7 +88,7 @@ def save(folder: Path, key: Key, measured: Measured) -> None:
         logger.warning("the choice of attention kernels could not be kept: %s; the next start measures again", error)
 
 
-def today() -> str:
+def utc_date() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 

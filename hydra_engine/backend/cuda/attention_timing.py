@@ -39,7 +39,7 @@ from hydra_engine.backend.cuda.attention_choice import (
     Measured,
     Shapes,
     Tower,
-    by_time,
+    choose_by_time,
     flashinfer_missing,
     flashinfer_problem,
 )
@@ -48,7 +48,7 @@ from hydra_engine.backend.cuda.graphs import GraphPools
 from hydra_engine.backend.cuda.tower_attention import Kernel, kernels
 from hydra_engine.backend.device import Device
 from hydra_engine.errors import BackendError
-from hydra_kernels.tma_attention import takes_cache
+from hydra_kernels.tma_attention import can_read_cache
 
 CACHE_BYTES = 256 << 20
 NUM_ROWS = 32
@@ -106,7 +106,7 @@ class Site(NamedTuple):
         return FlashInferAttention(self.device, self.num_sms, self.send, self.triton(), prompts=prompts)
 
 
-def choose(
+def choose_attention(
     device: Device, num_sms: int, dtype: torch.dtype, shapes: Shapes, folder: Path | None, driver: int
 ) -> ChosenAttention:
     """Returns the choice for this device and model, measured unless a kept measurement is valid.
@@ -130,11 +130,11 @@ def choose(
             device.trim()
         if folder is not None:
             kept.save(folder, key, measured)
-    return by_time(measured)
+    return choose_by_time(measured)
 
 
 def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Seconds) -> Measured:
-    result = Measured({}, {}, kept.today())
+    result = Measured({}, {}, kept.utc_date())
     if shapes.language is not None:
         cache = random_cache(shapes.language, dtype, site.device)
         for case in cases(cache):
@@ -144,7 +144,7 @@ def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Seconds) ->
         by_triton = site.triton()
         for use, rows, segments in tower_cases(by_triton, shapes.tower, site.device):
             q, k, v = tower_rows(shapes.tower, rows, dtype, site.device)
-            attend = partial(by_triton.packed, q, k, v, segments, shapes.tower.head_dim**-0.5)
+            attend = partial(by_triton.attend_packed, q, k, v, segments, shapes.tower.head_dim**-0.5)
             candidates = packed_candidates(site, by_triton, shapes.tower, q, k, v, segments)
             compare(use, attend, candidates, seconds, result)
     return result
@@ -189,12 +189,12 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
     def by_flashinfer(kernel: str) -> FlashInferAttention:
         dtype, head_dim = cache.data.dtype, heads.head_dim
         problem = flashinfer_problem(dtype, head_dim, heads.block_size) or flashinfer_missing()
-        if problem := problem or flashinfer_kernels.installed().lacks(kernel, dtype, head_dim):
+        if problem := problem or flashinfer_kernels.installed().reason_missing(kernel, dtype, head_dim):
             raise Refusal(problem)
         return site.flashinfer("auto" if case.use == DECODES else kernel)
 
     def by_descriptors() -> CudaAttention:
-        if not takes_cache(cache.data[:, 0, 0], cache.data[:, 0, 1]):
+        if not can_read_cache(cache.data[:, 0, 0], cache.data[:, 0, 1]):
             raise Refusal("needs a Hopper GPU and a block_size of 64 or 128")
         return site.triton(tma_prompts=True)
 

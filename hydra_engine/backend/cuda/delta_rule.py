@@ -24,7 +24,7 @@ class CudaStateRows:
     """`StateRows.native`. tiles: [M, 2] int32, the convolution's tiles of `tile` tokens each."""
 
     num_tokens: int
-    num_places: int  # slots that the cache must have; 0: known to the device only
+    num_slots: int  # slots that the cache must have; 0: known to the device only
     tiles: Tensor
     tile: int
 
@@ -33,35 +33,35 @@ def plan(rows: StateRows, send: Send) -> StateRows:
     """Sends the rows to the device. Reads them before it returns. Raises ValueError for a wrong order or a negative
     slot."""
     checks.check_state_rows(rows)
-    cu_q, reads, writes = rows.cu_q.numpy(), rows.reads.numpy(), rows.writes.numpy()
+    cu_q, read_slots, write_slots = rows.cu_q.numpy(), rows.read_slots.numpy(), rows.write_slots.numpy()
     counts = np.diff(cu_q)
     num_tokens = int(cu_q[-1])
     if cu_q[0] != 0 or (counts < 0).any():
         raise ValueError(f"rows: expected cu_q to rise from 0, got {cu_q[:8].tolist()}")
-    places = np.concatenate((reads, writes))
+    places = np.concatenate((read_slots, write_slots))
     if (places < 0).any():
         raise ValueError(f"rows: expected places of 0 and more, got {int(places.min())}")
     tile = 1 if counts.max(initial=0) <= 1 else convolution.TILE
-    tiles, *sent = send((_tiles(counts, tile), cu_q, rows.starts.numpy(), reads, writes))
+    tiles, *sent = send((_tiles(counts, tile), cu_q, rows.starts.numpy(), read_slots, write_slots))
     native = CudaStateRows(num_tokens, int(places.max(initial=-1)) + 1, tiles, tile)
     return StateRows(sent[0], sent[1], sent[2], sent[3], native)
 
 
-def plan_decode(starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+def plan_decode(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
     """State rows of a decode step from device tensors, read at launch time: capturable."""
     batch = checks.check_indices("starts", starts)
-    for name, places in (("reads", reads), ("writes", writes)):
+    for name, places in (("read_slots", read_slots), ("write_slots", write_slots)):
         checks.check_indices(name, places, batch)
-    checks.check_device(starts.device, (("reads", reads), ("writes", writes)))
+    checks.check_device(starts.device, (("read_slots", read_slots), ("write_slots", write_slots)))
     cu_q = torch.arange(batch + 1, device=starts.device)
     tiles = torch.stack((cu_q[:-1], torch.zeros_like(starts)), dim=1).int()
-    return StateRows(cu_q, starts, reads, writes, native=CudaStateRows(batch, 0, tiles, 1))
+    return StateRows(cu_q, starts, read_slots, write_slots, native=CudaStateRows(batch, 0, tiles, 1))
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     native = _checked(rows, x.shape[0], cache.conv, layer)
     return convolution.causal_conv(
-        *(x, weight, cache.conv[:, layer], native.tiles, rows.cu_q, rows.starts, rows.reads, rows.writes),
+        *(x, weight, cache.conv[:, layer], native.tiles, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots),
         tokens=native.tile,
     )
 
@@ -69,7 +69,7 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     _checked(rows, inputs.v.shape[0], cache.recurrent, layer)
     states = cache.recurrent[:, layer]
-    return recurrence.delta_rule(*inputs, states, rows.cu_q, rows.starts, rows.reads, rows.writes)
+    return recurrence.delta_rule(*inputs, states, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots)
 
 
 def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaStateRows:
@@ -80,8 +80,8 @@ def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaSt
         raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
     if native.num_tokens != tokens:
         raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {native.num_tokens} tokens")
-    if native.num_places > places:
-        raise ValueError(f"rows: expected places 0 to {places - 1}, got {native.num_places - 1}")
+    if native.num_slots > places:
+        raise ValueError(f"rows: expected places 0 to {places - 1}, got {native.num_slots - 1}")
     return native
 
 

@@ -31,7 +31,7 @@ from hydra_engine.backend.cuda.flashinfer_graphs import (
     GraphDecode,
     GraphPlan,
     Kind,
-    cumulated,
+    cumulative_sums,
     pages_of,
     workspace_bytes,
 )
@@ -61,7 +61,7 @@ class Wrappers:
         self._count = count
         self._held: dict[Hashable, tuple[Any, torch.cuda.Event]] = {}  # in LRU order; the event: its plan was copied
 
-    def planned(self, key: Hashable, plan: Callable[[Any], None]) -> Any:
+    def get_planned(self, key: Hashable, plan: Callable[[Any], None]) -> Any:
         if key in self._held:
             self._held[key] = self._held.pop(key)
             return self._held[key][0]
@@ -201,13 +201,13 @@ class FlashInferAttention:
         return out
 
     def takes_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
-        """True if `packed` uses FlashInfer: it plans on the host, so the host must know the segments."""
+        """True if `attend_packed` uses FlashInfer: it plans on the host, so the host must know the segments."""
         return not isinstance(cu_seqlens, PackedPlan) and self._segments(q) is not None
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         kernel = self._segments(q)
         if isinstance(cu_seqlens, PackedPlan) or kernel is None or not q.shape[0]:
-            return self._by_triton.packed(q, k, v, cu_seqlens, scale)
+            return self._by_triton.attend_packed(q, k, v, cu_seqlens, scale)
         bounds = tuple(cu_seqlens)
         checks.check_packed(q, k, v, bounds)
         _, num_heads, head_dim = q.shape
@@ -215,13 +215,13 @@ class FlashInferAttention:
 
         def plan(wrapper: Any) -> None:
             lengths = [end - begin for begin, end in pairwise(bounds) if end > begin]
-            indptr = torch.from_numpy(cumulated(np.array(lengths, dtype=np.int32)))
+            indptr = torch.from_numpy(cumulative_sums(np.array(lengths, dtype=np.int32)))
             wrapper.plan(indptr, indptr, num_heads, num_heads, head_dim, causal=False, **kind.settings)
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         size = workspace_bytes(kind, self._num_sms)
         wrappers = self._lane.wrappers("PrefillWithRagged", size, NUM_PACKED, backend=kernel)
-        wrappers.planned((bounds, kind), plan).run(q, k, v, out=out)
+        wrappers.get_planned((bounds, kind), plan).run(q, k, v, out=out)
         return out
 
     # ---- kernels
@@ -229,7 +229,7 @@ class FlashInferAttention:
     def _takes_decodes(self, q: Tensor, kv_heads: int) -> bool:
         _, heads, head_dim = q.shape
         kernel = flashinfer_kernels.decode_kernel(heads, kv_heads, head_dim)
-        return self._decodes and _fits(q) and not self._kernels.lacks(kernel, q.dtype, head_dim)
+        return self._decodes and _fits(q) and not self._kernels.reason_missing(kernel, q.dtype, head_dim)
 
     def _prompts(self, q: Tensor) -> str | None:
         return None if self.wanted_prompts is None else self._tiled(self.wanted_prompts, q)
@@ -276,7 +276,7 @@ class FlashInferAttention:
 
         size, cores = workspace_bytes(kind, self._num_sms), kind.tensor_cores
         wrappers = self._lane.wrappers("DecodeWithPaged", size, NUM_STEPS, backend="fa2", use_tensor_cores=cores)
-        return wrappers.planned((native, kind), plan)
+        return wrappers.get_planned((native, kind), plan)
 
     def _prefill(self, kind: Kind, native: FlashPlan, kernel: str) -> Any:
         def plan(wrapper: Any) -> None:
@@ -285,7 +285,7 @@ class FlashInferAttention:
 
         size = workspace_bytes(kind, self._num_sms)
         wrappers = self._lane.wrappers("PrefillWithPaged", size, NUM_STEPS, backend=kernel)
-        return wrappers.planned((native, kind), plan)
+        return wrappers.get_planned((native, kind), plan)
 
     def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns (cu_q, indptr, indices, last_page_len). The library reads plans on the host; only the list of blocks,

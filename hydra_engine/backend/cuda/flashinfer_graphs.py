@@ -41,14 +41,14 @@ def pages_of(num_q: Int32s, num_context: Int32s, block_tables: Int32s, block_siz
     used = -(-num_context // block_size)
     columns = np.arange(block_tables.shape[1], dtype=np.int32)
     return Pages(
-        cu_q=cumulated(num_q),
-        indptr=cumulated(used),
+        cu_q=cumulative_sums(num_q),
+        indptr=cumulative_sums(used),
         indices=block_tables[columns < used[:, None]],
         last_page_len=(num_context - (used - 1) * block_size).astype(np.int32),
     )
 
 
-def cumulated(counts: Int32s) -> Int32s:
+def cumulative_sums(counts: Int32s) -> Int32s:
     result = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=result[1:])
     return result

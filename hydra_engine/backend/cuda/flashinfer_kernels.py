@@ -46,7 +46,7 @@ class FlashKernels(NamedTuple):
     built: frozenset[FlashKernel] = frozenset()
     problem: str = ""
 
-    def lacks(self, name: str, dtype: torch.dtype, head_dim: int) -> str:
+    def reason_missing(self, name: str, dtype: torch.dtype, head_dim: int) -> str:
         """The reason why there is no such kernel; empty if there is."""
         if not self.problem or FlashKernel(name, dtype, head_dim) in self.built:
             return ""
@@ -56,10 +56,10 @@ class FlashKernels(NamedTuple):
         """The library's name of the kernel for prompts and segments, if "auto", FA2 or FA3 is wanted; None: there is
         none."""
         if wanted == "auto" and self.problem:
-            wanted = FA3 if hopper and not self.lacks(FA3, dtype, head_dim) else FA2
-        return None if wanted != "auto" and self.lacks(wanted, dtype, head_dim) else wanted
+            wanted = FA3 if hopper and not self.reason_missing(FA3, dtype, head_dim) else FA2
+        return None if wanted != "auto" and self.reason_missing(wanted, dtype, head_dim) else wanted
 
-    def listed(self) -> str:
+    def describe(self) -> str:
         names = sorted({(kernel.name, kernel.head_dim) for kernel in self.built})
         return ", ".join(f"{name}-{head_dim}" for name, head_dim in names) or "none"
 
@@ -81,14 +81,14 @@ def installed() -> FlashKernels:
     return _in_folders(env.FLASHINFER_AOT_DIR, env.FLASHINFER_INCLUDE_DIR, others)
 
 
-def carried() -> str:
+def describe_installed() -> str:
     """A description of the package's kernels, without importing it, which takes seconds; "" if it is not installed."""
     try:
         folder = Path(str(metadata.distribution("flashinfer-python").locate_file("flashinfer"))) / "data"
     except metadata.PackageNotFoundError:
         return ""
     kernels = _in_folders(folder / "aot", folder / "include")
-    return f"{kernels.listed()}; {kernels.problem}"
+    return f"{kernels.describe()}; {kernels.problem}"
 
 
 def _in_folders(ahead: Path, headers: Path, others: Iterable[str] = ()) -> FlashKernels:

@@ -39,7 +39,7 @@ class PoolHandle(NamedTuple):
     owner: int  # process id
     generation: int
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         return _PACKED.pack(*self)
 
 
@@ -67,7 +67,7 @@ class DevicePool:
     def handle(self) -> bytes:
         if not self._handle:
             data = _C.cuda_ipc_export(self._address, self._device)
-            self._handle = PoolHandle(data, os.getpid(), next(_generations)).packed()
+            self._handle = PoolHandle(data, os.getpid(), next(_generations)).pack()
             self._release.detach()
         return self._handle
 

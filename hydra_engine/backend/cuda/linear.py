@@ -62,7 +62,7 @@ class QuantizedCudaLinear:
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         checks.check_bias(bias, weight.num_out)
         self.num_out, self.num_in = weight.shape
-        weight = weight.in_one_level()
+        weight = weight.flatten_scales()
         self.weight = pack(weight.values, weight.scales, weight.offsets, weight.num_bits)
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.tensor_core_scales = _tensor_core_scales(weight)

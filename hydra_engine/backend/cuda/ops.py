@@ -17,8 +17,8 @@ from hydra_engine.backend.base import (
     Activation,
     Adjustments,
     Decode,
+    DeferredNorm,
     HeadNorms,
-    Normed,
     OpChoice,
     PackedLinear,
     PagedCache,
@@ -127,7 +127,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
             send,
             deterministic=deterministic,
             num_sms_here=num_sms_here,
-            tma_prompts=chosen.of(PROMPTS) == TRITON_TMA,
+            tma_prompts=chosen.kernel_for(PROMPTS) == TRITON_TMA,
         )
         by_flashinfer = None
         if any(name.startswith(FLASHINFER) for name in chosen.names.values()):
@@ -136,18 +136,20 @@ class CudaOps(CudaCacheOps, ComposedOps):
                 num_sms,
                 send,
                 by_triton,
-                decodes=chosen.of(DECODES) == FLASHINFER,
-                prompts=FLASHINFER_PROMPTS.get(chosen.of(PROMPTS)),
+                decodes=chosen.kernel_for(DECODES) == FLASHINFER,
+                prompts=FLASHINFER_PROMPTS.get(chosen.kernel_for(PROMPTS)),
             )
         paged: CudaAttention | FlashInferAttention = by_triton
-        if by_flashinfer is not None and any(chosen.of(use) in FLASHINFER_PROMPTS for use in USES["attention_paged"]):
+        if by_flashinfer is not None and any(
+            chosen.kernel_for(use) in FLASHINFER_PROMPTS for use in USES["attention_paged"]
+        ):
             paged = by_flashinfer
         self.plan_attention, self.plan_decode, self.attention_paged = paged.plan, paged.plan_decode, paged.paged
         self.plan_mixed = paged.plan_mixed
         packed: CudaAttention | TowerAttention = by_triton
-        if any(chosen.of(use) != TRITON for use in USES["attention_packed"]):
+        if any(chosen.kernel_for(use) != TRITON for use in USES["attention_packed"]):
             packed = TowerAttention(chosen, by_triton, tower_kernels(by_triton, by_flashinfer))
-        self.plan_packed, self.attention_packed = by_triton.plan_packed, packed.packed
+        self.plan_packed, self.attention_packed = by_triton.plan_packed, packed.attend_packed
         self._attention_choices = chosen.choices()
         self._send = send
         self.linear = partial(cuda_linear.linear, deterministic=deterministic)
@@ -168,14 +170,14 @@ class CudaOps(CudaCacheOps, ComposedOps):
 
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor | Normed, Tensor]:
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """Defers the norm for products with one row, which apply it themselves. Sums have the bits of
         `add_rms_norm`."""
         plain = cuda_linear.fused(x, (linear,), deterministic=self.deterministic)
         if plain is None or not can_norm(x):
             return super().linear_add_rms_norm(x, linear, residual, weight, eps)
         total = small_linear(x, plain.weight, plain.bias, residual, rounded=True)
-        return Normed(total, weight, eps), total
+        return DeferredNorm(total, weight, eps), total
 
     def linear_add_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
@@ -189,7 +191,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
             return add_rms_norm(residual, total, norm.weight, norm.eps), total
         return add_layer_norm(residual, total, norm.weight, norm.bias, norm.eps), total
 
-    def linear_act_and_mul(self, x: Tensor | Normed, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+    def linear_act_and_mul(self, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
         rows, norm, eps = self._with_norm(x)
         weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None:
@@ -198,7 +200,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
 
     def linear_rope_and_write(
         self,
-        x: Tensor | Normed,
+        x: Tensor | DeferredNorm,
         weights: Sequence[PackedLinear],
         rotary: Rotary,
         cache: PagedCache,
@@ -217,9 +219,9 @@ class CudaOps(CudaCacheOps, ComposedOps):
         caches = cache.keys_and_values(layer)
         return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *caches, norm, eps)
 
-    def _with_norm(self, x: Tensor | Normed) -> tuple[Tensor, Tensor | None, float]:
+    def _with_norm(self, x: Tensor | DeferredNorm) -> tuple[Tensor, Tensor | None, float]:
         """Returns (rows, weight, eps) of a norm that the product applies; weight None: no norm, or already applied."""
-        if not isinstance(x, Normed):
+        if not isinstance(x, DeferredNorm):
             return x, None, 0.0
         return x if can_norm(x.rows) else (self.rms_norm(*x), None, 0.0)
 

@@ -82,7 +82,7 @@ class Sharing:
             self._beginning[lane] = place
             return place
 
-    def choose(self, partition: int) -> int:
+    def set_partition(self, partition: int) -> int:
         """Sets the partition for when both lanes have work. Returns the one of the language lane's present job."""
         with self._lock:
             self._chosen = partition
@@ -143,7 +143,7 @@ class Track:
         self.partition = 0
         self._use = use
 
-    def move(self, partition: int) -> None:
+    def switch_to(self, partition: int) -> None:
         if partition == self.partition:
             return
         self.streams[partition].wait_stream(self.streams[self.partition])
@@ -160,13 +160,13 @@ class Track:
         return end.query
 
     @contextmanager
-    def at(self, partition: int) -> Iterator[None]:
+    def use(self, partition: int) -> Iterator[None]:
         before = self.partition
-        self.move(partition)
+        self.switch_to(partition)
         try:
             yield
         finally:
-            self.move(before)
+            self.switch_to(before)
 
 
 class SplitLane(CudaLane):
@@ -196,7 +196,7 @@ class SplitLane(CudaLane):
     def close(self) -> None:
         """Moves to the ordinary stream, which then is ordered after the other streams, and waits for it."""
         with suppress(RuntimeError):  # closed already, or dead: then nothing that it launched is wanted
-            self.submit(lambda: self._track.move(0))
+            self.submit(lambda: self._track.switch_to(0))
         super().close()
 
     def _begin(self, threads: int) -> None:
@@ -209,7 +209,7 @@ class SplitLane(CudaLane):
         def run() -> None:
             try:
                 # First: the wait for the caller's launches must be on the stream of the job.
-                self._track.move(self._sharing.begin(self.name))
+                self._track.switch_to(self._sharing.begin(self.name))
                 behind()
             finally:
                 self._sharing.launched(self.name, self._track.end_of_job())
@@ -230,7 +230,7 @@ class SplitDevice:
         priorities: Mapping[str, int],
     ) -> None:
         self.torch_device = device
-        splits = split(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
+        splits = create_split_streams(device, counts, priorities.get(LANGUAGE, 0), priorities.get(VISION, 0))
         self._streams = {
             lane: [torch.cuda.ExternalStream(streams[i], device=device) for streams in splits]
             for i, lane in enumerate((LANGUAGE, VISION))
@@ -240,7 +240,7 @@ class SplitDevice:
         self.of_thread = threading.local()
         self.count = 1 + len(splits)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.note = note_of(counts, [sms for _, _, *sms in splits], num_sms)
+        self.note = describe_split(counts, [sms for _, _, *sms in splits], num_sms)
 
     def lane(self, name: str, whole: torch.cuda.Stream, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
         """Starts a lane; one of each name, since both parts of a partition have one stream. whole: stream of the whole
@@ -249,11 +249,11 @@ class SplitDevice:
             return CudaLane(name, self.torch_device, whole, threads, set_threads)
         return SplitLane(name, self, Track([whole, *self._streams[name]]), threads, set_threads)
 
-    def choose(self, partition: int) -> None:
-        place = self.sharing.choose(min(partition, self.count - 1))
+    def set_partition(self, partition: int) -> None:
+        place = self.sharing.set_partition(min(partition, self.count - 1))
         track: Track | None = getattr(self.of_thread, "track", None)
         if track is not None:
-            track.move(place)
+            track.switch_to(place)
 
     def current(self) -> int:
         track: Track | None = getattr(self.of_thread, "track", None)
@@ -264,18 +264,18 @@ class SplitDevice:
         partition = self.current()
         return whole if partition == 0 else self._sms[self.of_thread.lane][partition - 1]
 
-    def at(self, partition: int) -> AbstractContextManager[None]:
+    def use(self, partition: int) -> AbstractContextManager[None]:
         if not 0 <= partition < self.count:
             raise ValueError(f"partition: expected 0 to {self.count - 1}, got {partition}")
         track: Track | None = getattr(self.of_thread, "track", None)
         if track is not None:
-            return track.at(partition)
+            return track.use(partition)
         if partition != 0:
             raise ValueError(f"partition: expected 0 outside of the language and the vision lane, got {partition}")
         return nullcontext()
 
 
-def split(
+def create_split_streams(
     device: torch.device, counts: Sequence[int], language_priority: int, vision_priority: int, *, spread: bool = False
 ) -> list[tuple[int, int, int, int]]:
     """Returns (language stream, vision stream, language SMs, vision SMs) for each of `counts`; the streams share no SM.
@@ -295,7 +295,7 @@ def split(
         ) from error
 
 
-def note_of(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int) -> str:
+def describe_split(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int) -> str:
     """A note for the start-up summary. sms: (language, vision) SMs for each of `counts`. num_sms: of the device."""
     partitions = [
         f"{language} for tokens and {vision} for pictures"

@@ -28,7 +28,7 @@ class _Pin:
             self._address = 0
             logger.warning("%s of host memory cannot be pinned, copies are slower: %s", size(memory.nbytes), error)
 
-    def end(self) -> None:
+    def unpin(self) -> None:
         """Unpins. No copy from or to the memory may be in flight. Idempotent."""
         address, self._address = self._address, 0
         if address:
@@ -51,7 +51,7 @@ class StagingPool(SharedPool):
     def close(self) -> None:
         """Unpins and closes. No copy from or to it may be in flight."""
         if self._pin is not None:
-            self._pin.end()
+            self._pin.unpin()
         super().close()
 
 
@@ -68,5 +68,5 @@ class PeerStaging:
         return self._pool.tensor()
 
     def close(self) -> None:
-        self._pin.end()
+        self._pin.unpin()
         self._pool.close()

@@ -29,7 +29,7 @@ from hydra_engine.backend.cuda.attention_choice import (
     ChosenAttention,
 )
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
-from hydra_kernels.tma_attention import takes
+from hydra_kernels.tma_attention import can_read
 
 WINDOW = 64  # rows; segments are windows if none is longer
 _WIDTH = 8  # head dims of torch's kernels are multiples of this
@@ -56,13 +56,13 @@ def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None)
         return mixed.contiguous()
 
     found = {
-        TRITON_TMA: Kernel(lambda _q, k, v, _segments: takes(k, v), partial(by_triton.packed, tma=True)),
+        TRITON_TMA: Kernel(lambda _q, k, v, _segments: can_read(k, v), partial(by_triton.attend_packed, tma=True)),
         CUDNN: Kernel(lambda q, _k, _v, segments: _length(q, segments) > 0, _by_cudnn),
         VARLEN: Kernel(lambda q, _k, _v, _segments: _fits(q), by_varlen),
     }
     if by_flashinfer is not None:
         planned = by_flashinfer.takes_packed
-        found[FLASHINFER] = Kernel(lambda q, _k, _v, segments: planned(q, segments), by_flashinfer.packed)
+        found[FLASHINFER] = Kernel(lambda q, _k, _v, segments: planned(q, segments), by_flashinfer.attend_packed)
     return found
 
 
@@ -72,16 +72,16 @@ class TowerAttention:
     def __init__(self, chosen: ChosenAttention, by_triton: CudaAttention, found: Mapping[str, Kernel]) -> None:
         self._by_triton = by_triton
         uses = (PICTURES, WINDOWS), (CAPTURED_PICTURES, CAPTURED_WINDOWS)
-        self._by_host, self._captured = (tuple(found.get(chosen.of(use)) for use in pair) for pair in uses)
+        self._by_host, self._captured = (tuple(found.get(chosen.kernel_for(use)) for use in pair) for pair in uses)
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         if isinstance(cu_seqlens, PackedPlan):
             kernel = self._captured[cu_seqlens.max_length <= WINDOW]
         else:
             _, longest = self._by_triton.segments(q, k, v, cu_seqlens)
             kernel = self._by_host[longest <= WINDOW]
         if kernel is None or not q.shape[0] or not kernel.takes(q, k, v, cu_seqlens):
-            return self._by_triton.packed(q, k, v, cu_seqlens, scale)
+            return self._by_triton.attend_packed(q, k, v, cu_seqlens, scale)
         return kernel.attend(q, k, v, cu_seqlens, scale)
 
 

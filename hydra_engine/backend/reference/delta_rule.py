@@ -28,11 +28,11 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     """silu(sum over j of weight[:, j] * x[t - K + 1 + j]); see `Ops.causal_conv`."""
     states, taps = cache.conv, weight.shape[1]
     before = taps - 1
-    bounds, starts, reads, writes = rows.lists()
+    bounds, starts, read_slots, write_slots = rows.lists()
     counts = [end - begin for begin, end in pairwise(bounds)]
     parts = []
     for row, count in enumerate(counts):
-        old = states[reads[row], layer] if starts[row] else torch.zeros_like(states[0, 0])
+        old = states[read_slots[row], layer] if starts[row] else torch.zeros_like(states[0, 0])
         parts += [old, x[bounds[row] : bounds[row] + count]]
     padded = torch.cat(parts)  # each row with the K - 1 inputs before it
     ends = torch.tensor(bounds[1:]) + before * torch.arange(1, len(counts) + 1)
@@ -43,8 +43,8 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     for tap in range(1, taps):
         total += padded.index_select(0, first + tap).float() * wide[:, tap]
     for row, end in enumerate(ends.tolist()):
-        if writes[row] >= 0:
-            states[writes[row], layer] = padded[end - before : end]
+        if write_slots[row] >= 0:
+            states[write_slots[row], layer] = padded[end - before : end]
     return by_vectors(F.silu, total).to(x.dtype)
 
 
@@ -60,17 +60,17 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
     decays = by_vectors(torch.exp, -by_vectors(torch.exp, rates) * by_vectors(F.softplus, a.float() + shift))
     strengths = by_vectors(torch.sigmoid, b.float()).to(b.dtype).float()
     states, out = cache.recurrent, torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    bounds, starts, reads, writes = rows.lists()
+    bounds, starts, read_slots, write_slots = rows.lists()
     for row, (begin, end) in enumerate(pairwise(bounds)):
-        state = states[reads[row], layer].clone() if starts[row] else torch.zeros_like(states[0, 0])
+        state = states[read_slots[row], layer].clone() if starts[row] else torch.zeros_like(states[0, 0])
         for t in range(begin, end):
             state *= decays[t, :, None, None]
             recalled = (state * k[t, :, :, None]).sum(1)  # S^T k, [Hv, Dv]
             change = (v[t].float() - recalled) * strengths[t, :, None]
             state += k[t, :, :, None] * change[:, None]
             out[t] = (state * q[t, :, :, None]).sum(1)
-        if writes[row] >= 0:
-            states[writes[row], layer] = state
+        if write_slots[row] >= 0:
+            states[write_slots[row], layer] = state
     return out
 
 

@@ -204,9 +204,9 @@ class ReferenceOps(ComposedOps):
     def plan_states(self, rows: StateRows) -> StateRows:
         return rows
 
-    def plan_decode_states(self, starts: Tensor, reads: Tensor, writes: Tensor) -> StateRows:
+    def plan_decode_states(self, starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
         """Keeps the tensors, whose contents are read by each op."""
-        return StateRows(torch.arange(starts.shape[0] + 1), starts, reads, writes)
+        return StateRows(torch.arange(starts.shape[0] + 1), starts, read_slots, write_slots)
 
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
         checks.check_conv(x, weight, cache, rows)
@@ -418,5 +418,5 @@ def _check_places(rows: StateRows, tokens: int, states: Tensor, layer: int) -> N
     bounds = rows.cu_q.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {bounds[:8]}")
-    _check_range("rows", rows.reads, places)
-    _check_range("rows", rows.writes, places, least=-1)
+    _check_range("rows", rows.read_slots, places)
+    _check_range("rows", rows.write_slots, places, least=-1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hydra_engine.backend.base import HeadNorms, Normed, PagedCache, Places, Rotary, Segments
+from hydra_engine.backend.base import DeferredNorm, HeadNorms, PagedCache, Rotary, Segments, StepInputs
 from hydra_engine.models.layers.basic import Linear, RmsNorm, Weight
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
@@ -32,10 +32,10 @@ class PagedAttention:
 
     def __call__(
         self,
-        x: Tensor | Normed,  # [T, C]
+        x: Tensor | DeferredNorm,  # [T, C]
         rotary: Rotary,
         cache: PagedCache,
-        places: Places,
+        step: StepInputs,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Keys and values of all rows are
@@ -43,11 +43,11 @@ class PagedAttention:
         norms = None
         if self._q_norm is not None and self._k_norm is not None:
             norms = HeadNorms(self._q_norm.tensor, self._k_norm.tensor, self._eps)
-        slots = places.slots
+        slots = step.slots
         q = self._ops.linear_rope_and_write(x, self._qkv.packed, rotary, cache, self._layer, slots, norms)  # [T, Hq, D]
         if rows is not None and not rows.shape[0]:
             return q[:0].view(0, self._width)
-        mixed = self._ops.attention_paged(q, cache, self._layer, places.attention, self._scale).view(-1, self._width)
+        mixed = self._ops.attention_paged(q, cache, self._layer, step.attention, self._scale).view(-1, self._width)
         return mixed if rows is None else mixed.index_select(0, rows)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hydra_engine.backend.base import Activation, Normed, PackedLinear, RowNorm
+from hydra_engine.backend.base import Activation, DeferredNorm, PackedLinear, RowNorm
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.models.loading.parameters import Kept, Scope
 from hydra_engine.models.loading.quantize import quantized_matrix
@@ -143,7 +143,7 @@ def _padded(weight: Tensor | QuantizedWeight, num_out: int, num_in: int) -> Tens
 
 
 def _form(weight: Tensor | QuantizedWeight) -> object:
-    return None if isinstance(weight, Tensor) else weight.form
+    return None if isinstance(weight, Tensor) else weight.stack_key
 
 
 def _scaled(weight: Tensor | QuantizedWeight, factors: Tensor) -> Tensor | QuantizedWeight:
@@ -206,7 +206,7 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self._weight.tensor, self._eps)
 
-    def behind(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor | Normed, Tensor]:
+    def behind(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor | DeferredNorm, Tensor]:
         """Returns (norm(y), y), y = linear(x) + residual. `residual` must not be used afterwards."""
         (packed,) = linear.packed
         return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
@@ -325,7 +325,7 @@ class GatedMlp:
         """Returns (norm(y), y), y = mlp(x) + residual. `residual` is not written."""
         return norm.of_sum(self.down, self.inner(x), residual)
 
-    def inner(self, x: Tensor | Normed) -> Tensor:
+    def inner(self, x: Tensor | DeferredNorm) -> Tensor:
         """Returns act(gate(x)) * up(x), the input of `down`."""
         return self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Normed, PagedCache, Places, Rotary, computed
+from hydra_engine.backend.base import DeferredNorm, PagedCache, Rotary, StepInputs, apply_deferred_norm
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
@@ -59,12 +59,12 @@ class Decoder:
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """Returns the logits of `batch.logit_rows`, [B', V] float32, valid until the next call."""
-        wanted, places = batch.logit_rows, Places(batch.slots, batch.attention, batch.states)
+        wanted, step = batch.logit_rows, StepInputs(batch.slots, batch.attention, batch.states)
         plain = batch.scored is None and batch.image_rows is None
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
             positions = batch.positions if batch.positions.dim() == 1 else batch.positions[0]
             angles = self._rotary.up_to(batch.position_end)
-            return self._decodes(batch.token_ids, positions, angles, cache, places)
+            return self._decodes(batch.token_ids, positions, angles, cache, step)
         rotary = self._rotary(batch.positions, batch.position_end)
         hidden, num_deep = self._embed_rows(batch, images), _num_deep(batch, images)
         if batch.scored is not None:
@@ -74,7 +74,7 @@ class Decoder:
             if layer < num_deep:
                 self._merge(residual, batch, images, plane=layer + 1)
 
-        hidden = self._run(hidden, rotary, cache, places, wanted, merge)
+        hidden = self._run(hidden, rotary, cache, step, wanted, merge)
         if batch.scored is not None:
             num_scored = batch.scored.rows.shape[0]
             for part in hidden[:num_scored].split(SCORED_ROWS):
@@ -83,26 +83,26 @@ class Decoder:
         return self._head(hidden)
 
     def _decode(
-        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, places: Places
+        self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
-        return self._head(self._run(self._embed(token_ids), rows_of(angles, positions), cache, places))
+        return self._head(self._run(self._embed(token_ids), rows_of(angles, positions), cache, step))
 
     def _run(
         self,
         residual: Tensor,  # [T, C], overwritten
         rotary: Rotary,
         cache: PagedCache,
-        places: Places,
+        step: StepInputs,
         wanted: Tensor | None = None,
         merge: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Runs the layers, calling `merge` in each, and the final norm. Returns [T, C], or only the `wanted` rows of
         it."""
-        hidden: Tensor | Normed = self._layers[0].input_norm(residual)
+        hidden: Tensor | DeferredNorm = self._layers[0].input_norm(residual)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             rows = wanted if index == last else None
-            mixed = layer.mix(hidden, rotary, cache, places, rows)
+            mixed = layer.mix(hidden, rotary, cache, step, rows)
             if rows is not None:
                 residual = residual.index_select(0, rows)
             hidden, residual = layer.post_norm.behind(layer.mix.out, mixed, residual)
@@ -110,7 +110,7 @@ class Decoder:
             if merge is not None:  # `hidden` is already consumed, so its sum may change
                 merge(index, residual)
             hidden, residual = self._next_norms[index].behind(layer.mlp.down, inner, residual)
-        return computed(self._ops, hidden)
+        return apply_deferred_norm(self._ops, hidden)
 
     def reserve_positions(self, end: int) -> None:
         self._rotary.reserve(end)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import DeltaInputs, Normed, PagedCache, Places, Rotary, computed
+from hydra_engine.backend.base import DeferredNorm, DeltaInputs, PagedCache, Rotary, StepInputs, apply_deferred_norm
 from hydra_engine.models.layers.basic import Linear, Weight
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec
@@ -38,14 +38,14 @@ class DeltaNet:
         self.out = Linear(scope, {"out_proj": hidden_size}, shape.value_width, bias=False)
 
     def __call__(
-        self, x: Tensor | Normed, rotary: Rotary, cache: PagedCache, places: Places, rows: Tensor | None = None
+        self, x: Tensor | DeferredNorm, rotary: Rotary, cache: PagedCache, step: StepInputs, rows: Tensor | None = None
     ) -> Tensor:
         """Returns the input of `out`, [T, Hv * Dv], or only the given rows of it; advances the states of all rows.
         Ignores `rotary` and `cache`, which attention layers need. Raises ValueError if the step has no states."""
-        if places.states is None:
+        if step.states is None:
             raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
-        shape, ops, states = self._shape, self._ops, places.states
-        qkv, z, b, a = self._in(computed(ops, x)).split(self._cuts, dim=1)
+        shape, ops, states = self._shape, self._ops, step.states
+        qkv, z, b, a = self._in(apply_deferred_norm(ops, x)).split(self._cuts, dim=1)
         mixed = ops.causal_conv(qkv, self._taps.tensor.squeeze(1), states.cache, self._layer, states.rows)
         q, k, v = mixed.split((shape.key_width, shape.key_width, shape.value_width), dim=1)
         inputs = DeltaInputs(
@@ -82,22 +82,22 @@ class GatedAttention:
 
     def __call__(
         self,
-        x: Tensor | Normed,  # [T, C]
+        x: Tensor | DeferredNorm,  # [T, C]
         rotary: Rotary,
         cache: PagedCache,
-        places: Places,
+        step: StepInputs,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Keys and values of all rows are
         written in any case."""
         ops = self._ops
-        projected = self._qkv(computed(ops, x)).unflatten(1, (-1, self._head_dim))
+        projected = self._qkv(apply_deferred_norm(ops, x)).unflatten(1, (-1, self._head_dim))
         q, k, v, gate = projected.split(self._heads, dim=1)
         q, k = ops.rms_norm(q, self._q_norm.tensor, self._eps), ops.rms_norm(k, self._k_norm.tensor, self._eps)
-        q = ops.rope_and_write(q, k, v, rotary, cache, self._layer, places.slots)
+        q = ops.rope_and_write(q, k, v, rotary, cache, self._layer, step.slots)
         if rows is not None and not rows.shape[0]:
             return q[:0].flatten(1)
-        mixed = ops.attention_paged(q, cache, self._layer, places.attention, self._scale)
+        mixed = ops.attention_paged(q, cache, self._layer, step.attention, self._scale)
         if rows is not None:
             mixed, gate = mixed.index_select(0, rows), gate.index_select(0, rows)
         return ops.sigmoid_mul(mixed, gate).flatten(1)

@@ -124,7 +124,7 @@ class GgufCheckpoint:
 def _joined(parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
     """Stacks the parts by rows; the result stays quantised if all have one format."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(quantized) == len(parts) and len({part.form for part in quantized}) == 1:
+    if len(quantized) == len(parts) and len({part.stack_key for part in quantized}) == 1:
         return stacked(quantized)
     if len(parts) == 1:
         return parts[0]
@@ -155,7 +155,7 @@ def ordered(whole: Tensor | QuantizedWeight, order: Order) -> Tensor | Quantized
         rows = _places(whole.shape[0], order)
         return whole.rows(rows) if isinstance(whole, QuantizedWeight) else whole[rows]
     if isinstance(whole, QuantizedWeight) and whole.scales.shape[1] % order.unit == 0:
-        whole = whole.in_one_level()  # blocks may be larger than heads
+        whole = whole.flatten_scales()  # blocks may be larger than heads
         groups = _places(whole.scales.shape[1], order)
         values = whole.values.unflatten(1, (len(groups), -1))[:, groups].flatten(1)
         offsets = None if whole.offsets is None else whole.offsets[:, groups]

@@ -118,7 +118,7 @@ def _restored(item: dict[str, Any], blobs: Iterator[Tensor]) -> Kept:
         dtype: torch.dtype = getattr(torch, item["dtype"])
         return data[: math.prod(item["shape"]) * dtype.itemsize].view(dtype).view(item["shape"])
     kind = NativeQuantizedLinear if item["quantized"] else NativeLinear
-    return kind.restored(tuple(item["form"]), data, next(blobs).view(torch.float32) if item["bias"] else None)
+    return kind.from_packed(tuple(item["form"]), data, next(blobs).view(torch.float32) if item["bias"] else None)
 
 
 def _header(contents: str, blobs: Sequence[Tensor]) -> bytes:

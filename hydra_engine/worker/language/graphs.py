@@ -241,7 +241,7 @@ class DecodeGraphs:
     def capture(self, partition: int, size: int) -> None:
         """When no step is in flight."""
         parts = self._parts
-        with torch.inference_mode(), parts.device.partitions.at(partition):
+        with torch.inference_mode(), parts.device.partitions.use(partition):
             packed, blank = self._packed[: _DECODE_WORDS * size], self._blank(size)
             packed.copy_(parts.device.send((blank,))[0])
             columns, inputs = self._inputs(packed, size)
@@ -323,7 +323,7 @@ class DecodeGraphs:
         positions = rows.positions if rows.positions.ndim == 1 else rows.positions[0]  # alike on all axes
         state_columns: tuple[Any, ...] = (0, 0, -1)
         if states is not None:
-            state_columns = states.starts.numpy(), states.reads.numpy(), states.writes.numpy()
+            state_columns = states.starts.numpy(), states.read_slots.numpy(), states.write_slots.numpy()
         given = (rows.token_ids, seq_slots, positions, rows.slots, *state_columns, rows.num_context)
         for column, values in zip(columns, (*given, sampling.top_k, sampling.temperatures, *sampling[2:]), strict=True):
             column[:count] = values
@@ -501,7 +501,7 @@ class MixedGraphs:
     def capture(self, partition: int, size: MixedSize) -> None:
         """When no step is in flight."""
         parts = self._parts
-        with torch.inference_mode(), parts.device.partitions.at(partition):
+        with torch.inference_mode(), parts.device.partitions.use(partition):
             blank = self._blank(size)
             self._packed[: len(blank)].copy_(parts.device.send((blank,))[0])
             columns = self._of(size)

@@ -238,7 +238,7 @@ class LanguageLane:
         """Launches a step, in the lane's thread, which is in inference mode. A request's content never makes it raise;
         raises BackendError if the device failed. On an asynchronous device the result may still be outstanding."""
         partitions = self._device.partitions
-        partitions.choose(plan.partition)
+        partitions.set_partition(plan.partition)
         pending = Pending(self._order, plan, self._clock.now(), divided=partitions.current() > 0)
         self._order.add(pending)
         self._step.vision_s = 0.0

@@ -123,7 +123,7 @@ class EncodeGraphs:
     def capture(self, partition: int, size: int) -> None:
         """Captures one encode; no encode may be in flight, and the largest size of a partition comes first. A graph
         whose padding gives features that are not finite is dropped."""
-        with torch.inference_mode(), self._device.partitions.at(partition):
+        with torch.inference_mode(), self._device.partitions.use(partition):
             packing = self._blank(size)
             self._send(packing, np.zeros(0, dtype=np.int64))
             features: list[Tensor] = []

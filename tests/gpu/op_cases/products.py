@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hydra_engine.backend.base import (
     Activation,
-    Normed,
+    DeferredNorm,
     PagedCache,
-    computed,
+    apply_deferred_norm,
 )
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, WIDTH_STEP, CudaLinear, QuantizedCudaLinear, implementation
 from hydra_engine.backend.float8 import BLOCK, product
@@ -250,12 +250,12 @@ def test_products_and_gated_activations(side: Side, rows: int) -> None:
     whole = torch.cat((gate.dequantized(torch.float16), up))
     expected = REFERENCE.linear_act_and_mul(x, (REFERENCE.pack_linear(whole, bias),), "silu")
     norm = random(256, dtype=torch.float16, seed=5)
-    of_normed = REFERENCE.linear_act_and_mul(Normed(x, norm, 1e-5), (REFERENCE.pack_linear(whole, bias),), "silu")
+    of_normed = REFERENCE.linear_act_and_mul(DeferredNorm(x, norm, 1e-5), (REFERENCE.pack_linear(whole, bias),), "silu")
     for ops in (side.ops, side.exact):
         packed = (ops.pack_linear(side.there(whole), side.there(bias)),)
         found = ops.linear_act_and_mul(side.there(x), packed, "silu")
         assert_close(found.cpu(), expected, ulps=12, atol=1e-3)
-        found = ops.linear_act_and_mul(Normed(side.there(x), side.there(norm), 1e-5), packed, "silu")
+        found = ops.linear_act_and_mul(DeferredNorm(side.there(x), side.there(norm), 1e-5), packed, "silu")
         assert_close(found.cpu(), of_normed, ulps=12, atol=4e-3)
     parts = (
         side.ops.pack_linear(gate.to(side.device), side.there(bias[:56].clone())),
@@ -277,9 +277,13 @@ def test_products_and_norms_on_both_sides(side: Side, rows: int) -> None:
     for ops in (side.ops, side.exact):
         packed = ops.pack_linear(side.there(weights[0]), side.there(bias))
         found, sums = ops.linear_add_rms_norm(side.there(x), packed, side.there(residual), side.there(norm), 1e-5)
-        assert isinstance(found, Normed) == (rows == 1 and ops is side.ops)
+        assert isinstance(found, DeferredNorm) == (rows == 1 and ops is side.ops)
         inner = ops.linear_act_and_mul(found, (ops.pack_linear(side.there(weights[1])),), "silu")
-        for one, other in ((sums, total), (inner, expected), (computed(ops, found), computed(REFERENCE, normed))):
+        for one, other in (
+            (sums, total),
+            (inner, expected),
+            (apply_deferred_norm(ops, found), apply_deferred_norm(REFERENCE, normed)),
+        ):
             torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-3)
 
 
@@ -294,10 +298,15 @@ def test_products_rotation_and_write(side: Side, rows: int) -> None:
     norm, reference = random(40, seed=9), (REFERENCE.pack_linear(weight, bias),)
     packed, angles = side.ops.pack_linear(side.there(weight), side.there(bias)), (side.there(cos), side.there(sin))
     for given, normed in ((slots, False), (slots.to(side.device), False), (slots.to(side.device), True)):
-        wanted, rows_there = Normed(x, norm, 1e-5) if normed else x, side.there(x)
+        wanted, rows_there = DeferredNorm(x, norm, 1e-5) if normed else x, side.there(x)
         expected = REFERENCE.linear_rope_and_write(wanted, reference, (cos, sin), host, 1, slots)
         found = side.ops.linear_rope_and_write(
-            Normed(rows_there, side.there(norm), 1e-5) if normed else rows_there, (packed,), angles, there, 1, given
+            DeferredNorm(rows_there, side.there(norm), 1e-5) if normed else rows_there,
+            (packed,),
+            angles,
+            there,
+            1,
+            given,
         )
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(there.data.cpu(), host.data, rtol=1e-4, atol=1e-4, equal_nan=True)

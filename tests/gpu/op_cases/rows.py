@@ -148,7 +148,9 @@ def test_recurrent_states_move_on_as_those_of_the_reference(side: Side) -> None:
         rows = StateRows(*(torch.tensor(v) for v in vectors))
         tokens = vectors[0][-1]
         planned = side.ops.plan_states(rows)
-        assert [x.tolist() for x in (planned.cu_q, planned.starts, planned.reads, planned.writes)] == list(vectors)
+        assert [x.tolist() for x in (planned.cu_q, planned.starts, planned.read_slots, planned.write_slots)] == list(
+            vectors
+        )
         x, weight = strided(random(tokens, 24)), random(24, 4, seed=1)
         expected = REFERENCE.causal_conv(x, weight, host, 1, rows)
         found = side.ops.causal_conv(side.there(x), side.there(weight), there, 1, planned)
@@ -166,7 +168,7 @@ def test_rows_of_states_are_not_read_again(side: Side) -> None:
     planned = side.ops.plan_states(StateRows(*given))
     for tensor in given:
         tensor.fill_(-1)
-    assert [x.tolist() for x in (planned.cu_q, planned.starts, planned.reads, planned.writes)] == [
+    assert [x.tolist() for x in (planned.cu_q, planned.starts, planned.read_slots, planned.write_slots)] == [
         [0, 2],
         [4],
         [1],
@@ -217,8 +219,8 @@ def test_messages_of_states(side: Side) -> None:
             rows(bad, [0, 0], [0, 0], [0, 1])
     with pytest.raises(ValueError, match="rows: expected places of 0 and more, got -1"):
         rows([0, 3], [0], [0], [-1])
-    with pytest.raises(ValueError, match=r"writes: expected contiguous \[1\] torch.int64"):
-        ops.plan_decode_states(good.starts, good.reads, good.cu_q)
+    with pytest.raises(ValueError, match=r"write_slots: expected contiguous \[1\] torch.int64"):
+        ops.plan_decode_states(good.starts, good.read_slots, good.cu_q)
 
 
 # ---- sampling, and what the ops say of themselves

@@ -37,7 +37,7 @@ def run(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows, tile: int = 
     counts = rows.cu_q.diff().tolist()
     tiles = [[row, first] for row, count in enumerate(counts) for first in range(0, max(count, 1), tile)]
     table = torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
-    vectors = rows.cu_q, rows.starts, rows.reads, rows.writes
+    vectors = rows.cu_q, rows.starts, rows.read_slots, rows.write_slots
     return causal_conv(x, weight, states[:, 1], table, *vectors, tokens=tile)
 
 
@@ -106,10 +106,10 @@ def test_messages() -> None:
     with pytest.raises(ValueError, match=r"states: expected \[N, 2, 8\]"):
         run(x, weight[:, :3].contiguous(), states, rows)
     with pytest.raises(ValueError, match=r"reads: expected contiguous \[3\] torch.int64"):
-        run(x, weight, states, replace(rows, reads=rows.cu_q))
+        run(x, weight, states, replace(rows, read_slots=rows.cu_q))
     with pytest.raises(ValueError, match="tokens: expected 1 or 16, got 8"):
         run(x, weight, states, rows, 8)
-    vectors = rows.cu_q, rows.starts, rows.reads, rows.writes
+    vectors = rows.cu_q, rows.starts, rows.read_slots, rows.write_slots
     for bad in (torch.zeros(3, 3).int(), torch.zeros(3, 2).long()):
         with pytest.raises(ValueError, match=r"tiles: expected contiguous \[.*\] torch.int32"):
             causal_conv(x, weight, states[:, 1], bad, *vectors, tokens=1)

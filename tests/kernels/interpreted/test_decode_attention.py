@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
-from hydra_kernels._occupancy import Limits, places
+from hydra_kernels._occupancy import Limits, resident_programs
 from hydra_kernels.decode_attention import choose_num_splits, decode_attention, new_counters
 from tests.kernels.comparison import DTYPES, assert_attention_close
 from tests.kernels.paged import Step, make_step
@@ -112,12 +112,12 @@ def test_number_of_splits() -> None:
 
 def test_places_of_programs_on_a_multiprocessor() -> None:
     hopper = Limits(233472, 2048)
-    assert places(49536, 110, 4, hopper) == 4  # one head per KV head: shared memory
-    assert places(72192, 96, 4, hopper) == 3  # several
-    assert places(37376, 200, 4, hopper) == 2  # registers
-    assert places(0, 32, 32, hopper) == 2  # threads
-    assert places(0, 16, 1, hopper) == 32
-    assert places(230000, 255, 8, hopper) == 1
+    assert resident_programs(49536, 110, 4, hopper) == 4  # one head per KV head: shared memory
+    assert resident_programs(72192, 96, 4, hopper) == 3  # several
+    assert resident_programs(37376, 200, 4, hopper) == 2  # registers
+    assert resident_programs(0, 32, 32, hopper) == 2  # threads
+    assert resident_programs(0, 16, 1, hopper) == 32
+    assert resident_programs(230000, 255, 8, hopper) == 1
 
 
 def test_messages() -> None:

@@ -59,7 +59,7 @@ def inputs(tokens: int, shape: Shape, dtype: torch.dtype, seed: int = 0) -> Inpu
 
 
 def run(given: Inputs, states: Tensor, rows: StateRows) -> Tensor:
-    return delta_rule(*given, states[:, 1], rows.cu_q, rows.starts, rows.reads, rows.writes)
+    return delta_rule(*given, states[:, 1], rows.cu_q, rows.starts, rows.read_slots, rows.write_slots)
 
 
 def check(given: Inputs, rows: Sequence[Row], shape: Shape) -> None:
@@ -159,7 +159,7 @@ def test_messages() -> None:
     with pytest.raises(ValueError, match=r"states: expected \[N, 4, 8, 8\] torch.float32 on cpu with dense places"):
         run(given, states.transpose(3, 4), rows)
     with pytest.raises(ValueError, match=r"writes: expected contiguous \[1\] torch.int64"):
-        run(given, states, replace(rows, writes=rows.writes.int()))
+        run(given, states, replace(rows, write_slots=rows.write_slots.int()))
     wide = inputs(1, Shape(1, 1, 520, 1), torch.float32)
     with pytest.raises(ValueError, match="k: expected a head dim of at most 512, got 520"):
         run(wide, torch.zeros(2, 2, 1, 520, 1), state_rows([Row(1, 0, 0, 1)]))

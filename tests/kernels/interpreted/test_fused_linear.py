@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Activation, Normed, PagedCache
+from hydra_engine.backend.base import Activation, DeferredNorm, PagedCache
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels.activation import ACTIVATIONS
 from hydra_kernels.fused_linear import gated_linear, rope_linear
@@ -46,7 +46,7 @@ def test_gated_linear_of_a_normed_row(shape: tuple[int, int], is_wide: bool, dty
     width, num_in = shape
     x, weight = strided((random(1, num_in) * 7).to(dtype)), weight_of(2 * width, num_in, dtype)
     bias, norm = random(2 * width, seed=2).to(dtype), norm_of(num_in, torch.float32 if is_wide else dtype)
-    expected = OPS.linear_act_and_mul(Normed(x, norm, 1e-5), (OPS.pack_linear(weight, bias),), "silu")
+    expected = OPS.linear_act_and_mul(DeferredNorm(x, norm, 1e-5), (OPS.pack_linear(weight, bias),), "silu")
     result = gated_linear(x, weight, bias, "silu", norm, 1e-5)
     assert_close(result, expected, ulps=12, atol=3e-2 if dtype is torch.bfloat16 else 4e-3)
 
@@ -110,7 +110,7 @@ def test_rope_linear_of_a_normed_row() -> None:
     angles, slots = rotary(num_rows, dim), torch.arange(num_rows)
     caches = [filled(1, dim, 16, torch.bfloat16) for _ in range(2)]
     packed = (OPS.pack_linear(weight),)
-    expected = OPS.linear_rope_and_write(Normed(x, norm, 1e-5), packed, angles, caches[0], 1, slots)
+    expected = OPS.linear_rope_and_write(DeferredNorm(x, norm, 1e-5), packed, angles, caches[0], 1, slots)
     found = rope_linear(x, weight, None, *angles, slots, *caches[1].data[:, 1].unbind(1), norm, 1e-5)
     assert_close(found, expected, ulps=4, atol=3e-2)
     keys_and_values = [cache.data[0, 1, :, :num_rows] for cache in caches]

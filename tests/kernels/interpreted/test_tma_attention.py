@@ -73,14 +73,14 @@ def test_prompts_over_a_paged_cache(heads: tuple[int, int, int], block_size: int
 
 def test_what_descriptors_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = torch.zeros(8, 3, 2, 80, dtype=torch.bfloat16)
-    assert tma_attention.takes(*fused.unbind(1))
-    assert not tma_attention.takes(fused.float())
-    assert not tma_attention.takes(fused[:, 0], fused.view(-1)[1 : 1 + 8 * 160].view(8, 2, 80)), "address"
-    assert not tma_attention.takes(torch.zeros(8, 2, 76, dtype=torch.bfloat16)), "152 bytes from head to head"
-    assert not tma_attention.takes(torch.zeros(8, 2, 144, dtype=torch.bfloat16)), "wider than a tile"
+    assert tma_attention.can_read(*fused.unbind(1))
+    assert not tma_attention.can_read(fused.float())
+    assert not tma_attention.can_read(fused[:, 0], fused.view(-1)[1 : 1 + 8 * 160].view(8, 2, 80)), "address"
+    assert not tma_attention.can_read(torch.zeros(8, 2, 76, dtype=torch.bfloat16)), "152 bytes from head to head"
+    assert not tma_attention.can_read(torch.zeros(8, 2, 144, dtype=torch.bfloat16)), "wider than a tile"
     cache = torch.zeros(4, 1, 2, 64, 2, 64, dtype=torch.float16)
-    assert tma_attention.takes_cache(cache[:, 0, 0], cache[:, 0, 1])
+    assert tma_attention.can_read_cache(cache[:, 0, 0], cache[:, 0, 1])
     small = cache.view(16, 1, 2, 16, 2, 64)
-    assert not tma_attention.takes_cache(small[:, 0, 0], small[:, 0, 1]), "a tile of keys is of four blocks"
+    assert not tma_attention.can_read_cache(small[:, 0, 0], small[:, 0, 1]), "a tile of keys is of four blocks"
     monkeypatch.setattr(tma_attention, "capability_of", lambda device: 80)
-    assert not tma_attention.takes(fused)
+    assert not tma_attention.can_read(fused)
