@@ -177,9 +177,11 @@ class Result:
         return [*found, f"{1e3 * metrics.e2e_s:.0f} ms"]
 
     def _repr_html_(self) -> str:
-        from hydra_engine.core.result_html import result_html  # which imports this file
+        from hydra_engine.notebook import result_html  # only a notebook needs it
 
-        return result_html(self)
+        answers = self.choices or (self,)
+        texts = [one.text if one.error is None else f"{type(one.error).__name__}: {one.error}" for one in answers]
+        return result_html(texts, self.facts(), self.timeline)
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and that would cost three times as much

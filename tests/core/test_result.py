@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, StageSpan, Usage
-from hydra_engine.core.result_html import COLOURS, MAX_SPANS, WAIT
 from hydra_engine.errors import InvalidImage
+from hydra_engine.notebook import COLOURS, MAX_SPANS, WAIT
 
 SPANS = (
     StageSpan("tokenize", 0.0, 0.001, tokens=9),

@@ -1,15 +1,14 @@
-"""A result as HTML for a notebook: its text, its numbers, and its stages as bars over time.
+"""A result as HTML for a notebook: its texts, its numbers, and its stages as bars over time.
 
 HTML with inline SVG, without scripts and external styles; all text from a model or a user is escaped. Text has the
-page's colour; bars have colours that are visible on light and dark pages. Does not know how spans are recorded.
+page's colour; bars have colours that are visible on light and dark pages. Imports nothing of the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-
-from hydra_engine.core.outputs import Result, StageSpan
+from typing import Protocol
 
 MAX_SPANS = 500  # only the longest are drawn
 MAX_TEXT = 20_000  # characters of one answer
@@ -28,30 +27,49 @@ WAIT = "#7f8a96"
 _WIDTH, _LEFT, _RIGHT, _ROW = 760, 150, 90, 18
 
 
-def result_html(result: Result) -> str:
-    answers = result.choices or (result,)
-    texts = "".join(f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{_text(one)}</div>' for one in answers)
-    facts = escape(" · ".join(result.facts()))
+class Span(Protocol):
+    """A span of a timeline, `core.outputs.StageSpan`."""
+
+    @property
+    def stage(self) -> str: ...
+    @property
+    def start_s(self) -> float: ...
+    @property
+    def end_s(self) -> float: ...
+    @property
+    def instance(self) -> str: ...
+    @property
+    def lane(self) -> str: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def cause(self) -> str | None: ...
+
+
+def result_html(texts: Sequence[str], facts: Sequence[str], spans: Sequence[Span]) -> str:
+    """`texts`: of each answer, shortened here to MAX_TEXT. `facts`: short phrases for one line."""
+    answers = "".join(
+        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{escape(_shortened(text))}</div>' for text in texts
+    )
     return (
-        f'<div style="font-family:system-ui,sans-serif;font-size:14px;max-width:{_WIDTH}px">{texts}'
-        f'<div style="opacity:.7;margin:4px 0">{facts}</div>{_timeline(result.timeline)}</div>'
+        f'<div style="font-family:system-ui,sans-serif;font-size:14px;max-width:{_WIDTH}px">{answers}'
+        f'<div style="opacity:.7;margin:4px 0">{escape(" · ".join(facts))}</div>{_timeline(spans)}</div>'
     )
 
 
-def _text(result: Result) -> str:
-    if result.error is not None:
-        return escape(f"{type(result.error).__name__}: {result.error}")
-    text = result.text
-    return escape(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…")
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 
-def _timeline(spans: Sequence[StageSpan]) -> str:
+def _timeline(spans: Sequence[Span]) -> str:
     if not spans:
         return ""
     end_s = max(max(span.end_s for span in spans), 1e-9)
     drawn = sorted(sorted(spans, key=lambda span: span.start_s - span.end_s)[:MAX_SPANS], key=lambda span: span.start_s)
     several = len({span.instance for span in spans if span.lane != "front"}) > 1
-    rows: dict[str, list[StageSpan]] = {}
+    rows: dict[str, list[Span]] = {}
     for span in drawn:
         name = f"{span.stage} {span.instance}" if several and span.lane != "front" else span.stage
         rows.setdefault(name, []).append(span)
@@ -68,7 +86,7 @@ def _timeline(spans: Sequence[StageSpan]) -> str:
     )
 
 
-def _row(name: str, spans: Sequence[StageSpan], top: int, end_s: float) -> str:
+def _row(name: str, spans: Sequence[Span], top: int, end_s: float) -> str:
     scale = (_WIDTH - _LEFT - _RIGHT) / end_s
     bars = "".join(_bar(span, top, scale) for span in spans)
     total_ms = 1e3 * sum(span.end_s - span.start_s for span in spans)
@@ -79,7 +97,7 @@ def _row(name: str, spans: Sequence[StageSpan], top: int, end_s: float) -> str:
     )
 
 
-def _bar(span: StageSpan, top: int, scale: float) -> str:
+def _bar(span: Span, top: int, scale: float) -> str:
     """A bar of the timeline, thin if the request waited."""
     colour = COLOURS.get(span.stage)
     y, height = (top + 3, 12) if colour else (top + 7, 4)
@@ -90,7 +108,7 @@ def _bar(span: StageSpan, top: int, scale: float) -> str:
     )
 
 
-def _tip(span: StageSpan) -> str:
+def _tip(span: Span) -> str:
     ms = 1e3 * (span.end_s - span.start_s)
     parts = [f"{span.stage} {ms:.1f} ms, from {1e3 * span.start_s:.1f} ms", span.instance]
     if span.tokens:
