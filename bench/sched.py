@@ -75,8 +75,8 @@ class TimedScheduler(StageScheduler):
     def on_language(self, result: LanguageResult, now: float) -> list[RequestMessage]:
         return self._timed("take_back", lambda: super(TimedScheduler, self).on_language(result, now))
 
-    def tidy(self) -> None:
-        self._timed("tidy", super().tidy)
+    def publish(self) -> None:
+        self._timed("tidy", super().publish)
 
     def _timed(self, name: str, call: Callable[[], Any]) -> Any:
         started = perf_counter()

@@ -107,9 +107,7 @@ class WholePrompts(LanguagePlanner):
                     self._continue_prefills(builder)
         except NeedsResult:
             return None
-        if not ready.num_rows and not builder.chunks:
-            return None
-        return self._step(step_id, ready, builder, budget, ahead=ahead)
+        return self._rows(step_id, ready, builder, budget, ahead=ahead)
 
 
 class WholeStarter(PrefillStarter):
@@ -119,12 +117,14 @@ class WholeStarter(PrefillStarter):
         super().__init__(*given)
         self._early_limit = 0
 
-    def _room_for(self, state: RequestState, insists: bool, builder: StepBuilder) -> list[int] | None:
-        found = super()._room_for(state, insists, builder)
-        assert isinstance(builder, WholeStepBuilder)
-        if found is None or builder.takes(state.num_tokens - len(found) * self._kv.block_size):
-            return found
-        builder.left = 0  # no other request gets the rest of the budget
+    def _find_blocks_for(
+        self, state: RequestState, num_tokens: int, step: StepBuilder, *, may_preempt: bool
+    ) -> list[int] | None:
+        cached = super()._find_blocks_for(state, num_tokens, step, may_preempt=may_preempt)
+        assert isinstance(step, WholeStepBuilder)
+        if cached is None or step.takes(state.num_tokens - len(cached) * self._kv.block_size):
+            return cached
+        step.left = 0  # no other request gets the rest of the budget
         return None
 
 

@@ -114,12 +114,6 @@ class ChunkRow:
     images: tuple[ImageSlice, ...] = ()
     scored: bool = False
 
-    @property
-    def num_pairs(self) -> float:
-        """Number of (query, key) pairs of causal attention."""
-        count = len(self.token_ids)
-        return count * self.start + count * (count + 1) / 2
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguagePlan:
@@ -148,15 +142,19 @@ class LanguagePlan:
     def load(self) -> LanguageLoad:
         """The work of the step for the cost model. A chunk of one token, behind KV that was moved or cached, counts as
         a decode."""
-        chunks = [row for row in self.chunks if len(row.token_ids) > 1]
-        single_keys = sum(row.start + 1 for row in self.chunks if len(row.token_ids) == 1)
-        return LanguageLoad(
-            num_decodes=len(self.decodes),
-            decode_context=int(self.decodes.starts.sum()) + len(self.decodes) + single_keys,
-            prefill_tokens=sum(len(row.token_ids) for row in self.chunks),
-            prefill_pairs=sum(row.num_pairs for row in chunks),
-            num_chunks=len(chunks),
-        )
+        num_decodes = len(self.decodes.starts)
+        context = int(self.decodes.starts.sum()) + num_decodes
+        tokens = num_chunks = 0
+        pairs = 0.0  # (query, key) pairs of causal attention
+        for row in self.chunks:
+            count = len(row.token_ids)
+            tokens += count
+            if count > 1:
+                num_chunks += 1
+                pairs += count * row.start + count * (count + 1) / 2
+            else:
+                context += row.start + 1
+        return LanguageLoad(num_decodes, context, tokens, pairs, num_chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ class RequestState:
         return self.request.sampling.prompt_logprobs is not None and not self.generated
 
     @property
-    def lacks_one_token(self) -> bool:
+    def is_one_token_short(self) -> bool:
         """True if it is one step from its next token and that step is not planned yet: a decode, or a prefill with one
         missing token."""
         return self.is_decode and not self.external_kv and not self.num_scheduled
@@ -198,7 +198,7 @@ class RequestState:
     @property
     def waits_for_images(self) -> bool:
         """True if some image has no features yet and its KV is not computed or cached."""
-        return any(progress <= ImageProgress.ENCODING for progress in self.images)
+        return min(self.images, default=ImageProgress.CONSUMED) <= ImageProgress.ENCODING
 
     @property
     def needs_encode(self) -> bool:
@@ -221,7 +221,7 @@ class RequestState:
         return any(self.images[index] == ImageProgress.WAITING for index in self.external_images)
 
     @property
-    def trusts_cache(self) -> bool:
+    def relies_on_prefix_hit(self) -> bool:
         """True if some image is not encoded because a prefix lookup found its KV."""
         return ImageProgress.CACHED in self.images and not self.external_kv
 

@@ -144,7 +144,7 @@ class Instance:
         self._append_status(outgoing)
         if outgoing:
             self._outbox.send(outgoing)
-        self._scheduler.tidy()
+        self._scheduler.publish()
 
     # ---- input
 
@@ -273,7 +273,7 @@ class Instance:
             if now < self._ahead_due_s:
                 return
             self._ahead_due_s = math.inf  # one attempt; if it fails, the next plan waits for the result
-            if not self._scheduler.settled:
+            if not self._scheduler.no_image_pending:
                 return
         plan = self._scheduler.plan_language(now)
         self._look_outside(outgoing)

@@ -84,13 +84,13 @@ class Budgets:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._latest_tokens = config.max_step_tokens
+        self._max_tokens = self._latest_tokens = config.max_step_tokens
         self._decode_steps = self._full_steps = 0
         self._typical = TypicalSteps(), TypicalSteps()  # steps without vision, steps beside vision
 
     def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; called once per step."""
-        tokens = max(0, self._config.max_step_tokens - pending.num_decodes)
+        tokens = max(0, self._max_tokens - pending.num_decodes)
         if pending.num_decodes and min(tokens, pending.prefill_tokens) > MIN_CHUNK:
             tokens = min(tokens, self._beside_decodes(pending.num_decodes))
         self._latest_tokens = tokens
@@ -99,7 +99,7 @@ class Budgets:
     def _beside_decodes(self, num_decodes: int) -> int:
         """Maximum tokens of prefill beside decodes without a limit. Steps beside vision are used only if no others were
         measured: vision slows decodes and chunks by about the same factor."""
-        highest = self._config.max_step_tokens
+        highest = self._max_tokens
         for typical in self._typical:
             decode_s, token_s = typical.decode_s(num_decodes), typical.per_token_s()
             if decode_s is not None and token_s is not None:

@@ -172,24 +172,25 @@ class DecodeTable:
 
     # ---- blocks
 
-    def lacking(self, ready: Ready) -> Int64s:
-        """Indices of the members that have no block for their next row. Shows blocks that are allocated already."""
+    def without_next_block(self, ready: Ready) -> Int64s:
+        """Indices of the members that have no block for their next row. Appends blocks that are allocated already: a
+        request that was preempted before got all its blocks at its start."""
         indices, starts = ready.indices, ready.starts
-        lacks = starts >= self._shown[indices]
-        if not np.count_nonzero(lacks):
+        at_end = starts >= self._shown[indices]
+        if not np.count_nonzero(at_end):
             return _NO_INDICES
-        lacking = lacks.nonzero()[0] if isinstance(indices, slice) else indices[lacks]
-        tables = [self._block_tables[index] for index in lacking.tolist()]
-        have = [table.num_slots > start for table, start in zip(tables, starts[lacks].tolist(), strict=True)]
-        if not any(have):
-            return lacking
-        granted = lacking[have]  # a request that was preempted before got all its blocks at its start
-        columns = (self._shown[granted] // self._block_size).tolist()
-        with_block = [table for table, has in zip(tables, have, strict=True) if has]
-        self.show(granted, [int(table.block_ids[column]) for table, column in zip(with_block, columns, strict=True)])
-        return lacking[np.logical_not(have)]
+        without = at_end.nonzero()[0] if isinstance(indices, slice) else indices[at_end]
+        allocated: dict[int, int] = {}  # index -> block
+        for index, start in zip(without.tolist(), starts[at_end].tolist(), strict=True):
+            table = self._block_tables[index]
+            if table.num_slots > start:
+                allocated[index] = int(table.block_ids[self._shown[index] // self._block_size])
+        if not allocated:
+            return without
+        self.append_blocks(np.array(list(allocated)), list(allocated.values()))
+        return without[~np.isin(without, list(allocated))]
 
-    def show(self, indices: Int64s, blocks: Sequence[int]) -> None:
+    def append_blocks(self, indices: Int64s, blocks: Sequence[int]) -> None:
         """Appends a block to the visible block table of each member: the block in which its next row begins."""
         columns = self._shown[indices] // self._block_size
         self._reserve_columns(int(columns.max()) + 1)
@@ -207,14 +208,6 @@ class DecodeTable:
     def _width(self, count: int) -> int:
         """Number of columns for tables of `count` blocks: rounded up for growth, at most what a member can need."""
         return max(count, min(-(-count // SPARE_COLUMNS) * SPARE_COLUMNS, self._max_blocks))
-
-    def _tables_for(self, indices: Indices) -> BlockIds:
-        """Block tables of these members for a plan: int32 [B, W]."""
-        width = self._width(self._longest // self._block_size + 1)
-        if width < self._tables.shape[1]:
-            self._tables = self._tables[:, :width].copy()
-        self._tables_shared = True
-        return self._tables[indices]
 
     # ---- planning
 
@@ -240,15 +233,23 @@ class DecodeTable:
         token_ids = self._last_tokens[indices].copy()
         if ahead:
             token_ids[self._unread()[indices] > 0] = -1
-        members = self._current_members()
-        everyone = len(starts) == len(self.states)
+        all_members = slice(0, len(self.states))
+        if self._members is None:
+            request_ids = self._request_ids[all_members].copy()
+            self._longest = int(self._starts[all_members].max(initial=0))
+            self._members = _Members(self._seq_slots[all_members].copy(), request_ids, request_ids.tolist())
+        members, everyone = self._members, len(starts) == len(self.states)
+        width = self._width(self._longest // self._block_size + 1)
+        if width < self._tables.shape[1]:
+            self._tables = self._tables[:, :width].copy()
+        self._tables_shared = True
         rows = DecodeRows(
             request_ids=members.request_ids if everyone else members.request_ids[indices],
             seq_slots=members.seq_slots if everyone else members.seq_slots[indices],
             token_ids=token_ids,
             starts=starts,
             num_generated=starts - self._offsets[indices],
-            block_tables=self._tables_for(indices),
+            block_tables=self._tables[indices],  # [B, W]
         )
         if len(starts):
             self._starts[indices] = starts + 1
@@ -256,14 +257,6 @@ class DecodeTable:
             self._longest += 1
             self._in_flight.append(RowsInFlight(rows, members.id_list if everyone else None, self._num_left))
         return rows
-
-    def _current_members(self) -> _Members:
-        if self._members is None:
-            everyone = slice(0, len(self.states))
-            request_ids = self._request_ids[everyone].copy()
-            self._longest = int(self._starts[everyone].max(initial=0))
-            self._members = _Members(self._seq_slots[everyone].copy(), request_ids, request_ids.tolist())
-        return self._members
 
     def _unread(self) -> Int64s:
         """[M] number of tokens of each member that are planned and not read yet."""
@@ -312,7 +305,7 @@ class DecodeTable:
         if np.count_nonzero(deferred := self._deferred[: len(self.states)]):
             deferred &= self._unread() > 0
 
-    def take_back(
+    def on_results(
         self,
         rows: DecodeRows,
         token_ids: Int64s,

@@ -94,7 +94,7 @@ class ImageTracker:
 
     # ---- features
 
-    def make_room(
+    def ensure_blocks(
         self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_evict: bool
     ) -> bool:
         """True if the image can have `num_blocks`, after evicting features of later images if needed. Evicts only if
@@ -128,13 +128,13 @@ class ImageTracker:
             self._follow(key, now)
         return [self._states[request_id] for request_id in dict.fromkeys(r for r, _ in users)]
 
-    def settle_others(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
+    def end_image_waits(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
         """Updates the timelines of requests with the same picture, other than `own`, that wait for no more images."""
         for state in users:
             if state.request.id not in own and state.ending is None and not state.waits_for_images:
-                self.settled(state, now)
+                self.end_image_wait(state, now)
 
-    def settled(self, state: RequestState, now: float) -> None:
+    def end_image_wait(self, state: RequestState, now: float) -> None:
         """Ends the image wait in the timeline of a request whose last image was encoded for another one."""
         timeline = self._timelines[state.request.id]
         timeline.images_found(now)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.media import ImageItem
@@ -23,7 +24,7 @@ from hydra_engine.core.state import ImageProgress, RequestState, Urgency
 from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
-MAX_PASSED = 16  # requests without free blocks that planning skips in a step; bounds its time
+MAX_SKIPPED = 16  # requests without free blocks that planning skips in a step; bounds its time
 
 
 def start_urgency(state: RequestState, scheduling_policy: str, num_tokens_left: int) -> Urgency:
@@ -66,7 +67,7 @@ def kv_tokens_to_admit(state: RequestState) -> int:
     return state.request.max_total_tokens if state.preempted and Role.D in state.stages else state.num_tokens
 
 
-def takes_all_at_once(state: RequestState) -> bool:
+def allocates_all_at_start(state: RequestState) -> bool:
     """True if a request gets all its blocks when it starts, instead of chunk by chunk.
 
     A request that decodes elsewhere waits for that after its prefill. It must not wait for blocks of others at the same
@@ -88,10 +89,10 @@ def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: i
     image has features: its images together may exceed the image cache, so the first must be consumed before the last is
     encoded.
     """
-    return may_insist(state, head=head) or (num_early < limit and not state.preempted)
+    return may_preempt_stalled(state, head=head) or (num_early < limit and not state.preempted)
 
 
-def may_insist(state: RequestState, *, head: bool) -> bool:
+def may_preempt_stalled(state: RequestState, *, head: bool) -> bool:
     """True if a waiting request may preempt younger prefills that are stalled at an image: if it waits for no image, or
     is the `head` (the oldest that waits for images) and its first image has features."""
     return not state.waits_for_images or (head and state.images[0] > ImageProgress.ENCODING)
@@ -101,9 +102,9 @@ def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Ite
     """Waiting requests, the most urgent first. Of those that wait for images only the first `limit` (at most
     `MAX_PASSED`) and the oldest, which may come twice. The queues may change during the iteration."""
     oldest = encoding.oldest()
-    early = islice(encoding.by_urgency(), min(limit, MAX_PASSED))
+    early = islice(encoding.by_urgency(), min(limit, MAX_SKIPPED))
     streams = (waiting.by_urgency(), early, [] if oldest is None else [oldest])
-    return heapq.merge(*streams, key=lambda state: state.urgency)
+    return heapq.merge(*streams, key=attrgetter("urgency"))
 
 
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:

@@ -30,7 +30,7 @@ class ArrivalQueue:
         return state.order in self._by_order
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (self._by_order[order] for order in self._orders)
+        return map(self._by_order.__getitem__, self._orders)
 
     def by_age(self) -> Iterator[RequestState]:
         """The oldest first. The queue may change during the iteration."""

@@ -18,7 +18,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD, Role
-from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
+from hydra_engine.core.state import Ending, ImageProgress, Order, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.decodes import DecodeTable
 from hydra_engine.scheduler.hooks import Connector, StepObserver
@@ -172,7 +172,8 @@ class RequestTable:
                 self.seq_slots.slot_of[state.request.id]
             ):
                 self.join_decodes(state, unread=0)
-        set_indexed(self.unencoded, state, belongs=live and state.needs_encode)
+        if state.images:
+            set_indexed(self.unencoded, state, belongs=live and state.needs_encode)
         if state.connector_state is not None:
             self.connector.on_requeue(state)
 
@@ -238,7 +239,7 @@ class RequestTable:
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
         """Allocates the slot of a request and adopts the `num_found` cached blocks, behind which its own follow."""
-        waited = state.waits_for_images
+        waited = bool(state.images) and state.waits_for_images
         self.seq_slots.allocate(state.request.id)
         self.prefixes.adopt(state, num_found)
         if num_found:
@@ -246,15 +247,20 @@ class RequestTable:
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
         state.starts_seen, state.slot_known = None, False
-        oldest = [queue.oldest_but(state) for queue in self.startable]
-        self._started.started(state.order, min((other.order for other in oldest if other is not None), default=None))
-        self.images.consume(state, now)
+        oldest: Order | None = None
+        for queue in self.startable:
+            other = queue.oldest_but(state)
+            if other is not None and (oldest is None or other.order < oldest):
+                oldest = other.order
+        self._started.started(state.order, oldest)
+        if state.images:
+            self.images.consume(state, now)
         if waited and not state.waits_for_images:
-            self.images.settled(state, now)
+            self.images.end_image_wait(state, now)
         if state.connector_state is not None:
             self.connector.on_start(state)
 
-    def overtaken(self, state: RequestState) -> int:
+    def num_bypassed(self, state: RequestState) -> int:
         """Number of younger requests that have started since this one began to wait for its start."""
         now = self._started.younger_than(state.order)
         if state.starts_seen is None:  # it waits for images, and is considered for the first time
@@ -276,7 +282,7 @@ class RequestTable:
         self.timelines[request_id].preempted()
         if state.connector_state is not None:
             self.connector.on_preempted(state, now)
-        if state.ending is None and state.trusts_cache:
+        if state.ending is None and state.relies_on_prefix_hit:
             self.images.recheck(state, self._cached_tokens(state), now)
             self.requeue(state)
         return True

@@ -17,7 +17,7 @@ from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step_stats import StepTimes
-from hydra_engine.scheduler.timeline import unnamed
+from hydra_engine.scheduler.timeline import anonymised
 
 
 class _StepOutput:
@@ -76,7 +76,7 @@ class ResultProcessor:
             timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
             if not more and not state.num_scheduled and not state.needs_load:
                 timeline.waits_for("queue", result.ended_s)
-        requests.images.settle_others(sharing.values(), patches, result.ended_s)
+        requests.images.end_image_waits(sharing.values(), patches, result.ended_s)
         return [requests.states[request_id] for request_id in patches]
 
     # ---- language
@@ -164,7 +164,7 @@ class ResultProcessor:
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):
                 state = requests.states[RequestId(int(rows.request_ids[row]))]
                 requests.end(state, Ending(FinishReason.ERROR, error=error))
-        new = table.take_back(
+        new = table.on_results(
             rows,
             result.token_ids[: len(rows)],
             ended_s=result.ended_s,
@@ -198,5 +198,5 @@ class ResultProcessor:
         tpot_limit_s = timeline.tpot_limit_s if timeline.tpot_limit_s < math.inf else self._times.gap_s
         causes = self._requests.observer.explain(state.request.id, since_s, ended_s, tpot_limit_s)
         if state.request.cache_salt:  # an isolated client: it must not learn of other requests
-            causes = unnamed(causes)
+            causes = anonymised(causes)
         return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)

@@ -168,7 +168,7 @@ class StageScheduler:
         return self._connector.vision_first
 
     @property
-    def settled(self) -> bool:
+    def no_image_pending(self) -> bool:
         """True while no image waits for its features or is being encoded. Otherwise a language step that is planned
         ahead would leave out a request that is about to be ready."""
         return not self._requests.encoding and not self._vision_plans
@@ -200,7 +200,7 @@ class StageScheduler:
             if now < due_s or (ahead and due_s > -math.inf):
                 self.language_due_s = math.inf if ahead else due_s
                 return None
-        patches = sum(plan.num_patches for plan in self._vision_plans)
+        patches = sum(plan.num_patches for plan in self._vision_plans) if self._vision_plans else 0
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
         self._connector.after_language(now)
         if step is None:
@@ -209,7 +209,7 @@ class StageScheduler:
         self._next_step += 1
         return step.plan
 
-    def tidy(self) -> None:
+    def publish(self) -> None:
         """Publishes computed blocks to the prefix cache while the lanes compute, so that it takes no time between two
         steps."""
         self._requests.prefixes.publish()

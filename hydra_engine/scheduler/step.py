@@ -14,9 +14,9 @@ number of waiting requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class StepBuilder:
         needs more. A request with one missing token (its KV was loaded or found) counts as a decode and needs no
         budget: all decodes and these fit a step, since there are no more slots than a step has tokens."""
         start, end = state.num_planned, state.num_computable
-        if state.lacks_one_token:
+        if state.is_one_token_short:
             return 1
         if state.connector_state is not None:
             end = min(end, self._requests.connector.chunk_end(state))
@@ -76,8 +76,8 @@ class StepBuilder:
 
 
 class Admission:
-    """The admission of requests: finds and grants a sequence slot and blocks, while every running decode keeps one free
-    block in reserve."""
+    """The admission of requests: finds a sequence slot and blocks, while every running decode keeps one free block in
+    reserve."""
 
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         self._requests = requests
@@ -89,36 +89,29 @@ class Admission:
     def is_full(self) -> bool:
         return len(self._kv.tables) >= self._max_seqs
 
-    def _is_overdue(self, state: RequestState) -> bool:
+    def is_overdue(self, state: RequestState) -> bool:
         """True if at least `max_bypass` younger requests have started since this one began to wait."""
-        return self._requests.overtaken(state) >= self._max_bypass
+        return self._requests.num_bypassed(state) >= self._max_bypass
 
-    def _find_room(
+    def find_blocks(
         self,
         state: RequestState,
         num_tokens: int,
-        builder: StepBuilder | None,
+        step: StepBuilder | None,
         next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
-        """The cached blocks of a request for which a slot and enough other blocks are free, after preempting victims if
-        a step is being built; None if they are not."""
+        """The cached blocks of a request for whose `num_tokens` positions a slot and enough other blocks are free,
+        after preempting victims if a step is being built; None if they are not."""
         reserve = len(self._requests.decoding)
-        found: list[int] | None = None
+        cached: list[int] | None = None
         while True:
             if not self.is_full:
-                if found is None:
-                    found = self._requests.prefixes.find(state)
-                if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, found):
-                    return found
-            if builder is None or (victim := next_victim()) is None or not builder.preempt(victim):
+                if cached is None:
+                    cached = self._requests.prefixes.find(state)
+                if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, cached):
+                    return cached
+            if step is None or (victim := next_victim()) is None or not step.preempt(victim):
                 return None
-
-    def _grant(self, state: RequestState, num_tokens: int) -> None:
-        """Allocates blocks for these positions to a request that has just started; `_find_room` has made sure that they
-        are free."""
-        granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
-        assert granted, "room was found and is gone"
-        self._requests.requeue(state)
 
 
 class PrefillStarter(Admission):
@@ -128,10 +121,13 @@ class PrefillStarter(Admission):
         super().__init__(requests, config)
         self._early_limit = policy.early_limit(self._max_seqs)
 
-    def start(self, builder: StepBuilder, short: RequestState | None) -> None:
-        """Admits waiting requests while budget, slots and blocks last, but none younger than `short`, a running prefill
-        for whose chunk too few blocks are free. Every running decode keeps one free block in reserve, or admission
-        would only cause preemption."""
+    def start(self, step: StepBuilder, blocked: RequestState | None) -> None:
+        """Starts waiting requests by urgency while budget, slots and blocks last, but none younger than `blocked`, a
+        running prefill for whose chunk too few blocks are free.
+
+        Every running decode keeps one free block in reserve, or admission would only cause preemption. Younger requests
+        may bypass one without free blocks `max_bypass` times; then none does, and freed blocks are kept for it.
+        """
         requests = self._requests
         if not requests.waiting and not requests.encoding:
             return
@@ -140,56 +136,74 @@ class PrefillStarter(Admission):
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()
-        self._start_by_urgency(builder, short, seen)
-        oldest = self._oldest()
-        if oldest is None or oldest.order in seen or not builder.left:
-            return
-        if short is None or oldest.order < short.order:
-            self._consider(oldest, builder, num_early=0)
-
-    def _start_by_urgency(self, builder: StepBuilder, short: RequestState | None, seen: set[Order]) -> None:
-        """Starts requests by urgency. Younger requests may bypass one without free blocks `max_bypass` times; then none
-        does, and freed blocks are kept for it. `seen` collects the orders of the requests that were considered."""
-        requests = self._requests
+        skipped: list[RequestState] = []
         num_early = sum(state.waits_for_images for state in requests.prefilling)
-        passed: list[RequestState] = []
         for state in self._candidates(seen):
-            if not builder.left or (short is not None and state.order > short.order):
-                requests.timelines[state.request.id].cause = "budget" if not builder.left else "kv blocks"
-                return
+            if not step.left or (blocked is not None and state.order > blocked.order):
+                requests.timelines[state.request.id].cause = "budget" if not step.left else "kv blocks"
+                break
             seen.add(state.order)
-            started = self._consider(state, builder, num_early)
+            started = self._try_start(state, step, num_early)
             if started is None:
                 continue
             if started:
                 num_early += state.waits_for_images
             else:
-                passed.append(state)
-                if len(passed) >= policy.MAX_PASSED or self.is_full:
-                    return
-            if any(map(self._is_overdue, passed)):
-                return
+                skipped.append(state)
+                if len(skipped) >= policy.MAX_SKIPPED or self.is_full:
+                    break
+            if any(map(self.is_overdue, skipped)):
+                break
+        head, oldest = requests.encoding.oldest(), requests.waiting.oldest()
+        if head is not None and policy.may_preempt_stalled(head, head=True):
+            oldest = head if oldest is None or head.order < oldest.order else oldest
+        if oldest is None or oldest.order in seen or not step.left:
+            return
+        if blocked is None or oldest.order < blocked.order:  # it may preempt: this is what progress rests on
+            self._try_start(oldest, step, num_early=0)
 
-    def _consider(self, state: RequestState, builder: StepBuilder, num_early: int) -> bool | None:
-        """Tries to start a request. True: started. False: no free slot or blocks. None: it waits for something else."""
-        requests = self._requests
-        timeline = requests.timelines[state.request.id]
-        if state.trusts_cache:
-            requests.recheck(state, builder.now)
-        head = state is requests.encoding.oldest()
-        if state.waits_for_images:
+    def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
+        """Starts a request if it can: it adopts its cached blocks and gets the blocks of its first chunk, or of
+        everything. True: started. False: no free slot or blocks. None: it waits for something else.
+
+        Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features before it
+        are freed, which the image may be waiting for.
+        """
+        requests, kv = self._requests, self._kv
+        if state.images and state.relies_on_prefix_hit:
+            requests.recheck(state, step.now)
+        head, waits = state is requests.encoding.oldest(), bool(state.images) and state.waits_for_images
+        if waits:
             allowed = policy.may_start_early(state, head=head, num_early=num_early, limit=self._early_limit)
             if not allowed or not state.num_computable:
                 return None
-        insists = policy.may_insist(state, head=head)
-        found = self._room_for(state, insists, builder)
-        if found is None:
-            timeline.cause = "kv blocks" if insists else "images"
-            return False if insists else None
-        self._admit(state, found, builder)
+        may_preempt = not waits or policy.may_preempt_stalled(state, head=head)
+        num_tokens = policy.kv_tokens_to_admit(state)
+        cached = self._find_blocks_for(state, num_tokens, step, may_preempt=may_preempt)
+        if cached is None:
+            requests.timelines[state.request.id].cause = "kv blocks" if may_preempt else "images"
+            return False if may_preempt else None
+        requests.start(state, len(cached), step.now)
+        chunk = step.chunk_of(state)
+        if not policy.allocates_all_at_start(state):
+            num_tokens = state.num_computed + chunk
+        granted = kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
+        assert granted, "blocks were found and are gone"
+        requests.requeue(state)
+        step.add(state, chunk)
         return True
 
-    # ---- in which order
+    def _find_blocks_for(
+        self, state: RequestState, num_tokens: int, step: StepBuilder, *, may_preempt: bool
+    ) -> list[int] | None:
+        """As `find_blocks`; with `may_preempt`, the victims are younger prefills that are stalled at an image."""
+        prefilling = self._requests.prefilling
+        return self.find_blocks(
+            state,
+            num_tokens,
+            step,
+            lambda: policy.stalled_younger_than(state, prefilling) if may_preempt else None,
+        )
 
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
         """Yields every candidate once by urgency; but requests bypassed too often, also within this step, come first,
@@ -197,58 +211,27 @@ class PrefillStarter(Admission):
         requests = self._requests
         ordered = policy.candidates(requests.waiting, requests.encoding, self._early_limit)
         while True:
-            state = self._overdue(seen) or next((s for s in ordered if s.order not in seen), None)
+            state = self._overdue(seen)
             if state is None:
-                return
+                for state in ordered:
+                    if state.order not in seen:
+                        break
+                else:
+                    return
             yield state
 
     def _overdue(self, seen: set[Order]) -> RequestState | None:
         """An unseen request that was bypassed too often: the oldest that waits for images, else the oldest of the first
-        `MAX_PASSED` that wait."""
+        `MAX_SKIPPED` that wait."""
         requests = self._requests
         head = requests.encoding.oldest()
-        waits = head is not None and head.order not in seen and policy.may_insist(head, head=True)
-        if head is not None and waits and self._is_overdue(head):
+        asks = head is not None and head.order not in seen and policy.may_preempt_stalled(head, head=True)
+        if head is not None and asks and self.is_overdue(head):
             return head
-        for state in islice(requests.waiting, policy.MAX_PASSED):
-            if self._is_overdue(state) and state.order not in seen:
+        for state in islice(requests.waiting, policy.MAX_SKIPPED):
+            if self.is_overdue(state) and state.order not in seen:
                 return state
         return None
-
-    def _oldest(self) -> RequestState | None:
-        """The oldest request that may preempt."""
-        requests = self._requests
-        head, first = requests.encoding.oldest(), requests.waiting.oldest()
-        if head is not None and policy.may_insist(head, head=True) and (first is None or head.order < first.order):
-            return head
-        return first
-
-    # ---- blocks
-
-    def _room_for(self, state: RequestState, insists: bool, builder: StepBuilder) -> list[int] | None:
-        """The cached blocks of a request for whose prefill enough other blocks are free; None if they are not. With
-        `insists`, younger prefills that are stalled at an image are preempted for it."""
-        prefilling = self._requests.prefilling
-        return self._find_room(
-            state,
-            policy.kv_tokens_to_admit(state),
-            builder,
-            lambda: policy.stalled_younger_than(state, prefilling) if insists else None,
-        )
-
-    def _admit(self, state: RequestState, found: Sequence[int], builder: StepBuilder) -> None:
-        """Starts a request: adopts its cached blocks, and allocates the blocks of the first chunk, or of everything.
-
-        Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features before it
-        are freed, which the image may be waiting for.
-        """
-        num_tokens = policy.kv_tokens_to_admit(state)
-        self._requests.start(state, len(found), builder.now)
-        chunk = builder.chunk_of(state)
-        if not policy.takes_all_at_once(state):
-            num_tokens = state.num_computed + chunk
-        self._grant(state, num_tokens)
-        builder.add(state, chunk)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,7 +241,7 @@ class LanguageStep:
     plan: LanguagePlan
     load: LanguageLoad
     budget: StepBudget
-    chunks: tuple[tuple[RequestId, int], ...]  # (request, tokens)
+    chunks: list[tuple[RequestId, int]]  # (request, tokens)
 
 
 class LanguagePlanner:
@@ -276,75 +259,79 @@ class LanguagePlanner:
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
         """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
-        builder = StepBuilder(self._requests, now, ahead=ahead)
+        step = StepBuilder(self._requests, now, ahead=ahead)
         try:
-            ready = self._ready_decodes(builder)
+            ready = self._ready_decodes(step)
             can_start = not self._starter.is_full
             pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
             budget = self._budgets.language(pending)
-            builder.left = budget.tokens if ready.num_rows else max(1, budget.tokens)
-            self._requests.connector.before_language(builder)
-            short = self._continue_prefills(builder)
-            self._starter.start(builder, short)
+            step.left = budget.tokens if ready.num_rows else max(1, budget.tokens)
+            self._requests.connector.before_language(step)
+            blocked = self._continue_prefills(step)
+            self._starter.start(step, blocked)
         except NeedsResult:
             return None
-        if not ready.num_rows and not builder.chunks:
-            return None
-        return self._step(step_id, ready, builder, budget, ahead=ahead)
+        return self._rows(step_id, ready, step, budget, ahead=ahead)
 
-    def _step(
-        self, step_id: StepId, ready: Ready, builder: StepBuilder, budget: StepBudget, *, ahead: bool
-    ) -> LanguageStep:
+    def _rows(
+        self, step_id: StepId, ready: Ready, step: StepBuilder, budget: StepBudget, *, ahead: bool
+    ) -> LanguageStep | None:
+        """Marks all of the step as scheduled, and returns it; None if it has no rows."""
+        if not ready.num_rows and not step.chunks:
+            return None
         decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
-        chunks = tuple(self._chunk_row(state, chunk) for state, chunk in builder.chunks)
-        chunk_tokens = tuple((state.request.id, chunk) for state, chunk in builder.chunks)
-        plan = LanguagePlan(step_id, decodes, chunks, budget.vision_s, budget.partition)
-        return LanguageStep(plan, plan.load, budget, chunk_tokens)
+        rows: list[ChunkRow] = []
+        chunks: list[tuple[RequestId, int]] = []
+        for state, chunk in step.chunks:
+            rows.append(self._chunk_row(state, chunk))
+            chunks.append((state.request.id, chunk))
+        plan = LanguagePlan(step_id, decodes, tuple(rows), budget.vision_s, budget.partition)
+        return LanguageStep(plan, plan.load, budget, chunks)
 
     # ---- decodes
 
-    def _ready_decodes(self, builder: StepBuilder) -> Ready:
+    def _ready_decodes(self, step: StepBuilder) -> Ready:
         """The decodes that have a block for their next token. If blocks are missing, the youngest running request is
-        preempted, possibly the decode itself. A decode that runs alone waits instead: blocks of a request that ends or
-        is handed over will be free soon."""
+        preempted, possibly the decode itself. A decode that runs alone waits instead: blocks of a request that is about
+        to end will be free soon."""
         table = self._requests.decodes
         ready = table.ready()
-        lacking = table.lacking(ready)
-        if not len(lacking):
+        without = table.without_next_block(ready)
+        if not len(without):
             return ready
-        states = [table.states[index] for index in lacking.tolist()]
+        states = [table.states[index] for index in without.tolist()]
         if blocks := self._kv.extend([state.request.id for state in states]):
-            table.show(lacking, blocks)
+            table.append_blocks(without, blocks)
             return ready
-        self._grow_by_age(states, builder)
+        self._grow_by_age(states, step)
         ready = table.ready()
-        return table.without(ready, table.lacking(ready))
+        return table.without(ready, table.without_next_block(ready))
 
-    def _grow_by_age(self, lacking: list[RequestState], builder: StepBuilder) -> None:
+    def _grow_by_age(self, states: list[RequestState], step: StepBuilder) -> None:
         """Allocates a block for each of these decodes, the oldest first, preempting the youngest running request if
         needed."""
         requests, table = self._requests, self._requests.decodes
-        for state in sorted(lacking, key=lambda state: state.order):
+        for state in sorted(states, key=lambda state: state.order):
             request_id = state.request.id
             while request_id in self._kv.tables:
                 if blocks := self._kv.extend([request_id]):
-                    table.show(np.array([table.index_of(requests.seq_slots.slot_of[request_id])]), blocks)
+                    table.append_blocks(np.array([table.index_of(requests.seq_slots.slot_of[request_id])]), blocks)
                     break
                 victim = requests.youngest_running()
                 alone = len(requests.prefilling) + len(requests.decoding) == 1
-                if victim is None or (victim is state and alone) or not builder.preempt(victim):
+                if victim is None or (victim is state and alone) or not step.preempt(victim):
                     break
 
     # ---- running prefills
 
-    def _continue_prefills(self, builder: StepBuilder) -> RequestState | None:
+    def _continue_prefills(self, step: StepBuilder) -> RequestState | None:
         """Adds the chunks of running prefills; returns the first prefill for whose chunk too few blocks are free, or
         None.
 
         A prefill with more to compute uses up the budget, so a request that starts on the rest of the budget finds the
         blocks of all running prefills allocated. A prefill stalled at an image reserves nothing and delays no other.
         """
-        for state in sorted(self._requests.prefilling, key=lambda state: not state.lacks_one_token):
+        for state in sorted(self._requests.prefilling, key=lambda state: not state.is_one_token_short):
             if state not in self._requests.prefilling:
                 continue  # was preempted just now for an older one
             if state.num_planned == state.num_tokens:
@@ -352,26 +339,24 @@ class LanguagePlanner:
             timeline = self._requests.timelines[state.request.id]
             if policy.is_stalled(state):
                 timeline.cause = "transfer" if state.external_kv else "images"
-            elif not (chunk := builder.chunk_of(state)):
+            elif not (chunk := step.chunk_of(state)):
                 timeline.cause = "budget"
-            elif self._grow_for_chunk(state, state.num_planned + chunk, builder):
-                builder.add(state, chunk)
+            elif self._grow_for_chunk(state, state.num_planned + chunk, step):
+                step.add(state, chunk)
             else:
                 timeline.cause = "kv blocks"
                 return state  # younger prefills have been preempted already
         return None
 
-    def _grow_for_chunk(self, state: RequestState, num_tokens: int, builder: StepBuilder) -> bool:
+    def _grow_for_chunk(self, state: RequestState, num_tokens: int, step: StepBuilder) -> bool:
         """Allocates blocks for a chunk, preempting younger prefills if needed; False if that is not enough.
 
         Decodes are not preempted, nor the one-token chunks of requests with loaded KV, which come before all prefills:
         both have their rows already, and free their blocks by ending or by being preempted for themselves.
         """
         while not self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens):
-            younger = [
-                other for other in self._requests.prefilling if other.order > state.order and other not in builder
-            ]
-            if not younger or not builder.preempt(younger[-1]):
+            younger = [other for other in self._requests.prefilling if other.order > state.order and other not in step]
+            if not younger or not step.preempt(younger[-1]):
                 return False
         return True
 
@@ -397,12 +382,12 @@ class LanguagePlanner:
             block_ids=table.block_ids,
             num_blocks=table.num_blocks,
             sample=sample,
-            num_generated=state.num_generated,
-            images=self._slices(state, start, end),
+            num_generated=len(state.generated),
+            images=self._image_slices(state, start, end) if state.images else (),
             scored=state.scores_prompt and start < state.request.num_prompt - 1,
         )
 
-    def _slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:
+    def _image_slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:
         """The parts of image spans within token positions [start, end)."""
         slices = []
         for index, image in enumerate(state.request.images):
@@ -419,9 +404,13 @@ def pending_work(
     """Sums up the work at hand for the budgets when a language step is planned. Looks at no more than `MAX_SEEN`
     requests of a queue, so its cost does not grow with the number that waits. `ready`: the decodes of the step.
     `can_start`: there is a free slot for a waiting request."""
-    prefills = [state for state in islice(requests.prefilling, MAX_SEEN) if _computable(state)]
-    if can_start:
-        prefills += islice(requests.waiting.by_urgency(), MAX_SEEN)
+    num_prefills = prefill_tokens = prefill_context = 0
+    waiting = islice(requests.waiting.by_urgency(), MAX_SEEN) if can_start else ()
+    for state in chain(islice(requests.prefilling, MAX_SEEN), waiting):
+        if computable := state.num_computable - state.num_planned:  # tokens, without a budget
+            prefill_context = prefill_context if num_prefills else state.num_planned
+            num_prefills += 1
+            prefill_tokens += computable
     table = requests.decodes
     tpot_limit_s = stretch_s = math.inf
     if table.times.has_limits and ready.num_rows:
@@ -435,19 +424,14 @@ def pending_work(
         decode_context=ready.num_keys,
         tpot_limit_s=tpot_limit_s,
         stretch_s=stretch_s,
-        prefill_tokens=sum(map(_computable, prefills)),
-        num_prefills=len(prefills),
-        prefill_context=prefills[0].num_planned if prefills else 0,
+        prefill_tokens=prefill_tokens,
+        num_prefills=num_prefills,
+        prefill_context=prefill_context,
         encode_patches=requests.images.patches_waiting + patches_in_flight,
         ttft_due_s=math.inf if due is None else due.due_s,
         due_tokens=due_tokens,
         due_patches=due_patches,
     )
-
-
-def _computable(state: RequestState) -> int:
-    """Tokens that could be computed now without a budget."""
-    return state.num_computable - state.num_planned
 
 
 def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:

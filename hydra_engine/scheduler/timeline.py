@@ -135,7 +135,7 @@ class Timeline:
 
     def gap(self, since_s: float, until_s: float, causes: Sequence[DelayCause]) -> StageSpan:
         """Records the wait before a late token and returns its span. The decode span before it is closed already."""
-        return self._add("decode_wait", since_s, until_s, cause=sentence(causes), blame=causes)
+        return self._add("decode_wait", since_s, until_s, cause=describe_causes(causes), blame=causes)
 
     def pulled(self, stage: str, started_s: float, ended_s: float, tokens: int) -> None:
         """Records one copy of `tokens` tokens. `stage`: pull_features or pull_kv."""
@@ -178,7 +178,7 @@ class Timeline:
         blame: Sequence[DelayCause] = (),
     ) -> StageSpan:
         if len(self._spans) >= MAX_SPANS:
-            self._spans = squeezed(self._spans)
+            self._spans = compact(self._spans)
         span = StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause, tuple(blame))
         self._spans.append(span)
         return span
@@ -301,7 +301,7 @@ class DecodeTimes:
         return self._last_s[indices] - self._first_s[indices], self._late_gaps[indices]
 
 
-def squeezed(spans: list[StageSpan]) -> list[StageSpan]:
+def compact(spans: list[StageSpan]) -> list[StageSpan]:
     """The same timeline in fewer spans: the shorter half of the waits is dropped, neighbours of one stage are merged.
     If that is not enough (a request preempted very often), the earliest spans are dropped."""
     waits = [span.end_s - span.start_s for span in spans if span.stage in _WAITS]
@@ -330,7 +330,7 @@ def _joined(run: list[StageSpan]) -> StageSpan:
     )
 
 
-def unnamed(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
+def anonymised(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
     """The causes summed by kind, without request ids and amounts."""
     seconds: dict[str, float] = {}
     for cause in causes:
@@ -338,7 +338,7 @@ def unnamed(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
     return tuple(DelayCause(kind, total_s) for kind, total_s in sorted(seconds.items(), key=lambda kind: -kind[1]))
 
 
-def sentence(causes: Sequence[DelayCause]) -> str:
+def describe_causes(causes: Sequence[DelayCause]) -> str:
     """The largest causes in words: "prefill of request 12 (384 tokens), encode of request 9 (1152 patches)"."""
     tpot_limit_s = _MIN_NAMED * sum(cause.seconds for cause in causes)
     return ", ".join(_words(cause) for cause in causes[:_MAX_NAMED] if cause.seconds >= tpot_limit_s)

@@ -66,13 +66,13 @@ class VisionPlanner:
             if items and used + image.num_patches > budget:
                 num_skipped += 1
                 reserved += num_blocks
-                if self._is_impatient(state, now) or used >= budget or num_skipped >= policy.MAX_PASSED:
+                if self._is_impatient(state, now) or used >= budget or num_skipped >= policy.MAX_SKIPPED:
                     break
                 continue
             if state.is_encode_job and not connector.may_encode(state, index, num_blocks, now, may_evict=may_evict):
                 jobs_wait = True
                 continue
-            if not self._requests.images.make_room(state, index, num_blocks, reserved, now, may_evict=may_evict):
+            if not self._requests.images.ensure_blocks(state, index, num_blocks, reserved, now, may_evict=may_evict):
                 break
             items.append(self._item(state, index, now))
             used += image.num_patches

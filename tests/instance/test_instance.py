@@ -313,13 +313,13 @@ def test_while_a_picture_is_encoded_steps_are_planned_when_the_one_before_has_en
     rig = running()
     rig.submit(make_request(2, Img(4), 3, max_new=3))
     rig.turn()
-    assert rig.worker.vision and not rig.scheduler.settled
+    assert rig.worker.vision and not rig.scheduler.no_image_pending
     rig.clock.advance(0.0285)
     rig.turn()
     assert len(rig.worker.language) == 1, "the picture may be ready before this step has ended"
     rig.worker.end_vision(rig.clock.now())
     rig.step(0.0015)
-    assert rig.scheduler.settled
+    assert rig.scheduler.no_image_pending
     assert [row.request_id for row in rows_of(rig.worker.language[0])] == [1, 2]
 
 

@@ -140,7 +140,7 @@ def test_blocks_are_lent_only_when_a_token_has_proved_them() -> None:
     s.language()
     assert s.state(1).num_computed == 16 and s.state(1).num_published == 0
     s.language()
-    s.scheduler.tidy()
+    s.scheduler.publish()
     assert s.state(1).num_computed == 20 and s.state(1).num_published == 5
     s.finish_all()
 
@@ -202,7 +202,7 @@ def test_of_two_requests_with_the_same_content_the_first_to_prove_a_block_lends_
     for step in range(9):
         s.language()
         if step == tidied:
-            s.scheduler.tidy()
+            s.scheduler.publish()
     s.submit(next_turn(3, first, s.tokens[1], more=5))
     s.language()
     assert s.state(3).cached_tokens == (6 + len(s.tokens[1]) - 2) // 4 * 4

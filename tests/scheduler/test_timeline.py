@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.scheduler.step_stats import StepTimes
-from hydra_engine.scheduler.timeline import MAX_SPANS, Timeline, squeezed
+from hydra_engine.scheduler.timeline import MAX_SPANS, Timeline, compact
 from tests.scheduler.sim import Costs, Img, Simulator, config, make_request
 from tests.scheduler.stepper import Stepper
 
@@ -161,7 +161,7 @@ SPANS = st.lists(
 @settings(deadline=None)
 @given(SPANS)
 def test_squeezing_keeps_work_drops_only_waits_and_never_grows(spans: list[StageSpan]) -> None:
-    fewer = squeezed(spans)
+    fewer = compact(spans)
     assert len(fewer) <= len(spans)
     for stage in ("encode", "prefill", "decode"):
         assert sum(s.tokens for s in fewer if s.stage == stage) == sum(s.tokens for s in spans if s.stage == stage)

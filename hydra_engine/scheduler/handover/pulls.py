@@ -239,7 +239,7 @@ class Pulls:
                 reserved = sum(aside.values()) - aside.get(key, 0)
                 handover, images = handover_of(state), self._requests.images
                 begins = index in handover.image_offers and len(handover.images_copied) < MAX_IMAGE_PULLS
-                if begins and images.make_room(state, index, num_blocks, reserved, now, may_evict=may_evict):
+                if begins and images.ensure_blocks(state, index, num_blocks, reserved, now, may_evict=may_evict):
                     plans.append(self._pull_image(state, index, now))
                     aside.pop(key, None)
                     continue
@@ -282,7 +282,7 @@ class Pulls:
         if valid:
             handover_of(state).requested_images.discard(index)
         users = images.finish(state.image_keys[index], ended_s, failed=not valid)
-        images.settle_others(users, (), ended_s)
+        images.end_image_waits(users, (), ended_s)
 
     def _end_kv(self, state: RequestState, plan: PullPlan, now: float, *, valid: bool) -> None:
         requests, remote_kv = self._requests, remote_kv_of(state)

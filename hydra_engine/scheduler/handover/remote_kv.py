@@ -34,27 +34,27 @@ class RemoteKvAdmission(Admission):
         needed; between two steps it preempts none."""
         if not self._kv_offered:
             return
-        passed: list[RequestState] = []
+        skipped: list[RequestState] = []
         for state in self._complete():
             if not self._start(state, now, builder):
-                passed.append(state)
-            if len(passed) >= policy.MAX_PASSED or any(map(self._is_overdue, passed)):
+                skipped.append(state)
+            if len(skipped) >= policy.MAX_SKIPPED or any(map(self.is_overdue, skipped)):
                 return
-        if passed or self._requests.waiting:
+        if skipped or self._requests.waiting:
             return  # free blocks are reserved for these requests
-        for state in islice(self._kv_offered.by_urgency(), policy.MAX_PASSED):
+        for state in islice(self._kv_offered.by_urgency(), policy.MAX_SKIPPED):
             if state.request.id not in self._kv.tables and not self._start(state, now, None):
                 return
 
     def _complete(self) -> Iterator[RequestState]:
-        """Yields each request with completely offered KV once, by urgency; those bypassed too often, also within this
+        """Yields each request with completely offered KV once, by urgency; those byskipped too often, also within this
         call, first."""
         seen: set[Order] = set()
         while True:
             waiting = [s for s in self._kv_offered if offers_all_kv(s) and s.order not in seen]
             if not waiting:
                 return
-            overdue = next(filter(self._is_overdue, waiting), None)
+            overdue = next(filter(self.is_overdue, waiting), None)
             state = overdue or min(waiting, key=lambda state: state.urgency)
             seen.add(state.order)
             yield state
@@ -72,12 +72,14 @@ class RemoteKvAdmission(Admission):
     def _start(self, state: RequestState, now: float, builder: StepBuilder | None) -> bool:
         """Starts a request; False if there is no free slot or too few free blocks."""
         num_tokens = self._num_tokens(state)
-        found = self._find_room(state, num_tokens, builder, lambda: policy.youngest_stalled(self._requests.prefilling))
+        found = self.find_blocks(state, num_tokens, builder, lambda: policy.youngest_stalled(self._requests.prefilling))
         if found is None:
             self._requests.timelines[state.request.id].cause = "kv blocks"
             return False
         self._requests.start(state, len(found), now)
         if (remote_kv := remote_kv_of(state)) is not None:
             remote_kv.num_copied = len(found)
-        self._grant(state, num_tokens)
+        granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
+        assert granted, "blocks were found and are gone"
+        self._requests.requeue(state)
         return True

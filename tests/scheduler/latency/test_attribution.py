@@ -13,7 +13,7 @@ from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import DelayCause
 from hydra_engine.scheduler.latency.attribution import MAX_PARTS, StepHistory
-from hydra_engine.scheduler.timeline import sentence
+from hydra_engine.scheduler.timeline import describe_causes
 from tests.examples import examples
 from tests.scheduler.stepper import Stepper
 
@@ -197,7 +197,7 @@ def test_two_causes_are_both_named_the_larger_one_first(log: StepHistory) -> Non
     by_kind = {blame.kind: blame.seconds for blame in blames}
     assert by_kind["prefill"] == pytest.approx(0.0184, abs=0.001)
     assert by_kind["encode"] >= 0.0149
-    words = sentence(blames)
+    words = describe_causes(blames)
     assert "prefill of request 12 (192 tokens)" in words and "encode of request 9 (1152 patches)" in words
 
 
@@ -250,9 +250,9 @@ def test_a_gap_longer_than_the_ring_is_still_told() -> None:
 
 
 def test_sentences() -> None:
-    assert sentence([DelayCause("decode", 0.1)]) == "the decode step itself"
-    assert sentence([DelayCause("cpu", 0.1), DelayCause("transfer", 0.1)]) == "between steps, transfer"
-    assert sentence(
+    assert describe_causes([DelayCause("decode", 0.1)]) == "the decode step itself"
+    assert describe_causes([DelayCause("cpu", 0.1), DelayCause("transfer", 0.1)]) == "between steps, transfer"
+    assert describe_causes(
         [DelayCause("prefill", 0.1, None, 40), DelayCause("step", 0.05), DelayCause("preemption", 0.001)]
     ) == ("prefill of other requests (40 tokens), slow step")
 
@@ -303,7 +303,7 @@ def test_parts_are_positive_ordered_and_sum_to_the_gap_without_its_decodes(
         decode_s = log._shares(steps[-1]).decode_s if "decode" not in {blame.kind for blame in blames} else 0.0
         assert total(blames) == pytest.approx(until - since - decode_s, abs=1e-6)
     assert explain(log, RequestId(number), since, until) == blames
-    assert sentence(blames)
+    assert describe_causes(blames)
 
 
 def test_without_an_observer_a_late_token_is_a_slow_step() -> None:
