@@ -261,8 +261,7 @@ class Engine(EngineLife):
 
     @property
     def summaries(self) -> list[InstanceSummary]:
-        """What each instance found at its start: model, device, sizes of caches, limits of a step. In the topology's
-        order."""
+        """Model, device, sizes of caches and limits of a step of each instance, in the topology's order."""
         return self.frontend.summaries
 
     @property

@@ -147,9 +147,11 @@ class Lane(Protocol):
 class Device(Protocol):
     """A device as the engine uses it: lanes run steps, pools are shared with peers, copies and graphs belong to a lane.
 
-    lane = device.lane("language")
-    lane.submit(lambda: ops.linear(x, weight))
-    lane.close()
+        lane = device.lane("language")
+        lane.submit(lambda: ops.linear(x, weight))
+        lane.close()
+
+    The "calling lane" of a method is the lane whose job makes the call.
     """
 
     name: str  # "cpu", "cuda:0"

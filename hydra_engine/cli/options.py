@@ -161,7 +161,8 @@ def _options_of(cls: type) -> Iterator[Option]:
 def _plain_type(hint: Any) -> type:
     if isinstance(hint, types.UnionType):
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
-    return typing.get_origin(hint) or hint
+    plain: type = typing.get_origin(hint) or hint
+    return plain
 
 
 class GivenOnce(argparse.Action):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -32,6 +32,8 @@ from hydra_engine.config import (
     environment_settings,
 )
 from hydra_engine.errors import ConfigError
+
+C = TypeVar("C")
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNINGS = 8
@@ -80,7 +82,7 @@ class Settings:
     def model(self) -> str:
         return self.chosen["model"].value if "model" in self.chosen else DEMO_MODEL
 
-    def _make(self, cls: type, **more: Any) -> Any:
+    def _make(self, cls: type[C], **more: Any) -> C:
         given = {o.field: self.chosen[o.field].value for o in all_options() if o.owner is cls if o.field in self.chosen}
         try:
             return cls(**(given | more))

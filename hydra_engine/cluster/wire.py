@@ -150,11 +150,13 @@ def _check_length(length: int, max_bytes: int) -> None:
 
 
 def decode_to_frontend(body: bytes | memoryview) -> ToFrontend:
-    return _decode(_to_frontend, body, "frame from an instance")
+    message: ToFrontend = _decode(_to_frontend, body, "frame from an instance")
+    return message
 
 
 def decode_to_instance(body: bytes | memoryview) -> Start | Alike | ToInstance:
-    return _decode(_to_instance, body, "frame from the frontend")
+    message: Start | Alike | ToInstance = _decode(_to_instance, body, "frame from the frontend")
+    return message
 
 
 def messages_to_instance(bodies: Iterable[bytes]) -> list[ToInstance]:
@@ -169,7 +171,8 @@ def messages_to_instance(bodies: Iterable[bytes]) -> list[ToInstance]:
 
 
 def decode_to_peer(body: bytes | memoryview) -> Hello | TransferMessage:
-    return _decode(_to_peer, body, "frame from a peer")
+    message: Hello | TransferMessage = _decode(_to_peer, body, "frame from a peer")
+    return message
 
 
 def decode_connect(datagram: bytes) -> Connect:

@@ -60,7 +60,7 @@ Report = Callable[[ActiveRequest, Result], None]
 
 
 class Event(Enum):
-    """What can happen to a request in flight. The values are the table's labels."""
+    """An event in the life of a request in flight. The values are the table's labels."""
 
     # The caller and the clock.
     SUBMITTED = "submitted"

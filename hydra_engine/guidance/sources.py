@@ -76,16 +76,18 @@ def _of_schema(text: str, options: Mapping[str, object] = MappingProxyType({})) 
         for name in _ANNOTATIONS:
             one.pop(name, None)
     numbers.settle_numbers(schemas)
-    (form,) = json.loads(LLMatcher.grammar_from_json_schema(numbers.text_of(schema), defaults=_JSON_OPTIONS))[
-        "grammars"
-    ]
-    return form
+    return _only_form(LLMatcher.grammar_from_json_schema(numbers.text_of(schema), defaults=_JSON_OPTIONS))
 
 
 def _of_regex(expression: str) -> dict[str, object]:
     from llguidance import LLMatcher
 
-    (form,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
+    return _only_form(LLMatcher.grammar_from_regex(expression))
+
+
+def _only_form(grammar: str) -> dict[str, object]:
+    form: dict[str, object]
+    (form,) = json.loads(grammar)["grammars"]
     return form
 
 

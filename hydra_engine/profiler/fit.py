@@ -220,7 +220,8 @@ def nnls(matrix: Floats, target: Floats) -> Floats:
             x[below[(x[below] <= _TOLERANCE) | (shares == shares.min())]] = 0.0
             free &= x > 0
         x = minimum
-    return x / norms
+    coefficients: npt.NDArray[np.float64] = x / norms
+    return coefficients
 
 
 def _with_slowdowns(alone: CostSurface, samples: Samples) -> CostSurface:

@@ -234,7 +234,8 @@ def loaded_engine(request: web.Request) -> EnginePort:
 
 
 def client_of(request: web.Request) -> str:
-    if tenant := request.get(TENANT, ""):
+    tenant: str = request.get(TENANT, "")
+    if tenant:
         return tenant
     try:
         address = ipaddress.ip_address((request.remote or "").partition("%")[0])

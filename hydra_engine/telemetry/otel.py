@@ -55,7 +55,7 @@ class Tracer:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(
@@ -64,7 +64,7 @@ class Tracer:
         log.take_over("opentelemetry")
         self._trace = trace
         self._propagator = TraceContextTextMapPropagator()
-        self._exporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=_EXPORT_S)
+        self._exporter: SpanExporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=_EXPORT_S)
         resource = Resource.create({"service.version": __version__})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "hydra-engine"}))

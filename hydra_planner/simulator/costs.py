@@ -45,7 +45,8 @@ class Costs:
     source: str = "made up"
 
     def document(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        return document
 
 
 @dataclass(frozen=True, slots=True)

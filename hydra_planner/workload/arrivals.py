@@ -53,7 +53,8 @@ class Arrivals:
         if self.kind == "gamma":
             shape = 1 / self.cv**2
             edges = np.cumsum(rng.gamma(shape, size=count + 1))
-            return edges[:-1] / edges[-1] * span_s
+            times: np.ndarray = edges[:-1] / edges[-1] * span_s
+            return times
         # Given how many arrivals a Poisson process has in a span, they are uniform in it.
         places = np.sort(rng.random(count))
         if self.kind == "onoff":

@@ -163,7 +163,7 @@ class _Cursor:
 
     def number(self, letter: str) -> int:
         begin = self._step(struct.calcsize(f"<{letter}"))  # before the bytes are named, which it may replace
-        (value,) = struct.unpack_from(f"<{letter}", self._bytes, begin)
+        value: int = struct.unpack_from(f"<{letter}", self._bytes, begin)[0]
         return value
 
     def text(self) -> str:

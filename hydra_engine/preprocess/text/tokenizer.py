@@ -357,8 +357,9 @@ def _class_name(folder: Path) -> str | None:
             raise CheckpointError(
                 f"{name} in config.json or tokenizer_config.json must be a text, not {str(value)[:40]!r}"
             )
+    class_name: str | None = declared
     if "auto_map" in settings:  # the model's own code, which is not run
-        return declared
+        return class_name
     if model_type in _PLAIN:
         return None
     if declared is None or model_type in _WRONGLY_NAMED:
@@ -367,7 +368,7 @@ def _class_name(folder: Path) -> str | None:
         read_file(folder, _TOKENIZER_FILE) or b""
     ):
         return None  # Llama 3: that class would treat spaces as SentencePiece does
-    return declared
+    return class_name
 
 
 def _named_class(name: str | None) -> type[PreTrainedTokenizerFast]:

@@ -14,7 +14,7 @@ from hydra_engine.transfer.plans import KvEnd
 
 
 class Parking(Enum):
-    """What a request in `RequestPhase.PARKED` waits for.
+    """The reason why a request is in `RequestPhase.PARKED`.
 
     A request that decodes elsewhere goes PREFILLING -> HANDING_OVER -> ENDED; one that is prefilled elsewhere goes
     REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING, and stays REMOTE_PREFILL while it
@@ -42,9 +42,11 @@ class RemoteKv:
 
 @dataclass(slots=True, eq=False)
 class HandoverState:
-    """From other instances: the request's KV until that is here (`remote_kv`), and features of
-    `RequestState.external_images`. To others: its first `num_offered` KV blocks, which are all of them with
-    `offers_all`; for an encode job every image that is ENCODED."""
+    """State of a request towards other instances.
+
+    Incoming: its KV until that is here (`remote_kv`), and features of `RequestState.external_images`. Outgoing: its
+    first `num_offered` KV blocks, all of them with `offers_all`; for an encode job every image that is ENCODED.
+    """
 
     remote_kv: RemoteKv | None = None
     parking: Parking | None = None  # the queue that it is in
@@ -102,7 +104,7 @@ class ParkedRequests:
         requests.startable.append(self.kv_offered)
 
     def parking_of(self, state: RequestState) -> Parking | None:
-        """What the request waits for, as follows from its state and its blocks; None if the core may go on with it."""
+        """The reason why the request waits, from its state and blocks; None if the core may go on with it."""
         if state.is_encode_job:
             return Parking.ENCODE_JOB
         handover = handover_of(state)

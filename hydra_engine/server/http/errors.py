@@ -177,7 +177,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         request[ACCESS].error_code = error.code
     if error.status in _REFUSALS and request.method == "POST":
         request.app[STATE].metrics.traffic.refused(error.code)
-    stream = request.get(STREAM)
+    stream: EventStream | None = request.get(STREAM)
     if stream is not None and stream.started:
         return await stream.fail(_last_event(request, error))
     return error_response(error, headers, request)
