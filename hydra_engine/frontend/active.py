@@ -93,49 +93,37 @@ class ActiveRequest:
             self.scores.append(entry)
 
     def on_tokens(
-        self, position: int, token_ids: Sequence[int], time_s: float, logprobs: Sequence[TokenLogprobs] = ()
+        self, position: int, token_ids: tuple[int, ...], time_s: float, logprobs: Sequence[TokenLogprobs] = ()
     ) -> Piece | None:
         """Returns the piece to show, or None once closed. `position` is the number of tokens before. Sets `stop_string`
         when one is complete."""
-        if self.closed:
+        if self.cancelled or self.stop_string is not None:
             return None
-        assert position == len(self.token_ids), "an instance skipped or repeated a token"
+        known, detokenizer, text = self.token_ids, self.detokenizer, ""
+        assert position == len(known), "an instance skipped or repeated a token"
         if self.first_token_s is None:
             self.first_token_s = time_s
-        text, shown = "", Logprobs(self.detokenizer.spelling) if logprobs else None
+        shown = Logprobs(detokenizer.spelling) if logprobs else None
         for index, token_id in enumerate(token_ids):
             if self.last_token_s is not None:
                 self.gaps_s.append(time_s - self.last_token_s)
             self.last_token_s = time_s
-            self.token_ids.append(token_id)
-            is_silent = self._ends_silently(token_id)
+            known.append(token_id)
+            is_silent = token_id in self.stop_ids and self._ends_silently()
             if shown is not None:
-                shown.append(logprobs[index], FIRST * self.detokenizer.at_start | SILENT * is_silent)
+                shown.append(logprobs[index], FIRST * detokenizer.at_start | SILENT * is_silent)
             if not is_silent:
-                text += self.detokenizer.feed_one(token_id)
-            if self.detokenizer.stop_string is not None:
-                self.stop_string = self.detokenizer.stop_string
+                text += detokenizer.feed_one(token_id)
+            if detokenizer.stop_string is not None:
+                self.stop_string = detokenizer.stop_string
                 break
         self.texts.append(text)
-        piece = Piece(text, tuple(self.token_ids[position:]), shown or ())
+        piece = Piece(text, token_ids[: len(known) - position], shown or ())
         if shown is not None and not self.handle.takes_pieces:
             self.logprobs = gathered(self.logprobs, shown)
         if position:
             return piece
         return replace(piece, prompt_token_ids=self.request.prompt_token_ids, prompt_logprobs=self._prompt_logprobs())
-
-    def on_next_token(self, token_id: int, time_s: float) -> Piece:
-        """Fast path of `on_tokens`: one token that is not the first, without a log probability, while not closed."""
-        assert self.last_token_s is not None, "there is one before"
-        self.gaps_s.append(time_s - self.last_token_s)
-        self.last_token_s = time_s
-        self.token_ids.append(token_id)
-        text = ""
-        if token_id not in self.stop_ids or not self._ends_silently(token_id):
-            text = self.detokenizer.feed_one(token_id)
-            self.stop_string = self.detokenizer.stop_string
-        self.texts.append(text)
-        return Piece(text, (token_id,))
 
     def on_late(self, gap: StageSpan) -> None:
         """Records the gap before the next token, which is late."""
@@ -226,11 +214,11 @@ class ActiveRequest:
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         return PromptLogprobs(self.scores, self.request.num_prompt) if self._is_scored else None
 
-    def _ends_silently(self, token_id: int) -> bool:
-        """True for end-of-sequence and stop tokens that end the text without being part of it."""
+    def _ends_silently(self) -> bool:
+        """True if the latest token, one of `stop_ids`, ends the text without being part of it."""
         sampling = self.request.sampling
         too_early = len(self.token_ids) < sampling.min_tokens and sampling.grammar is None
-        return token_id in self.stop_ids and not sampling.include_stop_str_in_output and not too_early
+        return not sampling.include_stop_str_in_output and not too_early
 
 
 def activate(prepared: Prepared, handle: Reader, tokenizer: Tokenizer, engine: SchedulerConfig) -> ActiveRequest:

@@ -40,8 +40,8 @@ class Handle:
         self._condition = threading.Condition(self._lock)  # for readers that block a thread
         self._num_blocked = 0
         self._waiting: list[_Waiting] = []
-        self._taker: Callable[[Piece], bool] | None = None
-        self._taker_thread = 0
+        self._offer: Callable[[Piece], bool] | None = None  # given to `offer_pieces_to`, on `_offer_thread`
+        self._offer_thread = 0
         self._pieces: deque[Piece] = deque()
         self._owner = Owner()
         self._result: Result | None = None
@@ -51,9 +51,9 @@ class Handle:
 
     def feed(self, piece: Piece) -> None:
         """Adds text; the piece that carries a result ends the stream."""
-        if self._taker is not None and piece.result is None and self._given(piece):
-            return
-        self.show(piece, piece.result)
+        write, may_write = self._offer, piece.result is None and not self._pieces
+        if write is None or not may_write or self._offer_thread != get_ident() or not write(piece):
+            self.show(piece, piece.result)
 
     def show(self, piece: Piece, result: Result | None) -> None:
         """Adds a piece of one of several answers; `result`, the joint one, ends the stream."""
@@ -66,12 +66,6 @@ class Handle:
             waiting = self._woken()
         for reader in waiting:
             reader.wake()
-
-    def _given(self, piece: Piece) -> bool:
-        """Passes the piece to the taker. Only on the taker's thread and with an empty queue, which keeps pieces in
-        order."""
-        assert self._taker is not None
-        return self._taker_thread == get_ident() and not self._pieces and self._taker(piece)
 
     def fail(self, error: HydraError) -> None:
         with self._lock:
@@ -108,10 +102,11 @@ class Handle:
     def takes_pieces(self) -> bool:
         return self._takes_pieces is True
 
-    def offer_pieces_to(self, take: Callable[[Piece], bool]) -> None:
-        """Offers every further piece without a result to `take` first, if no piece is queued and the frontend runs on
-        this thread. Pieces for which it returns False are queued. It must not raise."""
-        self._taker, self._taker_thread = take, get_ident()
+    def offer_pieces_to(self, write: Callable[[Piece], bool]) -> None:
+        """Offers every further piece without a result to `write` first, if no piece is queued, which keeps them in
+        order, and the frontend runs on this thread. Pieces for which it returns False are queued. It must not
+        raise."""
+        self._offer, self._offer_thread = write, get_ident()
 
     def cancel(self) -> None:
         """Stops the request at the next step boundary; idempotent, from any thread. Readers get RequestAborted."""

@@ -268,7 +268,8 @@ class Dispatcher:
             self._fire(event, in_flight, now, *facts)
 
     def _on_tokens(self, name: str, message: Tokens, now: float) -> None:
-        """Shows plain next tokens, which are nearly all, without the table; fires TOKENS for the others."""
+        """Shows plain next tokens, which are nearly all, without the table; fires TOKENS for the others. With the table
+        a streamed token costs the server 18 % more (bench.frontend)."""
         columns = message.request_ids, message.positions, message.token_ids
         find, time_s, late = cast(dict[int, RequestInFlight], self.by_id).get, message.time_s, message.late
         for number, position, token_id in zip(*columns, strict=True):
@@ -279,7 +280,9 @@ class Dispatcher:
                 continue
             active, attempt = in_flight.active, in_flight.attempt
             assert attempt is not None
-            active.handle.feed(active.on_next_token(token_id, time_s))
+            piece = active.on_tokens(position, (token_id,), time_s)
+            assert piece is not None, "its text goes on"
+            active.handle.feed(piece)
             attempt.decode_charge.grow(1)
             if active.stop_string is not None:
                 self._close(in_flight, now)

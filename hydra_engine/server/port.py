@@ -33,8 +33,8 @@ class Handle(Protocol):
         probabilities."""
         ...
 
-    def offer_pieces_to(self, take: Callable[[Piece], bool]) -> None:
-        """Lets `take` receive pieces without a result directly, on the calling loop, while no other piece is queued. If
+    def offer_pieces_to(self, write: Callable[[Piece], bool]) -> None:
+        """Lets `write` receive pieces without a result directly, on the calling loop, while no other piece is queued. If
         it returns False the piece is read as usual. It must not raise."""
         ...
 

@@ -15,6 +15,7 @@ from hydra_engine.core.request import SamplingParams
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.request import RequestInFlight
+from hydra_engine.frontend.transitions import Dispatcher, Event
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer
 from tests.examples import examples
 from tests.frontend.rig import EOS, Rig, make_request, tokenizer
@@ -79,19 +80,20 @@ def test_both_ways_show_the_same(data: st.DataObject, sampling: dict[str, Any], 
 
 
 def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    on_next_token = ActiveRequest.on_next_token
+    fired = []
+    fire = Dispatcher._fire
 
-    def noted(active: ActiveRequest, token_id: int, time_s: float) -> Piece:
-        taken.append(token_id)
-        return on_next_token(active, token_id, time_s)
+    def noted(dispatcher: Dispatcher, event: Event, in_flight: RequestInFlight, now: float, *facts: object) -> None:
+        fired.append(event)
+        fire(dispatcher, event, in_flight, now, *facts)
 
-    monkeypatch.setattr(ActiveRequest, "on_next_token", noted)
+    monkeypatch.setattr(Dispatcher, "_fire", noted)
     rig = Rig("EPD")
-    rig.submit(1, max_new=4)
+    handle = rig.submit(1, max_new=4)
     rig.say(NAME, 1, 0, 40, 41, 42)
     rig.say(NAME, 1, 3, 43)
-    assert taken == [41, 42, 43], "the first one ends the prefill"
+    assert [piece.token_ids for piece in handle._pieces] == [(40,), (41,), (42,), (43,)]
+    assert fired == [Event.SUBMITTED, Event.TOKENS], "the first one ends the prefill"
 
 
 def test_a_token_at_a_wrong_place_takes_the_long_way() -> None:

@@ -59,7 +59,7 @@ class StubHandle:
     def expect(self, *, pieces: bool) -> None:
         self._engine.expected.append(pieces)
 
-    def offer_pieces_to(self, take: Callable[[Piece], bool]) -> None:
+    def offer_pieces_to(self, write: Callable[[Piece], bool]) -> None:
         """All pieces are read."""
 
     async def __aiter__(self) -> AsyncIterator[Piece]:

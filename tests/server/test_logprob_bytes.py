@@ -70,7 +70,7 @@ def answered(
     while at < len(ids):
         some = ids[at : at + dice.randrange(1, 4)]
         entries = [TokenLogprobs(one, -0.5, 1, ((one, -0.5), ((7 * one + 1) % 300, -1.5))) for one in some]
-        piece = active.on_tokens(at, some, 0.0, entries)
+        piece = active.on_tokens(at, tuple(some), 0.0, entries)
         assert piece is not None
         found.append(piece)
         at += len(some)

@@ -40,7 +40,7 @@ class Several:
         for handle in self._handles:
             handle.expect(pieces=pieces)
 
-    def offer_pieces_to(self, take: Callable[[Piece], bool]) -> None:
+    def offer_pieces_to(self, write: Callable[[Piece], bool]) -> None:
         """Does nothing: a forwarded piece could bypass one of the same handle that `__aiter__` has taken."""
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
