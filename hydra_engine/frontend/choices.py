@@ -50,7 +50,7 @@ class Choices:
             group.fail(RequestAborted("the request was cancelled"))
         return group is not None
 
-    def ended(self, number: RequestId) -> None:
+    def remove(self, number: RequestId) -> None:
         del self._open[number]
 
 
@@ -112,7 +112,7 @@ class _Group:
         complete = len(self._results) == len(self._numbers)
         self.handle.show(replace(piece, index=index), self._joint() if complete else None)
         if complete:
-            self._choices.ended(self._numbers[0])
+            self._choices.remove(self._numbers[0])
         elif self._num_begun == 1:
             self.begin(1, len(self._numbers))
 
@@ -122,7 +122,7 @@ class _Group:
             return
         self.handle.fail(error)
         self._choices.num_waiting -= len(self._numbers) - self._num_begun
-        self._choices.ended(self._numbers[0])
+        self._choices.remove(self._numbers[0])
         for number in self._numbers[: self._num_begun]:
             self._choices.dispatcher.cancel(number, self._choices.clock.now())
 

@@ -294,9 +294,9 @@ class Frontend:
         if self.state == "closed":
             return
         self._links.pop(name, None)
-        self.statuses.gone(name)
+        self.statuses.forget(name)
         self._watch.forget(name)
-        self._queries.gone(name)
+        self._queries.forget(name)
         self._dispatcher.on_down(name, self._clock.now(), restarts=restarts)
 
     def on_silent(self, name: str, silent: bool) -> None:
@@ -352,7 +352,7 @@ class Frontend:
 
     def instances(self) -> tuple[InstanceState, ...]:
         states = self._supervisor.states()
-        return tuple(self._watch.seen_from_here(state, self._summaries.get(state.name)) for state in states)
+        return tuple(self._watch.completed(state, self._summaries.get(state.name)) for state in states)
 
     def activity(self, since: int, limit: int, client: str | None) -> Activity:
         """The up to `limit` requests that ended after the first `since` ones, and the `limit` oldest that run; of one

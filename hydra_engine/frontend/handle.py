@@ -7,6 +7,7 @@ reader adjacent pieces of one answer are joined, which keeps the queue short. Do
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -14,10 +15,30 @@ from threading import get_ident
 from typing import Any
 
 from hydra_engine.core.outputs import Piece, Result, Usage, join_last
-from hydra_engine.errors import HydraError
-from hydra_engine.frontend.owner import Owner
+from hydra_engine.errors import EngineClosed, HydraError
 
 _JOIN_ABOVE = 64
+
+
+class Owner:
+    """The process that created this object. A forked child has its objects, but neither its threads nor its loop."""
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """Raises EngineClosed in a forked child, which would wait for ever."""
+        if not self.is_here:
+            raise EngineClosed(
+                f"this engine runs in process {self._pid}, of which this one is a forked child; make an Engine here, "
+                "or start the child with multiprocessing's spawn method"
+            )
 
 
 class Handle:

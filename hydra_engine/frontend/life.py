@@ -17,7 +17,7 @@ from hydra_engine.core.request import GenerationDefaults
 from hydra_engine.core.roles import Topology
 from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.frontend import Frontend
-from hydra_engine.frontend.owner import Owner
+from hydra_engine.frontend.handle import Owner
 from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.frontend.recording import Recording
 from hydra_engine.models.specs.generation import read_generation

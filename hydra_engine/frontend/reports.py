@@ -64,7 +64,7 @@ class StatusTable:
         status = self._latest.get(name)
         return None if status is None or status.time_s < since_s else self._stages[name].get(number)
 
-    def gone(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         status = self._latest.pop(name, None)
         self._stages.pop(name, None)
         if status is not None:
@@ -145,7 +145,7 @@ class LedgerQueries:
     def answer(self, name: str, report: LedgerReport) -> None:
         _resolve(self._open.get(report.query_id, {}).get(name), report)
 
-    def gone(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         """Stops waiting for the instance, which will not answer."""
         for answers in self._open.values():
             _resolve(answers.get(name), None)
@@ -180,7 +180,7 @@ class Watch:
     def forget(self, name: str) -> None:
         self._last_step.pop(name, None)
 
-    def seen_from_here(self, state: InstanceState, summary: InstanceSummary | None) -> InstanceState:
+    def completed(self, state: InstanceState, summary: InstanceSummary | None) -> InstanceState:
         """Returns the supervisor's state with the frontend's knowledge added: role, status, and DRAINING if it is being
         drained."""
         instance = self._dispatcher.instances[state.name]

@@ -180,11 +180,11 @@ class Dispatcher:
 
     def on_up(self, name: str, now: float) -> None:
         """Marks the instance ready in its current role, which may have changed while it was down."""
-        self.instances.up(name)
+        self.instances.mark_up(name)
         self.wake(now)
 
     def on_down(self, name: str, now: float, *, restarts: bool) -> None:
-        self.instances.down(name, restarts=restarts)
+        self.instances.mark_down(name, restarts=restarts)
         has_stand_in = self.on_loss()
         for in_flight in self.poison_guard.left_lately(name, now):
             self._fire(Event.DIED_AFTERWARDS, in_flight, now, name)
@@ -204,12 +204,12 @@ class Dispatcher:
             if has_stand_in:
                 self.wake(now)
         else:
-            self.instances.up(name)
+            self.instances.mark_up(name)
             self.instances.repeat_aborts(name)
             self.wake(now)
 
     def on_pair(self, one: str, other: str, up: bool, now: float) -> None:
-        self.instances.pair(one, other, up)
+        self.instances.set_pair(one, other, up)
         if up:
             self.wake(now)
             return

@@ -34,8 +34,8 @@ class Handle(Protocol):
         ...
 
     def offer_pieces_to(self, write: Callable[[Piece], bool]) -> None:
-        """Lets `write` receive pieces without a result directly, on the calling loop, while no other piece is queued. If
-        it returns False the piece is read as usual. It must not raise."""
+        """Lets `write` receive pieces without a result directly, on the calling loop, while no other piece is queued.
+        If it returns False the piece is read as usual. It must not raise."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Piece]:

@@ -136,7 +136,7 @@ class Rig:
     def down(self, name: str, *, restarts: bool = True) -> None:
         """As the supervisor tells it: the pairs first."""
         self.sent[name].clear()
-        self.statuses.gone(name)
+        self.statuses.forget(name)
         for other in sorted(self.dispatcher.instances[name].pairs):
             self.dispatcher.on_pair(name, other, False, self.now)
         self.dispatcher.on_down(name, self.now, restarts=restarts)

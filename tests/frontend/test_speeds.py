@@ -10,9 +10,8 @@ from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.core.roles import Role
 from hydra_engine.frontend.request import Charge
-from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceLoad, Instances
+from hydra_engine.frontend.routing.instances import ALIKE, DECODE_ROW_TOKENS, InstanceLoad, Instances, slowness
 from hydra_engine.frontend.routing.router import Route, Router
-from hydra_engine.frontend.routing.slowness import ALIKE, slowness
 from hydra_engine.scheduler.step_stats import SpeedMeter
 from tests.examples import examples
 from tests.frontend.rig import make_request
@@ -88,7 +87,7 @@ def test_reports_of_all_instances_are_compared_by_kind_and_forgotten_with_a_deat
     slow.prefill_tokens, slow.decode_tokens, slow.decodes, slow.patches = 100, 50, 1, 10
     assert slow.language_load == pytest.approx(300 + 50 + DECODE_ROW_TOKENS)
     assert slow.vision_load == pytest.approx(25)
-    instances.down("b", restarts=True)
+    instances.mark_down("b", restarts=True)
     assert (slow.prefill_slowness, slow.decode_slowness, slow.vision_slowness) == (1.0, 1.0, 1.0)
 
 
@@ -158,7 +157,7 @@ def test_on_equal_devices_work_is_counted_as_it_is(counts: list[tuple[int, int, 
     """The fewest tokens decide, whatever equal devices report."""
     instances = Instances({f"i{n}": Role.parse("EPD") for n in range(len(counts))}, lambda name, messages: None)
     for number, (one, (prefill, held, decodes, nearly)) in enumerate(zip(instances.values(), counts, strict=True)):
-        instances.up(one.name)
+        instances.mark_up(one.name)
         one.prefill_tokens, one.decode_tokens, one.decodes = prefill, held, decodes
         own = StepSpeeds({9: 0.1 * (noise if number % 2 else 1.0)})
         instances.on_status(one.name, status(kv_blocks_used=nearly, speeds=own))

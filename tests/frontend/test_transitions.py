@@ -104,9 +104,9 @@ class Case:
             instance.status = status(num_waiting=9) if name == self.decoder else status()
         if self.in_flight.phase is W:
             self.in_flight.deaths = self.rig.config.cluster.max_attempts - 1
-            instances.up("p0")
+            instances.mark_up("p0")
             for name in ("e0", "e1", "d0", "d1"):
-                instances.pair("p0", name, True)
+                instances.set_pair("p0", name, True)
         self.rig.wait(PATIENCE_S)
 
     def speak(self) -> None:

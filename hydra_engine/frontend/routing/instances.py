@@ -8,20 +8,25 @@ answered once. Reads no clock; messages leave through `send`.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import Abort, Status, ToInstance
 from hydra_engine.core.roles import Role
-from hydra_engine.frontend.routing.slowness import slowness
 
 # Share of KV blocks in use from which a new request waits or preempts others.
 NEARLY_FULL = 0.95
 # The cost of a decode's row in every step, besides reading its KV.
 DECODE_ROW_TOKENS = 64
+# Equal devices differ by less than this from one moment to the next.
+ALIKE = 1.25
+_ROUNDS = 10  # of the fit; the rest is smaller than the variation of steps
 
 _GONE = frozenset({Condition.FAILED, Condition.STOPPED})
 _UP = frozenset({Condition.READY, Condition.SILENT, Condition.DRAINING})
@@ -92,11 +97,11 @@ class Instances(dict[str, InstanceLoad]):
 
     # ---- conditions
 
-    def up(self, name: str) -> None:
+    def mark_up(self, name: str) -> None:
         """Marks the instance ready, or draining: it has started or is no longer silent."""
         self[name].condition = Condition.DRAINING if name in self.draining else Condition.READY
 
-    def down(self, name: str, *, restarts: bool) -> None:
+    def mark_down(self, name: str, *, restarts: bool) -> None:
         instance = self[name]
         instance.condition = Condition.STARTING if restarts else Condition.FAILED
         instance.status = None
@@ -106,7 +111,7 @@ class Instances(dict[str, InstanceLoad]):
         instance.pairs.clear()
         instance.stale.clear()
 
-    def pair(self, one: str, other: str, up: bool) -> None:
+    def set_pair(self, one: str, other: str, up: bool) -> None:
         for name, peer in ((one, other), (other, one)):
             pairs = self[name].pairs
             if up:
@@ -226,3 +231,26 @@ def missing_for_good(instances: Iterable[InstanceLoad], *, images: bool) -> Role
     """The stage that no instance will serve again, since all of its instances have failed for good, or None."""
     able = prefillers(instances, images=images, usable=lambda instance: instance.may_return, any_pair=True)
     return able if isinstance(able, Role) else None
+
+
+def slowness(seconds: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Returns per instance how many times as long its steps take as the fastest one's, from its step durations [s] by
+    size; 1.0 below `ALIKE` and where nothing can be compared. Fits duration = factor(instance) * factor(size), so
+    instances without a common size are comparable through a third."""
+    sizes = Counter(size for own in seconds.values() for size in own)
+    logs = {
+        name: {size: math.log(taken_s) for size, taken_s in own.items() if sizes[size] > 1 and taken_s > 0}
+        for name, own in seconds.items()
+    }
+    known = {name: own for name, own in logs.items() if own}
+    factors = dict.fromkeys(known, 0.0)
+    for _ in range(_ROUNDS):
+        by_size: dict[int, list[float]] = {}
+        for name, own in known.items():
+            for size, taken in own.items():
+                by_size.setdefault(size, []).append(taken - factors[name])
+        typical = {size: fmean(rests) for size, rests in by_size.items()}
+        factors = {name: fmean(taken - typical[size] for size, taken in own.items()) for name, own in known.items()}
+    least = min(factors.values(), default=0.0)
+    found = {name: math.exp(factors.get(name, least) - least) for name in seconds}
+    return {name: ratio if ratio >= ALIKE else 1.0 for name, ratio in found.items()}
