@@ -15,5 +15,6 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_cuda_ipc(m);
   hydra::register_cuda_split(m);
   hydra::register_delta(m);
+  hydra::register_sampling(m);
   hydra::register_shared_words(m);
 }

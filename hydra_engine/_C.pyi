@@ -174,6 +174,58 @@ def sigmoid_mul(
 ) -> None: ...
 def best_of_rows(x: int, x_stride: int, rows: int, columns: int, best: int) -> None: ...
 
+# ---- sampling, computed in float64; wide: logits, and results of their type, are float64 instead of float32. Columns
+# of numbers are float64, of counts and indices int32, of tokens int64.
+def sample(
+    logits: int,
+    stride: int,
+    rows: int,
+    columns: int,
+    wide: bool,
+    temperatures: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    numbers: int,
+    tokens: int,
+    finite: int,
+    /,
+) -> None: ...
+def adjust_logits(
+    logits: int,
+    stride: int,
+    rows: int,
+    columns: int,
+    wide: bool,
+    bias_begins: int,
+    bias_ends: int,
+    bias_ids: int,
+    bias_values: int,
+    num_biases: int,
+    penalties: int,
+    counted: int,
+    counts: int,
+    num_counted: int,
+    masked: int,
+    masks: int,
+    num_masked: int,
+    out: int,
+    /,
+) -> None: ...
+def score_tokens(
+    logits: int,
+    stride: int,
+    rows: int,
+    columns: int,
+    wide: bool,
+    tokens: int,
+    num_top: int,
+    max_top: int,
+    numbers: int,
+    places: int,
+    /,
+) -> None: ...
+
 # ---- recurrent states; x and the like: (address, elements between tokens); rows: addresses of cu_q, starts, reads and
 # writes, then numbers of rows, tokens, places and layers, and the layer; shape: key heads, heads, key dim, value dim
 def causal_conv(

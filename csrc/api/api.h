@@ -28,6 +28,7 @@ void register_cuda_cache(pybind11::module_& m);
 void register_cuda_ipc(pybind11::module_& m);
 void register_cuda_split(pybind11::module_& m);
 void register_delta(pybind11::module_& m);
+void register_sampling(pybind11::module_& m);
 void register_shared_words(pybind11::module_& m);
 
 }  // namespace hydra

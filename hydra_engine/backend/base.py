@@ -229,14 +229,14 @@ class StepInputs(NamedTuple):
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters of `Ops.sample`, [B] each, on the device of the logits. Filters as in
-    worker/language/sampler.py."""
+    """Sampling parameters of `Ops.sample`, [B] each, on the device of the logits. Numbers are float32, on a CPU also
+    float64. Filters as in worker/language/sampler.py."""
 
-    temperatures: Tensor  # float32; 0: greedy, the other fields are ignored
+    temperatures: Tensor  # 0: greedy, the other fields are ignored
     top_k: Tensor  # int32; 0: no limit
-    top_p: Tensor  # float32; 1: no limit
-    min_p: Tensor  # float32; 0: no limit
-    numbers: Tensor  # float32 in [0, 1): random numbers, the point of the cumulative distribution that is drawn
+    top_p: Tensor  # 1: no limit
+    min_p: Tensor  # 0: no limit
+    numbers: Tensor  # in [0, 1): random numbers, the point of the cumulative distribution that is drawn
 
 
 LOWEST_LOGIT = float(np.finfo(np.float32).min)  # of masked tokens: their weight is 0, and the logit is finite
@@ -605,7 +605,8 @@ class Ops(Protocol):
         ...
 
     def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """Draws one token per row of logits [B, V] float32. Returns (tokens [B] int64, finite [B] bool).
+        """Draws one token per row of logits [B, V] float32, on a CPU also float64 if the numbers of `sampling` are.
+        Returns (tokens [B] int64, finite [B] bool).
 
         The token is where the cumulative sum of the filtered distribution, in vocabulary order, passes `numbers`; at
         temperature 0 the lowest id among the largest logits. A row that is not finite gets an arbitrary valid token. A
@@ -614,20 +615,23 @@ class Ops(Protocol):
         ...
 
     def adjust_logits(self, logits: Tensor, adjustments: Adjustments) -> Tensor:
-        """Returns logits [B, V] float32 with biases, penalties and masks applied, as a new tensor.
+        """Returns logits [B, V] float32, on a CPU also float64, with biases, penalties and masks applied, as a new
+        tensor.
 
-        Computed in float64 and rounded once. Masked tokens get LOWEST_LOGIT. A logit that is not finite is kept.
+        Computed in float64 and rounded once to the logits' dtype. Masked tokens get LOWEST_LOGIT. A logit that is not
+        finite is kept.
         """
         ...
 
     def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Returns what log probabilities are computed from: (numbers [B, 3 + most] float32, places [B, 1 + most]
-        int32).
+        """Returns what log probabilities are computed from: (numbers [B, 3 + most] of the logits' dtype, places [B, 1 +
+        most] int32).
 
-        logits: [B, V] float32; tokens: [B] int64, the sampled ones; num_top: [B] int32, at most `most`, -1 for rows
-        that need no log probabilities. numbers: logit of the token, largest logit, sum of exp(logit - largest), then
-        the num_top largest logits. places: rank of the token (1 is best), then the ids of the largest logits. Order:
-        logit descending, id ascending. Entries after num_top, and rows that are not finite, are undefined.
+        logits: [B, V] float32, on a CPU also float64; tokens: [B] int64, the sampled ones; num_top: [B] int32, at most
+        `most`, -1 for rows that need no log probabilities. numbers: logit of the token, largest logit, sum of exp(logit
+        - largest), then the num_top largest logits. places: rank of the token (1 is best), then the ids of the largest
+        logits. Order: logit descending, id ascending. Entries after num_top, and rows that are not finite, are
+        undefined.
         """
         ...
 

@@ -249,18 +249,20 @@ def check_mixed_plan(rows: MixedRows, num_tokens: int) -> int:
     return batch
 
 
-def check_logits(logits: Tensor) -> tuple[int, int]:
-    """Returns B and V."""
-    if logits.dim() != 2 or logits.dtype is not torch.float32 or logits.stride(1) != 1 or not logits.shape[1]:
+def check_logits(logits: Tensor, *, wide: bool = False) -> tuple[int, int]:
+    """Returns B and V. `wide`: float64 logits are allowed too."""
+    known = logits.dtype is torch.float32 or (wide and logits.dtype is torch.float64)
+    if logits.dim() != 2 or not known or logits.stride(1) != 1 or not logits.shape[1]:
         raise ValueError(f"logits: expected [B, V] torch.float32 with dense rows, got {described(logits)}")
     return logits.shape[0], logits.shape[1]
 
 
 def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
-    """Returns B and V."""
-    sizes = check_logits(logits)
+    """Returns B and V. Columns of numbers are float32, or float64 where logits may be."""
+    wide = sampling.temperatures.dtype is torch.float64
+    sizes = check_logits(logits, wide=wide)
     for name, column in sampling._asdict().items():
-        dtype = torch.int32 if name == "top_k" else torch.float32
+        dtype = torch.int32 if name == "top_k" else torch.float64 if wide else torch.float32
         if column.shape != logits.shape[:1] or column.dtype is not dtype:
             raise ValueError(f"{name}: expected [{logits.shape[0]}] {dtype}, got {described(column)}")
     return sizes
@@ -268,7 +270,7 @@ def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
 
 def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, int]:
     """Checks shapes and dtypes, not entries. Returns B and V."""
-    batch, vocabulary = sizes = check_logits(logits)
+    batch, vocabulary = sizes = check_logits(logits, wide=True)
     num_biases, num_counted, num_masks = (len(x) for x in (adjustments.bias_ids, adjustments.counts, adjustments.masks))
     shapes = {
         **dict.fromkeys(("bias_begins", "bias_ends", "counted", "masked"), ((batch,), torch.int32)),
@@ -287,7 +289,7 @@ def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, in
 
 def check_scores(logits: Tensor, tokens: Tensor, num_top: Tensor) -> tuple[int, int]:
     """Returns B and V."""
-    batch, vocabulary = check_logits(logits)
+    batch, vocabulary = check_logits(logits, wide=True)
     for name, given, dtype in (("tokens", tokens, torch.int64), ("num_top", num_top, torch.int32)):
         if given.shape != (batch,) or given.dtype is not dtype:
             raise ValueError(f"{name}: expected [{batch}] {dtype}, got {described(given)}")

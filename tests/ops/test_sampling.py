@@ -1,4 +1,4 @@
-"""`Ops.sample` against the host's sampler, row by row; every implementation of this machine."""
+"""Sampling ops against the host's sampler and the reference, row by row; every implementation of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.backend.base import Ops, SamplingTensors
+from hydra_engine.backend.base import LOWEST_LOGIT, Adjustments, Ops, SamplingTensors
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.core.request import SamplingParams
@@ -20,7 +20,13 @@ TOP_P = (1.0, 0.0625, 0.5, 0.875, 0.9990234375)
 MIN_P = (0.0, 0.03125, 0.5, 1.0)
 NUMBERS = (0.0, 0.25, 0.5, 0.75, MAX_NUMBER)
 
-pytestmark = pytest.mark.parametrize("ops", IMPLEMENTATIONS, ids=lambda ops: ops.name)
+every_ops = pytest.fixture(params=IMPLEMENTATIONS, ids=lambda ops: ops.name)
+
+
+@every_ops
+def ops(request: pytest.FixtureRequest) -> Ops:
+    chosen: Ops = request.param
+    return chosen
 
 
 def draws_of(rows: list[tuple[float, int, float, float, float]]) -> SamplingTensors:
@@ -133,3 +139,115 @@ def test_best_tokens_of_no_rows_and_of_wrong_shapes(ops: Ops) -> None:
     for logits in (torch.zeros(2, 0), torch.zeros(7), torch.zeros(2, 7).double(), torch.zeros(7, 2).t()):
         with pytest.raises(ValueError, match="logits: expected"):
             ops.best_tokens(logits)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 64, 1031, 32_064])
+def test_float64_logits_and_parameters_are_not_rounded(ops: Ops, vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    num_rows = 40 if vocabulary > 2000 else 400
+    rows = [
+        (
+            float(rng.choice([0.0, rng.uniform(0.01, 2)])),
+            int(rng.choice(TOP_K)),
+            float(rng.choice([1.0, rng.random()])),
+            float(rng.choice([0.0, 0.1 * rng.random()])),
+            float(np.float32(rng.random())),
+        )
+        for _ in range(num_rows)
+    ]
+    logits = rng.normal(0, rng.uniform(0.5, 6), (num_rows, vocabulary))
+    temperatures, top_k, top_p, min_p, numbers = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
+    )
+    draws = SamplingTensors(temperatures, top_k.int(), top_p, min_p, numbers)
+    tokens, finite = ops.sample(torch.from_numpy(logits), draws)
+    expected = [int(on_host(values, row)) for values, row in zip(logits, rows, strict=True)]
+    assert finite.all() and tokens.tolist() == expected
+    exact = logits.astype(np.float32)  # parameters of 64 bits, logits of 32
+    tokens, finite = ops.sample(torch.from_numpy(exact), draws)
+    assert tokens.tolist() == [on_host(values, row) for values, row in zip(exact, rows, strict=True)]
+
+
+# ---- biases, penalties, masks and scores
+
+
+def adjustments_of(rng: np.random.Generator, num_rows: int, vocabulary: int) -> Adjustments:
+    """Of rows that ask for all, some or none of it."""
+    lengths = rng.choice([0, 0, 1, 5], num_rows)
+    ends = np.cumsum(lengths).astype(np.int32)
+    ids = rng.integers(0, vocabulary + 2, int(ends[-1]) if num_rows else 0).astype(np.int32)
+    penalties = np.stack([rng.choice([1.0, 1.3, 0.7], num_rows), *rng.normal(0, 1, (2, num_rows))], axis=1)
+    return Adjustments(
+        torch.from_numpy((ends - lengths).astype(np.int32)),
+        torch.from_numpy(ends),
+        torch.from_numpy(ids),
+        torch.from_numpy(rng.normal(0, 30, len(ids))),
+        torch.from_numpy(penalties),
+        torch.from_numpy(rng.integers(-1, 3, num_rows).astype(np.int32)),
+        torch.from_numpy((rng.integers(0, 7, (3, vocabulary)) * rng.integers(0, 2, (3, vocabulary))).astype(np.int32)),
+        torch.from_numpy(rng.integers(-1, 2, num_rows).astype(np.int32)),
+        torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, (2, -(-vocabulary // 32))).astype(np.int32)),
+    )
+
+
+def poisoned(logits: np.ndarray) -> torch.Tensor:
+    """The same values as rows of a wider tensor of NaN."""
+    wide = torch.full((len(logits), logits.shape[1] + 3), float("nan"), dtype=torch.from_numpy(logits).dtype)
+    wide[:, 1:-2] = torch.from_numpy(logits)
+    return wide[:, 1:-2]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("vocabulary", [1, 2, 31, 32, 33, 517])
+def test_logits_are_adjusted_as_by_the_reference(ops: Ops, vocabulary: int, dtype: type) -> None:
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.normal(0, 5, (60, vocabulary)).astype(dtype)
+    logits[3, 0], logits[4, -1], logits[5, 0] = np.nan, np.inf, -np.inf
+    logits[6, 0] = np.finfo(np.float32).max
+    adjustments = adjustments_of(rng, 60, vocabulary)
+    given = poisoned(logits)
+    found, expected = ops.adjust_logits(given, adjustments), ReferenceOps().adjust_logits(given, adjustments)
+    assert found.dtype is given.dtype and found.shape == given.shape and found.is_contiguous()
+    rtol = 1e-14 if dtype is np.float64 else 1e-7  # a sum of two products may be rounded once
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol, equal_nan=True)
+    assert torch.equal(found == LOWEST_LOGIT, expected == LOWEST_LOGIT)
+    np.testing.assert_array_equal(given.numpy(), logits)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("vocabulary", [1, 2, 33, 1031])
+def test_tokens_are_scored_as_by_the_reference(ops: Ops, vocabulary: int, dtype: type) -> None:
+    rng = np.random.default_rng(vocabulary)
+    logits = np.round(rng.normal(0, 5, (40, vocabulary))).astype(dtype)  # full of ties
+    logits[:9] = rng.normal(0, 5, (9, vocabulary))
+    tokens = torch.from_numpy(rng.integers(0, vocabulary, 40))
+    num_top = torch.from_numpy(rng.integers(-1, 21, 40).astype(np.int32))
+    given = poisoned(logits)
+    numbers, places = ops.score_tokens(given, tokens, num_top, 20)
+    wanted_numbers, wanted_places = ReferenceOps().score_tokens(given, tokens, num_top, 20)
+    assert numbers.dtype is given.dtype and places.dtype is torch.int32
+    for row, count in enumerate(num_top.tolist()):
+        if count >= 0:
+            listed = min(count, vocabulary)
+            assert places[row, : 1 + listed].tolist() == wanted_places[row, : 1 + listed].tolist()
+            rtol = 1e-12 if dtype is np.float64 else 1e-6  # sums are taken in another order
+            torch.testing.assert_close(numbers[row, : 3 + listed], wanted_numbers[row, : 3 + listed], rtol=rtol, atol=0)
+
+
+def test_nothing_is_adjusted_or_scored_in_no_rows(ops: Ops) -> None:
+    rng = np.random.default_rng(0)
+    assert ops.adjust_logits(torch.zeros(0, 7), adjustments_of(rng, 0, 7)).shape == (0, 7)
+    numbers, places = ops.score_tokens(torch.zeros(0, 7), torch.zeros(0).long(), torch.zeros(0).int(), 20)
+    assert (numbers.shape, places.shape) == ((0, 23), (0, 21))
+
+
+def test_entries_outside_of_their_lists_are_named() -> None:
+    rng, native = np.random.default_rng(1), NativeOps()
+    logits, adjustments = torch.zeros(4, 7), adjustments_of(rng, 4, 7)
+    for name, value in (("bias_ends", 1000), ("counted", 3), ("masked", 2)):
+        with pytest.raises(ValueError, match="expected"):
+            native.adjust_logits(logits, adjustments._replace(**{name: torch.full((4,), value, dtype=torch.int32)}))
+    with pytest.raises(ValueError, match="tokens: expected less than 7"):
+        native.score_tokens(logits, torch.full((4,), 7), torch.zeros(4).int(), 20)
+    with pytest.raises(ValueError, match="num_top: expected at most 20"):
+        native.score_tokens(logits, torch.zeros(4).long(), torch.full((4,), 21).int(), 20)

@@ -245,14 +245,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def best_tokens(logits: Tensor) -> Tensor:
-    """[B, V] float32 -> [B] int64: the first of the largest logits of each row, -1 if the row is not finite."""
-    rows, columns = checks.check_logits(logits)
-    tokens = torch.empty(rows, dtype=torch.int64)
-    _C.best_of_rows(logits.data_ptr(), logits.stride(0), rows, columns, tokens.data_ptr())
-    return tokens
-
-
 def _activation_code(act: str) -> int:
     code = ACTIVATION_CODES.get(act)
     if code is None:

@@ -1,7 +1,8 @@
 """`Ops` on the native extension. Importing this needs hydra_engine._C; `select.py` checks first.
 
 Has attention; csrc/cpu/attention decides how its work is divided and which instructions run. Matrix products and norms
-are in linear.py, caches in cache.py, recurrent states in delta_rule.py.
+are in linear.py, caches in cache.py, recurrent states in delta_rule.py, sampling in
+sampling.py.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from hydra_engine.backend.base import AttentionPlan, MixedRows, OpChoice, Packed
 from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.cpu import delta_rule as native_delta
 from hydra_engine.backend.cpu import linear as native_linear
+from hydra_engine.backend.cpu import sampling as native_sampling
 from hydra_engine.backend.cpu.cache import CacheOps
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.cpu.recording import RecordedDecode
 from hydra_engine.backend.reference.ops import ALL_OPS
-from hydra_engine.backend.reference.sampling import adjust_logits, sample, score_tokens
 
 _COPIES = ("write_cache", "merge_image_tokens", "gather_cache", "copy_blocks")
 _MATRIX_PRODUCTS = ("linear", "attention_paged", "attention_packed")
@@ -44,10 +45,10 @@ class NativeOps(CacheOps, ComposedOps):
     causal_conv = staticmethod(native_delta.causal_conv)
     delta_rule = staticmethod(native_delta.delta_rule)
     recorded = staticmethod(RecordedDecode)
-    best_tokens = staticmethod(native_linear.best_tokens)
-    sample = staticmethod(sample)
-    adjust_logits = staticmethod(adjust_logits)
-    score_tokens = staticmethod(score_tokens)
+    best_tokens = staticmethod(native_sampling.best_tokens)
+    sample = staticmethod(native_sampling.sample)
+    adjust_logits = staticmethod(native_sampling.adjust_logits)
+    score_tokens = staticmethod(native_sampling.score_tokens)
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)

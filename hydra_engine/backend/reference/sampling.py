@@ -19,7 +19,7 @@ def best_tokens(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """`Ops.sample`: (tokens [B] int64, finite [B] bool) of logits [B, V] float32."""
+    """`Ops.sample`. Columns of numbers may be float64, and logits too then."""
     checks.check_sample(logits, sampling)
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)  # the first of equals; an arbitrary token for a row that is not finite
@@ -31,12 +31,12 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
 
 
 def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
-    """`Ops.adjust_logits`: logits [B, V] float32 with biases, penalties and masks."""
+    """`Ops.adjust_logits`. Float64 logits are not rounded."""
     checks.check_adjustments(logits, adjustments)
     adjusted = logits.clone()
     rows = (adjustments.bias_begins, adjustments.bias_ends, adjustments.counted, adjustments.masked)
     for row, (begin, end, counted, masked) in enumerate(zip(*(column.tolist() for column in rows), strict=True)):
-        scores = logits[row].double()
+        scores = logits[row].to(torch.float64, copy=True)
         if begin < end:
             ids, values = adjustments.bias_ids[begin:end].long(), adjustments.bias_values[begin:end]
             inside = ids < scores.shape[0]
@@ -48,7 +48,7 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
             scores = torch.where(counts != 0, seen, scores)
             times = counts >> 1
             scores = torch.where(times > 0, scores - (frequency * times.double() + presence), scores)
-        changed = scores.clamp(LOWEST_LOGIT, -LOWEST_LOGIT).float()
+        changed = scores.clamp(LOWEST_LOGIT, -LOWEST_LOGIT).to(logits.dtype)
         if masked >= 0:
             bits = adjustments.masks[masked][:, None] >> torch.arange(32, dtype=torch.int32)
             changed = torch.where((bits & 1).flatten()[: len(scores)] != 0, changed, LOWEST_LOGIT)
@@ -57,9 +57,9 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """`Ops.score_tokens`: (numbers [B, 3 + most] float32, places [B, 1 + most] int32); unset: NaN and -1."""
+    """`Ops.score_tokens`. `numbers` have the logits' dtype; unset entries are NaN and -1."""
     batch, vocabulary = checks.check_scores(logits, tokens, num_top)
-    numbers = torch.full((batch, 3 + most), float("nan"))
+    numbers = torch.full((batch, 3 + most), float("nan"), dtype=logits.dtype)
     places = torch.full((batch, 1 + most), -1, dtype=torch.int32)
     ids = torch.arange(vocabulary)
     for row, (token, count) in enumerate(zip(tokens.tolist(), num_top.tolist(), strict=True)):
@@ -67,7 +67,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> 
             continue
         raw = logits[row]
         chosen, largest = raw[token], raw.max()
-        numbers[row, :3] = torch.stack((chosen, largest, (raw.double() - largest).exp().sum().float()))
+        numbers[row, :3] = torch.stack((chosen, largest, (raw.double() - largest).exp().sum().to(raw.dtype)))
         places[row, 0] = 1 + int(((raw > chosen) | ((raw == chosen) & (ids < token))).sum())
         best, order = raw.sort(descending=True, stable=True)
         listed = min(count, vocabulary)

@@ -290,7 +290,7 @@ class StateTable:
         self._num_tokens[seq_slots] = starts_of(plan) + counts_of(plan)
 
 
-_Floats = npt.NDArray[np.float32]
+_Floats = npt.NDArray[np.floating]
 _Words = npt.NDArray[np.uint64]
 
 _MAX_TOP_K = (1 << 31) - 1
@@ -298,7 +298,7 @@ _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # 0 would mean the largest 
 
 
 class SamplingArrays(NamedTuple):
-    """`SamplingTensors` of backend/base.py in host memory, [B] each."""
+    """`SamplingTensors` of backend/base.py in host memory, [B] each, float32 or float64."""
 
     temperatures: _Floats
     top_k: npt.NDArray[np.int32]
@@ -308,13 +308,15 @@ class SamplingArrays(NamedTuple):
 
 
 class SlotSampling:
-    """Sampling parameters by sequence slot. Rows of slots without a request get a token too, which is not used."""
+    """Sampling parameters by sequence slot. Rows of slots without a request get a token too, which is not used.
+    `dtype` of the numbers: float64 where the ops compute with it."""
 
-    def __init__(self, num_seq_slots: int) -> None:
-        self._temperatures: _Floats = np.zeros(num_seq_slots, dtype=np.float32)
+    def __init__(self, num_seq_slots: int, dtype: type[np.floating] = np.float32) -> None:
+        self._dtype = dtype
+        self._temperatures: _Floats = np.zeros(num_seq_slots, dtype=dtype)
         self._top_k: npt.NDArray[np.int32] = np.zeros(num_seq_slots, dtype=np.int32)
-        self._top_p: _Floats = np.ones(num_seq_slots, dtype=np.float32)
-        self._min_p: _Floats = np.zeros(num_seq_slots, dtype=np.float32)
+        self._top_p: _Floats = np.ones(num_seq_slots, dtype=dtype)
+        self._min_p: _Floats = np.zeros(num_seq_slots, dtype=dtype)
         self._states: _Words = np.zeros(num_seq_slots, dtype=np.uint64)  # of the seeds' generators
 
     def assign(self, seq_slot: int, state: SamplingState) -> None:
@@ -328,9 +330,9 @@ class SlotSampling:
     def arrays(self, seq_slots: Int64s, num_generated: Int64s) -> SamplingArrays:
         temperatures = self._temperatures[seq_slots]
         if temperatures.any():
-            numbers = draw_numbers(self._states[seq_slots], num_generated)
+            numbers: _Floats = draw_numbers(self._states[seq_slots], num_generated).astype(self._dtype)
         else:
-            numbers = np.zeros(len(seq_slots), dtype=np.float32)
+            numbers = np.zeros(len(seq_slots), dtype=self._dtype)
         return SamplingArrays(
             temperatures, self._top_k[seq_slots], self._top_p[seq_slots], self._min_p[seq_slots], numbers
         )
@@ -355,7 +357,7 @@ class DeviceSlotTable(SlotTable):
 
     def __init__(self, num_seq_slots: int, device: torch.device) -> None:
         super().__init__(num_seq_slots)
-        self.sampling = SlotSampling(num_seq_slots)
+        self.sampling = SlotSampling(num_seq_slots, np.float64 if device.type == "cpu" else np.float32)
         self.specials = SlotSpecials(num_seq_slots)
         self.padding = num_seq_slots  # the slot of padded rows
         self._device = device

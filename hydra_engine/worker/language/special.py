@@ -224,8 +224,9 @@ class SampledRows(NamedTuple):
 def sample_special(
     ops: Ops, logits: Tensor, sampling: SamplingTensors, special: SpecialTensors, counts: Tensor
 ) -> SampledRows:
-    """Samples and scores all rows of logits [B, V]. `counts` [slots, V] as in `Adjustments`, by sequence slot."""
-    columns = special.columns
+    """Samples and scores all rows of logits [B, V]. `counts` [slots, V] as in `Adjustments`, by sequence slot. Computes
+    with the dtype of `sampling`."""
+    columns, logits = special.columns, logits.to(sampling.temperatures.dtype)
     adjusted = ops.adjust_logits(
         logits,
         Adjustments(
