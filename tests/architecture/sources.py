@@ -24,9 +24,14 @@ def text_of(path: Path) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
+@cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     """All nodes of the file, the module first."""
-    return tuple(ast.walk(ast.parse(text_of(path))))
+    return tuple(ast.walk(tree_of(path)))
 
 
 def docstrings_of(path: Path) -> Iterator[tuple[int, str]]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from hydra_engine import errors
-
-ROOT = Path(__file__).parents[2]
+from tests.architecture.sources import files_in, nodes_of
 
 
 def codes_in_the_code() -> dict[str, str]:
     found: dict[str, str] = {}
-    paths = [path for package in ("hydra_engine", "hydra_planner") for path in sorted((ROOT / package).rglob("*.py"))]
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in files_in("hydra_engine", "hydra_planner"):
+        for node in nodes_of(path):
             if not isinstance(node, ast.keyword) or node.arg != "code" or not isinstance(node.value, ast.Constant):
                 continue
             if isinstance(node.value.value, str):

@@ -1,7 +1,7 @@
 """Layers: imports point to earlier folders only, deciding folders stay free of torch.
 
 Each test reads all files and reports everything that is wrong, since there are several hundred of them.
-Folders and their order are the table of docs/architecture.md. Size limits are warnings, shown with `pytest -rA`.
+Folders and their order are the table of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.architecture.sources import ROOT, files_in, nodes_of, text_of, tree_of
+
 PACKAGE = ROOT / "hydra_engine"
 BESIDE = ROOT / "hydra_planner"  # a package that uses the engine, which does not import it
 
@@ -134,14 +134,17 @@ PICTURES_IN_C = "preprocess/media/pixels.py"
 ASKS_FOR_DEVICES = ("frontend/routing/placement.py", "hydra_engine.backend")
 # Folders of the repository that are not shipped.
 OUTSIDE = {"tools", "bench", "tests", "examples"}
-MAX_FILE_LINES = 400
+# Files that import each other in a circle, still.
+CIRCLES: tuple[set[str], ...] = (
+    {"hydra_engine.core.outputs", "hydra_engine.core.result_html"},
+    {f"hydra_engine.scheduler.{name}" for name in ("hooks", "images", "requests", "step")},
+)
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_FILES = 20
 
 
-@cache
-def modules() -> list[Path]:
-    return sorted(path for package in (PACKAGE, BESIDE) for path in package.rglob("*.py"))
+def modules() -> tuple[Path, ...]:
+    return files_in(PACKAGE.name, BESIDE.name)
 
 
 def name_of(path: Path) -> str:
@@ -162,21 +165,6 @@ def folder_named(parts: Sequence[str]) -> str:
     if parts[0] == "models" and (parts[1:2] == ("specs",) or parts[-1] == "spec" or parts[-1].endswith("_spec")):
         return "specs"
     return "" if parts[0] == "__init__" else parts[0]
-
-
-@cache
-def text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(text_of(path))
-
-
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(tree_of(path)))
 
 
 @cache
@@ -257,6 +245,53 @@ def test_the_import_order_has_no_cycle() -> None:
             del edges[folder]
 
 
+def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
+    """The largest sets of names that reach each other (strongly connected components of two and more)."""
+    order: dict[str, int] = {}  # in which names are met
+    lowest: dict[str, int] = {}  # the earliest name that each reaches
+    open_names: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        open_names.append(name)
+        for target in edges[name]:
+            if target not in order:
+                visit(target)
+            if target in open_names:
+                lowest[name] = min(lowest[name], lowest[target])
+        if lowest[name] == order[name]:
+            first = open_names.index(name)
+            found.append(set(open_names[first:]))
+            del open_names[first:]
+
+    for name in edges:
+        if name not in order:
+            visit(name)
+    return [circle for circle in found if len(circle) > 1]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for types and within functions count. Not counted: the package's own `__init__`, which exports lazily."""
+    files = {module_of(path): path for path in modules() if path != PACKAGE / "__init__.py"}
+    edges: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Import):
+                edges[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules_in = {f"{node.module}.{alias.name}" for alias in node.names}
+                edges[name] |= {module if module in files else node.module or "" for module in modules_in}
+        edges[name] = (edges[name] & files.keys()) - {name}
+    new = [circle for circle in circles(edges) if not any(circle <= known for known in CIRCLES)]
+    assert not new, f"files that import each other in a circle: {[sorted(circle) for circle in new]}"
+
+
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f", "a"}}
+    assert circles(edges) == [{"a", "b", "c"}, {"f", "g"}]
+
+
 def test_deciding_and_connecting_files_do_not_import_torch() -> None:
     def heavy(path: Path) -> Iterator[str]:
         if folder_of(path) in TORCH_FREE or name_of(path) in TORCH_FREE_FILES:
@@ -300,23 +335,17 @@ def test_every_module_says_what_it_is_for() -> None:
     assert [name_of(path) for path in modules() if text_of(path) and not ast.get_docstring(tree_of(path))] == []
 
 
-def too_long(path: Path) -> Iterator[str]:
-    lines = text_of(path).count("\n")
-    if lines > MAX_FILE_LINES:
-        yield f"{name_of(path)} has {lines} lines"
-    for node in nodes_of(path):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                yield f"{name_of(path)}: {node.name} has {length} lines"
+def test_functions_fit_on_a_page() -> None:
+    """A file may be as long as its concept."""
 
+    def too_long(path: Path) -> Iterator[str]:
+        for node in nodes_of(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    yield f"{name_of(path)}: {node.name} has {length} lines"
 
-def test_sizes() -> None:
-    """Warnings, not failures: a long file or function is a question to the next reader."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        for problem in in_all_modules(too_long):
-            warnings.warn(problem, stacklevel=1)
+    assert in_all_modules(too_long) == []
 
 
 def test_folders_can_be_taken_in_at_a_glance() -> None:
@@ -348,6 +377,23 @@ def test_importing_the_frontend_loads_no_torch_and_importing_everything_touches_
     heavy_in_the_frontend, gpu_in_use = done.stdout.split("\n")[:2]
     assert heavy_in_the_frontend == "[]"
     assert gpu_in_use == "False"
+
+
+# Tests that a change in the scheduler runs: two seconds from cold, of which torch would be most.
+QUICK_TESTS = ("tests/scheduler", "tests/cache", "tests/core", "tests/transfer", "tests/telemetry")
+COLLECT = """
+import sys, pytest
+assert not pytest.main(["-q", "--collect-only", *sys.argv[1:]])
+print([name for name in ("torch", "transformers", "schemathesis") if name in sys.modules])
+"""
+
+
+@pytest.mark.slow
+def test_tests_of_deciding_code_load_no_torch() -> None:
+    command = [sys.executable, "-c", COLLECT, *QUICK_TESTS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_repository_has_no_import_named_like_a_known_package() -> None:

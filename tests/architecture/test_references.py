@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-ROOT = Path(__file__).parents[2]
+from tests.architecture.sources import ROOT, files_in, text_of
+
 LOOKED_AT = ("hydra_engine/", "hydra_planner/", "kernels/", "bench/")  # others name classes of the standard library
 FOLDERS = (*LOOKED_AT, "tools", "tests")
 
@@ -14,10 +15,10 @@ _FILE = re.compile(r"`([\w/]+\.py)\b")
 _CLASS = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*)\.([A-Z]\w+)")
 
 
+@cache
 def sources() -> dict[str, str]:
     """By paths below the root."""
-    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+    return {str(path.relative_to(ROOT)): text_of(path) for path in files_in(*FOLDERS)}
 
 
 def ending_in(name: str, files: dict[str, str]) -> list[str]:

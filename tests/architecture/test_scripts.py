@@ -8,19 +8,19 @@ from __future__ import annotations
 import ast
 import importlib
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.architecture.sources import ROOT, files_in, nodes_of
+
 FOLDERS = ("tests", "bench", "tools")
 OURS = ("hydra_engine", "hydra_planner", "hydra_kernels", "bench", "tests", "tools")
 
 
-def scripts(tree: ast.AST) -> Iterator[tuple[int, ast.Module]]:
+def scripts(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, ast.Module]]:
     """With their lines. In those with values in braces, a number stands for each."""
-    for node in ast.walk(tree):
+    for node in nodes:
         text = ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
@@ -59,11 +59,10 @@ def problem(module: str, name: str) -> str:
 @pytest.mark.slow
 def test_what_scripts_in_strings_import_is_there() -> None:
     wanted: dict[tuple[str, str], str] = {}
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for line, script in scripts(ast.parse(path.read_text(encoding="utf-8"))):
-                for found in imported(script):
-                    wanted.setdefault(found, f"{path.relative_to(ROOT)}:{line}")
+    for path in files_in(*FOLDERS):
+        for line, script in scripts(nodes_of(path)):
+            for found in imported(script):
+                wanted.setdefault(found, f"{path.relative_to(ROOT)}:{line}")
     assert ("hydra_engine.backend.cuda.device", "CudaDevice") in wanted, "the scripts for a GPU are looked at"
     wrong = [f"{place}: {said}" for found, place in wanted.items() if (said := problem(*found))]
     assert not wrong, "\n".join(wrong)
@@ -71,7 +70,7 @@ def test_what_scripts_in_strings_import_is_there() -> None:
 
 def test_a_stale_name_in_a_string_is_found() -> None:
     source = ast.parse("""SCRIPT = 'import json\\nfrom hydra_engine.backend.gone import CudaDevice'""")
-    ((line, script),) = scripts(source)
+    ((line, script),) = scripts(ast.walk(source))
     assert (line, imported(script)) == (1, {("hydra_engine.backend.gone", "CudaDevice")})
     assert problem("hydra_engine.backend.gone", "CudaDevice") == "there is no hydra_engine.backend.gone"
-    assert problem("hydra_engine.errors", "Gone") and not problem("hydra_engine.backend", "device")
+    assert problem("hydra_engine.errors", "Gone") and not problem("hydra_engine.core", "plans")
