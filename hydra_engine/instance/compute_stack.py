@@ -89,8 +89,7 @@ def build_worker(
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
     deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
     _check_kv_dtype(config, spec, dtype, chosen.name)
-    sm_split = resolve_sm_split(config.sm_split, chosen.num_sms)
-    decided = replace(config, deterministic=deterministic, sm_split=sm_split)
+    decided = replace(config, deterministic=deterministic, sm_split=resolve_sm_split(config.sm_split, chosen.num_sms))
     backend, sharing_notes = _backend(decided, spec, context.role, chosen, dtype)
     resolved, plan, model = _load_and_size(decided, spec, backend, context, partial(progress, "weights"))
     share = backend.device.share if context.has_peers else None
@@ -131,11 +130,9 @@ def build_worker(
     )
     worker.warm_up(partial(progress, "warm-up"))
     worker.capture_graphs(partial(progress, "capturing graphs"))
-    lane_notes = (*backend.notes, *model.notes, *worker.notes, *plan.reasons)
     of_device = (deterministic_note, *sharing_notes, _turns(chosen, context))
-    notes = (dtype_reason, *filter(None, of_device), *lane_notes)
-    caches = kv_cache, image_cache
-    return ComputeStack(resolved, context, spec, backend, model, plan, *caches, worker, clock, notes)
+    notes = (dtype_reason, *filter(None, of_device), *backend.notes, *model.notes, *worker.notes, *plan.reasons)
+    return ComputeStack(resolved, context, spec, backend, model, plan, kv_cache, image_cache, worker, clock, notes)
 
 
 def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
