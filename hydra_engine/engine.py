@@ -334,11 +334,6 @@ class Engine(EngineLife):
         """Calls `observer` on the engine's loop with the Result of every request that ends, failed ones included."""
         self.frontend.observers.append(lambda _, result: observer(result))
 
-    def record_workload(self, write: Callable[[bytes], None]) -> None:
-        """Calls `write` with the lines of a workload file (`telemetry/workload.py`) for requests from now on, the last
-        ones while the engine closes. Runs on the engine's loop, and must be called there."""
-        self._recordings.append(self.frontend.record_workload(write))
-
     def ledger(self) -> LedgerReport:
         """The blocks and slots that all instances hold now; `.at_rest` is True if there are none. Raises
         TimeoutError."""

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import DTYPE_BYTES, ModelSpec
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.hardware.devices import Link
 from hydra_planner.simulator.costs import DeviceKind
 from hydra_planner.work import RequestSeconds, decode_seconds, prefill_seconds, vision_seconds, works
+from hydra_planner.workload.file import WorkloadRequest
 
 # Of the seconds of an encode: a transfer that takes no more than this is small beside it.
 SMALL = 0.25

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from hydra_engine.config import MediaConfig
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner import explain
 from hydra_planner.hardware.devices import Link, devices, links_between
 from hydra_planner.search.load import rate_of
 from hydra_planner.search.measure import SHARE, Question
 from hydra_planner.search.plan import Plan
 from hydra_planner.search.rows import Row
+from hydra_planner.workload.file import WorkloadRequest
 
 _SHOWN = 24  # rows of the table
 

@@ -12,7 +12,7 @@ from functools import cache
 from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
-from hydra_engine.telemetry.workload import WorkloadRequest
+from hydra_planner.workload.file import WorkloadRequest
 
 # Steps in which a request shares launches and weights with others: requests encoded at once, tokens of prompts, and
 # decodes (HeteroServe's batch on a datacenter device, section 5.3).

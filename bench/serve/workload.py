@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from bench.serve.pictures import jpeg
-from hydra_engine.telemetry.workload import Picture
+from hydra_planner.workload.file import Picture
 from hydra_planner.workload.generators import MIXED_TEXT_SHARE, Load, draw
 from hydra_planner.workload.shapes import MIXED, SHAPES
 

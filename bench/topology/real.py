@@ -25,11 +25,11 @@ from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
 from hydra_engine.telemetry.timeline import PHASES
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.requests import RequestMaker
 from hydra_planner.workload.arrivals import Arrivals
+from hydra_planner.workload.file import WorkloadRequest
 
 TOPOLOGIES = "EPD,2EPD,EP+D,ED+P,E+PD,E+P+D"
 COMPARED = ("ttft_ms", "tpot_ms", "latency_ms", "tokens_per_s")

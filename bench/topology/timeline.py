@@ -20,9 +20,9 @@ from bench.topology.loads import call_of
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result, StageSpan
 from hydra_engine.telemetry.timeline import draw
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.requests import RequestMaker
+from hydra_planner.workload.file import Picture, WorkloadRequest
 
 _SIZE = (640, 480)
 _TOKEN_BUDGET = 128  # several chunks a prompt

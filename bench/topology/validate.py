@@ -29,13 +29,13 @@ from bench.topology.loads import calls, rows
 from bench.topology.real import load_of, pin, pulled_bytes
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result, StageSpan
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.records import quantile
 from hydra_planner.simulator.deployment import Deployment, simulate
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.requests import RequestMaker
 from hydra_planner.work import decode_seconds, prefill_seconds, vision_seconds, works
 from hydra_planner.workload.arrivals import Arrivals
+from hydra_planner.workload.file import WorkloadRequest
 
 TOPOLOGIES = "EPD,2EPD,EP+D,ED+P,E+PD,E+P+D,2E+PD,EP+2D,E+2PD,EPD+PD"
 LOADS = (0.3, 0.6, 0.9)  # seconds of lanes a second, on the mean

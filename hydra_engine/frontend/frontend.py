@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,7 +41,6 @@ from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.choices import Choices
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.progress import JointProgress, OnProgress
-from hydra_engine.frontend.recording import Recording
 from hydra_engine.frontend.reports import LedgerQueries, StatusTable, Watch
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.instances import missing_for_good
@@ -273,10 +273,12 @@ class Frontend:
         for observer in self.observers:
             observer(active, result)
 
-    def record_workload(self, write: Callable[[bytes], None]) -> Recording:
-        """Passes the lines of a workload file to `write`, for requests that arrive from now on, until the recording is
-        closed."""
-        return Recording(write, self._clock, self.observers, self._dispatcher.requests, self._in_preprocess)
+    @property
+    def oldest_arrival_s(self) -> float:
+        """Arrival of the oldest request that has not ended; infinite if there is none."""
+        running = (in_flight.request.arrival_s for in_flight in self._dispatcher.requests.values())
+        preparing = (request.arrival_s for _, request in self._in_preprocess.values())
+        return min((*running, *preparing), default=math.inf)
 
     # ---- the supervisor's listener
 

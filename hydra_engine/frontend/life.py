@@ -19,7 +19,6 @@ from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.handle import Owner
 from hydra_engine.frontend.progress import LoadProgress
-from hydra_engine.frontend.recording import Recording
 from hydra_engine.models.specs.generation import read_generation
 from hydra_engine.preprocess.model_files import find_model_files
 from hydra_engine.preprocess.text.template_files import read_given
@@ -105,7 +104,6 @@ class EngineLife:
         self._ahead = ahead
         self._frontend: Frontend | None = None
         self._closed = False
-        self._recordings: list[Recording] = []
         use_file = config.generation_config == "auto"
         found = read_generation(config.model_path, config.override_generation_config, use_file=use_file)
         self.default_sampling_params, rules, unfollowed = found
@@ -187,8 +185,6 @@ class EngineLife:
     async def _close_frontend(self) -> None:
         if self._frontend is not None:
             await self._frontend.close()
-        for recording in self._recordings:
-            recording.close()
 
     def __enter__(self) -> Self:
         return self

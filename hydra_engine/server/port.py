@@ -153,11 +153,6 @@ class EnginePort(Protocol):
         then."""
         ...
 
-    def record_workload(self, write: Callable[[bytes], None]) -> None:
-        """Calls `write` with the lines of a workload file for requests from now on, the last ones while the engine
-        closes."""
-        ...
-
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         """Calls `observer` on the loop with the Result of every request that ends, failed ones included."""
         ...

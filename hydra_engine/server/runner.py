@@ -13,10 +13,13 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 from hydra_engine import log
 from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_keys
 from hydra_engine.core.outputs import Result
+from hydra_engine.entry_points import load_entry_points
+from hydra_engine.errors import ConfigError
 from hydra_engine.server import load_log
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http import access
@@ -25,13 +28,25 @@ from hydra_engine.server.http.cors import is_loopback
 from hydra_engine.server.http.listening import CLOSE_S, SWITCH_S, Listening, listen
 from hydra_engine.server.port import EnginePort
 from hydra_engine.server.state import STATE, Lifecycle, ServerState
-from hydra_engine.server.workload_file import WorkloadFile
 
 logger = logging.getLogger(__name__)
 request_log = logging.getLogger("hydra_engine.requests")
 
 _WATCH_S = 0.5
 _SERVING_THRESHOLD = 700  # allocations per young collection; the command line raises it for the start
+
+
+class Recording(Protocol):
+    """Writes the requests of an engine to a file. The entry point `workload` in the group `hydra_engine.recordings` is
+    called with the file's path, and raises ConfigError."""
+
+    def start(self, engine: Any) -> None:
+        """Records requests from now on. Runs on the engine's loop."""
+        ...
+
+    def close(self) -> None:
+        """Writes the rest, after the engine has closed."""
+        ...
 
 
 async def serve(
@@ -56,21 +71,30 @@ async def serve(
         access.turn_on(config.access_log)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app[KEYS])
     listening = await listen(app, config.host, config.port)
-    signals, recorded = _Signals(), None
+    signals, recording = _Signals(), None
     sys.setswitchinterval(SWITCH_S)
     try:
         if config.record_workload is not None:
-            recorded = WorkloadFile(Path(config.record_workload))
+            recording = _open_recording(Path(config.record_workload))
         _warn_of_exposure(listening, app[KEYS], config)
         with signals.installed():
-            return await _run(engine, config, app[STATE], listening.url, signals, start, ready, recorded)
+            return await _run(engine, config, app[STATE], listening.url, signals, start, ready, recording)
     finally:
         try:
             await listening.close()
         finally:
             await stop()
-            if recorded is not None:
-                recorded.close()
+            if recording is not None:
+                recording.close()
+
+
+def _open_recording(path: Path) -> Recording:
+    open_at: Callable[[Path], Recording] | None = load_entry_points("hydra_engine.recordings").get("workload")
+    if open_at is None:
+        raise ConfigError(
+            "record_workload is not in this installation; install hydra-engine anew", param="record_workload"
+        )
+    return open_at(path)
 
 
 def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig) -> None:
@@ -95,7 +119,7 @@ async def _run(
     signals: _Signals,
     start: Callable[[], Awaitable[None]],
     ready: Callable[[str], None] | None,
-    recorded: WorkloadFile | None,
+    recording: Recording | None,
 ) -> int:
     if not await _load(start, signals):
         return 0
@@ -106,8 +130,8 @@ async def _run(
     if config.enable_log_requests:
         request_log.setLevel(logging.INFO)  # has its own option, regardless of the log level
         engine.add_observer(_log_request)
-    if recorded is not None:
-        engine.record_workload(recorded.add)
+    if recording is not None:
+        recording.start(engine)
     logger.info("ready on %s", url)
     if ready is not None:
         ready(url)

@@ -13,7 +13,6 @@ from functools import cache
 
 from hydra_engine.config import EngineConfig, MediaConfig
 from hydra_engine.core.roles import InstanceSpec, Role, Topology
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.hardware.devices import find_device
 from hydra_planner.hardware.roofline import device_kind
 from hydra_planner.papers.models import spec_of
@@ -26,6 +25,7 @@ from hydra_planner.search.settings import Setting
 from hydra_planner.simulator.costs import DeviceKind, Host
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.slo import Goodput, Limits, goodput, search
+from hydra_planner.workload.file import WorkloadRequest
 from hydra_planner.workload.generators import make_load
 
 NO_LIMITS = Limits(math.inf, math.inf, "none")

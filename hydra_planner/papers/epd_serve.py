@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from hydra_engine.core.cost import LanguageLoad, VisionLoad
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner import explain
 from hydra_planner.papers.deployments import Setup, kind_of, num_devices
 from hydra_planner.papers.models import spec_of
@@ -18,6 +17,7 @@ from hydra_planner.papers.results import Cell, Result, Scale, table
 from hydra_planner.search.measure import Point
 from hydra_planner.search.settings import Setting
 from hydra_planner.work import decode_seconds, prefill_seconds, vision_seconds, works
+from hydra_planner.workload.file import Picture, WorkloadRequest
 
 PAPER = "EPD-Serve"
 ASCEND = "Ascend 910B"

@@ -12,7 +12,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from hydra_engine.telemetry.workload import Picture, Video, WorkloadRequest
+from hydra_planner.workload.file import Picture, Video, WorkloadRequest
 
 
 def window(rows: Sequence[WorkloadRequest], count: int, rate: float | None, seed: int = 0) -> list[WorkloadRequest]:

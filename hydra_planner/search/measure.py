@@ -10,7 +10,6 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.records import Record, quantile
 from hydra_planner.search.candidates import Candidate
 from hydra_planner.search.load import window
@@ -18,6 +17,7 @@ from hydra_planner.simulator.costs import DeviceKind, Host
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.simulator.node import Site
 from hydra_planner.slo import Limits
+from hydra_planner.workload.file import WorkloadRequest
 
 SHARE = 0.9  # of the requests must be within both limits
 # A deployment falls behind where first tokens come later and later: by more than this many seconds a second, and by

@@ -31,7 +31,6 @@ from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.frontend import TICK_S
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.placement import Switch, plan_switches
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.records import Record
 from hydra_planner.simulator.agenda import Agenda
 from hydra_planner.simulator.cluster import SimulatedCluster
@@ -41,6 +40,7 @@ from hydra_planner.simulator.machine import HOST, Machine
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.preprocessing import FRONTEND, Preprocessing
 from hydra_planner.simulator.requests import RequestMaker
+from hydra_planner.workload.file import WorkloadRequest
 
 _FIRST_ATTEMPT = 1 << 32  # ids behind those of the requests
 _REST_S = 1.0  # after the last request: what is on its way arrives

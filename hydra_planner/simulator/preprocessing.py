@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 
 from hydra_engine.config import MediaConfig
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.simulator.costs import Host
 from hydra_planner.simulator.machine import HOST, Job, Machine
+from hydra_planner.workload.file import WorkloadRequest
 
 FRONTEND = "frontend"
 

@@ -16,7 +16,7 @@ from hydra_engine.core.media import ImageItem, PixelPayload
 from hydra_engine.core.request import Request, SamplingParams, Slo
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
-from hydra_engine.telemetry.workload import WorkloadRequest
+from hydra_planner.workload.file import WorkloadRequest
 
 FROZEN = SamplingParams(temperature=0.0, ignore_eos=True)
 _BEGINNING = 4  # tokens of a chat template before the pictures, which all requests share

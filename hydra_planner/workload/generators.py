@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from hydra_engine.errors import ConfigError
-from hydra_engine.telemetry.workload import MAX_REQUESTS, Picture, WorkloadRequest, read_workload
 from hydra_planner.workload.arrivals import Arrivals
+from hydra_planner.workload.file import MAX_REQUESTS, Picture, WorkloadRequest, read_workload
 from hydra_planner.workload.shapes import MIXED, SHAPES, TEXT, Shape
 
 MIXED_TEXT_SHARE = 0.25

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": BASE | {"core", "config", "telemetry", "transfer", "instance"},
     "frontend": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster"},
     "engine": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster", "frontend"},
-    "server": BASE | {"core", "config", "telemetry", "engine"},
+    "server": BASE | {"core", "config", "telemetry", "engine", "entry_points"},
     "demo": set(),
     "cli": BASE
     | {
@@ -92,6 +92,7 @@ ALLOWED: dict[str, set[str]] = {
         "frontend",
         "preprocess",
         "backend",
+        "engine",
         "cli",
     },
     "__main__": BASE | {"cli", ""},

@@ -27,12 +27,12 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.telemetry.request_metrics import FinishedRequests
 from hydra_engine.telemetry.timeline import phases
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner.simulator.cluster import NOTICED_S
 from hydra_planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.requests import RequestMaker
+from hydra_planner.workload.file import Picture, WorkloadRequest
 from tests.examples import examples
 from tests.planner.sites import SURFACE
 

@@ -12,12 +12,12 @@ from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.units import GIB
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner.records import Record
 from hydra_planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.simulator.node import Site
 from hydra_planner.workload.arrivals import Arrivals
+from hydra_planner.workload.file import Picture, WorkloadRequest
 
 SURFACE = CostSurface(
     rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),

@@ -14,12 +14,12 @@ from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import ModelSpec, ProcessorSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.telemetry.workload import Picture, Video, WorkloadRequest
 from hydra_planner import explain as forms
 from hydra_planner.explain import Explanation, explain, lines, works
 from hydra_planner.hardware.devices import Link, find_device, links_between
 from hydra_planner.hardware.roofline import device_kind
 from hydra_planner.simulator.costs import Costs, DeviceKind
+from hydra_planner.workload.file import Picture, Video, WorkloadRequest
 
 LLAVA, QWEN25 = "llava-1.5-7b", "qwen2.5-vl-7b"
 SIDES = {LLAVA: 336, QWEN25: 896}

@@ -9,11 +9,11 @@ from statistics import mean
 import pytest
 
 from hydra_engine.errors import ConfigError
-from hydra_engine.telemetry.workload import WorkloadRequest, problem_of, read_workload
 from hydra_planner.workload.arrivals import Arrivals
+from hydra_planner.workload.file import WorkloadRequest, problem_of, read_workload
 from hydra_planner.workload.generators import LOADS, Load, draw, make_load, read_or_make
 from hydra_planner.workload.shapes import MIXED, SHAPES, TEXT
-from tests.workload_files import write_workload
+from tests.planner.workload_files import write_workload
 
 
 @pytest.mark.quick("textcaps", "pope")

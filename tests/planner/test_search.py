@@ -18,7 +18,6 @@ from hydra_engine.core.roles import EPD, Role, Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner.report import explain_lines, plan_lines
 from hydra_planner.search.candidates import Candidate, candidates
 from hydra_planner.search.estimate import Bound, bound_of
@@ -33,6 +32,7 @@ from hydra_planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_planner.simulator.deployment import SimulationError
 from hydra_planner.slo import Goodput, Limits
 from hydra_planner.work import RequestSeconds
+from hydra_planner.workload.file import Picture, WorkloadRequest
 from hydra_planner.workload.generators import make_load
 from tests.planner import sites
 

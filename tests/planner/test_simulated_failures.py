@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from hydra_engine.core.roles import Role
-from hydra_engine.telemetry.workload import WorkloadRequest
 from hydra_planner.simulator.cluster import NOTICED_S
 from hydra_planner.simulator.deployment import Deployment
+from hydra_planner.workload.file import WorkloadRequest
 from tests.examples import examples
 from tests.planner.sites import COSTS, DEVICE, SURFACE, deployed, gpus, load, row, site
 

@@ -17,7 +17,6 @@ from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.telemetry.workload import Picture, Video, WorkloadRequest
 from hydra_planner.records import Record, quantile
 from hydra_planner.simulator import deployment as deployment_module
 from hydra_planner.simulator.costs import DeviceKind, Host, read_costs
@@ -25,6 +24,7 @@ from hydra_planner.simulator.deployment import Deployment, placed, simulate
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.requests import RequestMaker
 from hydra_planner.slo import Limits
+from hydra_planner.workload.file import Picture, Video, WorkloadRequest
 from tests.planner.sites import COSTS, CPU_COSTS, DEVICE, SURFACE, deployed, gpus, load, row, run, site
 
 

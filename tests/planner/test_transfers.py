@@ -17,10 +17,10 @@ from hydra_engine.frontend.request import Phase, RequestInFlight
 from hydra_engine.frontend.transitions import TRANSITIONS, Dispatcher, Event
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.scheduler.handover import pulls
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner.simulator.costs import Costs, DeviceKind
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.simulator.node import Site
+from hydra_planner.workload.file import Picture, WorkloadRequest
 from tests.planner.sites import SURFACE
 from tools.miniatures import make_tiny
 

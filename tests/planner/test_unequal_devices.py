@@ -13,11 +13,11 @@ from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.scheduler.step_stats import SpeedMeter
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest
 from hydra_planner.records import Record
 from hydra_planner.simulator.costs import Costs, DeviceKind, Host
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.simulator.node import Site
+from hydra_planner.workload.file import Picture, WorkloadRequest
 
 FAST = CostSurface(
     rows=Curve((1.0, 16.0, 512.0), (0.004, 0.005, 0.03)),

@@ -249,7 +249,6 @@ class StubEngine:
     intakes_cancelled: int = 0
     late_spans: tuple[StageSpan, ...] = ()
     observers: list[Callable[[Result], None]] = field(default_factory=list)
-    recorders: list[Callable[[bytes], None]] = field(default_factory=list)
     ring: TraceRing = field(default_factory=TraceRing)
     running: list[LiveRequest] = field(default_factory=list)
     clients: dict[str, str] = field(default_factory=dict)  # by the ids of running requests
@@ -336,9 +335,6 @@ class StubEngine:
 
     def add_observer(self, observer: Callable[[Result], None]) -> None:
         self.observers.append(observer)
-
-    def record_workload(self, write: Callable[[bytes], None]) -> None:
-        self.recorders.append(write)
 
     def report(self, result: Result) -> None:
         for observer in self.observers:

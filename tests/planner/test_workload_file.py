@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.errors import ConfigError
-from hydra_engine.telemetry import workload
-from hydra_engine.telemetry.workload import (
+from hydra_planner.workload import file as workload
+from hydra_planner.workload.file import (
     Picture,
     Video,
     WorkloadRequest,
@@ -24,7 +24,7 @@ from hydra_engine.telemetry.workload import (
     request_line,
 )
 from tests.examples import examples
-from tests.workload_files import write_workload
+from tests.planner.workload_files import write_workload
 
 HEADER = '{"format":"hydra-engine workload","version":1}'
 ROW = '{"at_s":1.0,"prompt_tokens":8,"output_tokens":4}'

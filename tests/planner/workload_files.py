@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from hydra_engine.telemetry.workload import WorkloadRequest, header_line, request_line
+from hydra_planner.workload.file import WorkloadRequest, header_line, request_line
 
 
 def write_workload(path: Path, requests: Iterable[WorkloadRequest], source: str = "") -> None:

@@ -17,11 +17,11 @@ from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.media import ImageItem
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
 from hydra_engine.core.request import Request
-from hydra_engine.frontend import workload_recorder
-from hydra_engine.frontend.workload_recorder import BLOCK_TOKENS, WorkloadRecorder
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.preprocess.preprocessor import CallFacts
-from hydra_engine.telemetry.workload import Picture, Video, WorkloadRequest, header_line, read_workload
+from hydra_planner.workload import recorder as workload_recorder
+from hydra_planner.workload.file import Picture, Video, WorkloadRequest, header_line, read_workload
+from hydra_planner.workload.recorder import BLOCK_TOKENS, WorkloadRecorder
 from tests.frontend.rig import make_request
 
 IMAGE_TOKENS = 4

@@ -9,17 +9,24 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
 from hydra_engine.config import ServerConfig
+from hydra_engine.core.ids import RequestId
+from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
 from hydra_engine.errors import ConfigError
-from hydra_engine.server import runner, workload_file
-from hydra_engine.server.workload_file import WorkloadFile
-from hydra_engine.telemetry.workload import Picture, WorkloadRequest, read_workload, request_line
+from hydra_engine.preprocess.preprocessor import CallFacts
+from hydra_engine.server import runner
+from hydra_planner.workload import recording
+from hydra_planner.workload.file import Picture, WorkloadRequest, read_workload, request_line
+from hydra_planner.workload.recording import WorkloadFile
+from tests.frontend.rig import make_request
 from tests.server.stub import StubEngine
 from tests.server.test_served import DEMO, Served
 
@@ -81,8 +88,8 @@ def test_a_disk_that_fills_up_is_told_once_and_leaves_whole_lines(
         return real(descriptor, part)
 
     real = os.write
-    monkeypatch.setattr(workload_file.os, "write", write)
-    with caplog.at_level(logging.WARNING, workload_file.logger.name):
+    monkeypatch.setattr(recording.os, "write", write)
+    with caplog.at_level(logging.WARNING, recording.logger.name):
         for _ in range(5):
             file.add(LINE)
         file.close()
@@ -96,11 +103,11 @@ def test_a_disk_that_fills_up_is_told_once_and_leaves_whole_lines(
 def test_a_disk_that_is_too_slow_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workload_file, "MAX_WAITING", 1)
+    monkeypatch.setattr(recording, "MAX_WAITING", 1)
     monkeypatch.setattr(WorkloadFile, "_write_all", lambda self: time.sleep(0))  # its thread does nothing
-    monkeypatch.setattr(workload_file, "_LAST_LINES_S", 0.01)
+    monkeypatch.setattr(recording, "_LAST_LINES_S", 0.01)
     file = WorkloadFile(tmp_path / "load.jsonl")
-    with caplog.at_level(logging.WARNING, workload_file.logger.name):
+    with caplog.at_level(logging.WARNING, recording.logger.name):
         for _ in range(3):
             file.add(LINE)
         file.close()
@@ -126,20 +133,37 @@ async def test_the_server_stops_with_one_sentence_before_the_model_is_loaded(tmp
 
 
 async def test_what_the_engine_writes_until_it_is_closed_is_in_the_file(tmp_path: Path) -> None:
-    engine, path = StubEngine(), tmp_path / "load.jsonl"
+    path, observers = tmp_path / "load.jsonl", []
+    engine: Any = StubEngine()
+    engine.frontend = SimpleNamespace(observers=observers, oldest_arrival_s=0.0)
+    request = replace(make_request(1), arrival_s=time.monotonic() + 60.0)
+    active = SimpleNamespace(request=request, facts=CallFacts(RequestId(1), 8, ()))
 
     async def start() -> None:
         pass
 
     async def stop() -> None:
-        engine.recorders[0](LINE)
+        (observe,) = observers
+        observe(active, Result("req-1", "", (1, 2), FinishReason.ABORT, Usage(8, 4), RequestMetrics()))
 
     config = ServerConfig(port=0, record_workload=str(path))
     ended = await runner.serve(
         engine, config, start=start, stop=stop, ready=lambda _: os.kill(os.getpid(), signal.SIGTERM)
     )
     assert ended == 0
-    assert read_workload(path) == (ROW,)
+    (row,) = read_workload(path)
+    assert (row.prompt_tokens, row.output_tokens) == (8, 4) and 0 < row.at_s <= 60.0
+
+
+async def test_a_server_without_what_records_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr(runner, "load_entry_points", lambda group: {})
+    with pytest.raises(ConfigError, match="not in this installation"):
+        await runner.serve(
+            StubEngine(), ServerConfig(port=0, record_workload=str(tmp_path / "x")), start=nothing, stop=nothing
+        )
 
 
 @pytest.mark.slow

@@ -1,25 +1,76 @@
-"""The file of `--record-workload`: lines of requests that ended (`telemetry/workload.py`), readable by its owner only.
+"""`--record-workload`: the requests of a running engine, written to a file that only its owner can read.
 
-A thread writes, so that a slow disk delays no token, and only whole lines, so that the file can be read at any time.
-After a failed write the recording ends with one log line, and serving goes on.
+The server finds `Recording` by the entry point in pyproject.toml. Ten times a second it looks for requests that still
+run, since a line waits for every earlier request. A thread writes, so that a slow disk delays no token, and only whole
+lines, so that the file can be read at any time. After a failed write the recording ends with one log line, and serving
+goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
 import queue
+import secrets
 import stat
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hydra_engine.clock import MonotonicClock
 from hydra_engine.errors import ConfigError
-from hydra_engine.telemetry.workload import header_line
+from hydra_planner.workload.file import header_line
+from hydra_planner.workload.recorder import WorkloadRecorder
+
+if TYPE_CHECKING:
+    from hydra_engine.core.outputs import Result
+    from hydra_engine.engine import Engine
+    from hydra_engine.frontend.active import ActiveRequest
+    from hydra_engine.frontend.frontend import Frontend
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1 << 16  # lines
+_EVERY_S = 0.1
 _LAST_LINES_S = 5.0  # that `close` waits for the disk
+
+
+class Recording:
+    """Requests that arrive after `start`, in a workload file that the constructor opens. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = WorkloadFile(path)
+        self._recorder: WorkloadRecorder | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, engine: Engine) -> None:
+        """Observes the engine until it closes. Runs on its loop."""
+        self._recorder = WorkloadRecorder(secrets.token_bytes(32), MonotonicClock().now())
+        engine.frontend.observers.append(self._ended)
+        self._task = asyncio.create_task(self._release_often(self._recorder, engine.frontend))
+
+    def close(self) -> None:
+        """Writes the remaining lines, after the engine has closed."""
+        if self._recorder is not None and self._task is not None:
+            self._task.cancel()
+            self._release(self._recorder, math.inf)
+        self._file.close()
+
+    def _ended(self, active: ActiveRequest, result: Result) -> None:
+        if self._recorder is not None and active.facts is not None:
+            self._recorder.ended(active.request, active.facts, result)
+
+    async def _release_often(self, recorder: WorkloadRecorder, frontend: Frontend) -> None:
+        while not recorder.full:
+            await asyncio.sleep(_EVERY_S)
+            self._release(recorder, frontend.oldest_arrival_s)
+        logger.warning("the recorded workload has %d requests, as many as a file may have", recorder.num_lines)
+
+    def _release(self, recorder: WorkloadRecorder, oldest_s: float) -> None:
+        for line in recorder.release(oldest_s):
+            self._file.add(line)
 
 
 class WorkloadFile:

@@ -22,7 +22,7 @@ from hydra_engine.core.media import ImageItem
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.request import Request
 from hydra_engine.preprocess.preprocessor import CallFacts
-from hydra_engine.telemetry.workload import MAX_REQUESTS, Picture, Video, WorkloadRequest, problem_of, request_line
+from hydra_planner.workload.file import MAX_REQUESTS, Picture, Video, WorkloadRequest, problem_of, request_line
 
 BLOCK_TOKENS = 64  # of text; the granularity of shared prefixes
 MAX_WAITING = 4096  # ended requests that wait for an older one; above this the older one gets no line
