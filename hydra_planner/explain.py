@@ -44,7 +44,7 @@ def kv_bytes(spec: ModelSpec, context: int, dtype_bytes: int) -> int:
 
 
 def feature_bytes(spec: ModelSpec, num_features: int, dtype_bytes: int) -> int:
-    """Of the image cache: what the projector makes of the pictures of one request."""
+    """Bytes of the image cache for the features of one request."""
     if spec.vision is None:
         return 0
     return num_features * spec.vision.feature_size * spec.vision.num_planes * dtype_bytes
@@ -99,7 +99,7 @@ class LinkTest:
 
     @property
     def features_share(self) -> float:
-        """Of the seconds of the encode."""
+        """Seconds to move the features over the seconds of the encode."""
         return self.features_s / self.encode_s
 
     @property
@@ -203,7 +203,7 @@ def _link_test(link: Link, kv: float, features: float, encode_s: float) -> LinkT
 def _kilodollar_tokens(
     tokens_per_s: float, num_vision: float, one_tier_rho: float, vision: DeviceKind, language: DeviceKind
 ) -> tuple[float | None, float | None]:
-    """Of two tiers and of one, for each device for tokens of the two; None without prices to buy."""
+    """Tokens per second for each $1,000 of two tiers and of one, per language device; None without prices to buy."""
     if not language.price:
         return None, None
     one_tier = tokens_per_kilodollar(tokens_per_s, (1 + one_tier_rho) * language.price)

@@ -75,7 +75,7 @@ def _value(row: Row, *, offline: bool) -> float:
 
 
 def _attainment(plan: Plan, title: str) -> Figure:
-    """Every load that was simulated of the topologies that came farthest."""
+    """Draws attainment over rate for the topologies that came farthest."""
     figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
     for row in [row for row in plan.rows if len(row.curve) > 1][:_MAX_CURVES]:
         rates = sorted({rate for rate, _ in row.curve})

@@ -1,4 +1,4 @@
-"""What is kept of one request: when it was due, sent, answered token by token, and ended. Seconds since its run began.
+"""The record of a request: when it was due, sent, answered token by token, and ended. Seconds since its run began.
 
 Latencies count from when the request was due, not from when it was sent, so a client that is late can only make a
 server look worse, never better. Does not know limits.
@@ -37,7 +37,7 @@ class Record:
 
     @property
     def late_s(self) -> float:
-        """How much later than planned the client sent it."""
+        """Seconds by which the client sent it later than planned."""
         return self.sent_s - self.planned_s
 
     @property
@@ -72,7 +72,8 @@ class Record:
         return found
 
     def document(self) -> dict[str, Any]:
-        """For JSON, times to 10 microseconds; `metrics` of the server without its timeline, which --trace has."""
+        """The record for JSON, times rounded to 10 microseconds; `metrics` of the server without its timeline, which
+        --trace has."""
         fields = asdict(self)
         for name in ("planned_s", "sent_s", "end_s"):
             fields[name] = round(fields[name], 5)
@@ -83,7 +84,7 @@ class Record:
 
 
 def quantile(values: Iterable[float], share: float) -> float | None:
-    """With linear interpolation; None of nothing."""
+    """Quantile with linear interpolation; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None

@@ -120,7 +120,7 @@ def _verdict(plan: Plan, question: Question, model: str) -> Iterator[str]:
 
 
 def serve_flags(plan: Plan, question: Question) -> list[str]:
-    """Of `hydra-engine serve`, for the topology that has won."""
+    """Flags of `hydra-engine serve` for the best topology."""
     limits = question.limits
     flags = [
         f"--topology {plan.best.topology}",

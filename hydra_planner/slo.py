@@ -52,9 +52,9 @@ class Goodput:
 
 
 def goodput(points: Sequence[tuple[float, float]], share: float = SHARE) -> Goodput:
-    """From (rate, attainment) points: where the curve first falls below `share`, interpolated between two points.
+    """Rate where the curve of (rate, attainment) points first falls below `share`, interpolated between two points.
 
-    The first crossing, so that a lucky point at a high rate does not count.
+    The first crossing counts, so that a lucky point at a high rate does not.
     """
     ordered = sorted(points)
     before: tuple[float, float] | None = None

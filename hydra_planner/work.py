@@ -1,4 +1,4 @@
-"""What the requests of a workload ask a model to compute, and how long that takes on a device among others like it.
+"""Work of the requests of a workload, and its seconds on a device among other requests like it.
 
 No queue and no batch that does not fill. Does not know deployments.
 """
@@ -21,7 +21,7 @@ ENCODES, PREFILL_TOKENS, DECODES = 8, 2048, 64
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request asks for. `encoded`: patches of each span that the image cache has not from an earlier request;
+    """Work of a request. `encoded`: patches of each span that is not in the image cache from an earlier request;
     `cached`: tokens at the beginning of its text that an earlier request of the session has computed."""
 
     text: int
@@ -37,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RequestSeconds:
-    """Of a device with other requests in the same steps."""
+    """Seconds of a request on a device, with other requests in the same steps."""
 
     vision: float
     prefill: float
@@ -49,8 +49,9 @@ class RequestSeconds:
 
 
 def works(spec: ModelSpec, rows: Iterable[WorkloadRequest]) -> Iterator[Work]:
-    """In order, each picture encoded once. Text that a family writes around pictures is not counted. Raises ConfigError
-    where nothing is known of what the model makes of pictures, or the family's errors for one that it cannot take."""
+    """Yields the work of each row in order; each picture is encoded once. Text that a family writes around pictures is
+    not counted. Raises ConfigError where nothing is known of what the model makes of pictures, or the family's errors
+    for one that it cannot take."""
     seen: set[object] = set()
     vision = spec.vision
 
@@ -81,7 +82,7 @@ def works(spec: ModelSpec, rows: Iterable[WorkloadRequest]) -> Iterator[Work]:
 
 
 def vision_seconds(surface: CostSurface, work: Work) -> float:
-    """Of the pictures of one request, in steps with those of others like it."""
+    """Seconds of the encodes of a request, in steps with those of others like it."""
     if not work.encoded:
         return 0.0
     pairs = sum(count * count for count in work.encoded)
@@ -89,7 +90,7 @@ def vision_seconds(surface: CostSurface, work: Work) -> float:
 
 
 def prefill_seconds(surface: CostSurface, work: Work) -> float:
-    """Of what is not cached, one token at least, in steps of at least `PREFILL_TOKENS`."""
+    """Seconds to prefill what is not cached, one token at least, in steps of at least `PREFILL_TOKENS`."""
     start = min(work.cached, work.prompt - 1)
     count = work.prompt - start
     pairs = count * start + count * (count + 1) / 2
@@ -99,7 +100,7 @@ def prefill_seconds(surface: CostSurface, work: Work) -> float:
 
 
 def decode_seconds(surface: CostSurface, work: Work, batch: int = DECODES) -> float:
-    """Of all tokens but the first, which comes from the prefill, in steps of so many."""
+    """Seconds of all tokens but the first, which comes from the prefill, in steps of `batch` decodes."""
     steps = work.output - 1
     context = work.prompt + work.output // 2
     return steps * surface.language_s(LanguageLoad(batch, batch * context)) / batch

@@ -196,7 +196,8 @@ class PrefillStarter(Admission):
     def _find_blocks_for(
         self, state: RequestState, num_tokens: int, step: StepBuilder, *, may_preempt: bool
     ) -> list[int] | None:
-        """As `find_blocks`; with `may_preempt`, the victims are younger prefills that are stalled at an image."""
+        """Finds blocks as `find_blocks` does; with `may_preempt`, the victims are younger prefills that are stalled at
+        an image."""
         prefilling = self._requests.prefilling
         return self.find_blocks(
             state,

@@ -56,7 +56,7 @@ def devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str) -> Device:
-    """By its name or one of its aliases; case, spaces and hyphens do not count. Raises ConfigError."""
+    """Finds a device by its name or an alias, ignoring case, spaces and hyphens. Raises ConfigError."""
     known = {_plain(alias): device for device in devices() for alias in (device.name, *device.aliases)}
     found = known.get(_plain(name))
     if found is not None:

@@ -64,7 +64,7 @@ class Use:
 
 
 def corun_factor(one: Use, other: Use, overlap: float = OVERLAP) -> float:
-    """How many times as long each of two steps takes beside the other.
+    """Slowdown of two concurrent steps: the time of each beside the other over its time alone.
 
     If both shared the device perfectly, it would be busy for the sum of what each needs of its scarcer resource: a
     factor of max(1, sum of compute, sum of memory). Taking turns it is 2. HydraInfer (Figure 4) and SpaceServe show
@@ -108,7 +108,7 @@ def device_kind(spec: ModelSpec, device: Device, dtype: str) -> DeviceKind:
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
-    """What a language step reads of the weights: layers and head, not the table of embeddings."""
+    """Bytes of the weights that a language step reads: layers and head, not the table of embeddings."""
     language = spec.language
     held = spec.held_on("cuda:0").language_bytes(dtype_bytes, dtype_bytes)
     shared = language.tie_embeddings and spec.at_load is None  # the table is the head too
@@ -116,14 +116,14 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
 
 
 def patch_pair_flops(vision: VisionSpec) -> float:
-    """Of a pair of patches that see each other in layers over whole pictures: the quadratic part of `flops`, 0 for
+    """FLOPs of a pair of patches in layers over whole pictures: the quadratic part of `flops`, 0 for
     towers with pictures or windows of one size, whose work is linear in patches."""
     count = vision.max_patches_per_image
     return max(vision.flops(2 * count) - 2 * vision.flops(count), 0) / (2 * count * count)
 
 
 class _Roofline:
-    """One model on one device."""
+    """The roofline of a model on a device."""
 
     def __init__(self, spec: ModelSpec, device: Device, dtype_bytes: int) -> None:
         self._spec = spec
@@ -167,7 +167,7 @@ class _Roofline:
         return Curve(tuple(map(float, _PATCHES)), tuple(self._patches_s(vision, count) for count in _PATCHES))
 
     def _patches_s(self, vision: VisionSpec, count: int) -> float:
-        """Without pairs, which `per_patch_pair_s` has."""
+        """Seconds of an encode of `count` patches without its pairs, which `per_patch_pair_s` has."""
         return max(self._tower_s(vision), self._linear_s(vision, count)) + TOWER_LAUNCHES_S
 
     def _tower_s(self, vision: VisionSpec) -> float:
@@ -197,7 +197,7 @@ class _Roofline:
         return _use(compute_s, memory_s, surface.language_s(load))
 
     def _vision_use(self, surface: CostSurface, vision: VisionSpec) -> Use:
-        """Of a picture of that many patches, or of as many pictures as have them."""
+        """Use of the device by an encode of `_ENCODE_PATCHES` patches, of one picture or of several."""
         side = min(_ENCODE_PATCHES, vision.max_patches_per_image)
         load = VisionLoad(_ENCODE_PATCHES, float(_ENCODE_PATCHES * side))
         compute_s = self._linear_s(vision, _ENCODE_PATCHES) + surface.per_patch_pair_s * load.pairs

@@ -39,7 +39,7 @@ def kind_of(model: str, device: str, dtype: str = "float16") -> DeviceKind:
 
 
 def layout(text: str, *settings: Setting) -> Candidate:
-    """From 2EP+D, 1E3P4D or (E-P)-D: one device for each role, or for each bracket."""
+    """Parses 2EP+D, 1E3P4D or (E-P)-D: one device for each role, or for each bracket."""
     instances, device = [], 0
     for count, together, alone in _PART.findall(text):
         for _ in range(int(count or 1)):
@@ -82,7 +82,7 @@ class Setup:
         return measure(self.question(chosen), chosen, rate, self.requests)
 
     def run(self, text: str, rate: float | None, *settings: Setting) -> tuple[Deployment, list[Record]]:
-        """As `point`, with all that is known of each request."""
+        """Runs the load of `point`; returns the deployment and a record of each request."""
         chosen = layout(text, *settings)
         question = self.question(chosen)
         deployment = Deployment(chosen.topology, question.site(chosen))

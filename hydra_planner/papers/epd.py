@@ -59,7 +59,8 @@ def limits() -> Result:
 
 @cache
 def _sizes(name: str, letters: str, pictures: int) -> Sizes | None:
-    """What an instance of the role finds on an A100; None: the model does not fit. `pictures`: most of a request."""
+    """Limits and caches of an instance of the role on an A100; None if the model does not fit. `pictures`: the most of
+    a request."""
     config = EngineConfig(dtype="float16")
     config = replace(config, media=replace(config.media, max_images=pictures))
     role = Role.parse(letters)
@@ -124,7 +125,7 @@ def batches() -> Result:
 
 
 def kv_sizes() -> Result:
-    """Of what weights leave of an A100."""
+    """KV-cache sizes by the memory that weights leave on an A100."""
     rows: list[tuple[Cell, ...]] = []
     for name, model in MODELS.items():
         tokens = _tokens(name, LARGEST)[1]

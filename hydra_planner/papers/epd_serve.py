@@ -106,7 +106,7 @@ def kv_transmissions() -> Result:
 
 
 def sharing() -> Result:
-    """How many times as long each of two steps takes beside the other."""
+    """Slowdowns of pairs of steps on one device."""
     surface = kind_of(MODEL, ASCEND).costs.surface
     pairs = (("encode", "decode", surface.decode_slowdown), ("encode", "prefill", surface.prefill_slowdown))
     alike = kind_of(MODEL, ASCEND).costs.alike
@@ -133,7 +133,7 @@ def _setup(load: str, requests: int, limits: tuple[float, float]) -> Setup:
 
 @cache
 def _sweep(scale: Scale, apart: str) -> Mapping[tuple[str, str, float], Point]:
-    """By load, deployment and rate of each device."""
+    """Points by load, deployment and rate per device."""
     deployments = _ENCODES if apart == "encode" else _DECODES
     return {
         (load, name, rate): _setup(load, scale.requests(48), STRICTER).point(text, rate * num_devices(text))
@@ -279,7 +279,7 @@ def distributions(scale: Scale) -> Result:
 
 
 def _of_all(scale: Scale) -> list[tuple[str, float, Point]]:
-    """Every deployment on sharegpt-4o, once."""
+    """Points of every deployment on sharegpt-4o, without repetitions."""
     found = {(name, rate): point for (load, name, rate), point in _sweep(scale, "encode").items() if load == _LOADS[0]}
     found |= {(name, rate): point for (load, name, rate), point in _sweep(scale, "decode").items() if load == _LOADS[0]}
     return [(name, rate, point) for (name, rate), point in found.items()]

@@ -1,4 +1,4 @@
-"""All experiments by name."""
+"""The table of experiments by name."""
 
 from __future__ import annotations
 

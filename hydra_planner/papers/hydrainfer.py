@@ -92,7 +92,7 @@ def _intensity(pairs: Iterable[tuple[float, float]]) -> list[float]:
 
 
 def intensities() -> Result:
-    """Of the products of decoder and tower together (Figure 5)."""
+    """Arithmetic intensities of the products of decoder and tower together (Figure 5)."""
     pictures = (0, 1, 4, 16, 64)
     rows: list[tuple[Cell, ...]] = []
     for tokens in (1, 4, 16, 64, 256, 1024, 4096):

@@ -85,7 +85,7 @@ MODELS = (*SHAPES, *_LLAVA, "llava-next-7b", *_INTERNVL, "minicpm-v-2.6")
 
 @cache
 def spec_of(name: str) -> ModelSpec:
-    """One of MODELS."""
+    """Builds the spec of a name in MODELS."""
     if name in SHAPES:
         config = EngineConfig(model=name, load_format="random")
         return load_spec(config.model_path, config.spec_options)

@@ -19,7 +19,7 @@ _STYLE: Any = {"svg.hashsalt": "papers", "svg.fonttype": "none", "font.size": 9}
 
 
 def draw(stored: Mapping[str, Stored], folder: Path) -> None:
-    """One file for each of DRAWN that has a result."""
+    """Draws a file for each name in DRAWN that has a result."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in DRAWN:
         if name in stored:
@@ -50,7 +50,7 @@ def _intensities(axes: Any, shown: Table) -> None:
 
 
 def _batches(axes: Any, shown: Table) -> None:
-    """Each stage as a share of its highest throughput."""
+    """Draws each stage as a share of its highest throughput."""
     for place, name in enumerate(shown.columns[1:], 1):
         values = [_number(row[place]) for row in shown.rows]
         axes.plot(

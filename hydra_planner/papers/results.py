@@ -1,4 +1,4 @@
-"""What an experiment is and what comes of it: a table of numbers, a sentence, and the paper's own numbers beside them.
+"""Experiments and their results: a table of numbers, a sentence, and the paper's own numbers beside them.
 
 Numbers are kept to four digits, so that a stored result is equal wherever it was made. Does not know any paper.
 """
@@ -42,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is simulated: requests of a load, and points of a sweep."""
+    """Amount of simulation: requests of a load, and points of a sweep."""
 
     name: str
     factor: int
@@ -51,7 +51,7 @@ class Scale:
         return quick * self.factor
 
     def some(self, values: Sequence[Value], quick: int) -> tuple[Value, ...]:
-        """All of them, or so many with even steps between them, both ends among them."""
+        """Returns all values, or `quick` of them at even steps with both ends."""
         if self.factor > 1 or quick >= len(values):
             return tuple(values)
         return tuple(values[round(place * (len(values) - 1) / max(quick - 1, 1))] for place in range(quick))
@@ -104,7 +104,7 @@ def shares_rows(ours: Table, theirs: Table) -> bool:
 
 
 def beside(ours: Table, theirs: Table) -> Table:
-    """One table: each column of ours, then the paper's of that name; then what only the paper has."""
+    """Joins two tables: each column of ours, then the paper's of that name; then what only the paper has."""
     keys = ours.keys
     by_key = {_key(theirs, row): row for row in theirs.rows}
     columns = list(ours.columns[:keys])
@@ -157,7 +157,7 @@ def text_lines(shown: Table) -> list[str]:
 
 
 def tables_of(experiment: Experiment, result: Result | None) -> list[tuple[str, Table]]:
-    """What is shown of it, with titles: one table for both, or one for each where rows have no names in common."""
+    """Tables to show, with titles: one for both results, or one for each if no row names are in common."""
     theirs = experiment.theirs
     if result is None:
         return [] if theirs is None else [("the paper's", theirs)]

@@ -1,4 +1,4 @@
-"""Which deployments there are to choose from: roles shared out over devices, some instances together on one device.
+"""Candidate deployments: roles assigned to devices, some instances together on one device.
 
 Families after HydraInfer (section 5.3: EP+D, ED+P, E+P+D), with EPD and E+PD, and EPD-Serve's instances that share a
 device, written there (E-PD), (E-P)-D and (E-D)-P. Does not know loads or costs.

@@ -1,4 +1,4 @@
-"""What a deployment can do at most, from the work of each stage alone: a bound that needs no simulation.
+"""An upper bound of a deployment's rate, from the work of each stage alone, without simulation.
 
 A request has so many seconds of encode, prefill and decode on each kind of device; a stage is done by the instances
 that serve it, and those of several stages, or on one device, divide their time. The largest rate at which all work fits
@@ -30,7 +30,8 @@ class Bound:
 
 
 def seconds_of(surface: CostSurface, asked: Sequence[Work], tpot_s: float | None = None) -> RequestSeconds:
-    """Of the mean request on a device with these step times; decodes in batches as large as the limit allows."""
+    """Seconds of the mean request on a device with these step times; decodes in batches as large as the limit
+    allows."""
     count = len(asked)
     return RequestSeconds(
         sum(vision_seconds(surface, work) for work in asked) / count,
@@ -87,8 +88,8 @@ def _of(stage: Role, seconds: RequestSeconds) -> float:
 
 
 class _Left:
-    """Of a device: seconds a second of each lane, and of both together, where lanes that run side by side do more than
-    one by as much as their slowdowns are less than two."""
+    """Seconds per second that a device has left for each lane, and for both together: lanes side by side do more than
+    one lane by as much as their slowdowns are below two."""
 
     def __init__(self, candidate: Candidate, device: str, surface: CostSurface) -> None:
         roles = [spec.role for spec in candidate.topology.instances if spec.device == device]

@@ -37,8 +37,8 @@ _STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 9
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is simulated. `seconds`: how long the longest loads last; None: by how long a request takes at its
-    limits (`plan.lasting`). `requests`: fewest and most of a load; `offline`: of one that comes at once."""
+    """Amount of simulation. `seconds`: duration of the longest loads; None: the duration of a request at its limits
+    (`plan.lasting`). `requests`: fewest and most of a load; `offline`: requests of a load that comes at once."""
 
     seconds: float | None = None
     requests: tuple[int, int] = (60, 3000)
@@ -146,8 +146,8 @@ def judged(point: Point) -> float:
 def measure_goodputs(
     entries: Sequence[Entry], measure: Measure, effort: Effort, progress: Progress, seeds: Sequence[int] | None = None
 ) -> None:
-    """Of every entry, for each of these seeds, all by default: bracketed from the rate of its latest point, then
-    bisected."""
+    """Measures the goodput of every entry for each seed (default: all): brackets it from the rate of its latest point,
+    then bisects."""
     seeds = range(effort.seeds) if seeds is None else seeds
     if not seeds:
         return
@@ -201,7 +201,7 @@ class _Bracket:
         return self.closed and (low is None or high is None or high <= _NARROW * low)
 
     def rates(self, count: int) -> list[float]:
-        """To try next."""
+        """The next rates to try."""
         low, high = self.low, self.high
         if low is not None and high is not None:
             return [low * (high / low) ** ((place + 1) / (count + 1)) for place in range(count)]
@@ -223,7 +223,7 @@ def _start(entry: Entry) -> float:
 
 
 class _Search:
-    """For the goodput of a finalist under one seed."""
+    """The search for the goodput of a finalist under one seed."""
 
     def __init__(self, entry: Entry, seed: int) -> None:
         self.entry = entry

@@ -49,7 +49,7 @@ def _again(row: WorkloadRequest, at_s: float, turn: int, num_rows: int) -> Workl
 
 
 def repeats(rows: Sequence[WorkloadRequest]) -> bool:
-    """Whether a cache could have something: a picture is shown again, or a beginning shared."""
+    """True if caches can hit: a picture is repeated, or prompts share a beginning."""
     numbers = [one.number for row in rows for one in row.pictures] + [one.number for row in rows for one in row.videos]
     return len(set(numbers)) < len(numbers) or any(row.shared_tokens for row in rows)
 

@@ -1,4 +1,4 @@
-"""One candidate at one rate: the load is simulated, and what comes of it is judged by the limits."""
+"""Simulates a candidate at a rate and judges the records by the limits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _CLEARLY, _HOPELESS, _PARTS, _FEWEST = 3, SHARE / 2, 5, 20
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned: the model, the node, the load and its limits. `kinds`: of every device by name. `cold`: the
-    share of a load, at its beginning, that is not judged, because the deployment fills up then. `to_the_end`: of every
-    request; else until the last one's first token would be late, and who still decodes is judged by its tokens so far:
-    it is quicker, nobody is judged by a deployment that empties, and a load that is clearly too much ends sooner."""
+    """The question of a plan: model, node, load and limits. `kinds`: kind of every device by name. `cold`: share of a
+    load, at its beginning, that is not judged, because the deployment fills up then. `to_the_end`: True simulates every
+    request to its end. False stops when the last one's first token would be late, and judges running decodes by their
+    tokens so far: quicker, no request is judged in an emptying deployment, and a load that is too high ends sooner."""
 
     spec: ModelSpec
     config: EngineConfig
@@ -94,7 +94,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slack(self) -> float:
-        """For ranking what attains alike: the larger, the farther from the limits."""
+        """Distance from the limits, to rank points of equal attainment: larger is better."""
         return self.ttft_met + self.tpot_met
 
 
@@ -135,7 +135,8 @@ def _num_cold(question: Question, rows: Sequence[WorkloadRequest]) -> int:
 
 
 def _while_it_lasts(question: Question, deployment: Deployment, rows: Sequence[WorkloadRequest]) -> list[Record]:
-    """Of requests whose first tokens are there or late. Ends early where it is clear that the limits are not kept."""
+    """Records of requests whose first tokens have come or are late. Ends early where it is clear that the limits are
+    not kept."""
     limits, cold, last_s = question.limits, _num_cold(question, rows), rows[-1].at_s
     for part in range(1, _PARTS + 1):
         due_s = last_s * (part / _PARTS)
@@ -155,8 +156,8 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _growth(records: Sequence[Record]) -> tuple[float, float]:
-    """Of the line through the times to first tokens over the times of arrival: its slope, and its rise in all. Who has
-    none yet has waited until the end."""
+    """(slope, total rise) of the line through TTFT over arrival times. A request without a first token has waited until
+    the end."""
     known = [
         (record.planned_s, record.latency_s if record.ttft_s is None else record.ttft_s)
         for record in records

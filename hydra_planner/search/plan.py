@@ -1,4 +1,4 @@
-"""From a question to a plan: which topology, in which ratio, with which settings, and why not the others.
+"""Plans a deployment: which topology, in which ratio, with which settings, and why not the others.
 
 The order: can the limits be kept at all (`floors`), what can each candidate do at most (`estimate`), which are good
 (`halving`), how much do the best keep (seed by seed), do other settings help the winner.
@@ -74,7 +74,7 @@ class Search:
         return [self.points[job] for job in jobs]
 
     def entries(self, found: Sequence[Candidate]) -> tuple[list[Entry], list[Row]]:
-        """Those that fit the devices, the highest bound first, and rows of those that do not."""
+        """Entries of candidates that fit the devices, the highest bound first, and rows of those that do not."""
         entries, refused = [], []
         for candidate in found:
             try:
@@ -124,7 +124,8 @@ def make_plan(
 
 
 def lasting(effort: Effort, question: Question) -> Effort:
-    """With loads that last as long as a request takes at its limits: in that time a deployment fills up."""
+    """Returns `effort` with loads that last as long as a request takes at its limits: a deployment fills up
+    meanwhile."""
     if effort.seconds is not None:
         return effort
     tokens = sum(row.output_tokens for row in question.rows) / len(question.rows)
@@ -133,8 +134,9 @@ def lasting(effort: Effort, question: Question) -> Effort:
 
 
 def with_decoders(question: Question) -> Question:
-    """With as many decode workers as the pictures of the best estimate need, if the frontend has cores of its own and
-    the user has not given more: `--decode-workers` is two by default, which eight devices outrun."""
+    """Returns `question` with as many decode workers as the pictures of the best estimate need, if the frontend has
+    cores of its own and the user has not given more: `--decode-workers` is two by default, which eight devices
+    outrun."""
     host, media = question.host, question.config.media
     seconds = request_seconds(question)
     found = _candidates(question, list(question.kinds))
@@ -147,7 +149,7 @@ def with_decoders(question: Question) -> Question:
 
 
 def request_seconds(question: Question) -> dict[str, RequestSeconds]:
-    """Of a request on the mean, by the name of a kind of device."""
+    """Seconds of the mean request by name of the kind of device."""
     asked = list(works(question.spec, question.rows[:_SAMPLE]))
     surfaces = {kind.name: kind.costs.surface for kind in question.kinds.values()}
     return {name: seconds_of(surface, asked, question.limits.tpot_s) for name, surface in surfaces.items()}
@@ -187,8 +189,8 @@ def _highest(search: Search, chosen: Sequence[Candidate]) -> Plan:
 
 
 def simplest(entries: Sequence[Entry]) -> Entry:
-    """Of those that cannot be told from the best one by goodput: the one with the fewest kinds of instances, instances
-    and settings."""
+    """The entry with the fewest kinds of instances, instances and settings among those whose goodput cannot be told
+    from the best one's."""
     best = max(entries, key=lambda entry: entry.goodput)
     alike = [entry for entry in entries if entry is best or _alike(entry, best)]
     return min(alike, key=lambda entry: (*_parts(entry.candidate), -entry.goodput))
@@ -244,7 +246,7 @@ def _subsets(question: Question) -> Iterator[list[str]]:
 
 
 def _offline(search: Search, chosen: Sequence[Candidate]) -> Plan:
-    """All requests at once, the last answer as early as possible."""
+    """Plans for all requests at once, with the last answer as early as possible."""
     question, effort = search.question, search.effort
     entries, refused = search.entries(chosen or _candidates(question, list(question.kinds)))
     running, count = entries[:_MAX_CANDIDATES], min(effort.requests[0], effort.offline)
@@ -293,7 +295,7 @@ def _with_settings(search: Search, winner: Entry) -> list[Entry]:
 
 
 def _sizes(question: Question, candidate: Candidate) -> dict[str, Sizes]:
-    """By role: what the first instance of it finds. Raises ResourceError."""
+    """Limits and caches of the first instance of each role. Raises ResourceError."""
     site, topology, found = question.site(candidate), candidate.topology, dict[str, Sizes]()
     configs = [site.config.for_instance(*named) for named in zip(topology.names, _roles(topology), strict=True)]
     for spec, config in zip(topology.instances, configs, strict=True):

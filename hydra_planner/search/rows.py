@@ -122,7 +122,7 @@ def buying_price(question: Question, devices: Sequence[str]) -> float | None:
 
 
 def device_price(question: Question, devices: Sequence[str]) -> tuple[float, int]:
-    """For ordering: by the hour where every kind has such a price, else to buy, else how many there are."""
+    """Sort key of a set of devices: price by the hour if every kind has one, else price to buy, else their number."""
     every = list(question.kinds)
     for price in (hour_price, buying_price):
         if price(question, every) is not None:

@@ -13,7 +13,7 @@ ORDERS = frozenset({"scheduling_policy", "encode_policy"})  # change who waits, 
 
 
 class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the instances of one role: what they find by their device's memory, or are given."""
+    """Limits and caches of the instances of a role, from their device's memory or from the configuration."""
 
     role: str
     token_budget: int
@@ -23,8 +23,8 @@ class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One field of a section of the configuration, for example ("scheduler", "token_budget", 1024); of the
-    configuration itself where the section is empty."""
+    """A value for a field of a section of the configuration, for example ("scheduler", "token_budget", 1024); an empty
+    section is the configuration itself."""
 
     section: str
     field: str
@@ -32,7 +32,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def flags(self) -> str:
-        """As `serve` takes it."""
+        """The setting as a flag of `serve`."""
         name = self.field.replace("_", "-")
         if isinstance(self.value, bool):
             return f"--{'' if self.value else 'no-'}{name}"

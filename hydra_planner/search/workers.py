@@ -30,7 +30,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def run_all(jobs: Sequence[Job], num_workers: int) -> list[Point]:
-    """In the order of `jobs`. Raises SimulationError where a simulation fails."""
+    """Runs the jobs in child processes; returns their points in order. Raises SimulationError if a simulation fails."""
     if min(num_workers, len(jobs)) <= 1:
         return [job() for job in jobs]
     points: list[Point | None] = [None] * len(jobs)

@@ -22,7 +22,7 @@ NOTICED_S = 0.05
 
 
 class Listener(Protocol):
-    """As `cluster/member.py` has it."""
+    """The part of `ClusterListener` (cluster/member.py) that a simulation calls."""
 
     def on_up(self, name: str) -> None: ...
 
@@ -54,7 +54,7 @@ class SimulatedCluster:
         self._up_sides: dict[frozenset[str], set[str]] = {}
 
     def start(self) -> None:
-        """All instances. Raises ResourceError where the model does not fit a device."""
+        """Starts all instances. Raises ResourceError if the model does not fit a device."""
         for name in self._loaded:
             self._make(name)
         for name in self._loaded:
@@ -71,7 +71,7 @@ class SimulatedCluster:
 
     @property
     def complete(self) -> bool:
-        """All instances are up, and every two of them connected."""
+        """True if all instances are up and every two of them connected."""
         num = len(self._loaded)
         up = sum(len(sides) == 2 for sides in self._up_sides.values())
         return len(self.nodes) == num and up == num * (num - 1) // 2
@@ -101,7 +101,7 @@ class SimulatedCluster:
                 node.connect(other)
 
     def kill(self, name: str, back_s: float | None) -> None:
-        """At once. It comes back after so many seconds, or never; nothing happens if it is not there."""
+        """Kills the instance at once; no-op if it is not running. It comes back after `back_s` seconds; None: never."""
         node = self.nodes.get(name)
         if node is None or not node.alive:
             return

@@ -1,6 +1,4 @@
-"""What everything costs that a simulation does not compute: steps from a profile or a roofline, the rest constants that
-were measured once.
-"""
+"""Costs in simulated time: steps from a profile or a roofline, the rest from constants that were measured once."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """One kind of device. `link_bytes_per_s`: to and from others, each direction; `copy_bytes_per_s`: within it.
-    `price`: of one in dollars, `hour_price` of one for an hour; None: not known."""
+    """A kind of device. `link_bytes_per_s`: to and from others, each direction; `copy_bytes_per_s`: within the device.
+    `price`: to buy one, in dollars; `hour_price`: for an hour; None: not known."""
 
     name: str
     costs: Costs
@@ -70,8 +68,8 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the processor does beside the devices. `cores` 0: it is the device, whose cores preprocessing takes too.
-    `fabric_bytes_per_s`: of all links together, where something behind them is shared; 0: nothing."""
+    """Costs of the host. `cores` 0: the host is the device, and preprocessing takes its cores. `fabric_bytes_per_s`:
+    limit of all links together; 0: none."""
 
     cores: int = 0
     message_s: float = MESSAGE_S
@@ -116,6 +114,6 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_costs(path: Path) -> Costs:
-    """Of a profile in a file. Raises ConfigError."""
+    """Reads the costs of a saved profile. Raises ConfigError."""
     profile = read_profile(path)
     return costs_of(profile, f"profile of {profile.measured_at[:10]}")

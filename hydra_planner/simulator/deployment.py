@@ -54,7 +54,7 @@ class SimulationError(RuntimeError):
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """What a run makes is no garbage before it has ended; looking for some takes a seventh of its time."""
+    """Turns the garbage collector off: it finds nothing during a run, and looking takes a seventh of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -130,7 +130,7 @@ class Deployment:
         self._open_s = self.agenda.now_s
 
     def _host_machine(self) -> Machine:
-        """Where preprocessing runs: on the cores that a device has too, unless the host has some of its own."""
+        """The machine of preprocessing: the device's cores, unless the host has its own."""
         site = self._site
         on_processor = [name for name, kind in site.devices.items() if kind.on_processor]
         if on_processor and not site.host.cores:
@@ -140,7 +140,7 @@ class Deployment:
     # ---- requests
 
     def submit(self, row: WorkloadRequest) -> None:
-        """At its seconds after the deployment is up."""
+        """Submits a request at its time, in seconds after the deployment is up."""
         self._rows.append(row)
         number = len(self._rows)
         at_s = self._open_s + row.at_s
@@ -173,13 +173,13 @@ class Deployment:
         return ended or self.agenda.now_s >= self._stop_s
 
     def _span_s(self) -> float:
-        """From when the deployment was up to the last end."""
+        """Seconds from when the deployment was up to the last end."""
         running = len(self.results) < len(self._rows)
         ended_s = self.agenda.now_s if running else max(self._ended_s.values(), default=0.0)
         return max(ended_s - self._open_s, 1e-9)
 
     def busy(self) -> dict[str, Busy]:
-        """By instance, after `run`."""
+        """Busy shares by instance. Call it after `run`."""
         span_s = self._span_s()
         found = {}
         for name, device in self.device_of.items():
@@ -201,7 +201,8 @@ class Deployment:
     # ---- roles at run time
 
     def switch(self, text: str, at_s: float) -> None:
-        """From so many seconds on, as `POST /admin/topology` does: each instance once it has been emptied."""
+        """Switches the topology from `at_s` seconds on, as `POST /admin/topology` does: each instance once it is
+        empty."""
         self._switches += 1
         self.agenda.at(self._open_s + at_s, lambda: self._begin_switch(text))
 
@@ -299,7 +300,7 @@ class Deployment:
         self.dispatcher.on_pair(one, other, up, self.agenda.now_s)
 
     def on_messages(self, name: str, messages: Sequence[ToFrontend]) -> None:
-        """As frontend/frontend.py takes them."""
+        """Handles messages of an instance as frontend/frontend.py does."""
         now = self.agenda.now_s
         for message in messages:
             match message:
@@ -313,8 +314,8 @@ class Deployment:
 
 
 def simulate(topology: str | Topology, site: Site, rows: Sequence[WorkloadRequest], content: int = 0) -> list[Record]:
-    """One load. Raises ConfigError for a topology that does not fit the site, ResourceError for a model that does not
-    fit a device."""
+    """Simulates a load and returns a record of each request. Raises ConfigError for a topology that does not fit the
+    site, ResourceError for a model that does not fit a device."""
     deployment = Deployment(topology, site, content=content)
     for row in rows:
         deployment.submit(row)

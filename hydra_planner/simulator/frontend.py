@@ -25,7 +25,7 @@ class Stamped(Handle):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Of the tokens that came with each stamp."""
+        """Number of tokens that came with each stamp."""
         counts = [1] * len(self.stamps)
         for index, count in self._several.items():
             counts[index] = count

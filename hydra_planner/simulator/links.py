@@ -37,7 +37,7 @@ class Links:
         self._version = 0
 
     def copy(self, source: str, target: str, num_bytes: int, done: Callable[[], None], instance: str = "") -> None:
-        """From device to device, by an instance; `done` is called when the last byte is there."""
+        """Copies from device to device for an instance; calls `done` when the last byte has arrived."""
         self._settle()
         self._copies.append(_Copy(source, target, float(num_bytes), done, instance))
         self._schedule()

@@ -1,4 +1,4 @@
-"""What runs at once on one device slows each other: steps of lanes as jobs that advance at shares of their speed.
+"""Concurrent steps on one device slow each other: jobs of lanes that advance at shares of their speed.
 
 A job has work, in seconds of having the device to itself. Beside other jobs it takes `1 + sum(beside - 1)` times as
 long, one term for each of them, where `beside` is the factor that the profile has measured for a lane of that kind; on
@@ -44,7 +44,7 @@ _NICE = 1.25
 
 
 def shares(jobs: Sequence[Job], cores: int) -> list[float]:
-    """Of its threads, what each job gets to run on: cores are divided by weight, none gets more than it has threads."""
+    """Cores that each job gets: divided by weight, none gets more than it has threads."""
     left, given = float(cores), [0.0] * len(jobs)
     open_ones = list(range(len(jobs)))
     weights = [job.threads * _NICE**-job.niceness for job in jobs]
@@ -90,14 +90,14 @@ class Machine:
     # ---- sharing
 
     def _open(self) -> list[Job]:
-        """Those that are not held up at a gate."""
+        """The jobs that do not wait at a gate."""
         if len(self._jobs) == 1:
             return self._jobs
         closed = {job.instance for job in self._jobs if job.kind == LANGUAGE and job.allowance_s - job.vision_s <= 0}
         return [job for job in self._jobs if job.kind != VISION or job.instance not in closed]
 
     def _factors(self, running: list[Job]) -> list[float]:
-        """How many times as long each takes now."""
+        """Slowdown of each job at present."""
         if len(running) == 1:
             return [1.0]
         added = [sum(job.beside.get(other.kind, 1.0) - 1.0 for other in running if other is not job) for job in running]

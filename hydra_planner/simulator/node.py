@@ -1,4 +1,4 @@
-"""One simulated instance: the real loop, scheduler, migration and caches over a worker that only takes time.
+"""A simulated instance: the real loop, scheduler, migration and caches over a worker that only takes time.
 
 The loop's thread is played: a turn comes whenever something wakes it, and when its own deadlines say so. Messages take
 a moment between processes and come in order.
@@ -84,7 +84,7 @@ class _Peers:
         return items
 
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
-        """What is meant for one life of a peer never reaches the next one."""
+        """Sends to the present incarnation of a peer; later ones never get these messages."""
         target = self._nodes.get(name)
         if target is None:
             return
@@ -108,7 +108,7 @@ class _Outbox:
 
 
 class Node:
-    """One life of an instance. `neighbours`: names of all instances on its device, its own among them."""
+    """An incarnation of an instance. `neighbours`: names of all instances on its device, its own among them."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Node:
             one.wake()
 
     def die(self) -> None:
-        """It does nothing any more. What it has sent is on its way."""
+        """Stops the instance. What it has sent still arrives."""
         self.alive = self.worker.alive = False
 
     def lose(self, other: Node) -> None:
@@ -180,7 +180,7 @@ class Node:
         self._agenda.after(self._delay_s, arrive)
 
     def send(self, messages: Sequence[ToInstance]) -> None:
-        """From the frontend."""
+        """Delivers messages of the frontend, after the delay of a message."""
 
         def arrive() -> None:
             self.inbox.messages += messages
@@ -220,7 +220,7 @@ def _block_bytes(site: Site, kind: DeviceKind) -> dict[str, int]:
 
 
 def _scheduler(name: str, role: Role, kind: DeviceKind, sizes: Sizes, connector: PeerConnector) -> StageScheduler:
-    """As instance/build.py assembles it."""
+    """Builds the scheduler as instance/build.py does."""
     config, plan = sizes.config, sizes.plan
     limited = config.scheduler.tpot_slo is not None or config.scheduler.ttft_slo is not None
     surface = kind.costs.surface if limited and role.needs_language else None

@@ -1,4 +1,4 @@
-"""What the frontend process does before a request can be routed: template, tokens, decoding and resizing of pictures.
+"""Preprocessing in the frontend process: template, tokens, decoding and resizing of pictures.
 
 A pool of threads, as in `core/fairness/worker_pool.py`, on the cores of the host. A picture that was decoded lately is
 not decoded again (`--pixel-cache-mib`).
@@ -18,7 +18,7 @@ FRONTEND = "frontend"
 
 
 def preprocess_s(host: Host, pixels: int) -> float:
-    """Of one request, on one core."""
+    """Seconds of preprocessing of a request on one core."""
     return host.request_s + host.pixel_s * pixels
 
 

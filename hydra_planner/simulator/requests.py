@@ -1,4 +1,4 @@
-"""What preprocessing would make of a request of a workload: token ids without meaning and the spans of its pictures.
+"""Requests of a workload as preprocessing would make them: token ids without meaning and the spans of its pictures.
 
 Ids are drawn from seeds, so that no cache helps by chance; what requests of a session share, and equal pictures, are
 equal here too. The real engine can be given the same prompts (`placeholders`). Answers have a fixed length.
@@ -58,7 +58,7 @@ class RequestMaker:
         return [*self.beginning, *(placeholder or 0 for _ in row.pictures), *self.words(row, number)]
 
     def request(self, row: WorkloadRequest, number: int, arrival_s: float) -> tuple[Request, tuple[PixelPayload, ...]]:
-        """What the engine gets, without its pixels."""
+        """Builds the request as the engine gets it, and payloads without pixels."""
         prompt = list(self.beginning)
         images: list[ImageItem] = []
         for source, (name, width, height, plan) in enumerate(self._media(row)):

@@ -1,4 +1,4 @@
-"""What an instance of some role finds on a device: its limits of a step and the blocks of its caches, by the rules and
+"""Limits of a step and blocks of the caches of an instance on a device, by its role, with the rules and
 estimates that a start uses (`instance/compute_stack.py`), without a device."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ EXPORTS = Exports(pools=(), words=0, num_words=NUM_WORDS)
 
 @lru_cache(maxsize=4096)
 def _tokens(num_decodes: int, samples: tuple[bool, ...]) -> Int64s:
-    """Of the rows of a step `[B]`. Not to be changed."""
+    """Sampled tokens of the rows of a step, [B]. Must not be changed."""
     return np.array([TOKEN] * num_decodes + [TOKEN if sample else -1 for sample in samples], dtype=np.int64)
 
 
@@ -67,7 +67,7 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where an instance runs: its device by name, what shares it and in which order, and the ways to others."""
+    """Surroundings of an instance: its device, what shares it, its links and costs."""
 
     device: str
     machine: Machine
@@ -207,7 +207,7 @@ class SimulatedWorker:
         return (0,) * len(blocks)
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """All workers are in this process; `peers` has those that are connected."""
+        """Checks that the peer is connected: all workers are in this process."""
         assert name in self.peers
 
     def close_peer(self, name: str) -> None: ...

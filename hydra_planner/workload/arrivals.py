@@ -1,4 +1,4 @@
-"""When requests are sent: times fixed before a run from a seed, whatever the server does (an open loop).
+"""Arrival times of requests, fixed before a run from a seed, whatever the server does (an open loop).
 
 Every process has exactly the asked rate: `count` requests in `count / rate` seconds. Drawn freely, 50 Poisson gaps
 would miss their rate by 14 %, which is more than what is compared. The same seed gives the same pattern at every rate,

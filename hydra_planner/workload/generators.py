@@ -74,7 +74,7 @@ def read_or_make(text: str, count: int, seed: int) -> tuple[WorkloadRequest, ...
 
 
 def draw(load: Load, count: int, seed: int) -> list[WorkloadRequest]:
-    """In the order in which they come, all at 0. Pictures have equal numbers where they are the same one."""
+    """Draws `count` requests in their order, all at time 0. Equal pictures have equal numbers."""
     rng = np.random.default_rng([seed, 0x5EED])
     drawing = _Drawing(load, count, rng)
     rows = [drawing.next(index) for index in range(count)]
@@ -114,7 +114,8 @@ class _Drawing:
         return self._shown[shape.name]
 
     def _turn(self, shape: Shape, row: WorkloadRequest) -> WorkloadRequest:
-        """What was said before, the answer to it, and the new question; or the first turn of another conversation."""
+        """Makes the row the next turn of its conversation (what was said, its answer, the new question), or the first
+        turn of another one."""
         before = self._said.get(shape.name)
         if before is None or self._rng.random() < 1 / shape.turns:
             row = msgspec.structs.replace(row, session=self._num_sessions)

@@ -1,4 +1,4 @@
-"""What requests look like, as distributions: picture sizes and numbers, prompt lengths, output lengths.
+"""Distributions of requests: picture sizes and numbers, prompt lengths, output lengths.
 
 HydraInfer evaluates on TextCaps, POPE, MME, TextVQA and VizWiz (section 5.1) but prints the workload as a picture
 without figures (Figure 9), so these are recipes of our own: picture sizes are those of the pictures' sources (COCO for
@@ -35,9 +35,9 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One kind of request. `sizes`: (width, height, weight). `questions`: how many in a row of the data set share a
-    picture, on average. `pictures`: of each request, but for `text_share` of them, which have none. `turns`: of a
-    conversation, on average; each repeats what was said before, pictures included."""
+    """A kind of request. `sizes`: (width, height, weight) of pictures. `questions`: mean number of consecutive requests
+    of the data set that share a picture. `pictures`: pictures of each request; a share of `text_share` has none.
+    `turns`: mean turns of a conversation; each repeats what was said before, pictures included."""
 
     name: str
     sizes: tuple[tuple[int, int, float], ...]
