@@ -1,9 +1,9 @@
-"""An instance's connections to all others, which the supervisor makes and hands over through the control socket.
+"""An instance's connections to all others. The supervisor makes them and passes them in through the control socket.
 
-One thread of its own receives, flushes, greets and closes; the instance's thread sends directly, so that a message
-waits for no other thread unless its peer is behind. A socket never blocks, and its backlog is bounded. A peer that is
-gone, stopped reading or talks nonsense loses its connection and is reported with the problem, a sentence; the
-supervisor makes a new one. Does not know what transfer messages mean.
+A thread of this module receives, flushes, introduces and closes. The instance's thread sends directly, so that a
+message waits for no other thread unless its peer is slow. Sockets never block, and backlogs are bounded. A peer that
+is gone, does not read or sends invalid frames loses its connection and is reported with one sentence; the supervisor
+makes a new connection. Does not know what transfer messages mean.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _RECEIVE_BYTES = 1 << 18
 
 
 class LinkError(Exception):
-    """The connection cannot be used any more; the text says why."""
+    """The connection has failed; the message says why."""
 
 
 class PeerLink:
-    """`name` and `incarnation` are whom the supervisor has promised at the other end."""
+    """A connection to one peer. `name` and `incarnation`: the peer that the supervisor has announced."""
 
     def __init__(self, sock: socket.socket, promised: wire.Connect, max_queued_bytes: int) -> None:
         sock.setblocking(False)
@@ -108,7 +108,7 @@ class PeerLink:
     # ---- out
 
     def introduce(self, hello: Hello, descriptors: Sequence[int]) -> None:
-        """The first frame; the descriptors go with its first byte. Raises LinkError."""
+        """Sends the first frame, with the descriptors on its first byte. Raises LinkError."""
         data = memoryview(wire.encode_to_peer([hello]))
         with self._lock:
             try:
@@ -118,8 +118,8 @@ class PeerLink:
             self._queue(data[num_sent:])
 
     def send(self, data: bytes) -> bool:
-        """Takes all of it, never blocks; dropped once the connection is closed or has a problem. True: something is
-        left to do for the thread that flushes."""
+        """Sends or queues all of `data` without blocking; drops it if the connection is closed or has a problem.
+        Returns True if the flushing thread has something to do."""
         with self._lock:
             if self._closed or self.problem:
                 return False
@@ -142,7 +142,7 @@ class PeerLink:
             self.problem = self.problem or problem
 
     def flush(self) -> None:
-        """Raises LinkError."""
+        """Sends the backlog as far as the socket takes it. Raises LinkError."""
         with self._lock:
             while self._backlog:
                 try:
@@ -174,8 +174,8 @@ class PeerLink:
         return not self.introduced or self.has_backlog
 
     def tick(self, max_ticks: int) -> None:
-        """Raises LinkError after so many calls in a row without progress. Calls are counted and not seconds, so that a
-        pause of this process is not held against the peer."""
+        """Raises LinkError after `max_ticks` calls in a row without progress. Counts calls instead of seconds, so that
+        a pause of this process does not count against the peer."""
         self._idle_ticks = self._idle_ticks + 1 if self.waits else 0
         if self._idle_ticks > max_ticks:
             raise LinkError("does not read" if self.introduced else "does not introduce itself")
@@ -203,8 +203,8 @@ _CONNECT_BYTES = 4096
 
 
 class PeerSockets:
-    """A `PeerPort` that owns `control`. `wake` is called from its thread whenever `drain` has something; everything
-    else is for the instance's thread. A PeerDown comes also for a peer that never got as far as PeerUp."""
+    """A `PeerPort` that owns `control`. Its thread calls `wake` whenever `drain` has something; all methods are for the
+    instance's thread. A PeerDown may come for a peer without a PeerUp."""
 
     def __init__(
         self,
@@ -235,8 +235,8 @@ class PeerSockets:
         self._closing = False
 
     def start(self, exports: Exports, descriptors: Sequence[int]) -> None:
-        """Lets others in: introduces this instance to whom the supervisor connects it with, and to those that it has
-        connected already. The descriptors stay the caller's; copies are kept until `close`."""
+        """Starts the thread, which introduces this instance to every peer that the supervisor has connected or will
+        connect. The descriptors stay the caller's; copies are kept until `close`."""
         self._hello = Hello(TRANSFER_VERSION, self._name, self._incarnation, exports)
         self._descriptors = tuple(os.dup(descriptor) for descriptor in descriptors)
         for sock in (self._control, self._bell, self._ringer):
@@ -260,8 +260,8 @@ class PeerSockets:
         return drained
 
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
-        """Goes over the connection whose PeerUp was drained last: what is meant for one life of a peer never reaches
-        the next one."""
+        """Sends over the connection whose PeerUp was drained last, so that messages for an incarnation of a peer never
+        reach a later one."""
         link = self._taken.get(name)
         if link is None:
             return
@@ -275,7 +275,7 @@ class PeerSockets:
                 self._ring()
 
     def close(self) -> None:
-        """Ends all connections and the thread; PeerUps that were not taken lose their descriptors. Idempotent."""
+        """Ends all connections and the thread. Closes the descriptors of PeerUps that were not drained. Idempotent."""
         self._closing = True
         if self._thread is not None:
             self._ring()

@@ -42,16 +42,15 @@ from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceE
 
 logger = logging.getLogger(__name__)
 
-Ahead = MutableMapping[str, Spawned]  # by the names of instances; whoever uses one takes it out
+Ahead = MutableMapping[str, Spawned]  # by the names of instances; an entry is removed when it is used
 
 
 class Supervisor:
-    """Start it once, stop it once; everything happens on the loop that called `start`.
+    """The instances of a topology. Start it once, stop it once; everything runs on the loop that called `start`.
 
-    A death is noticed by the end of the channel, by the end of the process or by silence, and handled by the one timer
-    task: whoever notices only says so. `ahead`: processes that have been started before, for the first life of their
-    instances. `pace` and `command` are for tests.
-    """
+    A death shows by the end of the channel, the end of the process or silence; the timer task alone handles it.
+    `ahead`: processes that have been started already, for the first incarnation of their instances. `pace` and
+    `command` are for tests."""
 
     def __init__(
         self,
@@ -85,8 +84,8 @@ class Supervisor:
     # ---- what the frontend asks for
 
     async def start(self, listener: ClusterListener) -> None:
-        """Returns when every instance is ready and every pair connected, which the listener has been told. Otherwise
-        raises the HydraError of the first one that cannot start, after all have been stopped."""
+        """Starts all instances; returns when every one is ready, every pair connected, and the listener has the events.
+        Otherwise stops all and raises the HydraError of the first one that cannot start."""
         self._listener = listener
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timer = asyncio.create_task(self._watch(), name="supervisor")
@@ -104,7 +103,7 @@ class Supervisor:
             raise
 
     async def stop(self) -> None:
-        """Asks instances to end and waits; a process that does not follow is killed. Idempotent."""
+        """Asks instances to end and waits; kills processes that do not. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
@@ -148,7 +147,7 @@ class Supervisor:
             member.child.end.send([SetRole(role.letters)])
 
     def kill(self, name: str) -> None:
-        """SIGKILL; it is started again as after any death. A thread cannot be killed and goes on."""
+        """Kills the process (SIGKILL); it is restarted as after any death. An instance on a thread cannot be killed."""
         child = self._members[name].child
         if child is not None:
             child.kill()
@@ -156,7 +155,7 @@ class Supervisor:
     # ---- life
 
     async def _launch(self, member: Member) -> None:
-        """Raises OSError."""
+        """Starts a process or thread for the next incarnation. Raises OSError."""
         device = member.config.device
         neighbours = tuple(other.name for other in self._members.values() if other.config.device == device)
         start = member.begin(
@@ -176,7 +175,7 @@ class Supervisor:
             member.exiting.channel_ended = True
 
     def _receive(self, member: Member, child: Child, messages: list[ToFrontend]) -> None:
-        """Passes messages on in order, but for those that are the supervisor's own."""
+        """Handles the supervisor's own messages and passes the others on in order."""
         if member.child is not child or self._stopping:
             return
         now = self._clock.now()
@@ -228,7 +227,7 @@ class Supervisor:
         self._check_start()
 
     def _on_failed(self, member: Member, error: HydraError) -> None:
-        """The instance cannot start; it ends by itself after this message."""
+        """Fails the start: the instance cannot start, and ends by itself after this message."""
         member.failure = error
         self._fail_start(self._naming(member.name, error))
 
@@ -344,7 +343,7 @@ class Supervisor:
         self._listener.on_down(member.name, reason, restarts=waits is not None)
 
     async def _restart(self, member: Member, now: float) -> None:
-        """Starts the instance again when it is time and its last process has gone, with its memory."""
+        """Starts the instance again once it is due and its last process has ended and freed its memory."""
         if member.killed_child is not None and member.killed_child.how_it_ended() is not None:
             member.killed_child = None
         if member.start_due_s is None or member.killed_child is not None:
@@ -357,7 +356,7 @@ class Supervisor:
             self._schedule_restart(member, f"cannot be started: {error.strerror}", now)
 
     def _is_needed(self, member: Member) -> bool:
-        """No other instance serves one of its stages now."""
+        """True if no other ready instance serves one of its stages."""
         others = (other.role for other in self._members.values() if other.condition is Condition.READY)
         return bool(member.role & ~reduce(or_, others, Role(0)))
 
@@ -383,8 +382,8 @@ class Supervisor:
                 self._pairs.connected(names, now)
 
     def _connect(self, names: Names) -> None:
-        """Our copies of both ends are closed at once, so that a death ends the connection for the other side. Raises
-        OSError."""
+        """Connects two instances. This process closes its copies of both ends at once, so that a death of one ends the
+        connection for the other. Raises OSError."""
         one, other = (self._members[name] for name in names)
         assert one.child is not None and other.child is not None
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

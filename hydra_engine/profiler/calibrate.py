@@ -1,8 +1,8 @@
-"""Measures steps on an instance's own lanes, which do not serve yet: each lane alone, then both side by side.
+"""Measures steps on the lanes of an instance that does not serve yet: each lane alone, then both side by side.
 
-Points of the grid take turns, round after round, so that a busy moment of the machine does not spoil one of them; the
-first round is ordered so that a fit is possible wherever the time runs out. Time of a step is what its lane says.
-Drives the lanes through the same calls as the instance's loop; knows neither tensors nor the meaning of the times.
+Points of the grid take turns in rounds, so that a busy moment of the machine does not spoil a single one; the first
+round is ordered so that a fit is possible wherever the time ends. The lane reports the time of a step. Drives the lanes
+by the same calls as the instance's loop; knows neither tensors nor what the times are for.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`submit_s`: from a plan's submission to an idle lane to the start of its step; `collect_s`: from the end of a
-    step until its result is here. `num_left` points of the grid were not measured, for want of time."""
+    """The result of a calibration. `submit_s`: seconds from a plan's submission to an idle lane to the start of its
+    step; `collect_s`: from the end of a step until its result is read. `num_left`: points that there was no time to
+    measure."""
 
     samples: Samples
     submit_s: float
@@ -86,8 +87,8 @@ class Calibration:
 
 
 def calibrate(site: Site, progress: Callable[[int, int], None], deadline_s: float = DEADLINE_S) -> Calibration:
-    """Takes at most about `deadline_s`, less where every point has been measured `ROUNDS` times before. Raises
-    BackendError when the model cannot run a step."""
+    """Measures the points of the grid for about `deadline_s` at most, or until each has been measured `ROUNDS` times.
+    Raises BackendError if the model cannot run a step."""
     run = _Run(site, deadline_s)
     try:
         run.open()
@@ -213,7 +214,7 @@ class _Run:
         self._wall_s[point] = (self._site.clock.now() - began) / count
 
     def _alone(self, point: LanguagePoint | VisionPoint, count: int, *, keep: bool) -> None:
-        """`count` steps that follow one another without a pause."""
+        """Measures `count` steps without a pause between them."""
         self._prepare(point)
         loads = []
         submitted = self._site.clock.now()
@@ -231,7 +232,7 @@ class _Run:
                 self._language[load].append(seconds)
 
     def _beside(self, point: CorunPoint) -> None:
-        """Both lanes busy without a pause until enough steps of each have lain within the other's."""
+        """Keeps both lanes busy until enough steps of each have run while the other was busy."""
         clock = self._site.clock
         language = _Track(point.language, self._expected_s(point.language) or 0.0)
         vision = _Track(point.vision, self._expected_s(point.vision) or 0.0)
@@ -269,8 +270,8 @@ class _Run:
             self._collect(1)
 
     def _submit(self, point: LanguagePoint | VisionPoint, partition: int = 0) -> LanguageLoad | None:
-        """The load of the submitted language step, None for a vision step. With states, rows may start a little later
-        than the point says."""
+        """Submits a step; returns the load of a language step, None for a vision step. With states, rows may start a
+        little later than the point says."""
         if isinstance(point, LanguagePoint):
             plan = replace(self._maker.language(point), partition=partition)
             self._site.lanes.submit_language(plan)
@@ -313,8 +314,8 @@ class _Track:
     spans: list[tuple[float, float]] = field(default_factory=list)  # (start, end) of the steps that have come back
 
     def within(self, other: _Track) -> list[float]:
-        """Seconds of the steps during which the other lane was busy; its step in flight has begun where its last one
-        ended, and has not ended."""
+        """Seconds of the steps during which the other lane was busy. A step of the other lane in flight counts from the
+        end of its last one, without an end."""
         spans = other.spans
         if other.in_flight and spans:
             spans = [*spans, (spans[-1][1], float("inf"))]
@@ -322,7 +323,7 @@ class _Track:
 
 
 def covered(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> list[float]:
-    """Seconds of those spans during which the other lane was busy nearly all along. Both ascend without overlap."""
+    """Seconds of the spans that `others` cover to at least `_COVERED`. Both ascend without overlap."""
     durations = []
     first = 0
     for begin, end in spans:

@@ -80,7 +80,8 @@ class Allowance:
 
 
 def allowance(surface: CostSurface, num_decodes: int, context: int, tpot_limit_s: float, max_tokens: int) -> Allowance:
-    """`context` keys for each decode; prompts of no more than `max_tokens` in one chunk from position 0."""
+    """The work that fits beside `num_decodes` decodes of `context` keys each within `tpot_limit_s` seconds. Prompts
+    have at most `max_tokens` in one chunk from position 0."""
 
     def load(tokens: int) -> LanguageLoad:
         pairs = tokens * (tokens + 1) / 2

@@ -65,7 +65,7 @@ class Subject:
 
 
 class StepCosts(NamedTuple):
-    """`source`: where the surface comes from, in a few words; `notes`: for the start-up summary."""
+    """The cost surface of an instance. `source`: its origin in a few words; `notes`: for the start-up summary."""
 
     surface: CostSurface
     notes: tuple[str, ...]
@@ -77,7 +77,8 @@ class StepCosts(NamedTuple):
 def surface_for(
     config: EngineConfig, subject: Subject, progress: Progress, *, fresh: bool = False, deadline_s: float | None = None
 ) -> StepCosts:
-    """`config` has no "auto" left. `fresh`: measure even if a valid profile is saved. `deadline_s` None: `DEADLINE_S`.
+    """Loads or measures the cost surface. `config` has no "auto" left. `fresh`: measure even if a valid profile is
+    saved. `deadline_s` None: `DEADLINE_S`.
 
     Raises BackendError when the model cannot run a step, ConfigError where there is no folder for profiles. A file that
     cannot be read or written is logged, not an error.
@@ -209,7 +210,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
 
 
 def _graphs(*, captured: bool, chosen: Sequence[int]) -> str:
-    """Default sizes follow from the largest numbers of rows and patches, which are in `Reach`."""
+    """Graph sizes as part of the identity. Default sizes need no numbers: they follow from `Reach`."""
     if not captured:
         return ""
     return _listed(chosen) or "default"
