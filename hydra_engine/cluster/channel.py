@@ -169,7 +169,7 @@ class FrontendSocket(asyncio.Protocol):
     def send(self, messages: Sequence[ToInstance]) -> None:
         self._write(wire.encode_to_instance(messages))
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytearray) -> None:
         if self._transport is not None:
             self._transport.write(data)
 

@@ -117,7 +117,7 @@ class PeerLink:
                 raise LinkError(f"cannot be greeted: {error}") from error
             self._queue(data[num_sent:])
 
-    def send(self, data: bytes) -> bool:
+    def send(self, data: bytes | bytearray) -> bool:
         """Sends or queues all of `data` without blocking; drops it if the connection is closed or has a problem.
         Returns True if the flushing thread has something to do."""
         with self._lock:

@@ -90,15 +90,18 @@ _to_peer = msgspec.msgpack.Decoder(Hello | TransferMessage)
 _connect = msgspec.msgpack.Decoder(Connect)
 
 
-def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    parts: list[bytes] = []
-    for body in map(_encoder.encode, messages):
-        _check_length(len(body), max_bytes)
-        parts += (_LENGTH.pack(len(body)), body)
-    return b"".join(parts)
+def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) -> bytearray:
+    frames = bytearray()
+    for message in messages:
+        start = len(frames)
+        _encoder.encode_into(message, frames, start + HEADER_BYTES)
+        length = len(frames) - start - HEADER_BYTES
+        _check_length(length, max_bytes)
+        _LENGTH.pack_into(frames, start, length)
+    return frames
 
 
-def encode_to_instance(messages: Iterable[ToInstance]) -> bytes:
+def encode_to_instance(messages: Iterable[ToInstance]) -> bytearray:
     return encode_frames(_joined(messages))
 
 
@@ -135,7 +138,7 @@ def _is_same(one: object, other: object) -> bool:
     return one is other or (not isinstance(one, tuple | SamplingParams) and one == other)
 
 
-def encode_to_peer(messages: Iterable[Hello | TransferMessage]) -> bytes:
+def encode_to_peer(messages: Iterable[Hello | TransferMessage]) -> bytearray:
     return encode_frames(messages, MAX_PEER_FRAME_BYTES)
 
 
@@ -149,7 +152,7 @@ def _check_length(length: int, max_bytes: int) -> None:
         raise WireError(f"a frame of {length} bytes is over the limit of {max_bytes}")
 
 
-def decode_to_frontend(body: bytes | memoryview) -> ToFrontend:
+def decode_to_frontend(body: bytes | bytearray | memoryview) -> ToFrontend:
     message: ToFrontend = _decode(_to_frontend, body, "frame from an instance")
     return message
 
@@ -179,7 +182,7 @@ def decode_connect(datagram: bytes) -> Connect:
     return _decode(_connect, datagram, "datagram from the frontend")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes | memoryview, what: str) -> M:
+def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes | bytearray | memoryview, what: str) -> M:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
@@ -194,7 +197,7 @@ class FrameReader:
         self._buffer = bytearray()
         self._max_bytes = max_bytes
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | bytearray) -> list[bytes]:
         self._buffer += data
         bodies: list[bytes] = []
         start = 0
@@ -204,7 +207,7 @@ class FrameReader:
             end = start + HEADER_BYTES + length
             if len(self._buffer) < end:
                 break
-            bodies.append(bytes(self._buffer[start + HEADER_BYTES : end]))
+            bodies.append(memoryview(self._buffer)[start + HEADER_BYTES : end].tobytes())
             start = end
         del self._buffer[:start]
         return bodies
