@@ -29,8 +29,9 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage, Submit, ToFrontend, ToInstance
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
-from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.instance.instance import Instance
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.language.batches import sent_input, step_rows

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from hydra_engine.config import parse_seconds
-from hydra_engine.core.cost import CostSurface, LanguageLoad
+from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.profiler.fit import TYPICAL_CONTEXT, LanguageTimes, Samples, VisionTimes
 from hydra_engine.profiler.store import Profile
 from hydra_planner.simulator.costs import read_profile

@@ -10,14 +10,14 @@ __all__ = ["Engine", "EngineConfig", "Grammar", "SamplingParams", "__version__"]
 if TYPE_CHECKING:
     from hydra_engine.config import EngineConfig
     from hydra_engine.core.grammar import Grammar
-    from hydra_engine.core.request import SamplingParams
+    from hydra_engine.core.sampling import SamplingParams
     from hydra_engine.engine import Engine
 
 _HOMES = {
     "Engine": "hydra_engine.engine",
     "EngineConfig": "hydra_engine.config",
     "Grammar": "hydra_engine.core.grammar",
-    "SamplingParams": "hydra_engine.core.request",
+    "SamplingParams": "hydra_engine.core.sampling",
 }
 
 

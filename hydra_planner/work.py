@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
 from hydra_planner.workload.file import WorkloadRequest

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra_engine.core.call import ChatMessage, GenerationCall, ImagePart, MediaPart, TextPart
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.frontend.call import make_call, one_of, with_prompt
 
 

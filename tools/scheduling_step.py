@@ -31,7 +31,11 @@ PACKAGE = ROOT / "hydra_engine"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- python -m tools.scheduling_step --write -->", "<!-- end -->"
 TYPES_FIRST = ("core/request.py", "core/state.py", "core/plans.py")
-OTHER_INSTANCES = re.compile(r"\broles?\b|hand_?over|handing_over|remote|pulls|connector", re.IGNORECASE)
+# What is said of other instances. The core knows that it may run some stages only (`stages`, `Role`) and that a
+# connector may bring what it does not compute (`external_...`), but not from where, nor how.
+OTHER_INSTANCES = re.compile(
+    r"hand_?over|handing_over|remote|\bpull(s|ed)?\b|borrow|steal|\bpeers?\b|other instance|elsewhere", re.IGNORECASE
+)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bench.serve.pictures import jpeg
 from bench.serve.workload import Spec, Workload
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_planner.simulator.requests import FROZEN, RequestMaker
 from hydra_planner.workload.file import Picture, WorkloadRequest
 

@@ -15,8 +15,7 @@ from hashlib import blake2b
 
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.ids import BlockHash, FeatureKey, ImageDigest, RequestId
-from hydra_engine.core.media import ImageItem
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.core.state import RequestState
 
 _HASH_BYTES = 32

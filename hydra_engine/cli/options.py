@@ -24,7 +24,7 @@ from hydra_engine.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.units import size
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # a server with default options

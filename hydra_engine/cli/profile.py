@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hydra_engine import log
 from hydra_engine.cli.options import add_engine_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
-from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
 from hydra_engine.profiler.other_load import busy_note

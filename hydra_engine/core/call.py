@@ -21,7 +21,8 @@ from hydra_engine.core.prompting import (
     looked_through,
     texts_of,
 )
-from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.core.request import Slo
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
 
 MAX_MESSAGES = 4096

@@ -12,30 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-
-@dataclass(frozen=True, slots=True)
-class LanguageLoad:
-    """The work of one language step."""
-
-    num_decodes: int = 0
-    decode_context: int = 0  # sum of keys that decodes and chunks of one token read
-    prefill_tokens: int = 0
-    prefill_pairs: float = 0.0  # (query, key) pairs of chunks of n > 1 tokens: n * start + n * (n + 1) / 2 each
-    num_chunks: int = 0  # chunks of more than one token
-
-    @property
-    def num_rows(self) -> int:
-        """Number of tokens that go through the matrices."""
-        return self.num_decodes + self.prefill_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class VisionLoad:
-    """The work of one vision step: patches, and pairs of patches under full attention (the sum of the squares of the
-    images' patch counts)."""
-
-    num_patches: int = 0
-    pairs: float = 0.0
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.errors import ErrorInfo
 
@@ -26,6 +25,31 @@ def _slots(block_ids: BlockIds, start: int, count: int, block_size: int) -> Int6
     """Cache slots of positions [start, start + count) stored in these blocks: int64 [count]."""
     positions = np.arange(start, start + count)
     return block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageLoad:
+    """The work of one language step."""
+
+    num_decodes: int = 0
+    decode_context: int = 0  # sum of keys that decodes and chunks of one token read
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0  # (query, key) pairs of chunks of n > 1 tokens: n * start + n * (n + 1) / 2 each
+    num_chunks: int = 0  # chunks of more than one token
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens that go through the matrices."""
+        return self.num_decodes + self.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLoad:
+    """The work of one vision step: patches, and pairs of patches under full attention (the sum of the squares of the
+    images' patch counts)."""
+
+    num_patches: int = 0
+    pairs: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

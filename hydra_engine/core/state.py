@@ -32,8 +32,8 @@ class RequestPhase(Enum):
     may prefill up to its first image without features before all are encoded, so ENCODING -> PREFILLING is legal too.
     Preemption frees its KV: PREFILLING or DECODING -> WAITING, or ENCODING if images are needed once more.
 
-    With a connector to other instances a request is PARKED while the connector waits for something of theirs, which may
-    be before, between or after all of these. Any phase may change to ENDED by an abort or an error.
+    A request is PARKED while the connector waits for what it loads or sends, which may be before, between or after all
+    of these. Any phase may change to ENDED by an abort or an error.
 
     A request may be held until the worker has what its sampling needs (a compiled grammar). It is HELD before every
     other phase, or PARKED: it holds nothing that others could use.
@@ -53,7 +53,7 @@ class ImageProgress(IntEnum):
     """Progress of one image of a request. Image-cache blocks are held in ENCODING and ENCODED only."""
 
     WAITING = 0  # has no features, needs them
-    ENCODING = 1  # features are being encoded or loaded, for this image or for the same picture elsewhere
+    ENCODING = 1  # features are being encoded or loaded, for this image or for another one with the same picture
     ENCODED = 2  # features are in the image cache
     CACHED = 3  # needs no features if the KV of its whole span is still found when the request starts
     CONSUMED = 4  # the KV of its whole span is in the request's blocks; encode job: its target needs the offer no more

@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest
 from hydra_engine.frontend.call import check_prompt, is_chat, is_token_ids, make_call, with_prompt
 from hydra_engine.frontend.frontend import Frontend

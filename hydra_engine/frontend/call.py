@@ -33,7 +33,8 @@ from hydra_engine.core.call import (
 )
 from hydra_engine.core.grammar import Grammar, response_grammar
 from hydra_engine.core.prompting import DETAILS, MAX_TOOLS, PixelBudget, TemplateOptions
-from hydra_engine.core.request import SamplingParams, Slo
+from hydra_engine.core.request import Slo
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
 
 

@@ -34,8 +34,8 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.request import NO_DEFAULTS, GenerationDefaults
 from hydra_engine.core.roles import Topology
+from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
 from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.choices import Choices

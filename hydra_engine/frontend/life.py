@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 
 from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.request import GenerationDefaults
 from hydra_engine.core.roles import Topology
+from hydra_engine.core.sampling import GenerationDefaults
 from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.handle import Owner

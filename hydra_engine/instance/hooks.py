@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from hydra_engine.backend.device import Device
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.messages import LimitBudget, LimitSummary
+from hydra_engine.core.plans import VisionLoad
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.instance.compute_stack import ComputeStack, Progress, step_times
 from hydra_engine.instance.migration import Migration

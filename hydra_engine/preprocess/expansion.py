@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hydra_engine.core.media import ImageItem, RopeSpan
+from hydra_engine.core.request import ImageItem, RopeSpan
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.preprocess.media.media import Media, Planned

@@ -18,7 +18,8 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import TemplateOptions, texts_of
-from hydra_engine.core.request import NO_DEFAULTS, GenerationDefaults, Request, SamplingParams, Slo
+from hydra_engine.core.request import Request, Slo
+from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults, SamplingParams
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.preprocess.expansion import Expansion

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, Slowdowns, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve, Slowdowns
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 
 TYPICAL_CONTEXT = 512  # keys of each decode, where a table needs one number
 _ERROR_QUANTILE = 0.9

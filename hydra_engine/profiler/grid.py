@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydra_engine.core.cost import LanguageLoad, VisionLoad
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.models.specs.base import ItemPlan, VisionSpec
 
 SHORT_CONTEXT = 32

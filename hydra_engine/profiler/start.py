@@ -17,7 +17,8 @@ from typing import NamedTuple
 from hydra_engine import __version__
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.profile_file import Refused
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.profiler.calibrate import DEADLINE_S, Lanes, Site, calibrate

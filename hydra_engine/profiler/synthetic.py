@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
-from hydra_engine.core.media import ImageItem, PixelPayload, RopeSpan
+from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import ChunkRow, DecodeRows, EncodeItem, LanguagePlan, VisionPlan
-from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.request import ImageItem, Request, RopeSpan
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.profiler.grid import LanguagePoint, Sizes, VisionPoint
 
 _FIRST_PICTURE_ID = 1 << 20  # of requests with pictures; below it a request's id is its slot

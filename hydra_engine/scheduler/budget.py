@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.step_stats import TypicalSteps
 
 Seconds = npt.NDArray[np.float64]

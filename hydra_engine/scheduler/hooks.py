@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage, Status
 from hydra_engine.core.outputs import DelayCause
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 

@@ -1,10 +1,9 @@
-"""Rules of admission, order and preemption, as pure functions without side effects.
+"""Rules of order and preemption, as pure functions without side effects.
 
-A request that can never fit is refused with the quota and a remedy, a full queue with a time to retry. An accepted
-request is always served: the rules guarantee progress for every request that fits alone. Urgency (priority, then the
-deadline of the first token) decides which is considered first. Age decides which may take blocks from another: only an
-older request from a younger one, so the oldest always progresses, and by induction every request does. The planners in
-`step.py` and `vision.py` apply these rules.
+An accepted request (`admission.py`) is always served: the rules guarantee progress for every request that fits alone.
+Urgency (priority, then the deadline of the first token) decides which is considered first. Age decides which may take
+blocks from another: only an older request from a younger one, so the oldest always progresses, and by induction every
+request does. The planners in `step.py` and `vision.py` apply these rules.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
 from hydra_engine.core.ids import FeatureKey
-from hydra_engine.core.media import ImageItem
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import ImageItem
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestState, Urgency
-from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 
 MAX_SKIPPED = 16  # requests without free blocks that planning skips in a step; bounds its time
@@ -70,8 +66,9 @@ def kv_tokens_to_admit(state: RequestState) -> int:
 def allocates_all_at_start(state: RequestState) -> bool:
     """True if a request gets all its blocks when it starts, instead of chunk by chunk.
 
-    A request that decodes elsewhere waits for that after its prefill. It must not wait for blocks of others at the same
-    time: the order of age cannot resolve that, as blocks that are being read elsewhere are not taken back.
+    A request that does not decode here keeps its blocks after its prefill until the connector has sent them. It must
+    not wait for blocks of others at the same time: the order of age cannot resolve that, as blocks that are being sent
+    are not taken back.
     """
     return state.preempted or Role.D not in state.stages
 
@@ -169,73 +166,3 @@ def features_to_evict(
 
 def _is_being_read(state: RequestState, index: int) -> bool:
     return state.num_scheduled > 0 and state.request.images[index].start < state.num_planned
-
-
-# ---- which requests are accepted
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The sizes of one instance, in blocks and in tokens (KV) or feature rows (images) per block."""
-
-    role: Role
-    num_kv_blocks: int
-    kv_block_size: int
-    num_image_blocks: int
-    image_block_size: int
-
-
-def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
-    """Raises InvalidRequest or RequestTooLarge if these stages of the request (default: all of the role) cannot run to
-    their end even alone on this instance, and Unavailable if its role does not have a stage."""
-    stages = limits.role if stages is None else stages
-    if stages & limits.role != stages:
-        raise Unavailable(
-            f"stages {stages.letters} are asked of an instance that serves {limits.role.letters} now; send the request "
-            "again",
-            code="wrong_role",
-        )
-    if stages != Role.E:
-        if not request.prompt_token_ids:
-            raise InvalidRequest("the prompt is empty; send at least one token", param="messages")
-        _check_kv(request, limits, request.max_new_tokens if Role.D in stages else len(request.generated_token_ids))
-    if stages == Role.E or Role.P in stages:
-        _check_images(request, limits)
-
-
-def _check_images(request: Request, limits: Limits) -> None:
-    for index, image in enumerate(request.images):
-        blocks = -(-image.num_tokens // limits.image_block_size)
-        if blocks > limits.num_image_blocks:
-            raise RequestTooLarge(
-                f"image {index + 1} needs {blocks} blocks of the image cache for its {image.num_tokens} tokens, this "
-                f"deployment has {limits.num_image_blocks}; send a smaller image, or serve with a larger "
-                "--image-cache-gib",
-                param="messages",
-            )
-
-
-def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
-    blocks = -(-(request.num_prompt + num_generated) // limits.kv_block_size)
-    if blocks <= limits.num_kv_blocks:
-        return
-    room = limits.num_kv_blocks * limits.kv_block_size
-    if room > request.num_prompt and num_generated:
-        param, remedy = "max_tokens", f"lower max_tokens to at most {room - request.num_prompt}"
-    else:
-        param, remedy = "messages", "shorten the prompt or send smaller images"
-    raise RequestTooLarge(
-        f"{request.num_prompt} prompt tokens and up to {num_generated} new ones need {blocks} KV blocks, this "
-        f"deployment has {limits.num_kv_blocks} ({room} tokens); {remedy}, or serve with a larger --kv-cache-gib",
-        param=param,
-    )
-
-
-def check_queue(num_live: int, max_queue: int, finish_times: Sequence[float]) -> None:
-    """Raises Unavailable if `max_queue` requests are accepted and not finished."""
-    if num_live >= max_queue:
-        raise Unavailable(
-            f"{num_live} requests are queued or running, the limit (max_queue) is {max_queue}; try again later",
-            code="overloaded",
-            retry_after_s=retry_after_s(num_live, finish_times),
-        )

@@ -34,7 +34,7 @@ class RequestTable:
         no KV blocks   encoding            waiting             -
         KV blocks      prefilling          prefilling          decoding
 
-    A held request is in `held`, one that waits for what other instances do in `parked`. `unencoded` is an index beside
+    A held request is in `held`, one that the connector parks in `parked`. `unencoded` is an index beside
     the queues: requests with an image that waits for an encode
     here. A request holds a sequence slot exactly while it holds KV blocks.
     `decodes` has the arrays of the requests that decode, and of those whose last chunk is in flight.

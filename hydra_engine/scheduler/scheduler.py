@@ -4,8 +4,8 @@ drive the same object.
 Pure: reads no clock; the same calls with the same `now` give the same plans. Owns the states of its requests and the
 bookkeeping of both caches (`requests.py`). A language step is filled in `step.py`, a vision step in `vision.py`; the
 rules of order and preemption are in `policy.py`, and `results.py` applies results. Optional parts plug in (`hooks.py`,
-`budget.py`): a connector to other instances, budgets for latency limits, an observer that explains late tokens. Does
-not know tensors, threads, channels, other instances or text.
+`budget.py`): a connector that loads or sends what is computed on several instances, budgets for latency limits, an
+observer that explains late tokens. Does not know tensors, threads, channels or text.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from dataclasses import replace
 
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.messages import Finished, LedgerReport, RequestMessage, Status
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ConfigError, ErrorInfo
+from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
-from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
 from hydra_engine.scheduler.report import scheduler_status
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.results import ResultProcessor

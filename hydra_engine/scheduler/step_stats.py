@@ -11,8 +11,8 @@ from bisect import bisect_left, insort
 from collections import deque
 from statistics import median
 
-from hydra_engine.core.cost import LanguageLoad
 from hydra_engine.core.messages import StepSpeeds
+from hydra_engine.core.plans import LanguageLoad
 
 MIN_GAP_S = 0.05
 _REMEMBERED_STEPS = 64

@@ -1,4 +1,4 @@
-"""The timeline of a request, and the token times of running decodes.
+"""The timeline of a request: what it waited for and when its stages ran, for the user and for operators.
 
 Consecutive decode steps are one span; a gap that a reader would notice splits it and is recorded with its cause. While
 a request decodes, its open span and its gaps are in the arrays of `DecodeTimes`. A timeline has at most `MAX_SPANS`
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 
@@ -17,11 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.outputs import DelayCause, StageSpan
-from hydra_engine.core.plans import Int64s
-from hydra_engine.core.state import RequestState
 
 Seconds = npt.NDArray[np.float64]
-Indices = slice | Int64s  # indices of members of the table of decodes; a slice for the first ones
 
 MAX_SPANS = 200
 MIN_WAIT_S = 0.001  # shorter waits are not recorded: they are the latency between scheduler and lane
@@ -137,13 +133,9 @@ class Timeline:
         """Records the wait before a late token and returns its span. The decode span before it is closed already."""
         return self._add("decode_wait", since_s, until_s, cause=describe_causes(causes), blame=causes)
 
-    def pulled(self, stage: str, started_s: float, ended_s: float, tokens: int) -> None:
-        """Records one copy of `tokens` tokens. `stage`: pull_features or pull_kv."""
-        self._add(stage, started_s, ended_s, lane="transfer", tokens=tokens)
-
-    def offered(self, stage: str, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
-        """Records how long offered blocks waited to be fetched. `stage`: offered_features or offered_kv. `cause`: why
-        they were not fetched."""
+    def transferred(self, stage: str, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
+        """Records a copy of `tokens` tokens to or from this instance, or how long they waited for it. `cause`: why
+        there was no copy."""
         self._add(stage, since_s, until_s, lane="transfer", tokens=tokens, cause=cause)
 
     def preempted(self) -> None:
@@ -182,123 +174,6 @@ class Timeline:
         span = StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause, tuple(blame))
         self._spans.append(span)
         return span
-
-
-@dataclass(slots=True)
-class _Watched:
-    """A member and its open decode span: its start, and the counters at that time."""
-
-    state: RequestState
-    timeline: Timeline
-    since_s: float = 0.0
-    num_generated: int = 0
-    num_steps: int = 0
-    num_rows: int = 0
-
-
-class DecodeTimes:
-    """Token times, limits and open decode spans of the members of the table of decodes, by the same indices."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._watched: list[_Watched] = []
-        self._tpot_limits_s, self._first_s, self._last_s = self._floats = np.zeros(
-            (3, num_slots)
-        )  # times of tokens; 0.0: none yet
-        self._late_gaps = np.zeros(num_slots, dtype=np.int64)
-        self._num_limited = 0
-        self._num_steps = self._num_rows = 0  # totals of steps with decodes so far
-        self._latest_batch = 0
-
-    # ---- coming and going
-
-    def join(self, state: RequestState, timeline: Timeline) -> None:
-        """Appends a member: its index is the number of members before."""
-        index = len(self._watched)
-        self._watched.append(_Watched(state, timeline))
-        self._tpot_limits_s[index] = timeline.tpot_limit_s
-        self._num_limited += timeline.tpot_limit_s < math.inf
-        self._first_s[index], self._last_s[index] = timeline.first_token_s, timeline.last_token_s
-        self._late_gaps[index] = timeline.late_gaps
-        self._open(self._watched[index], timeline.last_s)
-
-    def leave(self, index: int) -> None:
-        """Removes a member; the last one gets its index."""
-        watched = self._watched[index]
-        timeline = watched.timeline
-        self._num_limited -= bool(self._tpot_limits_s[index] < math.inf)
-        self._close(watched, float(self._last_s[index]))
-        timeline.first_token_s, timeline.last_token_s = float(self._first_s[index]), float(self._last_s[index])
-        timeline.last_s = max(timeline.last_s, timeline.last_token_s)
-        timeline.late_gaps = int(self._late_gaps[index])
-        mover = self._watched.pop()
-        last = len(self._watched)
-        if index != last:
-            self._watched[index] = mover
-            self._floats[:, index] = self._floats[:, last]
-            self._late_gaps[index] = self._late_gaps[last]
-
-    def _open(self, watched: _Watched, since_s: float) -> None:
-        watched.since_s, watched.num_generated = since_s, watched.state.num_generated
-        watched.num_steps, watched.num_rows = self._num_steps, self._num_rows
-
-    def _close(self, watched: _Watched, until_s: float, late: int = 0) -> None:
-        """Adds the open decode span to the timeline. `late` 1: the latest token was late and is not part of it."""
-        tokens = watched.state.num_generated - watched.num_generated - late
-        if tokens > 0:
-            batch = (self._num_rows - watched.num_rows) / max(1, self._num_steps - watched.num_steps)
-            watched.timeline.decoded(watched.since_s, until_s, tokens=tokens, batch=round(batch))
-
-    # ---- results
-
-    def read_chunk(self, index: int, ended_s: float, gap_s: float) -> float | None:
-        """Records the token of a member's last chunk. Returns the time of the token before if this one is late."""
-        watched = self._watched[index]
-        timeline = watched.timeline
-        late_since_s = timeline.prefill_sampled(ended_s, gap_s)
-        self._first_s[index], self._last_s[index] = timeline.first_token_s, ended_s
-        self._late_gaps[index] = timeline.late_gaps
-        self._open(watched, ended_s)
-        return late_since_s
-
-    def tick(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
-        """Records a token of each of these members, from a step of `batch` rows. Returns (index, time of the token
-        before) of each late token. `gap_s`: `StepTimes.gap_s`."""
-        before_s = self._last_s[indices]
-        limits = self._tpot_limits_s[indices] if self.has_limits else None
-        late = is_late(ended_s - before_s, limits, gap_s).nonzero()[0]
-        found: list[tuple[int, float]] = []
-        if late.size:
-            among = late if isinstance(indices, slice) else indices[late]
-            self._late_gaps[among] += 1
-            found = list(zip(among.tolist(), before_s[late].tolist(), strict=True))
-        self._last_s[indices] = ended_s
-        for index, last_s in found:
-            self._close(self._watched[index], last_s, late=1)
-        self._num_steps += 1
-        self._num_rows += batch
-        self._latest_batch = batch
-        return found
-
-    def resume(self, index: int, resumed_s: float) -> None:
-        """Opens a new decode span, the late token included, after a gap that `tick` returned."""
-        watched = self._watched[index]
-        watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
-        watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch
-
-    # ---- questions
-
-    @property
-    def has_limits(self) -> bool:
-        return self._num_limited > 0
-
-    def limits(self, indices: Indices) -> Seconds:
-        """[len(indices)] TPOT limits in seconds, infinite for none. May be a view: valid until the next change, read
-        only."""
-        return self._tpot_limits_s[indices]
-
-    def elapsed(self, indices: Indices) -> tuple[Seconds, Int64s]:
-        """(seconds from the first to the latest token, late gaps) of these members, counting the tokens read so far."""
-        return self._last_s[indices] - self._first_s[indices], self._late_gaps[indices]
 
 
 def compact(spans: list[StageSpan]) -> list[StageSpan]:

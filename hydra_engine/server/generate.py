@@ -22,7 +22,7 @@ from hydra_engine.core import outputs
 from hydra_engine.core.call import ChatMessage, GenerationCall
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.schemas.numbers import encode_long
 from hydra_engine.errors import InvalidRequest, NotFound
 from hydra_engine.server.http.access import ACCESS

@@ -14,7 +14,7 @@ from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.telemetry.trace import Activity
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import DTYPE_BYTES, ModelSpec, VisionSpec
 from hydra_planner.hardware.devices import LINK_SHARE, Device

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from hydra_engine.core.cost import LanguageLoad, VisionLoad
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_planner import explain
 from hydra_planner.papers.deployments import Setup, kind_of, num_devices
 from hydra_planner.papers.models import spec_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from hydra_engine.core.cost import LanguageLoad, VisionLoad
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_planner import explain
 from hydra_planner.hardware.devices import find_device, links_between
 from hydra_planner.papers.deployments import Setup, kind_of, layout

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_planner.hardware.devices import find_device
 from hydra_planner.papers.deployments import kind_of
 from hydra_planner.papers.models import spec_of

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hydra_engine.core.cost import CostSurface, LanguageLoad
+from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.roles import Role
 from hydra_planner.search.candidates import Candidate
 from hydra_planner.simulator.costs import DeviceKind

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.errors import ConfigError
 from hydra_planner.search.measure import SHARE, Question
 from hydra_planner.work import Work, works

@@ -12,8 +12,9 @@ from hashlib import blake2b
 import numpy as np
 
 from hydra_engine.core.ids import ImageDigest, RequestId
-from hydra_engine.core.media import ImageItem, PixelPayload
-from hydra_engine.core.request import Request, SamplingParams, Slo
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.request import ImageItem, Request, Slo
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
 from hydra_planner.workload.file import WorkloadRequest

@@ -15,10 +15,17 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hydra_engine.core.cost import VisionLoad
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import Int64s, LaneResult, LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import (
+    Int64s,
+    LaneResult,
+    LanguagePlan,
+    LanguageResult,
+    VisionLoad,
+    VisionPlan,
+    VisionResult,
+)
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob

@@ -18,9 +18,8 @@ from hashlib import blake2b
 import msgspec
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import ImageItem
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.preprocess.preprocessor import CallFacts
 from hydra_planner.workload.file import MAX_REQUESTS, Picture, Video, WorkloadRequest, problem_of, request_line
 

@@ -9,12 +9,12 @@ import pytest
 
 from tools.scheduling_step import BEGIN, END, PAGE, Trace, mixed_step, name_other_instances, num_lines, reading_order
 
-MAX_FUNCTIONS = 107  # that plan_language enters, comprehensions not counted
-MAX_FILES = 18
-MAX_LINES = 4969
-MAX_ON_LANGUAGE_FUNCTIONS = 58
-MAX_READING_LINES = 6387  # of everything that a mixed step, an encode step and their results run
-MAX_FILES_NAMING_OTHER_INSTANCES = 11
+MAX_FUNCTIONS = 84  # that plan_language enters, comprehensions not counted
+MAX_FILES = 13
+MAX_LINES = 3420
+MAX_ON_LANGUAGE_FUNCTIONS = 53
+MAX_READING_LINES = 5420  # of everything that a mixed step, an encode step and their results run
+MAX_FILES_NAMING_OTHER_INSTANCES = 1
 
 
 @pytest.fixture(scope="module")

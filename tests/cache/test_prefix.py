@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.cache.prefix import chain_seed, extend_chain, feature_hashes, feature_key
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import ImageItem, RopeSpan
+from hydra_engine.core.request import ImageItem, RopeSpan
 
 
 def image(start: int, count: int, name: int = 0, rope: RopeSpan | None = None) -> ImageItem:

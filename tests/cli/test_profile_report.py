@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.cli.profile import mean_start, profile_lines
-from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.profiler.calibrate import Site, calibrate
 from hydra_engine.profiler.fit import Samples, allowance, fit
 from hydra_engine.profiler.store import Identity, Profile, Reach

@@ -8,7 +8,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 
 PRICES = st.floats(0, 1e-3)
 SLOWDOWNS = st.floats(1, 8)

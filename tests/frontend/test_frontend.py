@@ -28,8 +28,8 @@ from hydra_engine.core.messages import (
     TransferReport,
 )
 from hydra_engine.core.outputs import FinishReason, Result
-from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.roles import Role, Topology
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError, EngineClosed, Unavailable
 from hydra_engine.frontend.frontend import Frontend
 from tests.calls import asked

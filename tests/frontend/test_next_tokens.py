@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.core.messages import Tokens
 from hydra_engine.core.outputs import FinishReason, Piece
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.request import RequestInFlight

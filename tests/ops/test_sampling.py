@@ -9,7 +9,7 @@ import torch
 from hydra_engine.backend.base import LOWEST_LOGIT, Adjustments, Ops, SamplingTensors
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.reference.ops import ReferenceOps
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.worker.language.sampler import MAX_NUMBER, draw
 
 IMPLEMENTATIONS: list[Ops] = [ReferenceOps(), NativeOps()]

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import DeltaShape, ModelSpec
 from hydra_engine.models.specs.quantization import at_load

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.ids import ImageDigest, RequestId
-from hydra_engine.core.media import ImageItem
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.preprocess.preprocessor import CallFacts
 from hydra_planner.workload import recorder as workload_recorder

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.models.specs.base import (
     ItemPlan,
     LanguageSpec,

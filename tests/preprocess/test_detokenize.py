@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer, StopMatcher
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 from tests.examples import examples

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.request import GenerationDefaults, Slo
+from hydra_engine.core.request import Slo
+from hydra_engine.core.sampling import GenerationDefaults
 from hydra_engine.errors import InvalidRequest
 
 

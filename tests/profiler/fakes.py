@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguageLoad, LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.profiler.fit import CorunTimes, LanguageTimes, Samples, VisionTimes, fit, without_bursts
 from hydra_engine.profiler.grid import LanguagePoint, VisionPoint, make_grid
 from hydra_engine.profiler.store import SCHEMA, Identity, Profile, Reach, problem_of

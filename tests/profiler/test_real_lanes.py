@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from hydra_engine.core.cost import LanguageLoad, VisionLoad
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.instance.build import profile_instance
 from hydra_engine.instance.compute_stack import build_worker, step_times
 from hydra_engine.instance.hooks import make_gate

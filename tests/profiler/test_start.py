@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from hydra_engine.core.cost import Slowdowns, VisionLoad
+from hydra_engine.core.cost import Slowdowns
+from hydra_engine.core.plans import VisionLoad
 from hydra_engine.models.specs.base import ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import LanguageSpec
 from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.cost import Curve, Slowdowns, VisionLoad
+from hydra_engine.core.cost import Curve, Slowdowns
+from hydra_engine.core.plans import VisionLoad
 from hydra_engine.profiler.fit import LanguageTimes, Samples, VisionTimes
 from hydra_engine.profiler.store import (
     Identity,

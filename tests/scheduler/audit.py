@@ -16,11 +16,10 @@ from hydra_engine.cache.blocks import BlockTable
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestPhase, RequestState
-from hydra_engine.scheduler.decodes import _ABSENT, DecodeTable
+from hydra_engine.scheduler.decodes import _ABSENT, DecodeTable, DecodeTimes
 from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.scheduler import StageScheduler
-from hydra_engine.scheduler.timeline import DecodeTimes
 
 
 def check(scheduler: StageScheduler) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
 
 

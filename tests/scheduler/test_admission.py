@@ -9,7 +9,7 @@ import pytest
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
-from hydra_engine.scheduler.policy import Limits, check_fits, check_queue
+from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.scheduler.sim import Img, config, make_request
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
-from hydra_engine.core.plans import LanguagePlan
+from hydra_engine.core.cost import CostSurface, Curve
+from hydra_engine.core.plans import LanguageLoad, LanguagePlan
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
 from tests.scheduler.machine import make_surface
 from tests.scheduler.sim import Costs, Simulator, config, expected_tokens, make_request

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.state import RequestState
-from hydra_engine.scheduler.timeline import DecodeTimes, Timeline
+from hydra_engine.scheduler.decodes import DecodeTimes
+from hydra_engine.scheduler.timeline import Timeline
 from tests.scheduler.sim import make_request
 
 

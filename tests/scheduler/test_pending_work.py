@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.cost import LanguageLoad, VisionLoad
 from hydra_engine.core.messages import BudgetReport
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.budget import PendingWork, StepBudget

@@ -29,8 +29,8 @@ from hydra_engine.core.outputs import (
     Usage,
 )
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.core.request import SamplingParams
 from hydra_engine.core.roles import Topology
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
 from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 

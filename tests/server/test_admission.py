@@ -16,7 +16,7 @@ from hydra_engine.config import MediaConfig, SchedulerConfig, ServerConfig
 from hydra_engine.core.fairness.byte_budget import ByteBudget
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS
 from hydra_engine.core.prompting import MAX_JSON_VALUES, MAX_TOOL_CHARS, MAX_TOOL_VALUES, MAX_TOOLS
-from hydra_engine.core.request import (
+from hydra_engine.core.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,

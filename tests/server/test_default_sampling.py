@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from tests.server.conftest import Served
 
 DEFAULTS = SamplingParams(temperature=0.25, top_p=0.5, top_k=3, min_p=0.125, repetition_penalty=1.5, max_tokens=7)

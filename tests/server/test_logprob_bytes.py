@@ -18,7 +18,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.core.plans import TokenLogprobs
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.frontend.active import activate
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.preprocess.preprocessor import Prepared

@@ -20,7 +20,7 @@ from hydra_engine.core.logprobs import Logprobs
 from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import TokenLogprobs
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest, activate
 from hydra_engine.frontend.handle import Handle

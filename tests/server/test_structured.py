@@ -16,7 +16,7 @@ import pytest
 from hydra_engine import Engine
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.body import parse_request

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.schemas import subschemas
 from hydra_engine.core.schemas.subschemas import at
 from hydra_engine.errors import InvalidRequest

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
 from tests.guidance.grammar_texts import Texts

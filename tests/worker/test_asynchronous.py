@@ -18,7 +18,8 @@ import torch
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.request import Request, TokenRules
+from hydra_engine.core.request import Request
+from hydra_engine.core.sampling import TokenRules
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.language.sampler import SamplingState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hydra_engine.core.request import TokenRules
+from hydra_engine.core.sampling import TokenRules
 from hydra_engine.worker.language.sampler import MAX_NUMBER, NO_FAST_PATH, SamplingState, draw_number, seed_state
 from hydra_engine.worker.language.slot_table import SlotSampling, draw_numbers
 from tests.worker.fakes import make_request

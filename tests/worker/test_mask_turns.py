@@ -11,7 +11,7 @@ import pytest
 
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import DecodeRows, LanguagePlan
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.worker.language.mask_turns import ALONE_S, STEP_S, MaskTurns
 from hydra_engine.worker.language.sampler import SamplingState

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import ImageItem, PixelPayload
+from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import ImageItem, Request
 from tests.worker.fakes import BLOCK, Rig, make_request
 from tests.worker.pulling import connect, make_rig, num_descriptors, pull
 from tools.miniatures import make_tiny

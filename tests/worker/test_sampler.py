@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.request import SamplingParams, TokenRules
+from hydra_engine.core.sampling import SamplingParams, TokenRules
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.worker.language.sampler import (
     NO_FAST_PATH,

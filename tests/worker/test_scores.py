@@ -10,7 +10,8 @@ import torch
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, DecodeRows, LanguagePlan
-from hydra_engine.core.request import Request, SamplingParams
+from hydra_engine.core.request import Request
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.worker.language.sampler import SamplingState, token_logprobs
 from hydra_engine.worker.language.step import PromptScoring, Samples
 from hydra_engine.worker.ports import WorkerRequest

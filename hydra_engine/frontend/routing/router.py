@@ -14,8 +14,7 @@ from functools import partial
 from hashlib import blake2b
 
 from hydra_engine.core.instances import Condition
-from hydra_engine.core.media import ImageItem
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.core.roles import Role
 from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceLoad, prefillers
 

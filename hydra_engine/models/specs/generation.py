@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra_engine.core.request import SamplingParams, TokenRules
+from hydra_engine.core.sampling import SamplingParams, TokenRules
 from hydra_engine.errors import CheckpointError, ConfigError, HydraError, InvalidRequest
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
 

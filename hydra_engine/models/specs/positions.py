@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydra_engine.core.media import RopeSpan
+from hydra_engine.core.request import RopeSpan
 from hydra_engine.models.specs.base import ItemPlan
 
 

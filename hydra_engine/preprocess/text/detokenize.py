@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from hydra_engine.core.logprobs import FIRST, SILENT
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.preprocess.text.tokenizer import REPLACEMENT, Tokenizer, name_of
 
 # A character has at most four bytes: more tokens than this that end in no character never complete one.

@@ -79,7 +79,7 @@ class Offers:
             offered_s[index] = now
         elif index in offered_s:
             since_s = offered_s.pop(index)
-            self._requests.timelines[request_id].offered("offered_features", since_s, now, num_tokens)
+            self._requests.timelines[request_id].transferred("offered_features", since_s, now, num_tokens)
             if progress == ImageProgress.WAITING:
                 self._events.add(FeaturesGoneEvent(request_id, index))
 
@@ -145,7 +145,7 @@ class Offers:
         for index, since_s in offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
             stage = "offered_kv" if index == _KV else "offered_features"
-            timeline.offered(stage, since_s, now, tokens, cause)
+            timeline.transferred(stage, since_s, now, tokens, cause)
         offered_s.clear()
 
 

@@ -269,7 +269,7 @@ class Pulls:
         state.plans_in_flight -= 1
         if plan.image_index is None:
             num_tokens = len(plan.block_ids) * self._requests.kv.block_size
-            self._requests.timelines[plan.request_id].pulled("pull_kv", started_s, ended_s, num_tokens)
+            self._requests.timelines[plan.request_id].transferred("pull_kv", started_s, ended_s, num_tokens)
             self._end_kv(state, plan, now, valid=valid)
         else:
             handover_of(state).images_copied.remove(plan.image_index)
@@ -278,7 +278,7 @@ class Pulls:
 
     def _end_features(self, state: RequestState, index: int, started_s: float, ended_s: float, *, valid: bool) -> None:
         images, num_tokens = self._requests.images, state.request.images[index].num_tokens
-        self._requests.timelines[state.request.id].pulled("pull_features", started_s, ended_s, num_tokens)
+        self._requests.timelines[state.request.id].transferred("pull_features", started_s, ended_s, num_tokens)
         if valid:
             handover_of(state).requested_images.discard(index)
         users = images.finish(state.image_keys[index], ended_s, failed=not valid)

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from hydra_engine.core.cost import CostSurface, LanguageLoad
+from hydra_engine.core.cost import CostSurface
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import DelayCause
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.scheduler.hooks import StepObserver, Work
 from hydra_engine.scheduler.step_stats import TypicalSteps
 

@@ -12,7 +12,7 @@ from collections import deque
 from enum import IntEnum
 from statistics import NormalDist, median
 
-from hydra_engine.core.cost import LanguageLoad
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.scheduler.step_stats import Window
 
 WINDOW = 200  # steps

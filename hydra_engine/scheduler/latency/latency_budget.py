@@ -13,8 +13,9 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface
 from hydra_engine.core.messages import BudgetReport
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.correction import Correction, Kind, kind_of
 from hydra_engine.scheduler.latency.partition_choice import PartitionChoice

@@ -6,7 +6,8 @@ Reported at start: no budget can keep a limit that a single request breaks. Does
 from __future__ import annotations
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import CostSurface, LanguageLoad, VisionLoad
+from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 
 SHORT_PROMPT = 64  # tokens of text
 

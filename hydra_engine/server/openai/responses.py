@@ -14,7 +14,7 @@ from aiohttp import web
 from hydra_engine.core.logprobs import TextLogprob, gathered
 from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import HydraError
 from hydra_engine.server.generate import Answer, Identity, call_of, offered, read_generation, respond, thinking_of
 from hydra_engine.server.http.body import made_of_body

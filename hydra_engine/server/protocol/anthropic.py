@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from hydra_engine.core.call import MAX_MESSAGES, MAX_PARTS, ChatMessage, ImagePart, MediaPart, PastCalls, Role, TextPart
 from hydra_engine.core.prompting import MAX_TOOLS, TemplateOptions
-from hydra_engine.core.request import MAX_STOPS, SamplingParams
+from hydra_engine.core.sampling import MAX_STOPS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.protocol.chat import Variables
 from hydra_engine.server.protocol.fields import (

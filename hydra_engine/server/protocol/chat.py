@@ -15,7 +15,7 @@ from hydra_engine.core import call
 from hydra_engine.core.call import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS
 from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.prompting import MAX_TOOLS, MAX_VARIABLES, PixelBudget, TemplateOptions
-from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
+from hydra_engine.core.sampling import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.encoding import Slices
 from hydra_engine.server.http.strict_json import NO_NUL

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hydra_engine.core.logprobs import TextLogprob, bare
-from hydra_engine.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS_LIMIT, SamplingParams
+from hydra_engine.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS_LIMIT, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.encoding import Slices
 from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite

@@ -16,7 +16,8 @@ from hydra_engine.core.call import MAX_CALL_ID_CHARS
 from hydra_engine.core.call import MAX_NAME_CHARS as MAX_CALL_NAME_CHARS
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from hydra_engine.core.prompting import MAX_ARGUMENT_CHARS, MAX_TOOL_CHARS, TOOL_NAME, CheckedTools
-from hydra_engine.core.request import (
+from hydra_engine.core.request import Slo
+from hydra_engine.core.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,
@@ -26,7 +27,6 @@ from hydra_engine.core.request import (
     MAX_STOPS,
     MAX_TOKENS_LIMIT,
     SamplingParams,
-    Slo,
 )
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.strict_json import NO_NUL

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from hydra_engine.core.request import MAX_TOKENS_LIMIT
+from hydra_engine.core.sampling import MAX_TOKENS_LIMIT
 from hydra_engine.server.protocol.fields import log_once
 from hydra_engine.server.tools.reasoning import Wish
 

@@ -16,7 +16,7 @@ from hydra_engine.core.call import MAX_MESSAGES, ChatMessage
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.prompting import MAX_TOOLS
-from hydra_engine.core.request import MAX_LOGPROBS, SamplingParams
+from hydra_engine.core.sampling import MAX_LOGPROBS, SamplingParams
 from hydra_engine.server.protocol.chat import TokenLogprob, Variables
 from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.tool_objects import Event, Reasoning, ToolParser
 from hydra_engine.server.tools.tool_parsers import THINKING, PlainText

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.schemas.numbers import text_of
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.function_blocks import FUNCTION

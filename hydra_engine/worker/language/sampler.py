@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.plans import TokenLogprobs
-from hydra_engine.core.request import NO_RULES, Request, SamplingParams, TokenRules
+from hydra_engine.core.request import Request
+from hydra_engine.core.sampling import NO_RULES, SamplingParams, TokenRules
 from hydra_engine.errors import InvalidRequest
 
 Logits = npt.NDArray[np.float32]

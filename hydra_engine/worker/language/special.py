@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Adjustments, Ops, SamplingTensors
 from hydra_engine.core.plans import Int64s, TokenLogprobs
-from hydra_engine.core.request import MAX_LOGPROBS
+from hydra_engine.core.sampling import MAX_LOGPROBS
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.worker.boundary import run_guarded
 from hydra_engine.worker.language.sampler import SamplingState, TokenHistory, allowed_tokens

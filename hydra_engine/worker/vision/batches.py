@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.backend.device import Device
-from hydra_engine.core.media import ImageItem, PixelPayload
+from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import EncodeItem, Int64s
+from hydra_engine.core.request import ImageItem
 from hydra_engine.models.inputs import VisionInput
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.core.request import SamplingParams
+from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.worker.language.sampler import draw
 from hydra_kernels.sampling import greedy, sample
 from tests.kernels.comparison import strided

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from hydra_engine.backend.base import Backend
-from hydra_engine.core.media import RopeSpan
+from hydra_engine.core.request import RopeSpan
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, VideoInfo
 from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.preprocess.media.pixels import render

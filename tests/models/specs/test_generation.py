@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.core.request import SamplingParams, TokenRules
+from hydra_engine.core.sampling import SamplingParams, TokenRules
 from hydra_engine.errors import CheckpointError, ConfigError, HydraError
 from hydra_engine.models.specs.generation import read_generation
 

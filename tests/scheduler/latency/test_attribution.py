@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.cost import CostSurface, Curve, LanguageLoad
+from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import DelayCause
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.scheduler.latency.attribution import MAX_PARTS, StepHistory
 from hydra_engine.scheduler.timeline import describe_causes
 from tests.examples import examples

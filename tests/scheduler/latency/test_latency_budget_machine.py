@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import CostSurface, LanguageLoad
+from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from tests.examples import examples

@@ -1,7 +1,7 @@
 """What is said at start about limits that a single request breaks."""
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import LanguageLoad, VisionLoad
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.latency.limit_check import best_tpot_s, best_ttft_s, check_limits
 from tests.scheduler.machine import make_surface
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.cost import CostSurface, LanguageLoad, Slowdowns, VisionLoad
+from hydra_engine.core.cost import CostSurface, Slowdowns
+from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import PendingWork
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.partition_choice import GAIN, LOOK, PartitionChoice

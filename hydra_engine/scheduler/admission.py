@@ -1,0 +1,78 @@
+"""Rules by which an instance accepts requests. One that can never fit is refused with the quota and a remedy, a full
+queue with a time to retry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_engine.core.request import Request
+from hydra_engine.core.roles import Role
+from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes of one instance, in blocks and in tokens (KV) or feature rows (images) per block."""
+
+    role: Role
+    num_kv_blocks: int
+    kv_block_size: int
+    num_image_blocks: int
+    image_block_size: int
+
+
+def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
+    """Raises InvalidRequest or RequestTooLarge if these stages of the request (default: all of the role) cannot run to
+    their end even alone on this instance, and Unavailable if its role does not have a stage."""
+    stages = limits.role if stages is None else stages
+    if stages & limits.role != stages:
+        raise Unavailable(
+            f"stages {stages.letters} are asked of an instance that serves {limits.role.letters} now; send the request "
+            "again",
+            code="wrong_role",
+        )
+    if stages != Role.E:
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt is empty; send at least one token", param="messages")
+        _check_kv(request, limits, request.max_new_tokens if Role.D in stages else len(request.generated_token_ids))
+    if stages == Role.E or Role.P in stages:
+        _check_images(request, limits)
+
+
+def _check_images(request: Request, limits: Limits) -> None:
+    for index, image in enumerate(request.images):
+        blocks = -(-image.num_tokens // limits.image_block_size)
+        if blocks > limits.num_image_blocks:
+            raise RequestTooLarge(
+                f"image {index + 1} needs {blocks} blocks of the image cache for its {image.num_tokens} tokens, this "
+                f"deployment has {limits.num_image_blocks}; send a smaller image, or serve with a larger "
+                "--image-cache-gib",
+                param="messages",
+            )
+
+
+def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
+    blocks = -(-(request.num_prompt + num_generated) // limits.kv_block_size)
+    if blocks <= limits.num_kv_blocks:
+        return
+    room = limits.num_kv_blocks * limits.kv_block_size
+    if room > request.num_prompt and num_generated:
+        param, remedy = "max_tokens", f"lower max_tokens to at most {room - request.num_prompt}"
+    else:
+        param, remedy = "messages", "shorten the prompt or send smaller images"
+    raise RequestTooLarge(
+        f"{request.num_prompt} prompt tokens and up to {num_generated} new ones need {blocks} KV blocks, this "
+        f"deployment has {limits.num_kv_blocks} ({room} tokens); {remedy}, or serve with a larger --kv-cache-gib",
+        param=param,
+    )
+
+
+def check_queue(num_live: int, max_queue: int, finish_times: Sequence[float]) -> None:
+    """Raises Unavailable if `max_queue` requests are accepted and not finished."""
+    if num_live >= max_queue:
+        raise Unavailable(
+            f"{num_live} requests are queued or running, the limit (max_queue) is {max_queue}; try again later",
+            code="overloaded",
+            retry_after_s=retry_after_s(num_live, finish_times),
+        )
