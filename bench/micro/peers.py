@@ -176,4 +176,4 @@ def _draw(model: Any, subject: Subject) -> None:
     # Of our own names: a tower's last layers may have none.
     draws = NamedDraws((name for name, slot in subject.model.slots.items() if not slot.optional), subject.device)
     for name, parameter in model.named_parameters():
-        draws.fill(canonical_name(name, renames), parameter.data)
+        draws.draw(canonical_name(name, renames), parameter.data)

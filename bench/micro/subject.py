@@ -100,7 +100,7 @@ class Subject:
         """Bytes of a weight of the decoder's layers, and of its head, as they are kept."""
         kept = self.spec.at_load or self.spec.quantization
         width = weights_dtype(self.backend.dtype, self.spec.dtype, device=self.backend.device.name).itemsize
-        layers = kept.bytes_per_weight if kept is not None and kept.stays else width
+        layers = kept.bytes_per_weight if kept is not None and kept.stays_quantized else width
         return layers, 1 if self.spec.at_load else width
 
     @property

@@ -24,7 +24,7 @@ from hydra_engine import _C
 from hydra_engine.backend.base import PackedLinear
 from hydra_engine.backend.cpu.linear import NativeLinear, linear, pack_linear
 from hydra_engine.backend.quantized import QuantizedWeight, quantized
-from hydra_engine.models.loading.gguf_tensors import by_formula
+from hydra_engine.models.loading.gguf_tensors import decode_in_torch
 from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
 from tools.miniatures.gguf_text import random_blocks
 
@@ -50,7 +50,9 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor | QuantizedWeight]] = {
 def random_weight(kind: str, weight: Tensor) -> QuantizedWeight:
     """Of the shape of `weight`: nothing here quantises to this type."""
     blocks = torch.from_numpy(random_blocks(kind, *weight.shape)).flatten()
-    return by_formula(blocks, next(known for known in TENSOR_TYPES.values() if known.name == kind), weight.shape[0])
+    return decode_in_torch(
+        blocks, next(known for known in TENSOR_TYPES.values() if known.name == kind), weight.shape[0]
+    )
 
 
 def in_turn(run: Callable[[int], object], copies: int) -> Callable[[], object]:

@@ -35,7 +35,7 @@ def _check_pictures(pictures: list[str], limits: MediaConfig) -> None:
     for number, picture in enumerate(pictures, 1):
         try:
             source = sources.classify(picture, limits)
-            with sources.naming(source):
+            with sources.with_path_in_errors(source):
                 if not isinstance(source, sources.RemoteFile):
                     images.inspected(sources.read_local(source, limits), limits)
         except InvalidRequest as error:

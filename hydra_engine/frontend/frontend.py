@@ -120,7 +120,7 @@ class Frontend:
             self._stealing.stop()
         self._on_progress = on_progress
         loader = MediaLoader(spec, self.config.media, self._clock)
-        texts = SandboxedTexts(path, TextSpec.of(spec), self.config.chat_template)
+        texts = SandboxedTexts(path, TextSpec.from_spec(spec), self.config.chat_template)
         beside = asyncio.gather(texts.start(), loader.warm_up())
         try:
             await self._supervisor.start(self)

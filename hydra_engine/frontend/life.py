@@ -21,7 +21,7 @@ from hydra_engine.frontend.handle import Owner
 from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.models.specs.generation import read_generation
 from hydra_engine.preprocess.model_files import find_model_files
-from hydra_engine.preprocess.text.template_files import read_given
+from hydra_engine.preprocess.text.template_files import read_template
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class EngineLife:
         self._owner = Owner()
         self.config = config = find_model_files(config)
         if config.chat_template is not None:
-            read_given(config.chat_template)  # raises before gigabytes are read
+            read_template(config.chat_template)  # raises before gigabytes are read
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
         self._ahead = ahead

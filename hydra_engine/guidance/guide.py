@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.guidance.reasons import phrased, reason_of
+from hydra_engine.guidance.reasons import reason_of, rephrase
 from hydra_engine.guidance.sources import source_of
 from hydra_engine.guidance.tokens import load_tokens
 
@@ -65,7 +65,7 @@ class Guide:
         try:
             source = source_of(grammar, self._special_tokens)
         except ValueError as error:
-            raise GrammarError(phrased(str(error))) from None
+            raise GrammarError(rephrase(str(error))) from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         is_alone = grammar.kind in ("regex", "choice") and grammar.calls is None
         num_bytes = _MIN_BYTES + len(source) * (_BYTES_PER_CHAR_ALONE if is_alone else _BYTES_PER_CHAR)
@@ -113,7 +113,7 @@ class Matcher:
         self._matcher.consume_tokens(list(token_ids))
         self._check()
 
-    def ends(self) -> TokenMask:
+    def end_token_mask(self) -> TokenMask:
         """A mask of the end-of-sequence tokens alone, [largest id + 1] bool."""
         mask: TokenMask = np.zeros(max(self._eos_token_ids) + 1, dtype=np.bool_)
         mask[self._eos_token_ids] = True

@@ -27,7 +27,7 @@ def parse(text: str) -> Any:
     return json.loads(text, parse_int=_integer, parse_float=_decimal, parse_constant=_no_number)
 
 
-def text_of(schema: dict[str, Any]) -> str:
+def write_schema(schema: dict[str, Any]) -> str:
     """Writes a schema as JSON. Raises ValueError for numbers out of a float's range."""
     return json.dumps(schema, ensure_ascii=False, default=_as_float)
 
@@ -55,7 +55,7 @@ def _as_float(number: object) -> float:
     return value
 
 
-def settle_numbers(schemas: Iterable[dict[str, Any]]) -> None:
+def normalise_numbers(schemas: Iterable[dict[str, Any]]) -> None:
     """Checks the numbers of schemas, and changes them in place to what llguidance takes: counts become integers, lower
     bounds of integers at least `LOWEST`. Raises ValueError that says what to write instead."""
     factors: set[Decimal] = set()

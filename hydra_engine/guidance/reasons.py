@@ -55,10 +55,10 @@ def reason_of(text: str) -> str:
     if text.startswith("NoExtension"):
         return NO_TEXT
     inner = _INNER_ERROR.search(text)  # the regex parser's error, below its drawing
-    return phrased(inner[1] if inner else text)
+    return rephrase(inner[1] if inner else text)
 
 
-def phrased(text: str) -> str:
+def rephrase(text: str) -> str:
     words = text.partition("\n")[0]
     for pattern, phrase in _PHRASES:
         words = pattern.sub(phrase, words)

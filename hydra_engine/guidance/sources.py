@@ -75,8 +75,8 @@ def _of_schema(text: str, options: Mapping[str, object] = MappingProxyType({})) 
                 _check_end(pattern)
         for name in _ANNOTATIONS:
             one.pop(name, None)
-    numbers.settle_numbers(schemas)
-    return _only_form(LLMatcher.grammar_from_json_schema(numbers.text_of(schema), defaults=_JSON_OPTIONS))
+    numbers.normalise_numbers(schemas)
+    return _only_form(LLMatcher.grammar_from_json_schema(numbers.write_schema(schema), defaults=_JSON_OPTIONS))
 
 
 def _of_regex(expression: str) -> dict[str, object]:

@@ -65,7 +65,7 @@ def build_model(
         else:
             root.skip(*family.weight_names)
     bits = None if spec.at_load is None else spec.at_load.num_bits[0]
-    language = root.at("" if spec.vision is None else "language_model", quantize=bits)
+    language = root.child("" if spec.vision is None else "language_model", quantize=bits)
     root.skip("mtp.")  # layers that guess further tokens, beside some published decoders
     if role.needs_language:
         decoder = Decoder(language, spec.language)
@@ -78,7 +78,7 @@ def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role)
     """Raises CheckpointError if config.json has more layers than the weights. Reads headers only. Weights that cannot
     be opened are ignored here: loading them raises the error."""
     try:
-        checkpoint = SafetensorsCheckpoint(model_dir) if spec.family == GENERIC else _opened(model_dir, spec)
+        checkpoint = SafetensorsCheckpoint(model_dir) if spec.family == GENERIC else _open_checkpoint(model_dir, spec)
     except CheckpointError:
         return
     with checkpoint:
@@ -146,7 +146,7 @@ def load_model(
         return model
     if packed_cache is not None:
         return _cached(model_dir, spec, backend, role, advance, packed_cache)
-    return _filled(model_dir, spec, backend, role, advance)
+    return _build_and_fill(model_dir, spec, backend, role, advance)
 
 
 def _cached(
@@ -159,16 +159,18 @@ def _cached(
         notes = cache.restore(path, model.holders)
         model.notes = (*notes, f"weights: mapped from {path}")
         return model
-    model = _filled(model_dir, spec, backend, role, progress)
+    model = _build_and_fill(model_dir, spec, backend, role, progress)
     problem: str | None = cache.write(path, model.holders, model.notes)
     where = f"written to {path}" if problem is None else f"not written to {folder}: {problem}"
     model.notes = (*model.notes, f"weights: packed, and {where}")
     return model
 
 
-def _filled(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role, progress: Progress) -> VisionLanguageModel:
+def _build_and_fill(
+    model_dir: Path, spec: ModelSpec, backend: Backend, role: Role, progress: Progress
+) -> VisionLanguageModel:
     device = backend.device.torch_device
-    with _opened(model_dir, spec) as checkpoint:
+    with _open_checkpoint(model_dir, spec) as checkpoint:
         model = build_model(spec, backend.ops, backend.dtype, role, device=device, held=checkpoint.entries)
         with torch.inference_mode(), _one_thread():
             num_widened = fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=progress)
@@ -180,6 +182,6 @@ def _filled(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role, prog
     return model
 
 
-def _opened(model_dir: Path, spec: ModelSpec) -> Checkpoint:
+def _open_checkpoint(model_dir: Path, spec: ModelSpec) -> Checkpoint:
     renames = () if spec.vision is None else vision_class(spec).renames
     return open_checkpoint(model_dir, renames, spec.quantization)

@@ -41,7 +41,7 @@ class LanguageInput:
     scored: Scored | None = None
 
 
-def go_on() -> None:
+def no_checkpoint() -> None:
     """A checkpoint that does not wait."""
 
 
@@ -61,6 +61,6 @@ class VisionInput:
     grids: tuple[tuple[int, int, int], ...]  # (time, rows, columns) in patches
     slots: Tensor  # [sum of num_tokens] int64, image-cache slots in token order
     arrays: tuple[Mapping[str, Tensor], ...] = ()
-    checkpoint: Callable[[], None] = go_on
+    checkpoint: Callable[[], None] = no_checkpoint
     piece_rows: int = 0
     send: Send | None = None  # copies a tower's host arrays to the device; None: with blocking copies

@@ -21,23 +21,23 @@ from hydra_engine.models.loading.parameters import Demands, Renames, Scope
 class Vision(Protocol):
     """Tower and projector: from a batch of spans to rows of the image cache, [M, C] per plane.
 
-    `pack` and `cut` prepare the inputs. A call only launches ops and reads shapes, so with a room, which determines all
-    shapes, it can be captured as a graph."""
+    `pack` and `cut` prepare the inputs. A call only launches ops and reads shapes, so a batch padded to a capacity,
+    which determines all shapes, can be captured as a graph."""
 
     weight_names: tuple[str, ...]  # how the canonical names of its weights begin
     renames: Renames  # of all weights of the model
     num_slices: int  # pieces, not of one length, in which an encode with whole layers is computed between checkpoints
-    granule: int  # patches that every room is a multiple of
+    granule: int  # every capacity is a multiple of these patches
     num_values: int  # bytes of a patch
 
     def __init__(self, scope: Scope, spec: Any) -> None: ...
 
-    def reserve(self, room: int) -> None:
-        """Fixes the addresses of all tables that calls for rooms of up to `room` patches read besides their inputs."""
+    def reserve(self, capacity: int) -> None:
+        """Fixes the addresses of all tables that calls of up to `capacity` patches read besides their inputs."""
         ...
 
-    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
-        """Packs a batch, padded to `room` patches (0: no padding). None if it does not fit."""
+    def pack(self, batch: VisionInput, capacity: int = 0) -> Packing | None:
+        """Packs a batch, padded to `capacity` patches (0: no padding). None if it does not fit."""
         ...
 
     def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
@@ -76,7 +76,7 @@ class VisionLanguageModel:
         if self.tower is None:
             raise ValueError("encode: expected a model with a vision tower, got one without")
         packing = self.tower.pack(batch)
-        assert packing is not None, "without a room everything fits"
+        assert packing is not None, "without a capacity everything fits"
         inputs = tower_input(packing, batch, self.tower.cut, self.tower.num_values)
         for plane, features in enumerate(self.tower(inputs)):
             self._ops.write_cache(image_cache, plane, (features.unsqueeze(1),), batch.slots)

@@ -94,5 +94,5 @@ def _parts(plans: Iterable[Planned]) -> Iterator[tuple[str | ItemPlan, ...]]:
     """Yields the texts and spans of each picture or video."""
     seen: Counter[str] = Counter()
     for kind, plan in plans:
-        yield plan.parts_of(seen[kind])
+        yield plan.numbered_parts(seen[kind])
         seen[kind] += 1

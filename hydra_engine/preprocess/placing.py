@@ -27,7 +27,7 @@ def place_in_text(
     """Returns the token ids of `text`, in which each placeholder is replaced by the texts and image tokens of a plan.
     `text` has one placeholder per picture and no image tokens, all spelled for `quoting` if given."""
     image_token = tokenizer.token(processor.image_token_id)
-    spelled = (lambda own: own) if quoting is None else quoting.own
+    spelled = (lambda own: own) if quoting is None else quoting.spell
     encode = tokenizer.encode if quoting is None else quoting.encode
     pieces = text.split(spelled(processor.placeholder))
     assert image_token is not None and len(pieces) == len(plans) + 1, "placeholders were counted"

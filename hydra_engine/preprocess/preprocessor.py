@@ -86,7 +86,7 @@ class Preprocessor:
         self._defaults = defaults
         self._num_drawn = 0
         self._clock = clock or MonotonicClock()
-        writer = Writer(tokenizer, TextSpec.of(spec), chat_template_path)
+        writer = Writer(tokenizer, TextSpec.from_spec(spec), chat_template_path)
         self._eos_token_ids = writer.eos_token_ids
         self._template, self._tool_template = writer.template, writer.tool_template
         self._texts = texts or OwnTexts(writer)
@@ -127,7 +127,7 @@ class Preprocessor:
         self._check_vocabulary(sampling)
         seed = self._draw_seed() if sampling.seed is None else sampling.seed & SEED_MASK
         prompt = self._prompt_of(call)
-        sources = self._loader.check(prompt.media)
+        sources = self._loader.resolve_sources(prompt.media)
         started_s = self._clock.now()
         token_ids = await self._tokenize(prompt, call.client)
         spans = [StageSpan("tokenize", started_s, self._clock.now(), tokens=len(token_ids))]
@@ -222,7 +222,7 @@ class Preprocessor:
         else:
             content = (*media, TextPart(text)) if media else text
             messages = (ChatMessage("user", content, "prompt"),)
-        messages = tuple(map(self._template_for(call.template).known, messages))
+        messages = tuple(map(self._template_for(call.template).with_known_fields, messages))
         num_chars = sum(len(text) for message in messages for _, text in message.texts())
         others = [message.others for message in messages]
         num_chars += sum(map(len, texts_of((others, call.template.tools, call.template.variables))))
@@ -265,7 +265,7 @@ class Preprocessor:
         texts."""
         if prompt.token_ids is not None:
             return place_in_ids(token_ids, processor), list(media)
-        token_ids = await self._texts.place(client, prompt, [picture.plan for picture in media])
+        token_ids = await self._texts.encode_with_media(client, prompt, [picture.plan for picture in media])
         return token_ids, without_texts(media)
 
     # ---- the prompt

@@ -149,7 +149,7 @@ class Pair:
 
     @cached_property
     def _pictures(self) -> PictureProcessor:
-        return PictureProcessor.of(self.processor)
+        return PictureProcessor.from_spec(self.processor)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -163,9 +163,9 @@ def test_a_processor_that_counts_pictures_takes_one_a_request(made: Make, native
     assert model.notes == (f"one picture a request: {why}",)
     loader = MediaLoader(spec, MediaConfig(), MonotonicClock())
     parts = [ImagePart(picture(40, 30), param=f"messages[0].content[{index}]") for index in range(2)]
-    loader.check(parts[:1])
+    loader.resolve_sources(parts[:1])
     with pytest.raises(InvalidRequest, match=f"the request has 2 images; at most 1 is allowed: {why}") as caught:
-        loader.check(parts)
+        loader.resolve_sources(parts)
     assert (caught.value.code, caught.value.param) == ("too_many_images", "messages[0].content[1]")
     loader.close()
 
@@ -189,15 +189,15 @@ def test_pictures_that_change_beside_others_are_taken_alone(
 ) -> None:
     call = transformers.LlavaProcessor.__call__
     directory = copied("llava")
-    assert processor_of(directory).joins([probe_picture(), probe_picture((80, 40))])
+    assert processor_of(directory).joins_pictures([probe_picture(), probe_picture((80, 40))])
     monkeypatch.setattr(transformers.LlavaProcessor, "__call__", lambda *args, **more: change(call(*args, **more)))
-    assert not processor_of(directory).joins([probe_picture(), probe_picture((80, 40))])
+    assert not processor_of(directory).joins_pictures([probe_picture(), probe_picture((80, 40))])
 
 
 def processor_of(directory: Path) -> PictureProcessor:
     spec = load_spec(directory, GENERIC)
     assert spec.processor is not None
-    return PictureProcessor.of(spec.processor)
+    return PictureProcessor.from_spec(spec.processor)
 
 
 @pytest.mark.quick("smolvlm")

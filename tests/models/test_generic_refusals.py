@@ -30,9 +30,9 @@ from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.transformers_adapter.attention import MaskRule
-from hydra_engine.models.transformers_adapter.build_spec import describe_elsewhere
+from hydra_engine.models.transformers_adapter.build_spec import describe_in_process
 from hydra_engine.models.transformers_adapter.describe_spec import _no_images_because, describe, probe_picture
-from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
+from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
 from hydra_engine.preprocess.media.media import MediaLoader
 from tools.miniatures import make_tiny
@@ -162,7 +162,7 @@ def test_pictures_of_one_shape_that_a_processor_refuses_are_refused_alone(
     spec = spec_of(copied)
     assert spec.processor is not None and spec.processor.inputs == ("pixel_values",)
     with pytest.raises(InvalidImage, match="cannot take a picture of 400 x 40 pixels"):
-        PictureProcessor.of(spec.processor).expand(probe_picture((400, 40)))
+        PictureProcessor.from_spec(spec.processor).expand(probe_picture((400, 40)))
 
 
 def test_a_model_whose_pictures_cannot_be_computed_is_not_called_text_alone(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_model_whose_pictures_cannot_be_computed_is_not_called_text_alone(tmp_
     assert spec.vision is None and spec.no_images_because == why
     loader = MediaLoader(spec, MediaConfig(), MonotonicClock())
     with pytest.raises(InvalidRequest, match=f"^this model takes no images here: {why}$"):
-        loader.check([ImagePart(probe_picture(), param="prompt")])
+        loader.resolve_sources([ImagePart(probe_picture(), param="prompt")])
     loader.close()
     assert _no_images_because(transformers.LlamaConfig()) == ""
 
@@ -189,19 +189,21 @@ def test_errors_of_python_are_told_by_their_place() -> None:
     for fail in (lambda: None.shape, lambda: [][0], lambda: len(3), lambda: exec("a, b = 1, 2, 3")):
         with pytest.raises(PROCESSOR_ERRORS) as caught:
             fail()
-        words = in_words(caught.value)
+        words = describe_error(caught.value)
         assert re.fullmatch(
             r"code of transformers or of the model does not work with these files \(.+, line \d+\)", words
         )
     with pytest.raises(KeyError) as caught:
         {}["short_factor"]
-    assert "these files, in which there is no short_factor (test_generic_refusals.py, line " in in_words(caught.value)
+    assert "these files, in which there is no short_factor (test_generic_refusals.py, line " in describe_error(
+        caught.value
+    )
     with pytest.raises(AttributeError) as caught:
         transformers.LlamaConfig().image_token
-    assert "in which there is no image_token (" in in_words(caught.value)
-    assert in_words(OSError("no such\n  file")) == "no such file"
-    assert in_words(ValueError("One sentence. " + "Another one " * 40)) == "One sentence."
-    assert in_words(ValueError("word " * 100)).endswith("word ...")
+    assert "in which there is no image_token (" in describe_error(caught.value)
+    assert describe_error(OSError("no such\n  file")) == "no such file"
+    assert describe_error(ValueError("One sentence. " + "Another one " * 40)) == "One sentence."
+    assert describe_error(ValueError("word " * 100)).endswith("word ...")
 
 
 def test_a_model_that_computes_something_else_in_our_stages_is_refused(gemma3: Path, reference: Backend) -> None:
@@ -245,7 +247,7 @@ def test_weights_that_are_missing_or_not_finite(copied: Path, reference: Backend
 
 @pytest.mark.slow
 def test_a_process_without_torch_hears_the_same(gemma3: Path, copied: Path) -> None:
-    assert describe_elsewhere(str(gemma3), False) == describe(gemma3, trust_remote_code=False)
+    assert describe_in_process(str(gemma3), False) == describe(gemma3, trust_remote_code=False)
     changed_json(copied / "config.json", model_type="homemade")
     with pytest.raises(CheckpointError, match="does not know model type 'homemade'"):
-        describe_elsewhere(str(copied), False)
+        describe_in_process(str(copied), False)

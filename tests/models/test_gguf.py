@@ -27,7 +27,7 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.loading.gguf_checkpoint import ordered
 from hydra_engine.models.loading.gguf_names import Order
-from hydra_engine.models.loading.gguf_tensors import by_formula, decoded
+from hydra_engine.models.loading.gguf_tensors import decode_in_torch, decoded
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
 from hydra_engine.models.specs.gguf_rope import llama3_factors
@@ -231,7 +231,7 @@ def test_blocks_are_taken_apart_as_the_formulas_say(kind: str, threads: int) -> 
     for rows, width in ((1, 256), (37, 768), (301, 1536)):
         raw = torch.from_numpy(random_blocks(kind, rows, width)).flatten()
         raw[-2:] = 255  # the scale of the last block of Q6_K; elsewhere numbers
-        expected = by_formula(raw, numbers, rows)
+        expected = decode_in_torch(raw, numbers, rows)
         _C.set_num_threads(threads)
         weight = decoded_blocks(raw, kind, rows)
         _C.set_num_threads(1)

@@ -45,7 +45,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for kind in (decoder.DecoderLayer, vision.VisionLayer):
 
         def record(self: Any, scope: Any, *rest: Any, _init: Any = kind.__init__, **named: Any) -> None:
-            found.append(scope.named(""))
+            found.append(scope.full_name(""))
             _init(self, scope, *rest, **named)
 
         monkeypatch.setattr(kind, "__init__", record)

@@ -162,5 +162,7 @@ def test_a_gpu_holds_a_byte_of_each_eight_bit_float(checkpoint: CheckpointFactor
     model = load_model(tmp_path / name, held, backend, EPD)
     assert not model.notes and model.weights_bytes == pytest.approx(held.language_bytes(4, 4), rel=0.05)
     at_start = load_spec(tmp_path / name, SpecOptions(quantization="int8")).held_on("cuda:0")
-    assert at_start.quantization is not None and not at_start.quantization.stays, "they are to be quantised anew"
+    assert at_start.quantization is not None and not at_start.quantization.stays_quantized, (
+        "they are to be quantised anew"
+    )
     assert load_model(tmp_path / name, at_start, backend, EPD).weights_bytes < 1.1 * model.weights_bytes

@@ -20,7 +20,7 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.roles import Role
 from hydra_engine.models.layers.vision_slices import Slices, attention_pieces
-from hydra_engine.models.transformers_adapter.surgery import before_listed
+from hydra_engine.models.transformers_adapter.surgery import call_before_listed
 from hydra_engine.worker.vision.gate import LaneGate
 from tests.examples import examples
 from tests.models.conftest import BACKENDS
@@ -231,7 +231,7 @@ def test_decoder_layers_are_not_hooked(generic_directory: Callable[[str], Path])
     pair = GenericPair(generic_directory("llava"), backend)
     assert all(not module._forward_pre_hooks for module in pair.driver.model._decoder.modules())
     text_only = nn.ModuleDict({"decoder": nn.ModuleList([nn.Linear(2, 2)]), "tower": nn.Linear(2, 2)})
-    before_listed(text_only, text_only["decoder"], lambda: pytest.fail("no list outside the decoder"))
+    call_before_listed(text_only, text_only["decoder"], lambda: pytest.fail("no list outside the decoder"))
     text_only["decoder"][0](torch.zeros(1, 2))
     text_only["tower"](torch.zeros(1, 2))
 

@@ -9,7 +9,7 @@ import torch
 from hydra_engine import _C
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.cpu.rounding import rounded_matrix, transposed_words
-from hydra_engine.models.loading.quantize import by_formula, quantized_matrix
+from hydra_engine.models.loading.quantize import quantize_in_torch, quantized_matrix
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -41,7 +41,7 @@ def test_native_bits_are_those_of_the_formulas(
 ) -> None:
     weight = matrix(*shape, kind, dtype)
     for num_bits in (8, 4):
-        expected, result = by_formula(weight, num_bits), quantized_matrix(weight, num_bits)
+        expected, result = quantize_in_torch(weight, num_bits), quantized_matrix(weight, num_bits)
         assert result.stack_key == expected.stack_key
         assert torch.equal(result.values, expected.values)
         torch.testing.assert_close(result.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
@@ -50,7 +50,7 @@ def test_native_bits_are_those_of_the_formulas(
 @pytest.mark.parametrize("num_bits", [8, 4])
 def test_nothing_beside_the_result_is_written(isa: str, num_bits: int) -> None:
     weight, guard = torch.randn(7, 96), 64
-    expected = by_formula(weight, num_bits)
+    expected = quantize_in_torch(weight, num_bits)
     values = torch.full((expected.values.nbytes + 2 * guard,), 0xA5, dtype=torch.uint8)
     scales = torch.full((expected.scales.numel() + 2 * guard,), -7.0)
     places = values[guard:].data_ptr(), scales[guard:].data_ptr()
@@ -63,7 +63,7 @@ def test_nothing_beside_the_result_is_written(isa: str, num_bits: int) -> None:
 
 def test_rows_may_lie_apart_or_be_wider_than_float32() -> None:
     weight = torch.randn(6, 128, dtype=torch.float64)
-    assert torch.equal(rounded_matrix(weight[:, 32:96], 4).values, by_formula(weight[:, 32:96], 4).values)
+    assert torch.equal(rounded_matrix(weight[:, 32:96], 4).values, quantize_in_torch(weight[:, 32:96], 4).values)
     assert rounded_matrix(weight, 8).scales.dtype is torch.float32
 
 

@@ -50,7 +50,9 @@ def call(name: Any = "weather", arguments: Any = '{"city": "Paris"}') -> dict[st
 
 def render(tokenizer: Tokenizer, template: str | None, messages: list[Any], **options: Any) -> str:
     chat = ChatTemplate(tokenizer, template, IMAGE)
-    return chat.render([chat.known(message) for message in chat_messages(messages)], TemplateOptions(**options))
+    return chat.render(
+        [chat.with_known_fields(message) for message in chat_messages(messages)], TemplateOptions(**options)
+    )
 
 
 def test_messages_in_all_forms_are_understood_in_order() -> None:

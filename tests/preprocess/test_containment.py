@@ -172,12 +172,14 @@ def test_every_thread_of_every_kind_of_child_is_contained() -> None:
 
 def test_a_machine_without_a_filter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seccomp.platform, "machine", lambda: "vax")
-    assert seccomp.forbid(network=False) == "there is no filter for vax"
+    assert seccomp.install_filter(network=False) == "there is no filter for vax"
 
 
 def test_a_child_without_a_filter_works_and_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    child_process.tell_uncontained.cache_clear()
-    code = "from hydra_engine.preprocess.sandbox import seccomp; seccomp.forbid = lambda **_: 'old kernel'" + CHILD
+    child_process.warn_uncontained.cache_clear()
+    code = (
+        "from hydra_engine.preprocess.sandbox import seccomp; seccomp.install_filter = lambda **_: 'old kernel'" + CHILD
+    )
     for _ in range(2):
         host = ChildHost("try", [sys.executable, "-c", code], Answer)
         try:

@@ -153,7 +153,7 @@ async def test_pictures_for_the_models_own_processor_wait_without_a_thread(
 
     def load(data: bytes, client: str) -> asyncio.Task[Any]:
         parts = [module.ImagePart(data, "images")]
-        return asyncio.create_task(loader.load(parts, loader.check(parts), client=client))
+        return asyncio.create_task(loader.load(parts, loader.resolve_sources(parts), client=client))
 
     alice = [load(data, "alice") for data in pictures(encoded, SMALL, 3)]
     await until(lambda: len(loader._processing._queue) == 2 and bool(begun))

@@ -107,10 +107,11 @@ async def test_pictures_and_videos_keep_their_order(model_dir: Path, frames: lis
     kitchen = Kitchen(model_dir)
     image_token, video_token = kitchen.spec.image_token_id, kitchen.spec.video_token_id
     prepared = await kitchen.prepare(picture, video, picture)
-    asked = prepared.asked
-    assert asked.videos == (None, VideoInfo(60, 40, 4, 2.0), None) and asked.number == 1
+    facts = prepared.facts
+    assert facts is not None
+    assert facts.videos == (None, VideoInfo(60, 40, 4, 2.0), None) and facts.number == 1
     others = prepared.request.num_prompt - prepared.request.num_image_tokens
-    assert 0 < asked.num_text <= others
+    assert 0 < facts.num_text <= others
     found = [token for token in prepared.request.prompt_token_ids if token in (image_token, video_token)]
     num_image, num_video = found.count(image_token) // 2, found.count(video_token)
     assert found == [image_token] * num_image + [video_token] * num_video + [image_token] * num_image

@@ -141,8 +141,8 @@ def test_tiled_families_show_one_view_at_low_detail(directory: Any) -> None:
     assert within_budget(arrangements_of(1, 12), low, 448 * 448) == [(1, 1)]
     assert within_budget(PINPOINTS, low) == [(672, 336), (336, 672)]
     assert within_budget(PINPOINTS, PixelBudget(min_pixels=1 << 30)) == [(672, 672)]
-    assert Slicing(448, 28, 9).within(low).grid(2000, 2000) is None
-    assert Slicing(448, 28, 9).within(PixelBudget(min_pixels=4 * 448 * 448)).grid(100, 100) == (2, 2)
+    assert Slicing(448, 28, 9).with_budget(low).grid(2000, 2000) is None
+    assert Slicing(448, 28, 9).with_budget(PixelBudget(min_pixels=4 * 448 * 448)).grid(100, 100) == (2, 2)
 
 
 @asynccontextmanager

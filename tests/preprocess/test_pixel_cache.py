@@ -8,7 +8,7 @@ import pytest
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, made_elsewhere
+from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, await_payloads
 
 
 def payloads(size: int, name: int = 0) -> Payloads:
@@ -75,7 +75,7 @@ async def test_one_thread_makes_what_many_want_and_no_other_waits() -> None:
         assert entered.wait(10) and cache.get(b"a") is None
         promises = [cache.get_or_make(b"a", refuse) for _ in range(8)]
         assert all(isinstance(promise, Future) for promise in promises)
-        waiting = [asyncio.create_task(made_elsewhere(promise)) for promise in promises]
+        waiting = [asyncio.create_task(await_payloads(promise)) for promise in promises]
         await asyncio.sleep(0)
         waiting[0].cancel()  # takes it from nobody
         await asyncio.gather(waiting[0], return_exceptions=True)
@@ -95,7 +95,7 @@ async def test_a_failure_reaches_everybody_who_waits_and_is_not_kept() -> None:
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(cache.get_or_make, b"a", fail)
         assert entered.wait(10)
-        waiting = [asyncio.create_task(made_elsewhere(cache.get_or_make(b"a", refuse))) for _ in range(3)]
+        waiting = [asyncio.create_task(await_payloads(cache.get_or_make(b"a", refuse))) for _ in range(3)]
         gate.set()
         errors = [*await asyncio.gather(*waiting, return_exceptions=True), made.exception()]
     assert all(isinstance(error, InvalidImage) and error.message == "the image is broken" for error in errors)

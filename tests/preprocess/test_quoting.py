@@ -145,7 +145,7 @@ async def test_every_text_of_a_conversation_may_quote(
     )
     shown = preprocessor.tokenizer.decode(ids, skip_special_tokens=False)
     chat = preprocessor._tool_template if options.get("tools") else preprocessor._template
-    typed = [chat.known(message) for message in asked(messages=messages).messages]
+    typed = [chat.with_known_fields(message) for message in asked(messages=messages).messages]
     assert "<image>" in shown and shown.removeprefix("<s>") == chat.render(typed, TemplateOptions(**options))
 
 
@@ -176,8 +176,8 @@ def test_the_other_spelling_gives_the_same_ids_for_every_kind_of_tokenizer(
     for text in ("<s>the cat<image> sat</s><|user|>on <image>", " the", "<image>", "", "the</s>", "<image>x " * 700):
         for special in (False, True):
             expected = tokenizer.encode(text, add_special_tokens=special)
-            assert quoting.encode(quoting.rendered(text), add_special_tokens=special) == expected
-    hidden = quoting.rendered("<|user|>" + quoting.hide("the <image> sat") + "<image></s>")
+            assert quoting.encode(quoting.spell_rendered(text), add_special_tokens=special) == expected
+    hidden = quoting.spell_rendered("<|user|>" + quoting.hide("the <image> sat") + "<image></s>")
     ids = quoting.encode(hidden, add_special_tokens=False)
     assert [ids.count(IMAGE_ID + (kind != "byte_level")), len(set(ids) & tokenizer.special_ids)] == [1, 3]
 

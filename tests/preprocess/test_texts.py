@@ -98,7 +98,7 @@ async def test_the_tokenizer_that_comes_back_is_the_same(model_dir: Path, tokeni
     assert tokenizer.encode("na\u00efve caf\u00e9 </s> \U0001f389 12345") == ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected.decode(ids, skip_special_tokens=False)
     for kind, one in tokenizers.items():
-        other = type(one).of_parts(one.parts(), model_dir)
+        other = type(one).from_parts(one.parts(), model_dir)
         for id in range(one.vocab_size + 1):
             assert other.token_bytes(id) == one.token_bytes(id), (kind, id)
 

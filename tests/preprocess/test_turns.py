@@ -56,7 +56,7 @@ def turns(*pairs: str) -> list[dict[str, Any]]:
 
 def rendered(tokenizer: Tokenizer, template: str, messages: list[Any]) -> str:
     chat = ChatTemplate(tokenizer, template, IMAGE)
-    return chat.render(chat.arranged(chat_messages(messages)))
+    return chat.render(chat.arrange(chat_messages(messages)))
 
 
 LATE = turns("s:A", "u:b", "a:c", "s:D", "u:e", "d:F")
@@ -106,7 +106,7 @@ def test_late_system_turns_of_every_api_are_taken(tokenizer: Tokenizer) -> None:
         conversation(anthropic.messages, anthropic.system),
     ):
         template = ChatTemplate(tokenizer, FIRST, IMAGE)
-        assert template.render(template.arranged(messages)) == "[system]A[user]b[assistant]c[user]D"
+        assert template.render(template.arrange(messages)) == "[system]A[user]b[assistant]c[user]D"
 
 
 def test_what_a_user_says_right_behind_a_tools_result(tokenizer: Tokenizer) -> None:
@@ -124,7 +124,7 @@ def test_what_a_user_says_right_behind_a_tools_result(tokenizer: Tokenizer) -> N
 def test_calls_and_pictures_of_joined_turns_stay(tokenizer: Tokenizer) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asks = {"role": "assistant", "content": "x", "tool_calls": [call]}
-    found = ChatTemplate(tokenizer, ALTERNATING, IMAGE).arranged(
+    found = ChatTemplate(tokenizer, ALTERNATING, IMAGE).arrange(
         chat_messages([*turns("u:a"), asks, asks | {"content": None, "reasoning": "why"}])
     )
     assert len(found) == 2 and len(found[1].tool_calls) == 2

@@ -20,7 +20,7 @@ from hydra_engine.models.specs.base import VideoInfo, View
 from hydra_engine.preprocess.media import pixels
 from hydra_engine.preprocess.media.images import inspected as inspected_image
 from hydra_engine.preprocess.media.payloads import content_of_frames
-from hydra_engine.preprocess.media.videos import VideoJob, checked, info_of_frames, inspected
+from hydra_engine.preprocess.media.videos import VideoJob, check_video, info_of_frames, inspected
 from hydra_engine.preprocess.sandbox import video_child
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.image_child import FramesJob
@@ -200,7 +200,7 @@ def test_damaged_files_end_in_an_answer_and_keep_the_child(decoders: Decoders, n
             del damaged[rng.randrange(len(damaged)) :]
         try:
             info = decoders.probe_video(bytes(damaged))
-            checked(info, LIMITS)
+            check_video(info, LIMITS)
             decoders.render(VideoJob(bytes(damaged), (0, info.num_frames - 1), (WHOLE,), "bicubic"))
         except InvalidImage as error:
             num_refused += 1
@@ -302,7 +302,7 @@ def test_videos_and_pictures_have_children_of_their_own(decoders: Decoders, enco
 
 def test_what_a_child_says_is_checked() -> None:
     good = VideoInfo(64, 48, 12, 10.0)
-    assert checked(good, LIMITS) is good
+    assert check_video(good, LIMITS) is good
     wrong = {
         "video_decode_failed": [
             good._replace(num_frames=0),
@@ -320,7 +320,7 @@ def test_what_a_child_says_is_checked() -> None:
     for code, infos in wrong.items():
         for info in infos:
             with pytest.raises(InvalidImage) as caught:
-                checked(info, LIMITS)
+                check_video(info, LIMITS)
             assert caught.value.code == code, info
 
 
@@ -331,11 +331,11 @@ def test_bytes_frames_and_pixels_have_limits() -> None:
         inspected(data, MediaConfig(max_video_bytes=len(data) - 1))
     assert caught.value.code == "video_too_large"
     info = VideoInfo(64, 48, 12, 10.0)
-    checked(info, MediaConfig(max_video_frames=12, max_video_pixels=64 * 48 * 12))
+    check_video(info, MediaConfig(max_video_frames=12, max_video_pixels=64 * 48 * 12))
     with pytest.raises(InvalidImage, match="12 frames; at most 11 are allowed"):
-        checked(info, MediaConfig(max_video_frames=11))
+        check_video(info, MediaConfig(max_video_frames=11))
     with pytest.raises(InvalidImage, match="12 frames of 64 x 48 pixels; at most 36863 pixels in total are allowed"):
-        checked(info, MediaConfig(max_video_pixels=64 * 48 * 12 - 1))
+        check_video(info, MediaConfig(max_video_pixels=64 * 48 * 12 - 1))
 
 
 def test_without_pyav_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

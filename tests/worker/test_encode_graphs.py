@@ -27,7 +27,7 @@ from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.vision import PixelRows
-from hydra_engine.models.layers.vision_packing import bounds_of, filled, spans_in
+from hydra_engine.models.layers.vision_packing import cumulative_lengths, pad_with_grids, spans_in
 from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.base import ItemPlan, VisionSpec
 from hydra_engine.models.specs.positions import place_spans
@@ -200,8 +200,8 @@ def test_what_does_not_fit_is_left_alone(family: str, benches: Callable[[str], B
 
 def test_more_pictures_or_windows_than_segments(benches: Callable[[str], Bench]) -> None:
     """Which is not a matter of patches alone."""
-    assert filled([(1, 2, 2)] * 64, 1024, 2) is not None and filled([(1, 2, 2)] * 65, 1024, 2) is None
-    assert bounds_of([4, 8], 3) is not None and bounds_of([4, 8], 1) is None
+    assert pad_with_grids([(1, 2, 2)] * 64, 1024, 2) is not None and pad_with_grids([(1, 2, 2)] * 65, 1024, 2) is None
+    assert cumulative_lengths([4, 8], 3) is not None and cumulative_lengths([4, 8], 1) is None
     tower = benches("qwen2_5_vl").model.tower
     assert tower is not None
     slots = torch.zeros(0, dtype=torch.int64)
@@ -218,7 +218,7 @@ def test_more_pictures_or_windows_than_segments(benches: Callable[[str], Bench])
 def test_rooms_are_filled_to_the_last_patch(merge: int) -> None:
     for left in range(0, 200 * merge**2, merge**2):
         grids: list[tuple[int, int, int]] = [(1, merge, 3 * merge)]
-        found = filled(grids, 3 * merge**2 + left, merge)
+        found = pad_with_grids(grids, 3 * merge**2 + left, merge)
         assert found is not None and found[:1] == grids and len(found) <= 3
         assert sum(rows * columns for _, rows, columns in found) == 3 * merge**2 + left
         assert all(rows % merge == columns % merge == 0 < columns for _, rows, columns in found)
@@ -227,10 +227,10 @@ def test_rooms_are_filled_to_the_last_patch(merge: int) -> None:
 def test_a_table_that_was_reserved_stays_where_it_is() -> None:
     rotary, places = PatchRotary(16, 1e4, torch.device("cpu")), torch.tensor([100])
     rotary.reserve(200)
-    reserved = rotary.up_to(200)
+    reserved = rotary.with_rows(200)
     before = rotary(places, places, 101)
     rotary(places, places, 1000)
-    assert rotary.up_to(200) is not reserved and any(kept is reserved for kept in rotary._reserved)
+    assert rotary.with_rows(200) is not reserved and any(kept is reserved for kept in rotary._reserved)
     assert all(torch.equal(one, other) for one, other in zip(before, rotary(places, places, 2000), strict=True))
 
 

@@ -430,10 +430,10 @@ def test_positions_that_were_reserved_stay_where_they_are(rig: Rig) -> None:
     """A graph reads the table that it was captured with, which must not be given away when a longer one is made."""
     table = RotaryTable(rig.spec.language, torch.device("cpu"))
     table.reserve(100)
-    reserved = table.up_to(100)
+    reserved = table.with_rows(100)
     axes = () if rig.spec.language.rope_sections is None else (3,)
     far = torch.full((*axes, 1), 5000)
     table(far, 5001)
-    grown = table.up_to(100)
+    grown = table.with_rows(100)
     assert grown is not reserved and any(kept is reserved for kept in table._reserved)
     assert np.array_equal(grown[: len(reserved)].numpy(), reserved.numpy())

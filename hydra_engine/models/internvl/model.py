@@ -37,8 +37,8 @@ class InternVlVision(SquareVision):
 
     def __init__(self, scope: Scope, spec: InternVlVisionSpec) -> None:
         super().__init__(scope, spec, _NAMES)
-        projector, width, num_out = scope.at("multi_modal_projector"), spec.merged_size, spec.feature_size
-        norm = LayerNorm(projector.at("layer_norm"), width, _EPS)
+        projector, width, num_out = scope.child("multi_modal_projector"), spec.merged_size, spec.feature_size
+        norm = LayerNorm(projector.child("layer_norm"), width, _EPS)
         mlp = Mlp(projector, ("linear_1", "linear_2"), width, num_out, num_out, spec.projector_act)
         self._project = PatchMerger(norm, mlp, width, norm_merged=True)
 

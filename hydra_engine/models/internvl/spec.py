@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.assemble import ModelFiles, model_spec, typed
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, with_model_type
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation, build_language
 from hydra_engine.models.specs.fields import ELSEWHERE, Fields, read_json_if_present
@@ -98,7 +98,7 @@ def best_arrangement(width: int, height: int, side: int, arrangements: Sequence[
 
 def build_internvl(files: ModelFiles) -> ModelSpec:
     config = files.config
-    text = typed(config.section("text_config"), "qwen2")
+    text = with_model_type(config.section("text_config"), "qwen2")
     # Before transformers 5 the text part decided; configs of that time have no such field at the top.
     tie = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False))
     language = build_language(text, tie_embeddings=tie, nested=True)
@@ -126,7 +126,7 @@ def _vision(files: ModelFiles, feature_size: int) -> InternVlVisionSpec:
         )
     min_tiles, max_tiles = settings.integer("min_patches", 1), settings.integer("max_patches", 12)
     if not min_tiles <= max_tiles <= MAX_TILES:
-        raise settings.wrong("max_patches", f"from min_patches to {MAX_TILES}")
+        raise settings.wrong_value("max_patches", f"from min_patches to {MAX_TILES}")
     return InternVlVisionSpec(
         tower=tower,
         merge=merge,
@@ -146,15 +146,15 @@ def _tower(config: Fields) -> SquareTowerSpec:
     check_patches(tower, image_size, patch_size)
     norm_type = tower.text("norm_type", "layer_norm")
     if norm_type not in ("layer_norm", "rms_norm"):
-        raise tower.wrong("norm_type", '"layer_norm" or "rms_norm"')
+        raise tower.wrong_value("norm_type", '"layer_norm" or "rms_norm"')
     if not tower.flag("use_absolute_position_embeddings", True):
         raise CheckpointError(f"use_absolute_position_embeddings false in {tower.where} is not supported{ELSEWHERE}")
     if config.text("vision_feature_select_strategy", "default") != "default":
-        raise config.wrong("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
+        raise config.wrong_value("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
     num_layers, layer = shape["num_layers"], config.get("vision_feature_layer")
     layer = -1 if layer is None else layer
     if type(layer) is not int or not -num_layers - 1 <= layer <= num_layers:
-        raise config.wrong("vision_feature_layer", f"a layer of the tower's {num_layers}")
+        raise config.wrong_value("vision_feature_layer", f"a layer of the tower's {num_layers}")
     return SquareTowerSpec(
         **shape,
         image_size=image_size,
@@ -174,7 +174,7 @@ def _square(tower: Fields, name: str, default: int) -> int:
     value = tower.get(name)
     sides = value if isinstance(value, list) else [default if value is None else value] * 2
     if len(sides) != 2 or type(sides[0]) is not int or sides[0] != sides[1] or not 0 < sides[0] <= 1 << 16:
-        raise tower.wrong(name, "a number or twice the same")
+        raise tower.wrong_value(name, "a number or twice the same")
     return sides[0]
 
 
@@ -183,7 +183,7 @@ def _merge(config: Fields, tower: SquareTowerSpec) -> int:
     ratio = config.number("downsample_ratio", 0.5)
     merge = round(1 / ratio)
     if merge < 1 or merge * ratio != 1 or tower.grid_side % merge:
-        raise config.wrong(
+        raise config.wrong_value(
             "downsample_ratio", f"1 over a number that divides the tower's {tower.grid_side} patches in a row"
         )
     return merge

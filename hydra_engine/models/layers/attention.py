@@ -79,7 +79,7 @@ class PackedAttention:
         self._scale = (num_channels // num_heads) ** -0.5
         parts = {name: 3 * num_channels // len(qkv) for name in qkv}
         self.project = Linear(scope, parts, num_channels, bias=qkv_bias)
-        self._norms = tuple(RmsNorm(scope.at(name), num_channels, _QK_NORM_EPS) for name in qk_norm or ())
+        self._norms = tuple(RmsNorm(scope.child(name), num_channels, _QK_NORM_EPS) for name in qk_norm or ())
         self.out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
 
     def mix(self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices) -> Tensor:

@@ -57,12 +57,12 @@ class Linear:
             fill = partial(self._fill_weight, f"{name}.weight")
             quantized = fill if len(shape_in) == 1 else None
             whole = scale is None  # scaled weights need more than 16 bits
-            scope.want(f"{name}.weight", (num_out, *shape_in), fill, fill_quantized=quantized, matrix=whole)
+            scope.declare(f"{name}.weight", (num_out, *shape_in), fill, fill_quantized=quantized, matrix=whole)
             if bias:
-                scope.want(f"{name}.bias", (num_out,), partial(self._fill_vector, f"{name}.bias"))
+                scope.declare(f"{name}.bias", (num_out,), partial(self._fill_vector, f"{name}.bias"))
         if scale is not None:
-            scope.want(scale, (sum(parts.values()),), partial(self._fill_vector, scale))
-        scope.hold(self)
+            scope.declare(scale, (sum(parts.values()),), partial(self._fill_vector, scale))
+        scope.register(self)
 
     def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
         if len(self.packed) == 1:
@@ -77,11 +77,11 @@ class Linear:
         return sum(part.nbytes for part in self.packed)
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def packed_weights(self) -> tuple[Kept, ...]:
         return self.packed
 
-    @kept.setter
-    def kept(self, kept: tuple[Any, ...]) -> None:
+    @packed_weights.setter
+    def packed_weights(self, kept: tuple[Any, ...]) -> None:
         self.packed = kept
 
     def _fill_weight(self, name: str, weight: Tensor | QuantizedWeight) -> None:
@@ -111,7 +111,7 @@ class Linear:
     def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
         """Joins adjacent parts of one quantisation format. With `arrange` all parts must have one format, so a mixture
         is dequantised first."""
-        groups = [list(group) for _, group in groupby(parts, _form)]
+        groups = [list(group) for _, group in groupby(parts, _stack_key)]
         if len(groups) > 1 and self._arrange is not _stacked:
             groups = [[part.dequantized(self._dtype) if isinstance(part, QuantizedWeight) else part for part in parts]]
         return [self._join(group) for group in groups]
@@ -142,7 +142,7 @@ def _padded(weight: Tensor | QuantizedWeight, num_out: int, num_in: int) -> Tens
     return pad(weight, (0, num_in, 0, num_out))
 
 
-def _form(weight: Tensor | QuantizedWeight) -> object:
+def _stack_key(weight: Tensor | QuantizedWeight) -> object:
     return None if isinstance(weight, Tensor) else weight.stack_key
 
 
@@ -176,19 +176,19 @@ class Weight:
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._transform = transform
-        scope.want(name, shape, self._fill, dtype=dtype)
-        scope.hold(self)
+        scope.declare(name, shape, self._fill, dtype=dtype)
+        scope.register(self)
 
     @property
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def packed_weights(self) -> tuple[Kept, ...]:
         return (self.tensor,)
 
-    @kept.setter
-    def kept(self, kept: tuple[Any, ...]) -> None:
+    @packed_weights.setter
+    def packed_weights(self, kept: tuple[Any, ...]) -> None:
         (self.tensor,) = kept
 
     def _fill(self, tensor: Tensor) -> None:
@@ -206,12 +206,12 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self._weight.tensor, self._eps)
 
-    def behind(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor | DeferredNorm, Tensor]:
+    def after_linear(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor | DeferredNorm, Tensor]:
         """Returns (norm(y), y), y = linear(x) + residual. `residual` must not be used afterwards."""
         (packed,) = linear.packed
         return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
 
-    def of_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def normalise_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written."""
         (packed,) = linear.packed
         return self._ops.linear_add_norm(x, packed, residual, RowNorm(self._weight.tensor, None, self._eps))
@@ -233,7 +233,7 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.layer_norm(x, self._weight.tensor, self._bias.tensor, self._eps)
 
-    def of_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def normalise_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written."""
         (packed,) = linear.packed
         norm = RowNorm(self._weight.tensor, self._bias.tensor, self._eps)
@@ -248,7 +248,7 @@ class Head:
 
     def __init__(self, scope: Scope) -> None:
         self._ops, self._dtype, self._quantize = scope.ops, scope.dtype, 8 if scope.quantize else None
-        scope.hold(self)
+        scope.register(self)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self.packed, out_dtype=torch.float32)
@@ -258,11 +258,11 @@ class Head:
         return self.packed.nbytes
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def packed_weights(self) -> tuple[Kept, ...]:
         return (self.packed,)
 
-    @kept.setter
-    def kept(self, kept: tuple[Any, ...]) -> None:
+    @packed_weights.setter
+    def packed_weights(self, kept: tuple[Any, ...]) -> None:
         (self.packed,) = kept
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
@@ -271,7 +271,7 @@ class Head:
 
 class Embedding:
     """The token table, with rows in the compute dtype. `tied_head` shares its weight, quantised if the checkpoint's is.
-    `substitute`: see `Scope.want`."""
+    `substitute`: see `Scope.declare`."""
 
     table: Tensor
 
@@ -281,8 +281,8 @@ class Embedding:
         self._tied_head, self._dtype = tied_head, scope.dtype
         self.is_filled = False
         shape, fill = (num_rows, num_channels), self.fill
-        scope.want("weight", shape, fill, fill_quantized=fill, matrix=True, substitute=substitute)
-        scope.hold(self)
+        scope.declare("weight", shape, fill, fill_quantized=fill, matrix=True, substitute=substitute)
+        scope.register(self)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return self.table.index_select(0, token_ids).to(self._dtype)
@@ -292,11 +292,11 @@ class Embedding:
         return self.table.nbytes
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def packed_weights(self) -> tuple[Kept, ...]:
         return (self.table,)
 
-    @kept.setter
-    def kept(self, kept: tuple[Any, ...]) -> None:
+    @packed_weights.setter
+    def packed_weights(self, kept: tuple[Any, ...]) -> None:
         (self.table,) = kept
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
@@ -321,9 +321,9 @@ class GatedMlp:
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         return self.down(self.inner(x), residual=residual)
 
-    def under(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def with_norm(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm(y), y), y = mlp(x) + residual. `residual` is not written."""
-        return norm.of_sum(self.down, self.inner(x), residual)
+        return norm.normalise_sum(self.down, self.inner(x), residual)
 
     def inner(self, x: Tensor | DeferredNorm) -> Tensor:
         """Returns act(gate(x)) * up(x), the input of `down`."""
@@ -354,6 +354,6 @@ class Mlp:
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         return self._second(self._first(x, self._act), residual=residual)
 
-    def under(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def with_norm(self, norm: RmsNorm | LayerNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm(y), y), y = mlp(x) + residual. `residual` is not written."""
-        return norm.of_sum(self._second, self._first(x, self._act), residual)
+        return norm.normalise_sum(self._second, self._first(x, self._act), residual)

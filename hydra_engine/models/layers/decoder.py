@@ -18,7 +18,7 @@ from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.attention import PagedAttention
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, RmsNorm
 from hydra_engine.models.layers.hybrid import DeltaNet, GatedAttention
-from hydra_engine.models.layers.rotary import RotaryTable, rows_of
+from hydra_engine.models.layers.rotary import RotaryTable, angles_at
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import LanguageSpec, LayerKind
 
@@ -29,21 +29,21 @@ class Decoder:
     def __init__(self, scope: Scope, spec: LanguageSpec) -> None:
         self._ops = scope.ops
         self._max_token_id = spec.vocab_size - 1
-        model = scope.at("model")
+        model = scope.child("model")
         self._head = Head(scope)
         shape, tied, head = (spec.vocab_size, spec.hidden_size), spec.tie_embeddings, "lm_head.weight"
         self._embed = Embedding(
-            model.at("embed_tokens"),
+            model.child("embed_tokens"),
             *shape,
             tied_head=self._head if tied else None,
-            substitute=scope.named(head) if tied else None,
+            substitute=scope.full_name(head) if tied else None,
         )
         # If the config says "tied" but the files contain a head, the head counts, as in transformers 5.
         fill = self._fill_tied_head if tied else self._head.fill
-        scope.want(head, shape, fill, optional=tied, fill_quantized=fill, matrix=True)
+        scope.declare(head, shape, fill, optional=tied, fill_quantized=fill, matrix=True)
         self._layers = tuple(_layers(model, spec))
         # The norm after each layer's sum: the next layer's, or the final one.
-        final_norm = RmsNorm(model.at("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
+        final_norm = RmsNorm(model.child("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
         self._rotary = RotaryTable(spec, scope.device)
         self._decodes = scope.ops.recorded(self._decode)
@@ -63,7 +63,7 @@ class Decoder:
         plain = batch.scored is None and batch.image_rows is None
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
             positions = batch.positions if batch.positions.dim() == 1 else batch.positions[0]
-            angles = self._rotary.up_to(batch.position_end)
+            angles = self._rotary.with_rows(batch.position_end)
             return self._decodes(batch.token_ids, positions, angles, cache, step)
         rotary = self._rotary(batch.positions, batch.position_end)
         hidden, num_deep = self._embed_rows(batch, images), _num_deep(batch, images)
@@ -85,7 +85,7 @@ class Decoder:
     def _decode(
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
-        return self._head(self._run(self._embed(token_ids), rows_of(angles, positions), cache, step))
+        return self._head(self._run(self._embed(token_ids), angles_at(angles, positions), cache, step))
 
     def _run(
         self,
@@ -105,11 +105,11 @@ class Decoder:
             mixed = layer.mix(hidden, rotary, cache, step, rows)
             if rows is not None:
                 residual = residual.index_select(0, rows)
-            hidden, residual = layer.post_norm.behind(layer.mix.out, mixed, residual)
+            hidden, residual = layer.post_norm.after_linear(layer.mix.out, mixed, residual)
             inner = layer.mlp.inner(hidden)
             if merge is not None:  # `hidden` is already consumed, so its sum may change
                 merge(index, residual)
-            hidden, residual = self._next_norms[index].behind(layer.mlp.down, inner, residual)
+            hidden, residual = self._next_norms[index].after_linear(layer.mlp.down, inner, residual)
         return apply_deferred_norm(self._ops, hidden)
 
     def reserve_positions(self, end: int) -> None:
@@ -139,7 +139,7 @@ def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:
 def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
     """Builds the layers; `index` of a layer counts within its kind."""
     counts: dict[LayerKind, int] = {"attention": 0, "delta": 0}
-    for index, scope in enumerate(model.each("layers", spec.num_layers, "num_hidden_layers")):
+    for index, scope in enumerate(model.children("layers", spec.num_layers, "num_hidden_layers")):
         kind: LayerKind = spec.layer_kinds[index] if spec.layer_kinds else "attention"
         yield DecoderLayer(scope, spec, kind, counts[kind])
         counts[kind] += 1
@@ -148,14 +148,14 @@ def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
 class DecoderLayer:
     def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
         size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
-        self.input_norm = RmsNorm(scope.at("input_layernorm"), size, eps, centred=centred)
+        self.input_norm = RmsNorm(scope.child("input_layernorm"), size, eps, centred=centred)
         # [T, C] -> the input of its `out`, or only the given rows of it. Caches are written for all rows in any case.
         self.mix: PagedAttention | GatedAttention | DeltaNet
         if kind == "attention":
             attention = GatedAttention if spec.output_gate else PagedAttention
-            self.mix = attention(scope.at("self_attn"), spec, index)
+            self.mix = attention(scope.child("self_attn"), spec, index)
         else:
             assert spec.delta is not None
-            self.mix = DeltaNet(scope.at("linear_attn"), spec.delta, size, eps, index)
-        self.post_norm = RmsNorm(scope.at("post_attention_layernorm"), size, eps, centred=centred)
-        self.mlp = GatedMlp(scope.at("mlp"), spec.hidden_size, spec.intermediate_size, spec.hidden_act)
+            self.mix = DeltaNet(scope.child("linear_attn"), spec.delta, size, eps, index)
+        self.post_norm = RmsNorm(scope.child("post_attention_layernorm"), size, eps, centred=centred)
+        self.mlp = GatedMlp(scope.child("mlp"), spec.hidden_size, spec.intermediate_size, spec.hidden_act)

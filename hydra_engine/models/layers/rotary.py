@@ -31,7 +31,7 @@ class GrowingTable(ABC):
         """Makes a fixed number of rows from position `begin` on, so that their bits do not depend on how the table
         grew."""
 
-    def up_to(self, end: int) -> Tensor:
+    def with_rows(self, end: int) -> Tensor:
         """Returns the table with at least `end` rows; grows it if needed."""
         while end > self._rows.shape[0]:
             self._rows = torch.cat((self._rows, self._rows_from(self._rows.shape[0])))
@@ -40,7 +40,7 @@ class GrowingTable(ABC):
     def reserve(self, end: int) -> None:
         """Keeps the current table alive, with rows below `end`: graphs captured with its address stay valid after the
         table has grown."""
-        rows = self.up_to(end)
+        rows = self.with_rows(end)
         if not any(kept is rows for kept in self._reserved):
             self._reserved.append(rows)
 
@@ -60,9 +60,9 @@ class RotaryTable(GrowingTable):
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Returns (cos, sin), each [T, D/2] float32. `positions` is [T], or [3, T] with multimodal axes; `end` is
         larger than any of them."""
-        table = self.up_to(end)
+        table = self.with_rows(end)
         if self._axes is None:
-            return rows_of(table, positions)
+            return angles_at(table, positions)
         rows = positions.index_select(0, self._axes).t()  # [T, D/2]
         cos_table, sin_table = table.chunk(2, dim=1)
         return cos_table.gather(0, rows), sin_table.gather(0, rows)
@@ -74,7 +74,7 @@ class RotaryTable(GrowingTable):
         return torch.cat((cos, still + 1, sin, still), dim=1).to(self._device)
 
 
-def rows_of(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def angles_at(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (cos, sin), each [T, D/2], for positions [T] that hold for all axes."""
     cos, sin = table.index_select(0, positions).chunk(2, dim=1)
     return cos, sin

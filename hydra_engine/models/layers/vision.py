@@ -151,7 +151,7 @@ class VisionLayer:
         size, inner, act = spec.hidden_size, spec.intermediate_size, spec.hidden_act
         norm = RmsNorm if spec.rms_norms else LayerNorm
         attention_scale, mlp_scale = names.scales or (None, None)
-        self.norm1 = norm(scope.at(names.norms[0]), size, spec.norm_eps)
+        self.norm1 = norm(scope.child(names.norms[0]), size, spec.norm_eps)
         self._attention = PackedAttention(
             scope,
             size,
@@ -162,10 +162,10 @@ class VisionLayer:
             qk_norm=(f"{names.attention}.q_norm", f"{names.attention}.k_norm") if spec.qk_norm else None,
             out_scale=attention_scale,
         )
-        self._norm2 = norm(scope.at(names.norms[1]), size, spec.norm_eps)
+        self._norm2 = norm(scope.child(names.norms[1]), size, spec.norm_eps)
         self._mlp: GatedMlp | Mlp
         if spec.gated:
-            self._mlp = GatedMlp(scope.at("mlp"), size, inner, act, bias=True)
+            self._mlp = GatedMlp(scope.child("mlp"), size, inner, act, bias=True)
         else:
             self._mlp = Mlp(scope, names.mlp, size, inner, size, act, scale=mlp_scale)
 
@@ -188,19 +188,19 @@ class VisionLayer:
         mixed = self._attention.mix(projected, cu_seqlens, rotary, slices)
         if self.then is None:
             return slices.rows(self._behind_mix, mixed, x), None
-        normed, x = slices.row_pairs(partial(self._under, self.then), mixed, x)
+        normed, x = slices.row_pairs(partial(self._with_norm, self.then), mixed, x)
         return x, normed
 
     def _behind_mix(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        normed, x = self._norm2.of_sum(self._attention.out, mixed, residual)
+        normed, x = self._norm2.normalise_sum(self._attention.out, mixed, residual)
         return self._mlp(normed, residual=x)
 
-    def _under(self, norm: LayerNorm | RmsNorm, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        normed, x = self._norm2.of_sum(self._attention.out, mixed, residual)
-        return self._mlp.under(norm, normed, residual=x)
+    def _with_norm(self, norm: LayerNorm | RmsNorm, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        normed, x = self._norm2.normalise_sum(self._attention.out, mixed, residual)
+        return self._mlp.with_norm(norm, normed, residual=x)
 
 
-def chained(layers: Sequence[VisionLayer]) -> Sequence[VisionLayer]:
+def link_norms(layers: Sequence[VisionLayer]) -> Sequence[VisionLayer]:
     """Links each layer to the first norm of the next, so that a residual sum and the norm after it can be one
     launch."""
     for layer, behind in pairwise(layers):
@@ -240,29 +240,29 @@ class SquareVision:
 
     def __init__(self, scope: Scope, vision: SquareVisionSpec, names: TowerNames) -> None:
         self._spec, spec = vision, vision.tower
-        scope = scope.at("vision_tower")
-        self._embed = PatchEmbeddings(scope.at("embeddings"), spec, vision.preprocess, names.patches)
+        scope = scope.child("vision_tower")
+        self._embed = PatchEmbeddings(scope.child("embeddings"), spec, vision.preprocess, names.patches)
         norms = [(names.pre_norm, spec.pre_norm), (names.final_norm, spec.final_norm)]
         self._pre_norm, self._final_norm = (
-            LayerNorm(scope.at(name), spec.hidden_size, spec.norm_eps) if held else None for name, held in norms
+            LayerNorm(scope.child(name), spec.hidden_size, spec.norm_eps) if held else None for name, held in norms
         )
         num_active = spec.num_active_layers
-        places = scope.each(names.layers, num_active, "num_hidden_layers", held=spec.num_layers)
-        self._layers = chained([VisionLayer(place, spec, names.layer) for place in places])
+        places = scope.children(names.layers, num_active, "num_hidden_layers", held=spec.num_layers)
+        self._layers = link_norms([VisionLayer(place, spec, names.layer) for place in places])
         scope.skip(*names.unread, *(f"{names.layers}.{i}." for i in range(num_active, spec.num_layers)))
         scope.skip(*(f"{name}." for name, held in norms if name and not held))
         self.granule, self.num_values = spec.num_patches, self._embed.num_values
         self.num_slices = num_active + 2  # the layers, and the work before and after them
 
-    def reserve(self, room: int) -> None:
-        """Does nothing: calls read no tables that depend on the room."""
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: calls read no tables that depend on the capacity."""
 
-    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
+    def pack(self, batch: VisionInput, capacity: int = 0) -> Packing | None:
         count = sum(pictures.shape[0] for pictures in batch.pixels)
-        if room:
-            if count * self.granule > room:
+        if capacity:
+            if count * self.granule > capacity:
                 return None
-            count = room // self.granule
+            count = capacity // self.granule
         num_rows = self.granule + 1
         bounds = np.arange(count + 1) * num_rows
         return Packing(count * self.granule, count * self._spec.num_tokens, (), (bounds,), (num_rows,))
@@ -280,7 +280,7 @@ class SquareVision:
             state = self._pre_norm(state)
         states = {0: state} if 0 in spec.feature_layers else {}
         normed = None
-        for index, layer in enumerate(slices.between(self._layers), start=1):
+        for index, layer in enumerate(slices.with_checkpoints(self._layers), start=1):
             state, normed = layer(state, cu_seqlens, slices, normed=normed)
             if index in spec.feature_layers:
                 states[index] = state

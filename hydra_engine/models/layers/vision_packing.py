@@ -1,7 +1,8 @@
-"""Packing of a batch's pictures for a tower: integers computed on the host, sized for the batch or for a given room, so
-that a tower's launches can be captured for a room and replayed for other pictures.
+"""Packing of a batch's pictures for a tower: integers computed on the host, sized for the batch or for a
+given capacity, so that a tower's launches can be captured once and replayed for other pictures.
 
-A room is filled up with padding pictures at the end: they attend only to themselves, and their features are not read.
+A batch is filled up to the capacity with padding pictures at its end: they attend only to themselves, and their
+features are not read.
 Does not know layers, pixel values or caches.
 """
 
@@ -22,17 +23,18 @@ from hydra_engine.models.layers.vision_slices import Slices
 
 Grid = tuple[int, int, int]  # (time, rows, columns) in patches; time is 1 for every item
 
-_MAX_SPANS = 64  # of pictures in a room, padding not counted
+_MAX_SPANS = 64  # of pictures in a padded batch, padding not counted
 _FILLERS = 2  # pictures of padding at most
 
 
 class Packing(NamedTuple):
-    """The layout of a batch, exact or padded to a room. For rooms of one size all arrays have the same lengths."""
+    """The layout of a batch, exact or padded to a capacity. All batches of one capacity have arrays of the same
+    lengths."""
 
     num_patches: int
     num_features: int  # rows of the tower's output, padding last
     indices: tuple[Int64s, ...]  # in the tower's own order
-    bounds: tuple[Int64s, ...]  # cu_seqlens of each kind of attention; padded with empty segments in a room
+    bounds: tuple[Int64s, ...]  # cu_seqlens of each kind of attention; padded with empty segments up to the capacity
     longest: tuple[int, ...]  # upper bound of a segment's length, by kind
     end: int = 0  # more than the largest row or column of a patch in its picture
 
@@ -68,16 +70,16 @@ def tower_input(
     )
 
 
-def spans_in(room: int, granule: int) -> int:
-    """Number of segments in a room of `room` patches for pictures of at least `granule` patches, padding included."""
-    return min(room // granule, _MAX_SPANS) + _FILLERS
+def spans_in(capacity: int, granule: int) -> int:
+    """Number of segments, padding included, of `capacity` patches in pictures of at least `granule` patches."""
+    return min(capacity // granule, _MAX_SPANS) + _FILLERS
 
 
-def filled(grids: Sequence[Grid], room: int, merge: int) -> list[Grid] | None:
-    """Appends at most two padding grids, about square, so that all have `room` patches together. `room` is a multiple
-    of merge * merge, as is every grid's number of patches. None if the grids do not fit."""
-    left = room - sum(rows * columns for _, rows, columns in grids)
-    if left < 0 or len(grids) > min(room // merge**2, _MAX_SPANS):
+def pad_with_grids(grids: Sequence[Grid], capacity: int, merge: int) -> list[Grid] | None:
+    """Appends at most two padding grids, about square, so that all have `capacity` patches together. `capacity` is a
+    multiple of merge * merge, as is every grid's number of patches. None if the grids do not fit."""
+    left = capacity - sum(rows * columns for _, rows, columns in grids)
+    if left < 0 or len(grids) > min(capacity // merge**2, _MAX_SPANS):
         return None
     height = 4 * merge
     wide = left // (height * merge) * merge
@@ -86,32 +88,32 @@ def filled(grids: Sequence[Grid], room: int, merge: int) -> list[Grid] | None:
     return [*grids, *(filler for filler in fillers if filler[2])]
 
 
-def bounds_of(lengths: Sequence[int] | Int64s, room: int = 0) -> Int64s | None:
-    """Returns cu_seqlens of segments of these lengths, padded with empty segments to `room` of them (0: no padding).
-    None if there are more."""
+def cumulative_lengths(lengths: Sequence[int] | Int64s, capacity: int = 0) -> Int64s | None:
+    """Returns cu_seqlens of segments of these lengths, padded with empty segments to `capacity` of them (0: no
+    padding). None if there are more."""
     count = len(lengths)
-    if room and count > room:
+    if capacity and count > capacity:
         return None
-    bounds = np.zeros(max(count, room) + 1, dtype=np.int64)
+    bounds = np.zeros(max(count, capacity) + 1, dtype=np.int64)
     np.cumsum(lengths, out=bounds[1 : count + 1])
     bounds[count + 1 :] = bounds[count]
     return bounds
 
 
-def packed(grids: Sequence[Grid], room: int, merge: int) -> tuple[list[Grid], Packing] | None:
-    """Packs pictures of any size, one segment each, padded to `room` patches (0: no padding); `indices` are left
+def pack_pictures(grids: Sequence[Grid], capacity: int, merge: int) -> tuple[list[Grid], Packing] | None:
+    """Packs pictures of any size, one segment each, padded to `capacity` patches (0: no padding); `indices` are left
     empty. Sides are multiples of `merge` patches, and merge * merge patches make a feature. None if the pictures do
     not fit."""
-    fitted = filled(grids, room, merge) if room else list(grids)
+    fitted = pad_with_grids(grids, capacity, merge) if capacity else list(grids)
     if fitted is None:
         return None
     sizes = sizes_of(fitted)
-    bounds = bounds_of(sizes, spans_in(room, merge**2) if room else 0)
+    bounds = cumulative_lengths(sizes, spans_in(capacity, merge**2) if capacity else 0)
     if bounds is None:
         return None
     num_patches = sum(sizes)
-    longest = num_patches if room else max(sizes)
-    end = longest_side(room, merge) if room else max(max(grid) for grid in fitted)
+    longest = num_patches if capacity else max(sizes)
+    end = longest_side(capacity, merge) if capacity else max(max(grid) for grid in fitted)
     return fitted, Packing(num_patches, num_patches // merge**2, (), (bounds,), (longest,), end)
 
 
@@ -120,9 +122,9 @@ def sizes_of(grids: Sequence[Grid]) -> list[int]:
     return [rows * columns for _, rows, columns in grids]
 
 
-def longest_side(room: int, merge: int) -> int:
-    """Longest side, in patches, of a picture that fills the room: one row of tokens."""
-    return room // merge
+def longest_side(capacity: int, merge: int) -> int:
+    """Longest side, in patches, of a picture that fills the capacity: one row of tokens."""
+    return capacity // merge
 
 
 def in_merge_order(grid: Tensor, merges: Sequence[int]) -> Tensor:

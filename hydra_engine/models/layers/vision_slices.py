@@ -40,7 +40,7 @@ class Slices:
         self.checkpoint = checkpoint
         self._piece_rows = piece_rows
 
-    def between(self, parts: Iterable[T]) -> Iterator[T]:
+    def with_checkpoints(self, parts: Iterable[T]) -> Iterator[T]:
         """Yields the parts of a tower, with a checkpoint before each and one after the last: n parts make n + 1 pieces,
         the work before the first and after the last included."""
         for part in parts:

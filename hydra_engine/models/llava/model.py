@@ -40,7 +40,7 @@ class LlavaVision(SquareVision):
     def __init__(self, scope: Scope, spec: SquareVisionSpec) -> None:
         super().__init__(scope, spec, CLIP)
         self._project = Mlp(
-            scope.at("multi_modal_projector"),
+            scope.child("multi_modal_projector"),
             ("linear_1", "linear_2"),
             spec.tower.feature_size,
             spec.feature_size,

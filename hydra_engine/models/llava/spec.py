@@ -111,7 +111,7 @@ def clip_tower(config: Fields) -> SquareTowerSpec:
     check_patches(tower, image_size, patch_size)
     strategy = config.text("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
-        raise config.wrong("vision_feature_select_strategy", '"default" or "full"')
+        raise config.wrong_value("vision_feature_select_strategy", '"default" or "full"')
     return SquareTowerSpec(
         **shape,
         image_size=image_size,
@@ -130,10 +130,10 @@ def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
     for layer in layers:
         index = layer + num_layers + 1 if isinstance(layer, int) and layer < 0 else layer
         if isinstance(layer, bool) or not isinstance(index, int) or not 0 <= index <= num_layers:
-            raise config.wrong("vision_feature_layer", f"a layer of the tower's {num_layers} or a list of them")
+            raise config.wrong_value("vision_feature_layer", f"a layer of the tower's {num_layers} or a list of them")
         indices.append(index)
     if not 1 <= len(indices) <= MAX_LAYERS:
-        raise config.wrong("vision_feature_layer", f"1 to {MAX_LAYERS} layers")
+        raise config.wrong_value("vision_feature_layer", f"1 to {MAX_LAYERS} layers")
     return tuple(indices)
 
 
@@ -144,7 +144,7 @@ def picture_sizes(images: Fields, image_size: int) -> tuple[int, tuple[int, int]
     if isinstance(size, dict) and "shortest_edge" not in size:
         exact = _size(images, "size", image_size)
         if crop is not None and crop != exact:
-            raise images.wrong("crop_size", "equal to size where size gives height and width")
+            raise images.wrong_value("crop_size", "equal to size where size gives height and width")
         return 0, exact
     shortest = images.section("size") if isinstance(size, dict) else images
     edge = shortest.integer("shortest_edge" if isinstance(size, dict) else "size", image_size)

@@ -31,8 +31,8 @@ class LlavaNextVision(LlavaVision):
         self._side = spec.tower.grid_side
         self._newline = Weight(scope, "image_newline", (spec.feature_size,))
 
-    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
-        packing = super().pack(batch, room)
+    def pack(self, batch: VisionInput, capacity: int = 0) -> Packing | None:
+        packing = super().pack(batch, capacity)
         if packing is None:
             return None
         side, spans, begin = self._side, [], 0
@@ -40,7 +40,7 @@ class LlavaNextVision(LlavaVision):
             rows = span_rows(grid, source, side)
             spans.append(np.where(rows == _NEWLINE, _NEWLINE, rows + begin))
             begin += pixels.shape[0] * side**2
-        if room:
+        if capacity:
             # Each of a tile's rows of features may end with a newline, so this is room for all of them.
             most = packing.num_patches // side * (side + 1)
             spans.append(np.zeros(most - sum(map(len, spans)), dtype=np.int64))

@@ -149,7 +149,7 @@ def build_llava_next(files: ModelFiles) -> ModelSpec:
 def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaNextVisionSpec:
     tower = clip_tower(config)
     if tower.keep_cls:
-        raise config.wrong("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
+        raise config.wrong_value("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
     _check_sizes(settings, tower.image_size)
     resolutions = _resolutions(config, tower.image_size, PINPOINTS)
     if _resolutions(settings, tower.image_size, resolutions) != resolutions:
@@ -179,13 +179,13 @@ def _resolutions(fields: Fields, side: int, default: tuple[Size, ...]) -> tuple[
     if pinpoints is None:
         pinpoints = [[height, width] for width, height in default]
     if not isinstance(pinpoints, list) or not pinpoints:
-        raise fields.wrong("image_grid_pinpoints", "a list of heights and widths")
+        raise fields.wrong_value("image_grid_pinpoints", "a list of heights and widths")
     if len(pinpoints) > MAX_PINPOINTS:
-        raise fields.wrong("image_grid_pinpoints", f"at most {MAX_PINPOINTS} pairs")
+        raise fields.wrong_value("image_grid_pinpoints", f"at most {MAX_PINPOINTS} pairs")
     sizes = []
     for pinpoint in pinpoints:
         values = pinpoint if isinstance(pinpoint, list) else []
         if len(values) != 2 or any(type(n) is not int or not 0 < n <= MAX_SIDE or n % side for n in values):
-            raise fields.wrong("image_grid_pinpoints", f"pairs of multiples of the tower's {side} pixels")
+            raise fields.wrong_value("image_grid_pinpoints", f"pairs of multiples of the tower's {side} pixels")
         sizes.append((values[1], values[0]))
     return tuple(sizes)

@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-def listed(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown = ", ".join(name[:120] for name in ordered[:_SHOWN])
     return shown + (f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else "")

@@ -17,8 +17,8 @@ from torch import Tensor
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import StoredTensor, listed
-from hydra_engine.models.loading.gguf_names import Decoder, Order, Source, sources
+from hydra_engine.models.loading.checkpoint import StoredTensor, list_names
+from hydra_engine.models.loading.gguf_names import Decoder, Order, Source, sources_by_name
 from hydra_engine.models.loading.gguf_tensors import decoded
 from hydra_engine.models.specs.fields import Fields, read_json
 from hydra_engine.models.specs.gguf_config import UNREAD
@@ -50,9 +50,11 @@ class GgufCheckpoint:
             raise
         config = read_json(model_dir, "config.json")
         if unread := config.get(UNREAD):
-            logger.warning("%s: these settings are not known and not read: %s", headers[0].path.name, listed(unread))
+            logger.warning(
+                "%s: these settings are not known and not read: %s", headers[0].path.name, list_names(unread)
+            )
         shapes = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
-        self._sources = sources(shapes, config.text("model_type"), _decoder(config, headers[0]))
+        self._sources = sources_by_name(shapes, config.text("model_type"), _decoder(config, headers[0]))
         self.entries = {name: self._entry(source) for name, source in self._sources.items()}
 
     def __enter__(self) -> Self:
@@ -85,7 +87,7 @@ class GgufCheckpoint:
         file = open_weights(path)
         self._files.append(file)
         if twice := header.tensors.keys() & self._tensors.keys():
-            raise CheckpointError(f"these tensors are in two of the GGUF files: {listed(twice)}")
+            raise CheckpointError(f"these tensors are in two of the GGUF files: {list_names(twice)}")
         self._tensors |= {name: (file, tensor) for name, tensor in header.tensors.items()}
         return header
 

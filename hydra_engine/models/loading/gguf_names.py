@@ -158,7 +158,7 @@ class Decoder(NamedTuple):
     delta: tuple[int, int, int] | None = None
 
 
-def sources(shapes: Mapping[str, Shape], model_type: str, decoder: Decoder) -> dict[str, Source]:
+def sources_by_name(shapes: Mapping[str, Shape], model_type: str, decoder: Decoder) -> dict[str, Source]:
     """Maps canonical names to sources. `shapes`: all tensors of all files; `model_type` of config.json. A tensor
     without a rule keeps its name."""
     swapped = _swapped(shapes)

@@ -42,11 +42,11 @@ def decoded(data: Tensor, kind: TensorType, shape: tuple[int, ...]) -> Tensor | 
         native = import_module("hydra_engine.backend.cpu.rounding")
         weight = native.decoded_blocks(data, kind.name, rows) if kind.name in native.GGML_TYPES else None
     if weight is None:
-        weight = by_formula(data, kind, rows)
+        weight = decode_in_torch(data, kind, rows)
     return weight if len(shape) == 2 else weight.dequantized(torch.float32).view(shape)
 
 
-def by_formula(data: Tensor, kind: TensorType, rows: int) -> QuantizedWeight:
+def decode_in_torch(data: Tensor, kind: TensorType, rows: int) -> QuantizedWeight:
     """Decodes a quantised type in plain torch, with the same bits as the native extension."""
     blocks = _READERS[kind.name](data.view(torch.int16).view(-1, kind.num_bytes // 2))
     offsets, tops = blocks.offsets, blocks.block_scales

@@ -23,9 +23,9 @@ Kept = PackedLinear | Tensor
 
 
 class Holder(Protocol):
-    """A layer that owns weights. `kept`: its packed weights; setting it replaces filling the slots."""
+    """A layer that owns weights. Setting `packed_weights` replaces filling the slots."""
 
-    kept: tuple[Kept, ...]
+    packed_weights: tuple[Kept, ...]
 
     @property
     def nbytes(self) -> int: ...
@@ -48,11 +48,11 @@ class Slot(NamedTuple):
 
 
 class Demands:
-    """The slots of one model, prefixes of known names that it does not need, and the layers that own weights. `held`:
-    names of the checkpoint's tensors; None if weights are drawn."""
+    """The slots of one model, prefixes of known names that it does not need, and the layers that own weights.
+    `tensor_names`: those of the checkpoint; None if weights are drawn."""
 
     def __init__(self, held: Collection[str] | None = None) -> None:
-        self.held = held
+        self.tensor_names = held
         self.slots: dict[str, Slot] = {}
         self.unneeded: list[str] = []
         self.holders: list[Holder] = []
@@ -79,20 +79,20 @@ class Scope:
         self._demands = demands
         self._prefix = prefix
 
-    def at(self, name: str, *, quantize: int | None = None) -> Scope:
+    def child(self, name: str, *, quantize: int | None = None) -> Scope:
         prefix = f"{self._prefix}{name}." if name else self._prefix
         bits = self.quantize if quantize is None else quantize
         return Scope(self.ops, self.dtype, self.device, self._demands, prefix=prefix, quantize=bits)
 
-    def each(self, name: str, count: int, said_by: str, *, held: int | None = None) -> list[Scope]:
+    def children(self, name: str, count: int, said_by: str, *, held: int | None = None) -> list[Scope]:
         """Returns the scopes of `count` list entries; `said_by` is the field of config.json with that count. Raises
         CheckpointError if the checkpoint has fewer entries than `count`, or than `held` if given (a list longer than
         what is built)."""
-        if self._demands.held is not None:
-            check_held(self._demands.held, self._prefix + name, count if held is None else held, said_by)
-        return [self.at(f"{name}.{index}") for index in range(count)]
+        if self._demands.tensor_names is not None:
+            check_held(self._demands.tensor_names, self._prefix + name, count if held is None else held, said_by)
+        return [self.child(f"{name}.{index}") for index in range(count)]
 
-    def want(
+    def declare(
         self,
         name: str,
         shape: tuple[int, ...],
@@ -109,7 +109,7 @@ class Scope:
         slot = Slot(shape, fill, optional, dtype, fill_quantized, matrix, substitute)
         self._demands.slots[self._prefix + name] = slot
 
-    def named(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         """Returns the full name of a tensor of this scope."""
         return self._prefix + name
 
@@ -117,5 +117,5 @@ class Scope:
         """Declares prefixes of tensors that the checkpoint may have and that are not read."""
         self._demands.unneeded += [self._prefix + prefix for prefix in prefixes]
 
-    def hold(self, holder: Holder) -> None:
+    def register(self, holder: Holder) -> None:
         self._demands.holders.append(holder)

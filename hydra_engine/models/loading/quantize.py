@@ -36,10 +36,10 @@ def quantized_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
             weight, 8 if weight.shape[1] % AT_LOAD_GROUP else num_bits
         )
         return native
-    return by_formula(weight, num_bits)
+    return quantize_in_torch(weight, num_bits)
 
 
-def by_formula(weight: Tensor, num_bits: int) -> QuantizedWeight:
+def quantize_in_torch(weight: Tensor, num_bits: int) -> QuantizedWeight:
     """Computes `quantized_matrix` in plain torch, with the same bits."""
     dtype = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.float32
     num_in = weight.shape[1]

@@ -49,7 +49,7 @@ class NamedDraws:
         self._generator = torch.Generator(device)
         self._seed = seed
 
-    def fill(self, name: str, tensor: Tensor) -> None:
+    def draw(self, name: str, tensor: Tensor) -> None:
         """Draws in place, on the device of the generator."""
         self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))  # the CPU takes 32 bits
         randomise(name, tensor, self._generator)
@@ -76,7 +76,7 @@ def fill_random(
     draws = NamedDraws(slots, device, seed)
     for name, slot in slots.items():
         tensor = torch.empty(slot.shape, dtype=dtypes[name], device=device)
-        draws.fill(name, tensor)
+        draws.draw(name, tensor)
         slot.fill(tensor)
         del tensor  # before the next one is made
         done += sizes[name]

@@ -16,7 +16,7 @@ from typing import Self
 from torch import Tensor
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import StoredTensor, listed
+from hydra_engine.models.loading.checkpoint import StoredTensor, list_names
 from hydra_engine.models.loading.parameters import Renames
 from hydra_engine.models.loading.safetensors_file import FLOATS, SafetensorsFile, TensorEntry
 from hydra_engine.models.specs.fields import read_json
@@ -72,7 +72,7 @@ class SafetensorsCheckpoint:
         """Raises CheckpointError if a tensor is in another file than the index says; for callers that read all
         tensors."""
         if self._misplaced:
-            raise CheckpointError(f"{INDEX} and the files disagree about where to find {listed(self._misplaced)}")
+            raise CheckpointError(f"{INDEX} and the files disagree about where to find {list_names(self._misplaced)}")
 
     def read(self, name: str) -> Tensor:
         entry = self.stored[name]
@@ -105,9 +105,9 @@ class SafetensorsCheckpoint:
         # Path.exists raises for a name that is too long to be a file's.
         missing = [name for name in names if not os.path.exists(model_dir / name)]
         if missing:
-            raise CheckpointError(f"{INDEX} names files that are missing: {listed(missing)}")
+            raise CheckpointError(f"{INDEX} names files that are missing: {list_names(missing)}")
         if others := {path.name for path in model_dir.glob("model*.safetensors")} - set(names):
-            logger.warning("%s does not name these files, which are not read: %s", INDEX, listed(others))
+            logger.warning("%s does not name these files, which are not read: %s", INDEX, list_names(others))
         self._open(model_dir, names)
         return listed_files
 

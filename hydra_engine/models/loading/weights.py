@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import Checkpoint, StoredTensor, listed
+from hydra_engine.models.loading.checkpoint import Checkpoint, StoredTensor, list_names
 from hydra_engine.models.loading.parameters import Slot
 from hydra_engine.models.vlm import VisionLanguageModel
 
@@ -116,7 +116,7 @@ def check_names(model: VisionLanguageModel, entries: Mapping[str, StoredTensor])
     misshaped += [part for entry in needed.values() for part in entry.misshaped]
     problems = {"missing": missing, "not expected": surplus, "of the wrong shape": misshaped}
     problems["in another file than the index says"] = misplaced
-    complaints = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
+    complaints = [f"{what}: {list_names(names)}" for what, names in problems.items() if names]
     if complaints:
         for what, names in problems.items():
             for name in names[:_LOGGED]:

@@ -27,7 +27,7 @@ from hydra_engine.backend.select import DTYPES, create_backend
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
 from hydra_engine.models.build import build_model, vision_class
-from hydra_engine.models.loading.checkpoint import StoredTensor, listed
+from hydra_engine.models.loading.checkpoint import StoredTensor, list_names
 from hydra_engine.models.loading.quantize import quantized_matrix
 from hydra_engine.models.loading.quantized_checkpoint import QuantizedCheckpoint
 from hydra_engine.models.loading.safetensors_checkpoint import INDEX, SINGLE, SafetensorsCheckpoint
@@ -82,7 +82,7 @@ def write_quantized(
         raise ConfigError(f"{str(target)[:200]!r} exists; name a folder that does not", param="out")
     create_backend("cpu", torch.float32)  # for the thread counts of this thread
     spec = load_spec(model_dir)
-    if spec.quantization is not None and spec.quantization.stays:
+    if spec.quantization is not None and spec.quantization.stays_quantized:
         raise CheckpointError(f"the weights are quantised by {spec.quantization.method} already")
     renames = () if spec.vision is None else vision_class(spec).renames
     with SafetensorsCheckpoint(model_dir, renames) as files, torch.inference_mode():
@@ -158,7 +158,7 @@ class _Ignored:
             self(module)
             example = module
         if missing := self._patterns.keys() - self._matched:
-            raise ConfigError(f"--ignore: no module is named {listed(missing)}; one is {example!r}", param="ignore")
+            raise ConfigError(f"--ignore: no module is named {list_names(missing)}; one is {example!r}", param="ignore")
 
 
 def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) -> list[Piece]:
@@ -185,7 +185,7 @@ def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) ->
             result.append(Piece(name, 8, _parts(head, dtype, entry.shape, 8, packed=num_bits == 4)))
     unknown = [f"{piece.canonical} ({piece.parts[0].dtype})" for piece in result if piece.parts[0].dtype not in _WIDTHS]
     if unknown:
-        raise CheckpointError(f"tensors of these types cannot be copied: {listed(unknown)}")
+        raise CheckpointError(f"tensors of these types cannot be copied: {list_names(unknown)}")
     return result
 
 

@@ -13,18 +13,24 @@ from torch import Tensor
 
 from hydra_engine.backend.base import PackedPlan, Segments
 from hydra_engine.core.plans import Int64s
-from hydra_engine.models.inputs import VisionInput, go_on
+from hydra_engine.models.inputs import VisionInput, no_checkpoint
 from hydra_engine.models.layers.attention import PackedAttention
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, Weight
-from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, chained
-from hydra_engine.models.layers.vision_packing import Packing, TowerInput, cut_in_merge_order, in_merge_order, packed
+from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, link_norms
+from hydra_engine.models.layers.vision_packing import (
+    Packing,
+    TowerInput,
+    cut_in_merge_order,
+    in_merge_order,
+    pack_pictures,
+)
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
 
 MERGER_EPS = 1e-6  # of the norms after the tower, independent of the config
 
-_WHOLE = Slices(go_on)  # windows are computed in the pieces that rows are cut into
+_WHOLE = Slices(no_checkpoint)  # windows are computed in the pieces that rows are cut into
 
 
 class MiniCpmVision:
@@ -41,36 +47,36 @@ class MiniCpmVision:
 
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         self._spec = spec
-        tower = scope.at("vision_tower")
+        tower = scope.child("vision_tower")
         size, patch = spec.tower.hidden_size, (spec.patch_size, spec.patch_size)
-        embeddings = tower.at("embeddings")
+        embeddings = tower.child("embeddings")
         self._positions = Weight(embeddings, "position_embedding.weight", (spec.num_positions**2, size))
         self._embed = PatchProjection(embeddings, "patch_embedding", size, patch, spec.preprocess)
-        places = tower.each("encoder.layers", spec.tower.num_layers, "num_hidden_layers")
+        places = tower.children("encoder.layers", spec.tower.num_layers, "num_hidden_layers")
         self._layers = [VisionLayer(place, spec.tower, LayerNames()) for place in places]
         behind = 0 if spec.insert_layer is None else spec.insert_layer + 1
         for part in (self._layers[:behind], self._layers[behind:]):
-            chained(part)
+            link_norms(part)
         self._inner: WindowMerger | None = None
         if spec.insert_layer is None:
             tower.skip("vit_merger.")
         else:
-            self._inner = WindowMerger(tower.at("vit_merger"), spec)
-        self._norm = LayerNorm(tower.at("post_layernorm"), size, spec.tower.norm_eps)
-        self._merge = Merger(scope.at("merger"), spec)
+            self._inner = WindowMerger(tower.child("vit_merger"), spec)
+        self._norm = LayerNorm(tower.child("post_layernorm"), size, spec.tower.norm_eps)
+        self._merge = Merger(scope.child("merger"), spec)
         self._merges = (2,) * spec.all_rounds
         self.granule, self.num_values = 4**spec.all_rounds, self._embed.num_values
         # The work before the layers, the layers, a merger between them, the work after them. The layers before that
         # merger have four times the rows of the later ones.
         self.num_slices = len(self._layers) + 2 + (self._inner is not None)
 
-    def reserve(self, room: int) -> None:
-        """Does nothing: calls read no tables that depend on the room."""
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: calls read no tables that depend on the capacity."""
 
-    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
+    def pack(self, batch: VisionInput, capacity: int = 0) -> Packing | None:
         """Packs a batch. `indices`: positions of the patches. `bounds`: pictures, and with an inner merger also the
         pictures after it, and its windows."""
-        fitted = packed(batch.grids, room, 2 ** len(self._merges))
+        fitted = pack_pictures(batch.grids, capacity, 2 ** len(self._merges))
         if fitted is None:
             return None
         grids, packing = fitted
@@ -94,7 +100,7 @@ class MiniCpmVision:
         (places,), slices, cu_seqlens = inputs.indices, inputs.slices, inputs.segments[0]
         x = slices.rows(self._embed, inputs.patches, self._positions.tensor.index_select(0, places))
         normed = None
-        for index, layer in enumerate(slices.between(self._layers)):
+        for index, layer in enumerate(slices.with_checkpoints(self._layers)):
             x, normed = layer(x, cu_seqlens, slices, normed=normed)
             if self._inner is not None and index == self._spec.insert_layer:
                 slices.checkpoint()
@@ -117,9 +123,9 @@ class WindowMerger:
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         size, inner = spec.tower.hidden_size, 4 * spec.tower.intermediate_size
         self._size = size
-        self._norm1 = LayerNorm(scope.at("layer_norm1"), size, spec.tower.norm_eps)
-        self._attention = PackedAttention(scope.at("self_attn"), size, spec.tower.num_heads)
-        self._norm2 = LayerNorm(scope.at("pre_norm"), 4 * size, spec.tower.norm_eps)
+        self._norm1 = LayerNorm(scope.child("layer_norm1"), size, spec.tower.norm_eps)
+        self._attention = PackedAttention(scope.child("self_attn"), size, spec.tower.num_heads)
+        self._norm2 = LayerNorm(scope.child("pre_norm"), 4 * size, spec.tower.norm_eps)
         self._mlp = Mlp(scope, ("linear_1", "linear_2"), 4 * size, inner, size, "gelu_tanh")
 
     def __call__(self, x: Tensor, windows: Segments) -> Tensor:
@@ -139,9 +145,9 @@ class Merger:
     def __init__(self, scope: Scope, spec: MiniCpmVisionSpec) -> None:
         width = 4 * spec.tower.hidden_size
         self._steps = []
-        for index, step in enumerate(scope.each("mlp", spec.num_rounds, "merger_times")):
+        for index, step in enumerate(scope.children("mlp", spec.num_rounds, "merger_times")):
             num_out = spec.feature_size if index == spec.num_rounds - 1 else spec.tower.hidden_size
-            norm = LayerNorm(step.at("pre_norm"), width, MERGER_EPS)
+            norm = LayerNorm(step.child("pre_norm"), width, MERGER_EPS)
             mlp = Mlp(step, ("linear_1", "linear_2"), width, width, num_out, "gelu")
             self._steps.append(PatchMerger(norm, mlp, width, norm_merged=True))
 

@@ -28,7 +28,7 @@ class Slicing:
     max_slices: int
     min_slices: int = 1
 
-    def within(self, budget: PixelBudget) -> Slicing:
+    def with_budget(self, budget: PixelBudget) -> Slicing:
         """Returns a slicing with fewer slices, down to none, or with more for small pictures. The picture of the whole
         is not counted and keeps its size."""
         if budget == AS_CONFIGURED:
@@ -40,7 +40,7 @@ class Slicing:
             least = max(1, budget.min_pixels // self.scale**2)
         return replace(self, max_slices=most, min_slices=min(least, most))
 
-    def fitted(self, width: int, height: int) -> tuple[int, int]:
+    def fit_size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the size in whole cells with about `scale` squared pixels and about this shape."""
         if max(width, height) > MAX_ASPECT * min(width, height):
             raise InvalidImage(
@@ -69,7 +69,7 @@ class Slicing:
 
     def slice_size(self, width: int, height: int, grid: tuple[int, int]) -> tuple[int, int]:
         rows, columns = grid
-        return self.fitted(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
+        return self.fit_size(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
 
     def max_cells(self) -> int:
         """Most cells of one picture or slice of any accepted shape. For a number of rows the largest is the lowest."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.minicpmv.slicing_spec import Slicing, one_frame_a_second
-from hydra_engine.models.specs.assemble import ModelFiles, model_spec, typed
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, with_model_type
 from hydra_engine.models.specs.base import (
     ItemPlan,
     MediaPlan,
@@ -105,7 +105,7 @@ class MiniCpmVisionSpec(VisionSpec):
 
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         check_picture(width, height)
-        cut = self._cut(self.images.within(budget), width, height)
+        cut = self._cut(self.images.with_budget(budget), width, height)
         return MediaPlan(cut.views, self._marked(cut, 1), number=self.marks.number)
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
@@ -151,7 +151,7 @@ class MiniCpmVisionSpec(VisionSpec):
         return 2 * work
 
     def _cut(self, slicing: Slicing, width: int, height: int) -> SlicedPicture:
-        whole = slicing.fitted(width, height)
+        whole = slicing.fit_size(width, height)
         grid = slicing.grid(width, height)
         if grid is None:
             return SlicedPicture((View.whole(*whole),), self._item(whole))
@@ -184,7 +184,7 @@ class MiniCpmVisionSpec(VisionSpec):
 
 def build_minicpmv(files: ModelFiles) -> ModelSpec:
     config = files.config
-    text = typed(config.section_if_present("text_config") or Fields({}, "text_config of config.json"), HYBRID)
+    text = with_model_type(config.section_if_present("text_config") or Fields({}, "text_config of config.json"), HYBRID)
     language = build_language(text, tie_embeddings=config.flag("tie_word_embeddings", False), nested=True)
     if language.rope_sections is not None:
         raise CheckpointError(
@@ -236,15 +236,15 @@ def _merging(config: Fields, tower: Fields, num_layers: int) -> tuple[int | None
     """Returns (layer after which the tower merges, rounds of merging after the tower)."""
     for section, name in ((tower, "window_kernel_size"), (config, "merge_kernel_size")):
         if section.numbers(name, (2, 2)) != (2, 2):
-            raise section.wrong(name, "[2, 2]")
+            raise section.wrong_value(name, "[2, 2]")
     num_rounds = config.integer("merger_times", 1, at_most=MAX_ROUNDS)
     if config.text("downsample_mode", "16x") not in MODES:
-        raise config.wrong("downsample_mode", " or ".join(MODES))
+        raise config.wrong_value("downsample_mode", " or ".join(MODES))
     if config.text("downsample_mode", "16x") == "4x":
         return None, num_rounds
     layer = config.integer("insert_layer_id", 6, at_least=0)
     if layer >= num_layers:
-        raise config.wrong("insert_layer_id", f"below the tower's number of layers, {num_layers}")
+        raise config.wrong_value("insert_layer_id", f"below the tower's number of layers, {num_layers}")
     return layer, num_rounds
 
 
@@ -252,10 +252,12 @@ def _slicing(settings: Fields, patch_size: int, rounds: int) -> Slicing:
     """Reads the settings of a picture or video processor. Raises CheckpointError if they do not fit the model's
     mergers."""
     if settings.integer("patch_size", 14) != patch_size:
-        raise settings.wrong("patch_size", f"the vision tower's, {patch_size}")
+        raise settings.wrong_value("patch_size", f"the vision tower's, {patch_size}")
     mode = settings.text("downsample_mode", "16x")
     if MODES.get(mode) != rounds:
-        raise settings.wrong("downsample_mode", f"the one whose tokens have {4**rounds} patches, as config.json says")
+        raise settings.wrong_value(
+            "downsample_mode", f"the one whose tokens have {4**rounds} patches, as config.json says"
+        )
     max_slices = settings.integer("max_slice_nums", 9, at_most=MAX_SLICES) if settings.flag("slice_mode", True) else 1
     return Slicing(settings.integer("scale_resolution", 448, at_most=MAX_SCALE), patch_size * 2**rounds, max_slices)
 
@@ -264,9 +266,9 @@ def _frames(settings: Fields, pictures: PreprocessSpec) -> int:
     """Reads the most frames of a video."""
     processor_settings(settings)
     if settings.integer("stack_frames", 1) != 1:
-        raise settings.wrong("stack_frames", "1: pictures composed of several frames are not supported")
+        raise settings.wrong_value("stack_frames", "1: pictures composed of several frames are not supported")
     if not settings.flag("do_sample_frames", True):
-        raise settings.wrong("do_sample_frames", "true: one frame a second is taken")
+        raise settings.wrong_value("do_sample_frames", "true: one frame a second is taken")
     if normalisation(settings, "minicpmv4_6", mean=HALF, std=HALF) != pictures:
         raise CheckpointError(f"{settings.where} must resample and normalise frames as the picture processor does")
     return settings.integer("max_num_frames", 128)

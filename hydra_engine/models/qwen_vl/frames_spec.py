@@ -37,7 +37,7 @@ class FrameSampling:
     limits: PixelLimits
     total_tokens: int | None  # all frames together have at most 0.9 of the pixels of this many tokens; None: no bound
 
-    def choose(self, video: VideoInfo) -> tuple[int, ...]:
+    def choose_frames(self, video: VideoInfo) -> tuple[int, ...]:
         """Returns ascending indices of frames. Raises InvalidImage for a video without frames or with an impossible
         frame rate."""
         total = video.num_frames
@@ -81,7 +81,7 @@ def frame_counts(settings: Fields, depth: int) -> tuple[int, int]:
     """Returns (min_frames, max_frames) of a video."""
     min_frames, max_frames = settings.integer("min_frames", 4), settings.integer("max_frames", 768)
     if max_frames < max(min_frames, depth):
-        raise settings.wrong("max_frames", f"at least min_frames, {min_frames}, and a temporal patch, {depth}")
+        raise settings.wrong_value("max_frames", f"at least min_frames, {min_frames}, and a temporal patch, {depth}")
     return min_frames, max_frames
 
 
@@ -119,7 +119,7 @@ class TimedFrames:
     frame_pixels: int | None
     max_pixels: int | None
 
-    def choose(self, video: VideoInfo) -> tuple[int, ...]:
+    def choose_frames(self, video: VideoInfo) -> tuple[int, ...]:
         """Returns ascending indices of frames. Raises InvalidImage for a video that is too short or has an impossible
         frame rate."""
         total = video.num_frames

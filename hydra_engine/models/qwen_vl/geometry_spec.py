@@ -161,7 +161,7 @@ def patch_geometry(tower: Fields, settings: Fields, patch_size: int) -> PatchGeo
     for name, default in (("patch_size", patch_size), ("merge_size", 2), ("temporal_patch_size", 2)):
         expected = getattr(geometry, name)
         if settings.integer(name, default) != expected:
-            raise settings.wrong(name, f"{expected}, as the vision tower has it")
+            raise settings.wrong_value(name, f"{expected}, as the vision tower has it")
     if tower.integer("in_channels", 3) != 3:
-        raise tower.wrong("in_channels", "3 colours")
+        raise tower.wrong_value("in_channels", "3 colours")
     return geometry

@@ -21,16 +21,16 @@ from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, RmsNorm, Weight
 from hydra_engine.models.layers.rotary import GrowingTable
-from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, chained
+from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, link_norms
 from hydra_engine.models.layers.vision_packing import (
     Grid,
     Packing,
     TowerInput,
-    bounds_of,
+    cumulative_lengths,
     cut_in_merge_order,
     in_merge_order,
     longest_side,
-    packed,
+    pack_pictures,
     sizes_of,
 )
 from hydra_engine.models.loading.parameters import Renames, Scope
@@ -51,7 +51,7 @@ class PatchRotary(GrowingTable):
 
     def __call__(self, rows: Tensor, columns: Tensor, end: int) -> Rotary:
         """Returns (cos, sin), each [P, D/2] float32. `rows` and `columns` are [P]; `end` is larger than any of them."""
-        cos, sin = self.up_to(end).chunk(2, dim=1)
+        cos, sin = self.with_rows(end).chunk(2, dim=1)
         return torch.cat((cos[rows], cos[columns]), dim=1), torch.cat((sin[rows], sin[columns]), dim=1)
 
     def _rows_from(self, begin: int) -> Tensor:
@@ -85,16 +85,16 @@ class GridVision:
         self._geometry, self._merge, self._full_layers = geometry, geometry.merge_size, tower.full_layers
         self._rotary = PatchRotary(size // tower.num_heads, tower.rope_theta, scope.device)
         self.granule, self.num_values = self._merge**2, self._embed.num_values
-        places = scope.each("blocks", tower.num_layers, "depth")
-        self._blocks = chained([VisionLayer(place, tower, names) for place in places])
+        places = scope.children("blocks", tower.num_layers, "depth")
+        self._blocks = link_norms([VisionLayer(place, tower, names) for place in places])
         self.num_slices = len(self._blocks) + 2  # the work before the layers, the layers, the merger
 
-    def reserve(self, room: int) -> None:
-        self._rotary.reserve(longest_side(room, self._merge))
+    def reserve(self, capacity: int) -> None:
+        self._rotary.reserve(longest_side(capacity, self._merge))
 
-    def pack(self, batch: VisionInput, room: int = 0) -> Packing | None:
-        packing = packed(batch.grids, room, self._merge)
-        return None if packing is None else self._with_indices(*packing, room)
+    def pack(self, batch: VisionInput, capacity: int = 0) -> Packing | None:
+        packing = pack_pictures(batch.grids, capacity, self._merge)
+        return None if packing is None else self._with_indices(*packing, capacity)
 
     def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
         geometry = self._geometry
@@ -106,7 +106,7 @@ class GridVision:
         slices, planes = inputs.slices, []
         rotary = self._rotary(inputs.indices[0], inputs.indices[1], inputs.end)
         x, normed = self._embedded(inputs), None  # [P, C]
-        for index, block in enumerate(slices.between(self._blocks)):
+        for index, block in enumerate(slices.with_checkpoints(self._blocks)):
             segments = inputs.segments[0 if index in self._full_layers else -1]
             x, normed = block(x, segments, slices, rotary, normed=normed)
             if index in self._deep_mergers:
@@ -114,7 +114,7 @@ class GridVision:
                 planes.append(slices.rows(self._deep_mergers[index], x, group=self.granule))
         return (slices.rows(self._merger, x, group=self.granule), *planes)
 
-    def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
+    def _with_indices(self, grids: list[Grid], packing: Packing, capacity: int) -> Packing | None:
         """Adds row and column of every patch in its picture to `indices`."""
         places = [patch_places(rows, columns, self._merge) for _, rows, columns in grids]
         return packing._replace(indices=tuple(np.concatenate(places, axis=1)))
@@ -136,17 +136,17 @@ class Qwen2Vision(GridVision):
     renames = QWEN_RENAMES
 
     def __init__(self, scope: Scope, spec: Qwen2VisionSpec) -> None:
-        scope = scope.at("visual")
+        scope = scope.child("visual")
         super().__init__(scope, spec)
-        merger, width = scope.at("merger"), spec.merged_size
+        merger, width = scope.child("merger"), spec.merged_size
         norm = (RmsNorm if spec.tower.rms_norms else LayerNorm)(
-            merger.at("ln_q"), spec.tower.hidden_size, spec.tower.norm_eps
+            merger.child("ln_q"), spec.tower.hidden_size, spec.tower.norm_eps
         )
         mlp = Mlp(merger, ("mlp.0", "mlp.2"), width, width, spec.feature_size, "gelu")
         self._merger = PatchMerger(norm, mlp, width, norm_merged=False)
 
 
-_EDGES = 64  # windows at the edges of the pictures in a room
+_EDGES = 64  # windows at the edges of the pictures of a padded batch
 
 
 class Windows(NamedTuple):
@@ -160,12 +160,12 @@ class Qwen25Vision(Qwen2Vision):
         self._tower = spec.tower
         self._window = self._tower.window_tokens**2 * self.granule  # patches of a whole one
 
-    def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
+    def _with_indices(self, grids: list[Grid], packing: Packing, capacity: int) -> Packing | None:
         """Adds rows and columns in window order, the permutation to that order and its inverse (both by token) to
-        `indices`, and the windows to `bounds`. None if the room has too few windows."""
+        `indices`, and the windows to `bounds`. None if the capacity has too few windows."""
         side = self._tower.window_tokens
         windows = cut_windows(grids, self._merge, side)
-        bounds = bounds_of(windows.sizes, self._max_windows(room) if room else 0)
+        bounds = cumulative_lengths(windows.sizes, self._max_windows(capacity) if capacity else 0)
         if bounds is None:
             return None
         places = [_places_in_windows(rows, columns, self._merge, side) for _, rows, columns in grids]
@@ -177,10 +177,10 @@ class Qwen25Vision(Qwen2Vision):
             longest=(*packing.longest, min(self._window, packing.num_patches)),
         )
 
-    def _max_windows(self, room: int) -> int:
-        """Number of windows in a room: twice the full windows that fill it, plus a constant for the edges of small
-        pictures, at most one per token."""
-        return min(room // self.granule, 2 * room // self._window + _EDGES)
+    def _max_windows(self, capacity: int) -> int:
+        """Number of windows of a padded batch: twice the full windows that fill it, plus a constant for the edges of
+        small pictures, at most one per token."""
+        return min(capacity // self.granule, 2 * capacity // self._window + _EDGES)
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         (features,) = super().__call__(inputs)
@@ -229,20 +229,20 @@ class Qwen3VlVision(GridVision):
     )
 
     def __init__(self, scope: Scope, spec: Qwen3VlVisionSpec) -> None:
-        scope = scope.at("visual")
+        scope = scope.child("visual")
         super().__init__(scope, spec, names=QWEN3_LAYER, bias=True)
         self._positions = StretchedPositions(scope, spec)
-        self._merger = _qwen3_merger(scope.at("merger"), spec, norm_merged=False)
-        places = scope.each("deepstack_merger_list", len(spec.deepstack_layers), "deepstack_visual_indexes")
+        self._merger = _qwen3_merger(scope.child("merger"), spec, norm_merged=False)
+        places = scope.children("deepstack_merger_list", len(spec.deepstack_layers), "deepstack_visual_indexes")
         self._deep_mergers = {
             layer: _qwen3_merger(places[index], spec, norm_merged=True)
             for layer, index in zip(spec.deepstack_layers, spec.deepstack_mergers, strict=True)
         }
         self.num_slices += len(self._deep_mergers)
 
-    def _with_indices(self, grids: list[Grid], packing: Packing, room: int) -> Packing | None:
+    def _with_indices(self, grids: list[Grid], packing: Packing, capacity: int) -> Packing | None:
         """Adds row and column of every patch, and rows and columns of its picture, to `indices`."""
-        places = super()._with_indices(grids, packing, room)
+        places = super()._with_indices(grids, packing, capacity)
         sides = np.array(grids, dtype=np.int64)[:, 1:].repeat(sizes_of(grids), axis=0)
         return None if places is None else places._replace(indices=(*places.indices, *sides.T))
 
@@ -286,6 +286,6 @@ class StretchedPositions:
 
 def _qwen3_merger(scope: Scope, spec: Qwen3VlVisionSpec, *, norm_merged: bool) -> PatchMerger:
     width = spec.merged_size
-    norm = LayerNorm(scope.at("norm"), width if norm_merged else spec.tower.hidden_size, spec.tower.norm_eps)
+    norm = LayerNorm(scope.child("norm"), width if norm_merged else spec.tower.hidden_size, spec.tower.norm_eps)
     mlp = Mlp(scope, ("linear_fc1", "linear_fc2"), width, width, spec.feature_size, "gelu")
     return PatchMerger(norm, mlp, width, norm_merged=norm_merged)

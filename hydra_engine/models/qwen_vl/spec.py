@@ -24,7 +24,7 @@ from hydra_engine.models.qwen_vl.geometry_spec import (
     pixel_limits,
     smart_resize,
 )
-from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language, typed
+from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language, with_model_type
 from hydra_engine.models.specs.base import (
     ItemPlan,
     LanguageSpec,
@@ -115,7 +115,7 @@ def _rope_theta(tower: Fields) -> float:
     rope = rope_section(tower)
     kind = rope.text("rope_type", rope.text("type", "axial"))
     if kind not in ("axial", "default"):
-        raise rope.wrong("rope_type", '"axial"')
+        raise rope.wrong_value("rope_type", '"axial"')
     return rope.number("rope_theta", tower.number("rope_theta", 10000.0))
 
 
@@ -154,7 +154,7 @@ def build_grid_model(
     """Builds the spec of a model. `width_field` is the field of the tower's config with the width of its features."""
     tower, config = vision.tower, files.config.section("vision_config")
     if config.integer(width_field, 3584) != language.hidden_size:
-        raise config.wrong(width_field, f"{language.hidden_size}, the decoder's hidden size")
+        raise config.wrong_value(width_field, f"{language.hidden_size}, the decoder's hidden size")
     if tower.hidden_size % (4 * tower.num_heads):
         raise CheckpointError(
             f"the vision tower's hidden size {tower.hidden_size} must be a multiple of 4 for each of its "
@@ -195,7 +195,7 @@ class Qwen2VisionSpec(GridVisionSpec):
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
         """Plans one span per temporal patch; the last one is filled up by repeating the last frame."""
-        frames = self.sampling.choose(video)
+        frames = self.sampling.choose_frames(video)
         depth, factor = self.geometry.temporal_patch_size, self.geometry.factor
         size = smart_resize(video.width, video.height, factor, self.sampling.frame_limits(len(frames), factor))
         times = self._times(video, len(frames))
@@ -242,7 +242,7 @@ def build_qwen2_5_vl(files: ModelFiles) -> ModelSpec:
     side = vision.integer("spatial_merge_size", 2) * vision.integer("patch_size", 14)
     window = vision.integer("window_size", 112)
     if window < side:
-        raise vision.wrong("window_size", f"at least {side} pixels, the width of one token")
+        raise vision.wrong_value("window_size", f"at least {side} pixels, the width of one token")
     tower = QwenTower(
         hidden_size=vision.integer("hidden_size", 3584),
         num_layers=vision.integer("depth", 32, at_most=MAX_LAYERS),
@@ -264,7 +264,7 @@ def _build_qwen2(
 ) -> ModelSpec:
     config = files.config
     nested = config.section_if_present("text_config")
-    text = config if nested is None else typed(nested, f"{family}_text")
+    text = config if nested is None else with_model_type(nested, f"{family}_text")
     tie = config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
     language = build_language(text, tie_embeddings=tie, nested=nested is not None)
     geometry, limits, preprocess, videos = grid_settings(files, family, 14)
@@ -288,7 +288,7 @@ def _full_layers(vision: Fields) -> frozenset[int]:
     value = vision.get("fullatt_block_indexes")
     layers = [7, 15, 23, 31] if value is None else value
     if not isinstance(layers, list) or any(type(index) is not int or index < 0 for index in layers):
-        raise vision.wrong("fullatt_block_indexes", "a list of layers, counted from 0")
+        raise vision.wrong_value("fullatt_block_indexes", "a list of layers, counted from 0")
     return frozenset(index for index in layers if index < depth)
 
 
@@ -320,7 +320,7 @@ class Qwen3VlVisionSpec(GridVisionSpec):
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
         """Plans one span per temporal patch, between marks and preceded by its time."""
-        frames = self.frames.choose(video)
+        frames = self.frames.choose_frames(video)
         size = self.frames.size(video.width, video.height, len(frames), self.geometry.factor)
         views: list[View] = []
         parts: list[str | ItemPlan] = []
@@ -342,9 +342,9 @@ class Qwen3VlVisionSpec(GridVisionSpec):
 
 def build_qwen3_vl(files: ModelFiles) -> ModelSpec:
     text_type = "qwen3_vl_text"
-    text = typed(files.config.section("text_config"), text_type)
+    text = with_model_type(files.config.section("text_config"), text_type)
     if decoder_type(text) != text_type:
-        raise text.wrong("model_type", text_type)
+        raise text.wrong_value("model_type", text_type)
     text, language = nested_language(files, text_type)
     vision = _qwen3_vision(files, language.hidden_size)
     if len(vision.deepstack_layers) >= language.num_layers:
@@ -389,7 +389,7 @@ def _deepstack(tower: Fields, num_layers: int) -> list[int]:
     indices = tower.get("deepstack_visual_indexes")
     layers = [8, 16, 24] if indices is None else indices
     if not isinstance(layers, list) or any(type(n) is not int or not 0 <= n < num_layers for n in layers):
-        raise tower.wrong("deepstack_visual_indexes", f"a list of layers from 0 to {num_layers - 1}")
+        raise tower.wrong_value("deepstack_visual_indexes", f"a list of layers from 0 to {num_layers - 1}")
     if len(set(layers)) < len(layers):
-        raise tower.wrong("deepstack_visual_indexes", "a list without repetition")
+        raise tower.wrong_value("deepstack_visual_indexes", "a list without repetition")
     return layers

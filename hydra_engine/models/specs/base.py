@@ -70,7 +70,7 @@ class MediaPlan(NamedTuple):
     def items(self) -> tuple[ItemPlan, ...]:
         return tuple(part for part in self.parts if isinstance(part, ItemPlan))
 
-    def parts_of(self, number: int) -> tuple[str | ItemPlan, ...]:
+    def numbered_parts(self, number: int) -> tuple[str | ItemPlan, ...]:
         """Returns `parts`, with the number if the plan has one. `number` counts the earlier pictures (videos) of the
         prompt."""
         if self.number is None:

@@ -192,7 +192,7 @@ def _biases(config: Fields, defaults: DecoderDefaults, model_type: str) -> tuple
 def activation(config: Fields, name: str, default: str) -> str:
     value = config.text(name, default)
     if value not in ACTIVATIONS:
-        raise config.wrong(name, f"one of {', '.join(sorted(ACTIVATIONS))}", ELSEWHERE)
+        raise config.wrong_value(name, f"one of {', '.join(sorted(ACTIVATIONS))}", ELSEWHERE)
     return ACTIVATIONS[value]
 
 
@@ -239,10 +239,10 @@ def layer_kinds(config: Fields, num_layers: int) -> tuple[LayerKind, ...]:
         interval = config.integer("full_attention_interval", INTERVAL)
         names = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)]
     if not isinstance(names, list) or len(names) != num_layers or any(name not in LAYER_KINDS for name in names):
-        raise config.wrong("layer_types", f"a list of {num_layers} times linear_attention or full_attention")
+        raise config.wrong_value("layer_types", f"a list of {num_layers} times linear_attention or full_attention")
     kinds = tuple(LAYER_KINDS[name] for name in names)
     if "attention" not in kinds:
-        raise config.wrong("layer_types", "a list with at least one full_attention: the KV cache counts tokens")
+        raise config.wrong_value("layer_types", "a list with at least one full_attention: the KV cache counts tokens")
     return kinds
 
 
@@ -260,5 +260,5 @@ def delta_shape(config: Fields) -> DeltaShape:
             f"{shape.num_value_heads} value heads of linear attention cannot share {shape.num_key_heads} key heads"
         )
     if not config.flag("attn_output_gate", True):
-        raise config.wrong("attn_output_gate", "true: this text model type gates what attention gives")
+        raise config.wrong_value("attn_output_gate", "true: this text model type gates what attention gives")
     return shape

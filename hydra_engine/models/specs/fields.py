@@ -67,7 +67,7 @@ class Fields:
     def section(self, name: str) -> Fields:
         value = self.section_if_present(name)
         if value is None:
-            raise self.missing(name)
+            raise self.missing_field(name)
         return value
 
     def section_if_present(self, name: str) -> Fields | None:
@@ -75,20 +75,20 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
+            raise self.wrong_value(name, "an object")
         return Fields(value, f"{name} of {self.where}")
 
     def integer(self, name: str, default: int | None = None, *, at_least: int = 1, at_most: int = LARGEST) -> int:
         value = self._value(name, default)
         if type(value) is not int or not at_least <= value <= at_most:
-            raise self.wrong(name, f"a whole number from {at_least} to {at_most}")
+            raise self.wrong_value(name, f"a whole number from {at_least} to {at_most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a finite number above zero."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not 0 < value <= LARGEST_NUMBER:
-            raise self.wrong(name, f"a number above 0 and up to {LARGEST_NUMBER:g}")
+            raise self.wrong_value(name, f"a number above 0 and up to {LARGEST_NUMBER:g}")
         return float(value)
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -96,13 +96,13 @@ class Fields:
         value = self._value(name, list(default))
         numbers = value if isinstance(value, list) else []
         if len(numbers) != len(default) or not all(_is_finite(n) for n in numbers):
-            raise self.wrong(name, f"a list of {len(default)} numbers")
+            raise self.wrong_value(name, f"a list of {len(default)} numbers")
         return tuple(map(float, numbers))
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._value(name, default)
         if not isinstance(value, str):
-            raise self.wrong(name, "a string")
+            raise self.wrong_value(name, "a string")
         return value
 
     def token_text(self, name: str, default: str | None = None) -> str:
@@ -112,7 +112,7 @@ class Fields:
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
+            raise self.wrong_value(name, "true or false")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
@@ -122,13 +122,13 @@ class Fields:
             return None
         ids = value if isinstance(value, list) else [value]
         if any(type(i) is not int or not -1 <= i <= LARGEST for i in ids):
-            raise self.wrong(name, "a token id, a list of token ids, or -1 for none")
+            raise self.wrong_value(name, "a token id, a list of token ids, or -1 for none")
         return tuple(dict.fromkeys(i for i in ids if i >= 0))
 
-    def missing(self, name: str) -> CheckpointError:
+    def missing_field(self, name: str) -> CheckpointError:
         return CheckpointError(f"{self.where} has no field {name}")
 
-    def wrong(self, name: str, expected: str, advice: str = "") -> CheckpointError:
+    def wrong_value(self, name: str, expected: str, advice: str = "") -> CheckpointError:
         return CheckpointError(f"{name} in {self.where} must be {expected}, not {str(self.get(name))[:40]!r}{advice}")
 
     def _value(self, name: str, default: Any) -> Any:
@@ -136,24 +136,24 @@ class Fields:
         if value is not None:
             return value
         if default is None:
-            raise self.missing(name)
+            raise self.missing_field(name)
         return default
 
 
-class Asked(Fields):
+class TrackedFields(Fields):
     """Fields that record which names were read."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         super().__init__(values, where)
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
 
     def get(self, *names: str) -> Any:
-        self._asked.update(names)
+        self._read.update(names)
         return super().get(*names)
 
     def unread(self, prefix: str) -> list[str]:
         """Names with this prefix that were never read."""
-        return [name for name in self.values if name.startswith(prefix) and name not in self._asked]
+        return [name for name in self.values if name.startswith(prefix) and name not in self._read]
 
 
 def _is_finite(value: Any) -> bool:

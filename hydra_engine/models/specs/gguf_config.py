@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.fields import Asked, Fields
+from hydra_engine.models.specs.fields import Fields, TrackedFields
 from hydra_engine.models.specs.gguf_file import GgufHeader, GgufTensor
 from hydra_engine.models.specs.gguf_rope import rope_parameters
 from hydra_engine.models.specs.gguf_tower import check_width, describe_tower, num_layers
@@ -89,7 +89,7 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
             f"{text.path.name} is of architecture {architecture[:40]!r}; "
             f"supported are {', '.join(_TEXT_ALONE)}" + _advice(architecture)
         )
-    settings = Asked(text.settings.values, text.settings.where)
+    settings = TrackedFields(text.settings.values, text.settings.where)
     language = _language(text._replace(settings=settings), architecture, rope_factors)
     unread = [name for name in settings.unread(f"{architecture}.") if name.partition(".")[2] not in _LABELS]
     kept = _quantization(text.tensors.values())
@@ -195,7 +195,7 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         raise CheckpointError(f"{header.path.name} is a mixture of experts, which is not supported")
     for name, neutral in _NEUTRAL.items():
         if settings.get(named(name)) not in (None, *neutral):
-            raise settings.wrong(named(name), " or ".join(f"{value:g}" for value in neutral))
+            raise settings.wrong_value(named(name), " or ".join(f"{value:g}" for value in neutral))
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{header.path.name} has no matrix token_embd.weight")
@@ -203,12 +203,12 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
     head_dim = settings.integer(named("attention.key_length"), hidden // heads or 1)
     turning, hybrid = settings.integer(named("rope.dimension_count"), head_dim), architecture == "qwen35"
     if settings.integer(named("attention.value_length"), head_dim) != head_dim:
-        raise settings.wrong(named("attention.value_length"), f"{head_dim}, the size of a key")
+        raise settings.wrong_value(named("attention.value_length"), f"{head_dim}, the size of a key")
     if turning != head_dim and not hybrid:
-        raise settings.wrong(named("rope.dimension_count"), f"{head_dim}, the size of a key")
+        raise settings.wrong_value(named("rope.dimension_count"), f"{head_dim}, the size of a key")
     scale = settings.get(named("attention.scale")) or head_dim**-0.5
     if not isinstance(scale, float) or abs(scale * head_dim**0.5 - 1) > 1e-3:
-        raise settings.wrong(named("attention.scale"), f"1 / sqrt({head_dim}), the size of a key")
+        raise settings.wrong_value(named("attention.scale"), f"1 / sqrt({head_dim}), the size of a key")
     # Within a window every token sees all those before it.
     length, window = settings.integer(named("context_length")), settings.get(named("attention.sliding_window"))
     longest = min(length, settings.integer(named("attention.sliding_window"))) if window else length
@@ -264,7 +264,7 @@ def _generation(settings: Fields) -> dict[str, Any]:
     """Returns the special tokens. Every control token that ends an answer counts as an end of sequence."""
     tokens, kinds = settings.get("tokenizer.ggml.tokens"), settings.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):
-        raise settings.missing("tokenizer.ggml.tokens")
+        raise settings.missing_field("tokenizer.ggml.tokens")
     ends = [token for key in ("eos", "eot", "eom") for token in special_token(settings, key, len(tokens))]
     if isinstance(kinds, list):
         named = zip(tokens, kinds, strict=False)

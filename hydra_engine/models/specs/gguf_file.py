@@ -85,7 +85,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def _read(path: Path, cursor: _Cursor) -> GgufHeader:
-    if cursor.take(4) != b"GGUF":
+    if cursor.read(4) != b"GGUF":
         raise CheckpointError(f"{path.name} is not a GGUF file: it does not begin with GGUF")
     version = cursor.number("I")
     if version & 0xFFFF == 0:
@@ -105,7 +105,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     found = [_tensor(cursor) for _ in range(num_tensors)]
     alignment = fields.integer("general.alignment", 32)
     if alignment > _MAX_ALIGNMENT:
-        raise fields.wrong("general.alignment", f"at most {_MAX_ALIGNMENT}")
+        raise fields.wrong_value("general.alignment", f"at most {_MAX_ALIGNMENT}")
     data = -(-cursor.position // alignment) * alignment
     tensors = {tensor.name: tensor._replace(begin=data + tensor.begin, end=data + tensor.end) for tensor in found}
     if len(tensors) != len(found):
@@ -157,12 +157,12 @@ class _Cursor:
         self._num_values = 0  # in arrays
         self.position = 0
 
-    def take(self, count: int) -> bytes:
-        begin = self._step(count)
+    def read(self, count: int) -> bytes:
+        begin = self._advance(count)
         return self._bytes[begin : begin + count]
 
     def number(self, letter: str) -> int:
-        begin = self._step(struct.calcsize(f"<{letter}"))  # before the bytes are named, which it may replace
+        begin = self._advance(struct.calcsize(f"<{letter}"))  # before the bytes are named, which it may replace
         value: int = struct.unpack_from(f"<{letter}", self._bytes, begin)[0]
         return value
 
@@ -173,9 +173,9 @@ class _Cursor:
         found = []
         try:
             for _ in range(count):
-                begin = self._step(8)
+                begin = self._advance(8)
                 (size,) = _LENGTH.unpack_from(self._bytes, begin)
-                begin = self._step(size)
+                begin = self._advance(size)
                 found.append(self._bytes[begin : begin + size].decode())
         except UnicodeDecodeError:
             raise CheckpointError(f"{self.name} is damaged: a text in its header is not UTF-8") from None
@@ -202,11 +202,11 @@ class _Cursor:
         letter = _SCALARS.get(kind)
         if letter is None:
             raise CheckpointError(f"{self.name} is damaged: a setting has the unknown type {kind}")
-        begin = self._step(count * struct.calcsize(f"<{letter}"))
+        begin = self._advance(count * struct.calcsize(f"<{letter}"))
         values = struct.unpack_from(f"<{count}{letter}", self._bytes, begin)
         return [_shortest(value) for value in values] if kind == _FLOAT32 and count <= _MAX_DIMS else list(values)
 
-    def _step(self, count: int) -> int:
+    def _advance(self, count: int) -> int:
         """Reads the next `count` bytes into the buffer and returns their offset."""
         begin, end = self.position, self.position + count
         if end > len(self._bytes):

@@ -26,7 +26,7 @@ def rope_parameters(settings: Fields, architecture: str, head_dim: int, divisors
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = settings.text(f"{prefix}scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
-        raise settings.wrong(f"{prefix}scaling.type", "none, linear or yarn")
+        raise settings.wrong_value(f"{prefix}scaling.type", "none, linear or yarn")
     factor = 1.0 if kind == "none" else _factor(settings, prefix)
     magnitude = 1.0
     for name in ("attn_factor", "yarn_attn_factor"):
@@ -73,7 +73,7 @@ def _is_ramped(settings: Fields, name: str) -> bool:
     if share is None or share == 1 or (isinstance(share, float) and share < 0):
         return True
     if share != 0:
-        raise settings.wrong(name, "0 or 1")
+        raise settings.wrong_value(name, "0 or 1")
     return False
 
 
@@ -88,7 +88,7 @@ def _yarn(settings: Fields, prefix: str, factor: float, magnitude: float) -> dic
     share = settings.get(f"{scaling}yarn_log_multiplier") or 0.0
     if magnitude != 1 or share:
         if not isinstance(share, int | float) or not 0 <= share < math.inf:
-            raise settings.wrong(f"{scaling}yarn_log_multiplier", "a number from 0")
+            raise settings.wrong_value(f"{scaling}yarn_log_multiplier", "a number from 0")
         grown = 0.1 * math.log(factor) if factor > 1 else 0.0
         rope["attention_factor"] = magnitude * (1 + grown) / (1 + grown * share)
     return rope

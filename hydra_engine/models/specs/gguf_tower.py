@@ -62,7 +62,7 @@ def num_layers(header: GgufHeader, name: str, tensor: str, besides: int = 0) -> 
             f"{header.path.name} has no {tensor.format(count - 1)}, but {name} is {count + besides}; take a whole file"
         )
     if count > MAX_LAYERS:
-        raise header.settings.wrong(name, f"at most {MAX_LAYERS + besides}")
+        raise header.settings.wrong_value(name, f"at most {MAX_LAYERS + besides}")
     return count
 
 
@@ -128,7 +128,7 @@ def _qwen_tower(mmproj: GgufHeader, model_type: str) -> dict[str, Any]:
         raise CheckpointError(f"{mmproj.path.name} has no matrix v.position_embd.weight")
     deep = tower.get("clip.vision.is_deepstack_layers")
     if not isinstance(deep, list):
-        raise tower.missing("clip.vision.is_deepstack_layers")
+        raise tower.missing_field("clip.vision.is_deepstack_layers")
     return config | {
         "num_position_embeddings": positions.shape[0],
         "deepstack_visual_indexes": [index for index, is_deep in enumerate(deep) if is_deep],
@@ -146,7 +146,7 @@ def _tower(mmproj: GgufHeader) -> dict[str, Any]:
 
 def _colours(tower: Fields, name: str) -> list[float]:
     if name not in tower:
-        raise tower.missing(name)
+        raise tower.missing_field(name)
     return list(tower.numbers(name, (0.0, 0.0, 0.0)))
 
 

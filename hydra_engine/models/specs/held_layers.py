@@ -20,10 +20,10 @@ def check_held(names: Collection[str], stack: str, count: int, said_by: str) -> 
     numbers = (_NUMBER.match(name, len(begin)) for name in names if name.startswith(begin))
     held = {int(number[1]) for number in numbers if number is not None}
     if len(held) < count and (held or count > len(names)):
-        raise too_many(count, said_by, stack, held)
+        raise too_many_layers(count, said_by, stack, held)
 
 
-def too_many(count: int, said_by: str, stack: str, held: Iterable[int]) -> CheckpointError:
+def too_many_layers(count: int, said_by: str, stack: str, held: Iterable[int]) -> CheckpointError:
     numbers = sorted(held)
     there = f"{len(numbers)} ({stack}.{_runs(numbers)})" if numbers else f"none (there is no {stack}.0)"
     return CheckpointError(

@@ -51,7 +51,7 @@ class Quantization:
     keeps_floats: bool = False  # 8-bit floats stay so on the device
 
     @property
-    def stays(self) -> bool:
+    def stays_quantized(self) -> bool:
         """True if weights stay quantised in memory. Scattered groups are converted to the compute dtype, and so are
         8-bit floats unless `keeps_floats`."""
         return (self.keeps_floats or not self.floats) and not self.scattered
@@ -68,7 +68,7 @@ class Quantization:
 
     def held_bytes(self, compute_bytes: int) -> float:
         """Bytes per weight in memory; the compute dtype has `compute_bytes`."""
-        widened = (0 if self.keeps_floats else self.float_share) if self.stays else 1
+        widened = (0 if self.keeps_floats else self.float_share) if self.stays_quantized else 1
         return widened * compute_bytes + (1 - widened) * self.bytes_per_weight
 
 
@@ -78,13 +78,13 @@ def at_load(name: str) -> Quantization:
     return Quantization("quantised at start", (bits,), (AT_LOAD_GROUP if bits == 4 else ROW,))
 
 
-def check_wish(wanted: str, stored: Quantization | None) -> None:
+def check_requested(wanted: str, stored: Quantization | None) -> None:
     """Raises ConfigError if --quantization does not fit the checkpoint."""
     has = "not quantised" if stored is None else f"quantised by {stored.method}"
     if wanted in METHODS and (stored is None or stored.method != wanted):
         hint = "; leave --quantization out" if stored else "; --quantization int8 or int4 quantises it while it is read"
         raise ConfigError(f"quantization {wanted}: the checkpoint is {has}{hint}", param="quantization")
-    if wanted in AT_LOAD and stored is not None and stored.stays:
+    if wanted in AT_LOAD and stored is not None and stored.stays_quantized:
         raise ConfigError(
             f"quantization {wanted}: the checkpoint is {has} already; leave --quantization out", param="quantization"
         )
@@ -272,7 +272,7 @@ def _gguf(section: Fields) -> Quantization:
     """Reads the section that `gguf_config.describe` writes; the files hold each tensor's own type."""
     bits = section.get("bits")
     if not isinstance(bits, list) or not bits or not set(bits) <= {4, 6, 8}:
-        raise section.wrong("bits", "a list of 4, 6 and 8")
+        raise section.wrong_value("bits", "a list of 4, 6 and 8")
     return Quantization(GGUF, tuple(bits), mean_bytes=section.number("bytes_per_weight"))
 
 
@@ -280,12 +280,12 @@ def _group_size(section: Fields, default: int = ROW) -> int:
     size = section.get("group_size")
     size = default if size is None else size
     if type(size) is not int or (size != ROW and not 0 < size <= 1 << 20):
-        raise section.wrong("group_size", "a whole number above 0, or -1 for whole rows")
+        raise section.wrong_value("group_size", "a whole number above 0, or -1 for whole rows")
     return size
 
 
 def _pair(section: Fields, name: str) -> tuple[int, int]:
     value = section.get(name)
     if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or not 0 < n <= 1 << 20 for n in value):
-        raise section.wrong(name, "a list of two whole numbers above 0")
+        raise section.wrong_value(name, "a list of two whole numbers above 0")
     return value[0], value[1]

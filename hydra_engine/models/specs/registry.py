@@ -21,7 +21,7 @@ from hydra_engine.models.specs.assemble import ModelFiles, model_spec, read_file
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.decoder import build_language, decoder_type
 from hydra_engine.models.specs.fields import Fields
-from hydra_engine.models.specs.quantization import AT_LOAD, at_load, check_wish
+from hydra_engine.models.specs.quantization import AT_LOAD, at_load, check_requested
 from hydra_engine.models.transformers_adapter.build_spec import build_generic
 
 SpecBuilder = Callable[[ModelFiles], ModelSpec]
@@ -43,7 +43,7 @@ def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
         return build_generic(files)
     family = _family(files.config)
     spec = family.build_spec(replace(files, architecture=family.architecture))
-    check_wish(wanted, spec.quantization)
+    check_requested(wanted, spec.quantization)
     return replace(spec, at_load=at_load(wanted)) if wanted in AT_LOAD else spec
 
 

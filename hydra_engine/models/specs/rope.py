@@ -143,7 +143,7 @@ def _sections(values: Fields, head_dim: int, default: Sections | None) -> Sectio
         return None
     sections = values.get("mrope_section") if "mrope_section" in values else list(default or ())
     if not isinstance(sections, list) or len(sections) != 3 or any(type(n) is not int or n < 0 for n in sections):
-        raise values.wrong("mrope_section", "a list of three whole numbers")
+        raise values.wrong_value("mrope_section", "a list of three whole numbers")
     if sum(sections) != head_dim // 2:
         raise CheckpointError(
             f"mrope_section {sections} of {values.where} has {sum(sections)} pairs, but a head has {head_dim // 2}"
@@ -155,5 +155,5 @@ def _sections(values: Fields, head_dim: int, default: Sections | None) -> Sectio
 def _interleaved(values: Fields, of_type: bool) -> bool:
     """Returns the model type's value. Raises CheckpointError if the config contradicts it."""
     if values.flag("mrope_interleaved", of_type) is not of_type:
-        raise values.wrong("mrope_interleaved", f"{str(of_type).lower()} for this text model type")
+        raise values.wrong_value("mrope_interleaved", f"{str(of_type).lower()} for this text model type")
     return of_type

@@ -185,10 +185,10 @@ def normalisation(
     """Reads resample, rescale, mean and std of an image processor's settings; the defaults are those of its class."""
     filter_name = RESAMPLE.get(images.integer("resample", resample, at_least=0))
     if filter_name is None:
-        raise images.wrong("resample", "0, 1, 2 or 3")
+        raise images.wrong_value("resample", "0, 1, 2 or 3")
     std = _colours(images, "image_std", std)
     if min(std) <= 0:
-        raise images.wrong("image_std", "three numbers above 0")
+        raise images.wrong_value("image_std", "three numbers above 0")
     rescales, normalises = images.flag("do_rescale", True), images.flag("do_normalize", True)
     return PreprocessSpec(
         resample=filter_name,

@@ -44,10 +44,10 @@ def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelS
         from hydra_engine.models.transformers_adapter.describe_spec import describe
 
         return describe(Path(model_dir), trust_remote_code=trust_remote_code)
-    return describe_elsewhere(model_dir, trust_remote_code)
+    return describe_in_process(model_dir, trust_remote_code)
 
 
-def describe_elsewhere(model_dir: str, trust_remote_code: bool) -> ModelSpec:
+def describe_in_process(model_dir: str, trust_remote_code: bool) -> ModelSpec:
     """Runs `describe` in a separate process."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     package_parent = str(Path(__file__).parents[3])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.held_layers import too_many
+from hydra_engine.models.specs.held_layers import too_many_layers
 
 _NUMBERED = re.compile(r"(.+?)\.(0|[1-9][0-9]{0,8})\.")
 _TOWERS = re.compile(r"vis(ion|ual)|image|audio")  # in names of lists that are no decoder's
@@ -40,7 +40,7 @@ def check_counts(config: Any, names: Collection[str]) -> None:
             count = getattr(part, field, None)
             if type(count) is int and count > most:
                 named = max(own or lists, default="layers", key=lambda name: len(lists[name]))
-                raise too_many(count, field, named[:120], lists.get(named, ()))
+                raise too_many_layers(count, field, named[:120], lists.get(named, ()))
 
 
 @contextmanager

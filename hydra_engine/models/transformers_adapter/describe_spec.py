@@ -27,7 +27,7 @@ from hydra_engine.errors import CheckpointError, HydraError, InvalidImage
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import stored_dtype
 from hydra_engine.models.specs.fields import Fields, read_json
-from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
+from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.models.transformers_adapter.processor_spec import Expansion, PictureProcessor, num_runs
 from hydra_engine.models.transformers_adapter.spec import FAMILY, Answer, GenericVisionSpec
 
@@ -51,7 +51,7 @@ def probe_picture(size: tuple[int, int] = _PROBES[0], turns: int = 0) -> Image.I
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_logging() -> Iterator[None]:
     """Hides transformers' progress bars and warnings; errors are still shown."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
@@ -68,7 +68,7 @@ def quiet() -> Iterator[None]:
 def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
     """Describes a checkpoint. Raises CheckpointError, with the reason, if the generic adapter cannot run the model."""
     check_small_files(model_dir)
-    with quiet():
+    with quiet_logging():
         return _describe(model_dir, trust_remote_code)
 
 
@@ -80,7 +80,7 @@ def _describe(model_dir: Path, trust_remote_code: bool) -> ModelSpec:
         _check_model(config, text, model)
         language = _language(text, config)
     except PROCESSOR_ERRORS as error:  # fields that transformers computes
-        raise cannot_run(model.__name__, in_words(error)) from error
+        raise cannot_run(model.__name__, describe_error(error)) from error
     inputs, required = image_inputs(config, model)
     vision = None
     if inputs:
@@ -116,7 +116,7 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
             str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot read config.json: {in_words(error)}") from error
+        raise CheckpointError(f"transformers cannot read config.json: {describe_error(error)}") from error
 
 
 def _check_counts(section: Fields) -> None:
@@ -125,7 +125,7 @@ def _check_counts(section: Fields) -> None:
         if isinstance(value, dict):
             _check_counts(Fields(value, f"{name[:40]} of {section.where}"))
         elif type(value) is int and value > MAX_COUNTED and name.endswith(_COUNTED):
-            raise section.wrong(name, f"at most {MAX_COUNTED}")
+            raise section.wrong_value(name, f"at most {MAX_COUNTED}")
 
 
 def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any:
@@ -296,7 +296,7 @@ def _tokenizer_class(model_dir: Path, trust_remote_code: bool) -> str:
         auto = transformers.AutoTokenizer
         tokenizer = auto.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code)
     except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot load the model's tokenizer: {in_words(error)}") from error
+        raise CheckpointError(f"transformers cannot load the model's tokenizer: {describe_error(error)}") from error
     return type(tokenizer).__name__
 
 
@@ -325,7 +325,7 @@ def _vision(
     expansions = _expansions(processor)
     if missing := [name for name in required if name not in expansions[0].arrays]:
         raise CheckpointError(f"the model's processor gives no {' and no '.join(missing)}, which the tower needs")
-    whole = processor.sees_itself(probe_picture())
+    whole = processor.image_attends_to_itself(probe_picture())
     if whole and any(num_runs(expansion.token_ids, image_token_id) > 1 for expansion in expansions):
         raise CheckpointError("pictures that are cut and see themselves are not supported: set do_pan_and_scan false")
     identity = f"transformers/{_digest(model_dir)}"
@@ -365,7 +365,7 @@ def _expansions(processor: PictureProcessor) -> list[Expansion]:
 def _joins(processor: PictureProcessor) -> bool:
     try:
         prompts = ([probe_picture(size, turns) for turns, size in enumerate(sizes)] for sizes in _TOGETHER)
-        return all(processor.joins(pictures) for pictures in prompts)
+        return all(processor.joins_pictures(pictures) for pictures in prompts)
     except InvalidImage:  # cannot be compared, so not supported
         return False
 

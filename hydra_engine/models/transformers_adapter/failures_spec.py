@@ -25,7 +25,7 @@ _UNPACKING = re.compile(r"values to unpack|invalid literal for|could not convert
 _MAX_CHARS = 300
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns one line: the error's message if it was written for readers, else the place in the code that failed."""
     text = " ".join(str(error).split())
     if isinstance(error, _OF_PYTHON) or not text or _UNPACKING.search(text):

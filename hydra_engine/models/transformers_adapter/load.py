@@ -17,13 +17,13 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend
 from hydra_engine.core.roles import Role
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import listed
+from hydra_engine.models.loading.checkpoint import list_names
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.counts import bounded_modules, check_counts
-from hydra_engine.models.transformers_adapter.describe_spec import cannot_run, load_config, model_class, quiet
-from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
+from hydra_engine.models.transformers_adapter.describe_spec import cannot_run, load_config, model_class, quiet_logging
+from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.models.transformers_adapter.model import GenericModel
 from hydra_engine.models.transformers_adapter.probe import PagedProbe, Probe
 
@@ -45,15 +45,15 @@ def load_generic(
     total = sum(entry.nbytes for entry in entries.values())
     report = progress or (lambda _done, _total: None)
     report(0, total)
-    with quiet(), torch.inference_mode(False), torch.no_grad():
+    with quiet_logging(), torch.inference_mode(False), torch.no_grad():
         module = _load_module(model_dir, spec, backend, entries)
         _check_finite(module)
-    with quiet(), torch.inference_mode():
+    with quiet_logging(), torch.inference_mode():
         try:
             model = _checked(module, spec, backend)
         except PROCESSOR_ERRORS as error:
-            raise cannot_run(spec.architecture, spec.no_images_because or in_words(error)) from error
-    model.keep(role)
+            raise cannot_run(spec.architecture, spec.no_images_because or describe_error(error)) from error
+    model.drop_unused(role)
     backend.device.trim()
     report(total, total)
     return model
@@ -81,10 +81,10 @@ def _load_module(model_dir: Path, spec: ModelSpec, backend: Backend, held: Colle
                 output_loading_info=True,
             )
     except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot load the weights: {in_words(error)}") from error
+        raise CheckpointError(f"transformers cannot load the weights: {describe_error(error)}") from error
     missing = sorted(map(str, info["missing_keys"]))
     if missing or info["mismatched_keys"]:
-        wrong = listed(missing) if missing else listed(str(key) for key, *_ in info["mismatched_keys"])
+        wrong = list_names(missing) if missing else list_names(str(key) for key, *_ in info["mismatched_keys"])
         raise CheckpointError(f"the weights do not fit config.json; missing or of the wrong shape: {wrong}")
     return module.eval().to(backend.device.torch_device)
 
@@ -98,7 +98,7 @@ def _check_finite(module: torch.nn.Module) -> None:
 def _checked(module: Any, spec: ModelSpec, backend: Backend) -> GenericModel:
     """Wraps the module for the engine's stages. Raises CheckpointError if its logits differ from its own forward's,
     alone or beside a request of another length."""
-    probe = Probe.of(module, spec)
+    probe = Probe.from_spec(module, spec)
     expected = probe.expected_logits(module, backend.dtype)
     model = GenericModel(module, spec, backend)
     paged = PagedProbe(probe, model, spec, backend)

@@ -23,20 +23,20 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import DTYPES
 from hydra_engine.core.roles import Role
-from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, go_on
+from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, no_checkpoint
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.attention import NAME, STEP, Step, register
 from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE, SPAN_TOKEN_IDS
 from hydra_engine.models.transformers_adapter.surgery import (
     accepts,
-    before_listed,
+    call_before_listed,
+    disable_temperatures,
     drop_all_but,
     has_products,
     replace,
-    rest_temperatures,
+    replace_head,
+    replace_linears,
     set_attention,
-    take_over_head,
-    take_over_products,
     weights_bytes,
 )
 
@@ -63,16 +63,16 @@ class GenericModel:
         self._get_image_features: Any = getattr(
             module if has_function else module.base_model, "get_image_features", None
         )
-        self._checkpoint = go_on  # of the encode that runs
-        before_listed(module, self._decoder, lambda: self._checkpoint())
+        self._checkpoint = no_checkpoint  # of the encode that runs
+        call_before_listed(module, self._decoder, lambda: self._checkpoint())
         self.num_slices = 0
         self.notes = tuple(_notes(spec, self._decoder.config))
         self._keeps_rows = accepts(module.forward, "logits_to_keep")
         set_attention(module, NAME)
-        rest_temperatures(self._decoder)
+        disable_temperatures(self._decoder)
         stored = DTYPES.get(spec.dtype, backend.dtype)
-        take_over_products(self._decoder, backend.ops, backend.dtype, stored)
-        self._head = take_over_head(module, backend.ops, backend.dtype, stored)
+        replace_linears(self._decoder, backend.ops, backend.dtype, stored)
+        self._head = replace_head(module, backend.ops, backend.dtype, stored)
         # Products that are not ours (the experts of a mixture, say) may depend on how many rows share them.
         self.deterministic = not has_products(self._decoder)
 
@@ -80,7 +80,7 @@ class GenericModel:
     def weights_bytes(self) -> int:
         return weights_bytes(self._module)
 
-    def keep(self, role: Role) -> None:
+    def drop_unused(self, role: Role) -> None:
         """Drops the parts that the role does not need. The embeddings always stay: the vision lane writes those of the
         text inside a span."""
         if not role.needs_vision:
@@ -105,7 +105,7 @@ class GenericModel:
                 self._ops.write_cache(image_cache, 0, (rows.unsqueeze(1),), batch.slots[begin:end])
                 begin = end
         finally:
-            self._checkpoint = go_on
+            self._checkpoint = no_checkpoint
 
     def _span(self, arrays: dict[str, Tensor]) -> Tensor:
         """Returns [num_tokens, C]: features at image tokens, embeddings at the text between them."""

@@ -41,12 +41,12 @@ class Probe:
     arrays: Sequence[Mapping[str, Tensor]]  # of each picture, as payloads have them
 
     @classmethod
-    def of(cls, module: Any, spec: ModelSpec) -> Probe:
+    def from_spec(cls, module: Any, spec: ModelSpec) -> Probe:
         if spec.processor is None:
             count = min(_NUM_TOKENS, spec.language.max_position - 1)  # as many as a prompt may have
             ids = torch.arange(count)[None] * 7 % spec.language.vocab_size
             return cls({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, (), ())
-        processor = PictureProcessor.of(spec.processor)
+        processor = PictureProcessor.from_spec(spec.processor)
         sizes = _SIZES if spec.processor.joins else _SIZES[:1]
         pictures = [probe_picture(size, turns) for turns, size in enumerate(sizes)]
         outputs = processor.outputs(*zip(pictures, _TEXTS, strict=False))

@@ -22,7 +22,7 @@ from transformers.utils import import_utils
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
-from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, in_words
+from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, describe_error
 
 Array = npt.NDArray[Any]
 
@@ -67,7 +67,7 @@ class PictureProcessor:
         self.placeholder_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
 
     @classmethod
-    def of(cls, spec: ProcessorSpec) -> PictureProcessor:
+    def from_spec(cls, spec: ProcessorSpec) -> PictureProcessor:
         return cls(
             Path(spec.model_dir),
             spec.model_type,
@@ -93,7 +93,7 @@ class PictureProcessor:
                 failures.append(error)
         sizes = " and ".join(f"{image.width} x {image.height}" for image in images)
         raise CheckpointError(
-            f"the model's processor fails on a picture of {sizes} pixels: {in_words(failures[-1])}"
+            f"the model's processor fails on a picture of {sizes} pixels: {describe_error(failures[-1])}"
         ) from failures[-1]
 
     def expand(self, image: Image.Image) -> Expansion:
@@ -116,7 +116,7 @@ class PictureProcessor:
             arrays={name: _array(name, outputs[name]) for name in self._inputs if outputs.get(name) is not None},
         )
 
-    def joins(self, images: Sequence[Image.Image]) -> bool:
+    def joins_pictures(self, images: Sequence[Image.Image]) -> bool:
         """True if several pictures in one prompt give the same text and tower arrays as each alone."""
         expansions = [self.expand(image) for image in images]
         pictures = list(zip(images, _BEHIND, strict=False))
@@ -137,7 +137,7 @@ class PictureProcessor:
         alone = [found.arrays for found in expansions]
         return len(alone[0]) > 1 or all(_is_joined(outputs[name], [each[name] for each in alone]) for name in alone[0])
 
-    def sees_itself(self, image: Image.Image) -> bool:
+    def image_attends_to_itself(self, image: Image.Image) -> bool:
         """True if the processor marks the image tokens as attending to each other."""
         outputs = self.outputs((image, ""))
         marks = outputs.get("token_type_ids")
@@ -197,7 +197,7 @@ def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool)
         return transformers.AutoProcessor.from_pretrained(str(model_dir), **options)
     except PROCESSOR_ERRORS as error:
         is_missing = "torchvision" in str(error).lower() and not import_utils.is_torchvision_available()
-        reason = _torchvision_is_missing() if is_missing else in_words(error)
+        reason = _torchvision_is_missing() if is_missing else describe_error(error)
         raise CheckpointError(f"transformers cannot load the model's processor: {reason}") from error
 
 

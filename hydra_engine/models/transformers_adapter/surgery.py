@@ -37,7 +37,7 @@ class OpsLinear(nn.Module):
         return self._ops.linear(rows, self.packed, out_dtype=self._out_dtype).view(*x.shape[:-1], self.out_features)
 
 
-def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> None:
+def replace_linears(root: nn.Module, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> None:
     """Replaces the plain linear layers of `dtype` below `root`; others keep their own arithmetic. Weights that are
     exact in `stored`, the dtype of the checkpoint, may be kept in that."""
     for parent in list(root.modules()):
@@ -46,7 +46,7 @@ def take_over_products(root: nn.Module, ops: Ops, dtype: torch.dtype, stored: to
                 setattr(parent, name, OpsLinear(child, ops, stored, None))
 
 
-def take_over_head(root: Any, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> nn.Module:
+def replace_head(root: Any, ops: Ops, dtype: torch.dtype, stored: torch.dtype) -> nn.Module:
     """Replaces the layer over the vocabulary by one with float32 results, if it is a plain linear layer of `dtype`.
     Returns the layer in use. Raises ValueError if the model has none."""
     head = root.get_output_embeddings()
@@ -65,7 +65,7 @@ def has_products(root: nn.Module) -> bool:
     return any(parameter.dim() > 1 and id(parameter) not in tables for parameter in root.parameters())
 
 
-def before_listed(root: nn.Module, without: nn.Module, call: Callable[[], None]) -> None:
+def call_before_listed(root: nn.Module, without: nn.Module, call: Callable[[], None]) -> None:
     """Registers `call` to run before each module of a module list below `root`, but not below `without`."""
     inside = {id(module) for module in without.modules()}
 
@@ -109,7 +109,7 @@ def set_attention(module: Any, name: str) -> None:
         config._attn_implementation = name
 
 
-def rest_temperatures(decoder: nn.Module) -> None:
+def disable_temperatures(decoder: nn.Module) -> None:
     """Turns off attention temperatures: they depend on the number of rows of a call, which is a step of several
     requests, and are 1 within the context."""
     for module in decoder.modules():

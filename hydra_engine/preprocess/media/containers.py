@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media.orientation import from_raw_profile, orientation_of, text_of
+from hydra_engine.preprocess.media.orientation import from_raw_profile, orientation_of, png_text
 
 _MAX_SEGMENTS = 4096  # in a JPEG or a RIFF file
 _MAX_SCANS = 50  # in a progressive JPEG; each scan covers the whole picture
@@ -43,27 +43,27 @@ def inspect(data: bytes) -> Container:
             try:
                 return parse(data)
             except (struct.error, IndexError) as error:  # a read beyond the end of the file
-                raise broken("it ends too early") from error
+                raise broken_image("it ends too early") from error
     raise InvalidImage(
         "the image has an unsupported format; supported: PNG, JPEG, WEBP, GIF, BMP", code="unsupported_image_format"
     )
 
 
-def broken(reason: str) -> InvalidImage:
+def broken_image(reason: str) -> InvalidImage:
     return InvalidImage(f"the image cannot be decoded: {reason}")
 
 
 def _png(data: bytes) -> Container:
     width, height = struct.unpack_from(">II", data, 16)
     if data[12:16] != b"IHDR":
-        raise broken("its header is missing")
+        raise broken_image("its header is missing")
     kept, exif, xmp, profile = [data[:8]], None, b"", b""
     offset, has_pixels = 8, False
     for _ in range(_MAX_CHUNKS):
         kind, end = data[offset + 4 : offset + 8], offset + 12 + int.from_bytes(data[offset : offset + 4], "big")
         has_pixels = has_pixels or kind == b"IDAT"
         if end > len(data) and not has_pixels:
-            raise broken("it ends too early")
+            raise broken_image("it ends too early")
         if kind == b"IEND" or end > len(data):  # the decoder finds missing pixels
             kept.append(data[offset:] if kind == b"IDAT" else _IEND)
             break
@@ -80,10 +80,10 @@ def _png(data: bytes) -> Container:
                 exif = data[offset + 13 : end - 4]
         offset = end
     else:
-        raise broken("it has too many parts")
+        raise broken_image("it has too many parts")
     if exif is None:
-        exif = from_raw_profile(text_of(profile))
-    return Container("PNG", width, height, orientation_of(exif, text_of(xmp)), b"".join(kept))
+        exif = from_raw_profile(png_text(profile))
+    return Container("PNG", width, height, orientation_of(exif, png_text(xmp)), b"".join(kept))
 
 
 def _jpeg(data: bytes) -> Container:
@@ -93,7 +93,7 @@ def _jpeg(data: bytes) -> Container:
     for _ in range(_MAX_SEGMENTS):
         found = _SEGMENT.search(data, offset)  # skips padding, pixels and what Pillow skips
         if found is None:
-            raise broken("it ends too early")
+            raise broken_image("it ends too early")
         offset, marker = found.start(), data[found.start() + 1]
         if marker == 0xD9:
             break
@@ -114,11 +114,11 @@ def _jpeg(data: bytes) -> Container:
             kept.append(segment)
         offset += 2 + length
     else:
-        raise broken("it has too many parts")
+        raise broken_image("it has too many parts")
     if size is None or not first_scan:
-        raise broken("it holds no picture")
+        raise broken_image("it holds no picture")
     if num_scans > _MAX_SCANS:
-        raise broken("it has too many scans")
+        raise broken_image("it has too many scans")
     kept.append(data[first_scan : offset + 2])
     return Container("JPEG", *size, orientation_of(b"".join(exif), xmp), b"".join(kept))
 
@@ -131,9 +131,9 @@ def _gif(data: bytes) -> Container:
     while True:
         found = _GIF_BLOCK.search(data, offset)  # skips what Pillow skips, often zero bytes
         if found is None:
-            raise broken("it ends too early")
+            raise broken_image("it ends too early")
         if found[0] == b";":
-            raise broken("it holds no picture")
+            raise broken_image("it holds no picture")
         begin = offset = found.start()
         is_picture = found[0] == b","
         if is_picture:
@@ -147,7 +147,7 @@ def _gif(data: bytes) -> Container:
             blocks_left -= 1
         offset, blocks_left = offset + 1, blocks_left - 1
         if blocks_left < 0:
-            raise broken("it has too many parts")
+            raise broken_image("it has too many parts")
         if is_picture or (data.startswith(b"!\xf9", begin) and data[begin + 2] >= 4):
             kept.append(data[begin:offset])
         if is_picture:  # the decoder finds missing pixels
@@ -159,7 +159,7 @@ def _webp(data: bytes) -> Container:
     if data[8:12] != b"WEBP":
         raise InvalidImage("the image has an unsupported format", code="unsupported_image_format")
     if length + 8 > len(data):
-        raise broken("it ends too early")
+        raise broken_image("it ends too early")
     kept: list[bytes] = []
     metadata: dict[bytes, bytes] = {}
     size, offset = None, 12
@@ -176,9 +176,9 @@ def _webp(data: bytes) -> Container:
             kept.append(data[offset:end])
         offset = end
     else:
-        raise broken("it has too many parts")
+        raise broken_image("it has too many parts")
     if size is None:
-        raise broken("it holds no picture")
+        raise broken_image("it holds no picture")
     body, flags = b"".join(kept), 0
     if body.startswith(b"VP8X"):  # clear the flags of dropped chunks
         flags = body[8]
@@ -198,7 +198,7 @@ def _webp_size(kind: bytes, head: bytes) -> tuple[int, int]:
     if kind == b"VP8 ":
         width, height = struct.unpack_from("<HH", head, 6)
         return width & 0x3FFF, height & 0x3FFF
-    raise broken("it holds no picture")
+    raise broken_image("it holds no picture")
 
 
 def _bmp(data: bytes) -> Container:
@@ -210,12 +210,12 @@ def _bmp(data: bytes) -> Container:
         width, height, _, depth, compression = struct.unpack_from("<iiHHI", data, 18)
         height = abs(height)  # negative: rows from top to bottom
     else:
-        raise broken("its header is unknown")
+        raise broken_image("its header is unknown")
     if compression not in (0, 3):
         raise InvalidImage("compressed BMP images are not supported", code="unsupported_image_format")
     row, stride = (width * depth + 7) // 8, (width * depth + 31) // 32 * 4  # the last row needs no padding
     if width <= 0 or stride * (height - 1) + row > len(data) - pixels_at:
-        raise broken("it ends too early")
+        raise broken_image("it ends too early")
     return Container("BMP", width, height, 1, data)
 
 

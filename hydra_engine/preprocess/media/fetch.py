@@ -26,8 +26,8 @@ from hydra_engine.preprocess.media.sources import (
     IPAddress,
     RemoteFile,
     is_public,
-    literal,
     max_bytes,
+    parse_address,
     private,
     redirected,
 )
@@ -156,7 +156,7 @@ class MediaFetcher:
             if num_users > 1:
                 self._slots_of_host[host] = slots, num_users - 1
 
-    def _why(self, ended: Ended, fetching: _Fetching, most: int) -> str:
+    def _why(self, ended: Ended, fetching: _Fetching, limit: int) -> str:
         kind = fetching.kind
         match ended.why:
             case "status":
@@ -164,7 +164,7 @@ class MediaFetcher:
             case "compressed":
                 return f"the {kind}'s host sent a compressed answer that was not asked for"
             case "large":
-                return f"the fetched {kind} is larger than {size(most)}"
+                return f"the fetched {kind} is larger than {size(limit)}"
             case "stopped":
                 return fetching.too_slow
             case "wasteful":
@@ -174,7 +174,7 @@ class MediaFetcher:
     async def _addresses(self, url: URL, fetching: _Fetching) -> list[str]:
         assert url.raw_host is not None and url.port is not None
         kind = fetching.kind
-        if literal(url.raw_host) is not None:
+        if parse_address(url.raw_host) is not None:
             return self._checked([url.raw_host], kind)
         async with fetching.waiting():
             lookup = await self._names.start(fetching.client, url.raw_host, url.port)
@@ -231,8 +231,8 @@ class _Fetching:
             self._working_s -= time.monotonic() - begun_s
 
 
-def _places(of: str, most: int) -> Turns:
-    return Turns(of, num_places=most, max_waiting=MAX_WAITING, keeps_free=True)
+def _places(name: str, num_places: int) -> Turns:
+    return Turns(name, num_places=num_places, max_waiting=MAX_WAITING, keeps_free=True)
 
 
 def _question(url: URL, addresses: Sequence[str], kind: str, max_bytes: int) -> Get:

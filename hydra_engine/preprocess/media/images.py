@@ -16,8 +16,8 @@ from PIL import Image
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media.containers import Container, broken, inspect
-from hydra_engine.preprocess.media.pixels import PIL_ERRORS, to_rgb, upright
+from hydra_engine.preprocess.media.containers import Container, broken_image, inspect
+from hydra_engine.preprocess.media.pixels import PIL_ERRORS, to_rgb, undo_orientation
 
 _ORIENTATION_TAG = 0x0112
 
@@ -43,7 +43,7 @@ def inspected(data: bytes, limits: MediaConfig) -> Container:
 def check_size(width: int, height: int, limits: MediaConfig) -> None:
     """Raises InvalidImage with code image_too_large or image_aspect_ratio."""
     if width < 1 or height < 1:
-        raise broken("it has no pixels")
+        raise broken_image("it has no pixels")
     most = min(limits.max_image_pixels, Image.MAX_IMAGE_PIXELS or limits.max_image_pixels)
     if width * height > most:
         raise InvalidImage(
@@ -64,9 +64,9 @@ def from_pil(image: Image.Image, limits: MediaConfig) -> Image.Image:
         with _loading:
             own = image.copy()
             orientation = _orientation(image)
-        return to_rgb(upright(own, orientation))
+        return to_rgb(undo_orientation(own, orientation))
     except PIL_ERRORS as error:
-        raise broken("the Pillow image cannot be loaded") from error
+        raise broken_image("the Pillow image cannot be loaded") from error
 
 
 def _orientation(image: Image.Image) -> Any:
@@ -84,14 +84,14 @@ def from_array(value: Any, limits: MediaConfig) -> Image.Image:
     check_size(pixels.shape[1], pixels.shape[0], limits)
     if np.issubdtype(pixels.dtype, np.integer):
         if not (pixels.min() >= 0 and pixels.max() <= 255):
-            raise broken("arrays of integers must hold values from 0 to 255; give 16-bit values divided by 65535")
+            raise broken_image("arrays of integers must hold values from 0 to 255; give 16-bit values divided by 65535")
         pixels = pixels.astype(np.uint8, copy=False)
     elif np.issubdtype(pixels.dtype, np.floating):
         if not (pixels.min() >= 0.0 and pixels.max() <= 1.0):  # also false for NaN
-            raise broken("arrays of floats must hold values from 0 to 1; divide values up to 255 by 255")
+            raise broken_image("arrays of floats must hold values from 0 to 1; divide values up to 255 by 255")
         pixels = np.rint(pixels.astype(np.float32) * 255.0).astype(np.uint8)
     else:
-        raise broken("arrays must hold integers from 0 to 255 or floats from 0 to 1")
+        raise broken_image("arrays must hold integers from 0 to 255 or floats from 0 to 1")
     return to_rgb(Image.fromarray(np.ascontiguousarray(pixels)))
 
 
@@ -103,7 +103,7 @@ def _as_numpy(value: Any) -> npt.NDArray[Any]:
     try:
         return np.asarray(value.numpy())
     except (TypeError, RuntimeError) as error:  # bfloat16 has no numpy form
-        raise broken("the tensor has no numpy form; give uint8 or float32") from error
+        raise broken_image("the tensor has no numpy form; give uint8 or float32") from error
 
 
 def _channels_last(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -112,7 +112,7 @@ def _channels_last(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
-        raise broken("arrays must have the shape (height, width) or (height, width, 1, 3 or 4)")
+        raise broken_image("arrays must have the shape (height, width) or (height, width, 1, 3 or 4)")
     if pixels.size == 0:
-        raise broken("it has no pixels")
+        raise broken_image("it has no pixels")
     return pixels

@@ -30,8 +30,8 @@ from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
 from hydra_engine.preprocess.media.fetch import MediaFetcher
 from hydra_engine.preprocess.media.names import Resolve
 from hydra_engine.preprocess.media.opening import Frames, Opened, Opener
-from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, made_elsewhere
-from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, naming
+from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, await_payloads
+from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, with_path_in_errors
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 
@@ -128,7 +128,7 @@ class MediaLoader:
         if self._processor is not None:
             self._processor.close()
 
-    def check(self, parts: Sequence[MediaPart]) -> list[Source | Frames]:
+    def resolve_sources(self, parts: Sequence[MediaPart]) -> list[Source | Frames]:
         """Checks counts and addresses and returns the sources; opens nothing. Raises InvalidRequest that names the
         reference."""
         if not parts:
@@ -187,10 +187,11 @@ class MediaLoader:
         client: str = "",
         check: Callable[[Sequence[Planned]], object] | None = None,
     ) -> list[Media]:
-        """Returns the media in order, or raises the first error and cancels the rest. `sources` are `check`'s result;
-        `pixels` limits each picture beside its own detail. `check` raises if the plans are too large; a worker thread
-        or the loop calls it before anything is decoded, unless only the model's own processor can tell the plans. The
-        cache is separate for each salt, since decoding time would reveal other clients' pictures."""
+        """Returns the media in order, or raises the first error and cancels the rest. `sources` are the result of
+        `resolve_sources`; `pixels` limits each picture beside its own detail. `check` raises if the plans are too
+        large; a worker thread or the loop calls it before anything is decoded, unless only the model's own processor
+        can tell the plans. The cache is separate for each salt, since decoding time would reveal other clients'
+        pictures."""
         if not sources:
             return []
         check = check if self._processor is None else None
@@ -257,11 +258,11 @@ class MediaLoader:
 
     def _opened_from(self, item: _Loading, asker: _Asker) -> Opened:
         assert self._opener is not None and item.source is not None and not isinstance(item.source, RemoteFile)
-        with naming(item.source):
+        with with_path_in_errors(item.source):
             return self._opener.open(item.source, item.part.kind, item.budget, asker.salt)
 
     def _made(self, item: _Loading, opened: Opened) -> Payloads | Future[Payloads]:
-        with naming(item.source):
+        with with_path_in_errors(item.source):
             return self._pixels.get_or_make(opened.key, opened.make)
 
     def _turns_for(self, opened: Opened) -> Turns | None:
@@ -273,8 +274,8 @@ class MediaLoader:
     async def _finish(self, item: _Loading, opened: Opened, work: _Work) -> Media:
         made, plan, ended_s = work.made, opened.plan, work.ended_s
         if isinstance(made, Future):
-            with naming(item.source):
-                made = await made_elsewhere(made)
+            with with_path_in_errors(item.source):
+                made = await await_payloads(made)
             ended_s = self._clock.now()
         if isinstance(made[0], ProcessedPicture):  # the processor has made the plan
             plan = made[0].plan()

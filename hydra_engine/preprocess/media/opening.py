@@ -102,7 +102,7 @@ class Opener:
 
     def _video(self, data: bytes, salt: str) -> Opened:
         """Probes the video in a child process; this process parses nothing of the file."""
-        info = videos.checked(self._decoders.probe_video(videos.inspected(data, self._limits)), self._limits)
+        info = videos.check_video(self._decoders.probe_video(videos.inspected(data, self._limits)), self._limits)
         video = self._vision.plan_video(info)
         job = videos.VideoJob(data, video.frames, video.media.views, self._vision.preprocess.resample)
         content = content_of_frames([content_of_file(data)], video.frames)

@@ -79,7 +79,7 @@ def from_raw_profile(text: bytes) -> bytes:
         return b"\0"  # not EXIF either
 
 
-def text_of(chunk: bytes) -> bytes:
+def png_text(chunk: bytes) -> bytes:
     """The text after the keyword in a PNG's text chunk; `chunk` begins with its type."""
     kind, value = chunk[:4], chunk.partition(b"\0")[2]
     is_compressed = kind == b"zTXt"

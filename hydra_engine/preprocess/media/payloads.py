@@ -99,7 +99,7 @@ class PixelCache:
             return self._known(key)
 
     def get_or_make(self, key: bytes, make: Callable[[], Payloads]) -> Payloads | Future[Payloads]:
-        """Returns the payloads, or a future for `made_elsewhere` if another thread is making them. An exception of
+        """Returns the payloads, or a future for `await_payloads` if another thread is making them. An exception of
         `make` reaches all who wait for this key; the next call makes it again."""
         if self.max_bytes == 0:
             return make()
@@ -148,7 +148,7 @@ class PixelCache:
             self._num_bytes -= _size_of(dropped)
 
 
-async def made_elsewhere(promise: Future[Payloads]) -> Payloads:
+async def await_payloads(promise: Future[Payloads]) -> Payloads:
     """Awaits payloads made in another thread."""
     try:
         return await asyncio.wrap_future(promise)

@@ -23,7 +23,7 @@ import simplejpeg
 from PIL import Image
 
 from hydra_engine.models.specs.base import View
-from hydra_engine.preprocess.media.containers import Container, broken
+from hydra_engine.preprocess.media.containers import Container, broken_image
 
 _C: Any
 try:
@@ -141,11 +141,11 @@ def _decode_with_pillow(container: Container) -> Image.Image:
     try:
         with Image.open(io.BytesIO(container.data), formats=[container.format]) as image:
             if image.size != (container.width, container.height):
-                raise broken("its header contradicts itself")
+                raise broken_image("its header contradicts itself")
             image.load()
-            return to_rgb(upright(image, container.orientation))
+            return to_rgb(undo_orientation(image, container.orientation))
     except PIL_ERRORS as error:
-        raise broken("its data is damaged or incomplete") from error
+        raise broken_image("its data is damaged or incomplete") from error
 
 
 def _decode_jpeg(container: Container) -> Pixels | None:
@@ -227,7 +227,7 @@ def upright_pixels(pixels: Pixels, orientation: int) -> Pixels:
     return result
 
 
-def upright(image: Image.Image, orientation: Any) -> Image.Image:
+def undo_orientation(image: Image.Image, orientation: Any) -> Image.Image:
     """Undoes EXIF orientation 1 to 8; ignores other values."""
     transposition = _TRANSPOSITIONS.get(orientation)
     return image if transposition is None else image.transpose(transposition)

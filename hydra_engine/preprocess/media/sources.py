@@ -90,7 +90,7 @@ def read_local(source: DataUrl | LocalFile | InMemory, config: MediaConfig) -> A
         case DataUrl():
             return _read_data_url(source, config)
         case LocalFile():
-            with naming(source):
+            with with_path_in_errors(source):
                 return _read_file(source, config)
         case InMemory():
             return source.value
@@ -152,7 +152,7 @@ def _check_url(url: URL, config: MediaConfig, kind: str) -> URL:
         raise MediaForbidden(f"{kind} URLs must not hold a user name or password")
     if config.allowed_media_domains and _plain(host) not in map(_plain, config.allowed_media_domains):
         raise MediaForbidden(f"{kind}s are not fetched from this host; see --allowed-media-domains")
-    address = literal(host)
+    address = parse_address(host)
     if not config.allow_private_media:
         if not is_port_for_media(url.port or 0):
             raise MediaForbidden(f"{kind}s are fetched from ports 80, 443 and above 1023 only")
@@ -261,12 +261,12 @@ def _why(error: OSError | ValueError) -> str:
     return (getattr(error, "strerror", None) or "no path").lower()
 
 
-def _too_large(kind: str, most: int) -> InvalidImage:
-    return InvalidImage(f"the {kind} is larger than {size(most)}", code=f"{kind}_too_large")
+def _too_large(kind: str, limit: int) -> InvalidImage:
+    return InvalidImage(f"the {kind} is larger than {size(limit)}", code=f"{kind}_too_large")
 
 
 @contextmanager
-def naming(source: object) -> Iterator[None]:
+def with_path_in_errors(source: object) -> Iterator[None]:
     """Prefixes an error about the caller's own file with its path."""
     try:
         yield
@@ -302,7 +302,7 @@ _NAME = re.compile(r"[A-Za-z0-9_\-.]{1,253}")  # international names are in ASCI
 _DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")  # not in all Python versions
 
 
-def literal(host: str) -> IPAddress | None:
+def parse_address(host: str) -> IPAddress | None:
     """The address that a host spells, None for a name. Raises MediaForbidden for odd spellings of an address."""
     try:
         address = ipaddress.ip_address(host)

@@ -60,7 +60,7 @@ def broken_video(reason: str) -> InvalidImage:
     return InvalidImage(f"the video cannot be decoded: {reason}", code="video_decode_failed")
 
 
-def checked(info: VideoInfo, limits: MediaConfig) -> VideoInfo:
+def check_video(info: VideoInfo, limits: MediaConfig) -> VideoInfo:
     """Returns what a child has found in a file if it may be decoded. Raises InvalidImage."""
     if info.num_frames < 1 or not (math.isfinite(info.fps) and 0 < info.fps <= _MAX_FPS):
         raise broken_video("it has no frames or no frame rate")

@@ -138,7 +138,7 @@ class Child:
             if started.error is not None:
                 raise from_info(started.error)
             if started.uncontained is not None:
-                tell_uncontained(started.uncontained)
+                warn_uncontained(started.uncontained)
             self._has_started = True
 
     def run(
@@ -249,6 +249,6 @@ class _SharedMemory:
 
 
 @cache
-def tell_uncontained(reason: str) -> None:
+def warn_uncontained(reason: str) -> None:
     """Logs a warning, once per reason."""
     logger.warning("calls of the system cannot be forbidden to the processes that read what clients send: %s", reason)

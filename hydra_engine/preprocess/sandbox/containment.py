@@ -32,7 +32,7 @@ def forbid_calls(*, network: bool) -> str | None:
     """Forbids system calls that jobs do not need. Returns None, or the reason why that is not possible here."""
     if sys.platform != "linux":
         return f"there is no filter for {sys.platform}"
-    return seccomp.forbid(network=network)
+    return seccomp.install_filter(network=network)
 
 
 def _effective_capabilities(libc: ctypes.CDLL) -> int:

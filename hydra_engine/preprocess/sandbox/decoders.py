@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.specs.base import VideoInfo
-from hydra_engine.preprocess.media.containers import broken
+from hydra_engine.preprocess.media.containers import broken_image
 from hydra_engine.preprocess.media.pixels import num_bytes
 from hydra_engine.preprocess.media.videos import ProbeJob, VideoJob, broken_video
 from hydra_engine.preprocess.sandbox.child_host import ChildHost
@@ -50,7 +50,7 @@ class Decoders:
         if isinstance(job, VideoJob):
             return _run(self.videos, job, self._video_answer_seconds, broken_video, size)[1]
         seconds = self._video_answer_seconds if isinstance(job, FramesJob) else self._answer_seconds
-        return _run(self.pictures, job, seconds, broken, size)[1]
+        return _run(self.pictures, job, seconds, broken_image, size)[1]
 
     def probe_video(self, data: bytes) -> VideoInfo:
         """Returns a video file's size, frames and rate, not checked against limits. Blocking. Raises as `render`

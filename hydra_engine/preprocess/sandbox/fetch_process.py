@@ -23,7 +23,7 @@ from hydra_engine.core.units import describe_exit
 from hydra_engine.errors import EngineClosed, RequestError, Unavailable
 from hydra_engine.preprocess.sandbox.bounded_http import Get
 from hydra_engine.preprocess.sandbox.child_host import environment
-from hydra_engine.preprocess.sandbox.child_process import tell_uncontained
+from hydra_engine.preprocess.sandbox.child_process import warn_uncontained
 from hydra_engine.preprocess.sandbox.fetch_child import (
     MAX_MESSAGE_BYTES,
     Ask,
@@ -165,7 +165,7 @@ class FetchProcess:
     def _heed(self, message: FromChild) -> None:
         if isinstance(message, Ready):
             if message.uncontained is not None:
-                tell_uncontained(message.uncontained)
+                warn_uncontained(message.uncontained)
             if not self._ready.done():
                 self._ready.set_result(None)
             return

@@ -74,7 +74,7 @@ def problem_of(guide: Guide, grammar: Grammar) -> str | None:
             return problem
     try:
         matcher = guide.compile(grammar)
-        ends = matcher.ends()
+        ends = matcher.end_token_mask()
         for step in range(NUM_TRIED_TOKENS):
             mask = matcher.allowed()
             mask[: ends.size] &= ~ends[: mask.size]

@@ -51,7 +51,7 @@ def start() -> Callable[[Picture, Memory], Processed]:
 
     gc.freeze()  # the imports hold no garbage to look for
     gc.enable()
-    processor = PictureProcessor.of(spec)
+    processor = PictureProcessor.from_spec(spec)
 
     def answer(picture: Picture, _memory: Memory) -> Processed:
         try:

@@ -70,7 +70,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def forbid(*, network: bool) -> str | None:
+def install_filter(*, network: bool) -> str | None:
     """Installs the filter in all threads of this process; with `network` it may make connections. Returns None, or the
     reason why this kernel cannot."""
     machine = _MACHINES.get(platform.machine())

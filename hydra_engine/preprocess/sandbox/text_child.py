@@ -119,7 +119,7 @@ def _encode(writer: Writer, prompt: Any) -> list[list[int]]:
 
 
 def _place(writer: Writer, prompt: Any, plans: Any) -> list[list[int]]:
-    return [writer.place(prompt_of(prompt), plans_of(plans))]
+    return [writer.encode_with_media(prompt_of(prompt), plans_of(plans))]
 
 
 def _generation_prompt(writer: Writer, options: Any, role: Role) -> str:

@@ -43,7 +43,7 @@ class Texts(Protocol):
 
     async def encode(self, client: str, prompt: Prompt) -> list[int]: ...
 
-    async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+    async def encode_with_media(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
         """Returns token ids with the texts that a model's processor writes around pictures."""
         ...
 
@@ -68,8 +68,8 @@ class OwnTexts:
             return self._writer.encode(prompt)
         return await self._pool.run(client, self._writer.encode, prompt)
 
-    async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
-        return self._writer.place(prompt, plans)
+    async def encode_with_media(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+        return self._writer.encode_with_media(prompt, plans)
 
     async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
         return self._writer.parts(texts)
@@ -100,7 +100,7 @@ class SandboxedTexts:
         self._short.start()
         parts = self._short.run(Job("tokenizer", b"", 0)).tokenizer
         assert parts is not None
-        return Tokenizer.of_parts(parts, self._model_dir)
+        return Tokenizer.from_parts(parts, self._model_dir)
 
     def warm_up(self) -> None:
         """Starts the child for long prompts without waiting for it."""
@@ -110,7 +110,7 @@ class SandboxedTexts:
         (ids,) = (await self._run(client, "encode", prompt.num_chars, prompt_fields(prompt))).ids
         return _ids(ids)
 
-    async def place(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+    async def encode_with_media(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
         (ids,) = (await self._run(client, "place", prompt.num_chars, prompt_fields(prompt), plan_fields(plans))).ids
         return _ids(ids)
 

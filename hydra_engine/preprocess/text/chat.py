@@ -23,7 +23,7 @@ from hydra_engine.errors import InvalidRequest
 from hydra_engine.preprocess.text.quoting import Quoting
 from hydra_engine.preprocess.text.template_files import NO_TEMPLATE
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
-from hydra_engine.preprocess.text.turns import arranged
+from hydra_engine.preprocess.text.turns import arrange_turns
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class ChatTemplate:
         self._words = frozenset(_WORD.findall(template or ""))
         self._ignored: set[str] = set()
 
-    def known(self, message: ChatMessage) -> ChatMessage:
+    def with_known_fields(self, message: ChatMessage) -> ChatMessage:
         """Returns the message with only those extra fields that the template mentions. Raises InvalidRequest if one of
         these is no JSON or too large."""
         if not message.others:
@@ -81,9 +81,9 @@ class ChatTemplate:
             check_json(value, message.place_of(name if name in message.others else given or name), MAX_FIELD_CHARS)
         return replace(message, others=read)
 
-    def arranged(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    def arrange(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
         """Returns the turns in an order that the template takes; see `turns.py`."""
-        return tuple(messages) if self.text is None else arranged(messages, self._takes)
+        return tuple(messages) if self.text is None else arrange_turns(messages, self._takes)
 
     def render(
         self,
@@ -99,7 +99,7 @@ class ChatTemplate:
         if quoting is None:
             return self._apply([self._fitting(message) for message in messages], options)
         hidden = [self._fitting(hide_marks(message, quoting)) for message in messages]
-        return quoting.rendered(self._apply(hidden, options, quoting.hide))
+        return quoting.spell_rendered(self._apply(hidden, options, quoting.hide))
 
     def generation_prompt(self, options: TemplateOptions = _DEFAULTS, role: Role = "user") -> str:
         """The text that the template adds after a last message of the user or a tool, to start the answer. Empty
@@ -140,7 +140,7 @@ class ChatTemplate:
         if self.text is None:
             return None
         texts = [[text] for text in texts_of((options.tools, options.variables))]
-        texts += [each for message in messages for each in texts_together(message)]
+        texts += [each for message in messages for each in adjacent_texts(message)]
         return self._quoting if any(map(self._quoting.quotes, texts)) else None
 
     def adds_special_tokens(
@@ -152,7 +152,7 @@ class ChatTemplate:
             return options.add_special_tokens
         bos = self._tokenizer.bos_token
         if bos is not None and quoting is not None:
-            bos = quoting.own(bos)
+            bos = quoting.spell(bos)
         return self._has_processor and (bos is None or not rendered.startswith(bos))
 
     @cached_property
@@ -285,7 +285,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template cannot render these messages{hint}") from error
 
 
-def texts_together(message: ChatMessage) -> Iterator[list[str]]:
+def adjacent_texts(message: ChatMessage) -> Iterator[list[str]]:
     """Yields all texts of a message; those of one list may be adjacent in a prompt."""
     content = message.content
     yield [content] if isinstance(content, str) else [part.text for part in content if isinstance(part, TextPart)]

@@ -39,7 +39,7 @@ def tokenizer_files(settings: Fields, *, pictures: bool) -> dict[str, Any]:
     tokens = _texts(settings, "tokenizer.ggml.tokens")
     kinds = settings.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise settings.wrong("tokenizer.ggml.token_type", f"{len(tokens)} numbers, one for each token")
+        raise settings.wrong_value("tokenizer.ggml.token_type", f"{len(tokens)} numbers, one for each token")
     unknown = next(iter(special_token(settings, "unknown", len(tokens))), None)
     if pictures and unknown is not None and not any(name in tokens for name in PICTURE_TOKENS):
         tokens = [*tokens[:unknown], PICTURE_TOKENS[-1], *tokens[unknown + 1 :]]
@@ -48,7 +48,7 @@ def tokenizer_files(settings: Fields, *, pictures: bool) -> dict[str, Any]:
     elif model == "llama":
         tokenizer, begins = _sentence_piece(settings, tokens, kinds, unknown), True
     else:
-        raise settings.wrong("tokenizer.ggml.model", "gpt2 or llama")
+        raise settings.wrong_value("tokenizer.ggml.model", "gpt2 or llama")
     tokenizer |= {"version": "1.0", "truncation": None, "padding": None}
     tokenizer["added_tokens"] = list(_added(tokens, kinds, unknown))
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -69,14 +69,14 @@ def _byte_level(settings: Fields, tokens: list[str], kinds: list[int]) -> tuple[
     """Returns (tokenizer.json's parts, whether texts begin with BOS by default)."""
     rule = settings.text("tokenizer.ggml.pre", "default")
     if rule not in _SPLITS:
-        raise settings.wrong("tokenizer.ggml.pre", f"one of {', '.join(_SPLITS)}")
+        raise settings.wrong_value("tokenizer.ggml.pre", f"one of {', '.join(_SPLITS)}")
     split = _SPLITS[rule]
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is None}
     steps = [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}] if split else []
     merges = _texts(settings, "tokenizer.ggml.merges") if "tokenizer.ggml.merges" in settings else []
     pairs = [merge.split(" ") for merge in merges]
     if any(len(pair) != 2 for pair in pairs):
-        raise settings.wrong("tokenizer.ggml.merges", "pairs of tokens with a space between them")
+        raise settings.wrong_value("tokenizer.ggml.merges", "pairs of tokens with a space between them")
     whole = split is _LLAMA3
     return {
         "normalizer": {"type": "NFC"} if split in (_QWEN2, _QWEN35) else None,
@@ -90,7 +90,7 @@ def _byte_level(settings: Fields, tokens: list[str], kinds: list[int]) -> tuple[
 def _sentence_piece(settings: Fields, tokens: list[str], kinds: list[int], unknown: int | None) -> dict[str, Any]:
     scores = settings.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens) or not isinstance(scores[0], float):
-        raise settings.wrong("tokenizer.ggml.scores", f"{len(tokens)} numbers, one for each token")
+        raise settings.wrong_value("tokenizer.ggml.scores", f"{len(tokens)} numbers, one for each token")
     spaced = settings.flag("tokenizer.ggml.add_space_prefix", True)
     begin = [{"type": "Prepend", "prepend": _SPACE}] if spaced else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []
@@ -165,5 +165,5 @@ def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
 def _texts(settings: Fields, name: str) -> list[str]:
     texts = settings.get(name)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise settings.missing(name) if texts is None else settings.wrong(name, "a list of texts")
+        raise settings.missing_field(name) if texts is None else settings.wrong_value(name, "a list of texts")
     return texts

@@ -30,7 +30,7 @@ class Quoting:
         self._border = f"{nonce}{0:06}0"
         self._shown = {hidden: mark for mark, hidden in self._hidden.items()} | {self._border: ""}
         self._marks, self._stand_ins = _any_of(marks), _any_of(self._shown)
-        self._respelled = tokenizer.respelled(self._own)
+        self._respelled = tokenizer.with_spellings(self._own)
 
     def quotes(self, texts: Sequence[str]) -> bool:
         """True if these texts hold a mark, also across adjacent texts, trimmed or not."""
@@ -50,11 +50,11 @@ class Quoting:
         hidden: list[str] = [self.hide(text) for text in texts]
         return [self._with_border(text) for text in hidden] if self.quotes(hidden) else hidden
 
-    def rendered(self, text: str) -> str:
+    def spell_rendered(self, text: str) -> str:
         """Returns a rendered conversation with its own marks spelled for `encode`, and the hidden ones shown."""
-        return self._stand_ins.sub(lambda found: self._shown[found[0]], self.own(text))
+        return self._stand_ins.sub(lambda found: self._shown[found[0]], self.spell(text))
 
-    def own(self, text: str) -> str:
+    def spell(self, text: str) -> str:
         """Spells the marks of a template or processor for `encode`."""
         return self._marks.sub(lambda found: self._own[found[0]], text)
 

@@ -47,12 +47,12 @@ def find_templates(folder: Path) -> ChatTemplates:
 def check_template(folder: Path, given: str | None) -> None:
     """Raises ConfigError or CheckpointError if no chat could be rendered. Call it before the model is loaded."""
     if given is not None:
-        read_given(given)
+        read_template(given)
     elif find_templates(folder).default is None:
         raise ConfigError(NO_TEMPLATE, param="chat_template")
 
 
-def read_given(path: str) -> str:
+def read_template(path: str) -> str:
     """Reads the operator's template. Raises ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")

@@ -130,14 +130,14 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
 
-    def check_lengths(self, most: int) -> None:
+    def check_lengths(self, max_length: int) -> None:
         """Raises CheckpointError if a token has more than `most` characters."""
         longest = max(map(len, self._backend.get_vocab()), default=0)
-        if longest > most:
-            raise CheckpointError(f"the tokenizer has a token of {longest} characters; at most {most} are taken")
+        if longest > max_length:
+            raise CheckpointError(f"the tokenizer has a token of {longest} characters; at most {max_length} are taken")
 
     @classmethod
-    def of_parts(cls, parts: TokenizerParts, model_dir: Path) -> Self:
+    def from_parts(cls, parts: TokenizerParts, model_dir: Path) -> Self:
         """Makes a tokenizer that cannot render templates. Raises CheckpointError."""
         data = parts.backend.encode()
         check_tokenizer_file(data)
@@ -147,7 +147,7 @@ class Tokenizer:
         return cls(plain, parts.chat_template, _file_of(model_dir), parts.tool_template)
 
     def parts(self) -> TokenizerParts:
-        """The parts from which `of_parts` makes the same tokenizer."""
+        """The parts from which `from_parts` makes the same tokenizer."""
         return TokenizerParts(
             self._backend.to_str(),
             self.bos_token,
@@ -163,7 +163,7 @@ class Tokenizer:
         that is not valid Unicode."""
         return list(_encode(self._backend, text, add_special_tokens=add_special_tokens).ids)
 
-    def respelled(self, spellings: Mapping[str, str]) -> Respelled:
+    def with_spellings(self, spellings: Mapping[str, str]) -> Respelled:
         """Returns this tokenizer with other spellings of some tokens, whose usual spellings become plain text."""
         return Respelled(self._backend, spellings)
 

@@ -20,7 +20,7 @@ Takes = Callable[[tuple[Role, ...]], bool | None]
 _CALL: tuple[Role, ...] = ("user", "assistant", "tool")
 
 
-def arranged(messages: Sequence[ChatMessage], takes: Takes) -> tuple[ChatMessage, ...]:
+def arrange_turns(messages: Sequence[ChatMessage], takes: Takes) -> tuple[ChatMessage, ...]:
     turns = list(messages)
     first = next((index for index, turn in enumerate(turns) if turn.role != "system"), len(turns))
     if first and takes(("system", "user")) is None and takes(("user",)):

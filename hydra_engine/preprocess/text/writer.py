@@ -15,7 +15,7 @@ from hydra_engine.models.specs.base import MediaPlan, ModelSpec, ProcessorSpec
 from hydra_engine.preprocess.placing import place_in_text
 from hydra_engine.preprocess.text.chat import ChatTemplate
 from hydra_engine.preprocess.text.quoting import Quoting
-from hydra_engine.preprocess.text.template_files import read_given
+from hydra_engine.preprocess.text.template_files import read_template
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 
 
@@ -47,7 +47,7 @@ class TextSpec:
     processor: ProcessorSpec | None
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> TextSpec:
+    def from_spec(cls, spec: ModelSpec) -> TextSpec:
         return cls(
             spec.placeholder_id,
             spec.video_token_id,
@@ -73,7 +73,7 @@ class Writer:
         ends = [tokenizer.token(id) or "" for id in self.eos_token_ids if id in tokenizer.special_ids]
         templates = (tokenizer.chat_template, tokenizer.tool_template or tokenizer.chat_template)
         if chat_template_path is not None:
-            templates = (read_given(chat_template_path),) * 2
+            templates = (read_template(chat_template_path),) * 2
         self.template, self.tool_template = (
             ChatTemplate(
                 tokenizer,
@@ -93,14 +93,14 @@ class Writer:
         """Returns token ids; stores a conversation's rendered text in the prompt. Raises InvalidRequest."""
         if prompt.messages:
             template, options = self.template_for(prompt.template), prompt.template
-            messages = template.arranged(prompt.messages)
+            messages = template.arrange(prompt.messages)
             prompt.quoting = quoting = template.quoting_of(messages, options)
             prompt.text = template.render(messages, options, quoting)
             prompt.add_special_tokens = template.adds_special_tokens(prompt.text, options, quoting)
         encode = self.tokenizer.encode if prompt.quoting is None else prompt.quoting.encode
         return encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
 
-    def place(self, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+    def encode_with_media(self, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
         """Returns token ids with the texts that the model's processor writes around pictures."""
         self.encode(prompt)
         assert self._processor is not None, "models of other kinds take features alone"

@@ -24,7 +24,7 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Cut, Graph
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import Int64s
-from hydra_engine.models.inputs import VisionInput, go_on
+from hydra_engine.models.inputs import VisionInput, no_checkpoint
 from hydra_engine.models.layers.vision_packing import Packing, TowerInput
 from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.vlm import Vision
@@ -130,7 +130,7 @@ class EncodeGraphs:
             every = self._layers_of_piece(partition, packing)
 
             def launch(cut: Cut) -> None:
-                self._launch(packing, features, go_on if every is None else _EveryNth(every, cut))
+                self._launch(packing, features, no_checkpoint if every is None else _EveryNth(every, cut))
 
             graphs = self._device.capture_pieces(launch)
             for graph in graphs:
@@ -148,7 +148,7 @@ class EncodeGraphs:
         eager encode, of which launches are at most half; a first, unmeasured run compiles."""
         if self._piece_s == inf:
             return None
-        checkpoints = _EveryNth(1, go_on)
+        checkpoints = _EveryNth(1, no_checkpoint)
         if partition not in self._seconds:
             self._launch(packing, [])
             begun = self._device.mark()
@@ -160,7 +160,7 @@ class EncodeGraphs:
         num_pieces = ceil(self._seconds[partition] * packing.num_patches / self._piece_s)
         return None if num_pieces <= 1 else ceil((self._num_checkpoints + 1) / num_pieces)
 
-    def _launch(self, packing: Packing, features: list[Tensor], checkpoint: Callable[[], None] = go_on) -> None:
+    def _launch(self, packing: Packing, features: list[Tensor], checkpoint: Callable[[], None] = no_checkpoint) -> None:
         lengths = [len(integers) for integers in chain(packing.indices, packing.bounds)]
         *integers, slots = self._integers[: sum(lengths) + packing.num_features].split([*lengths, packing.num_features])
         split = len(packing.indices)

@@ -245,7 +245,7 @@ class Pair:
             assert token is not None
             plan = self.plan(part)[0]
             ids += before
-            for piece in plan.parts_of(seen[type(part)]):
+            for piece in plan.numbered_parts(seen[type(part)]):
                 types += [0] * (len(ids) - len(types))
                 if isinstance(piece, str):
                     ids += self.tokenizer.encode(piece, add_special_tokens=False)

@@ -227,7 +227,7 @@ def test_a_gpu_keeps_eight_bit_floats(checkpoint: CheckpointFactory, tmp_path: P
     layout = (LAYOUTS | FURTHER)[name]
     expected = write(layout, plain(checkpoint, layout.family), tmp_path)
     spec = load_spec(tmp_path).held_on("cuda:0")
-    assert spec.quantization is not None and spec.quantization.stays
+    assert spec.quantization is not None and spec.quantization.stays_quantized
     with open_checkpoint(tmp_path, vision_class(spec).renames, spec.quantization) as files:
         for matrix, weight in expected.items():
             stored = files.read(matrix)

@@ -293,7 +293,7 @@ def test_sizes_are_the_processors(slicing: Slicing) -> None:
         grid = theirs.get_sliced_grid(picture, slicing.max_slices, slicing.scale)
         assert slicing.grid(width, height) == (None if grid is None else tuple(grid)), picture
         whole = theirs.find_best_resize(picture, allow_upscale=grid is None, **settings)
-        assert slicing.fitted(width, height) == whole[::-1], picture
+        assert slicing.fit_size(width, height) == whole[::-1], picture
         if grid is not None:
             canvas = theirs.get_refine_size(picture, grid, allow_upscale=True, **settings)
             tile = slicing.slice_size(width, height, tuple(grid))
@@ -305,7 +305,7 @@ def test_no_picture_has_more_cells_than_is_said(slicing: Slicing) -> None:
     most = slicing.max_cells() * slicing.cell**2
     seen = 0
     for width, height in taken(awkward_sizes(slicing.scale, 4000, seed=1)) + [(1, n) for n in range(1, MAX_ASPECT + 1)]:
-        sizes = [slicing.fitted(width, height)]
+        sizes = [slicing.fit_size(width, height)]
         if (grid := slicing.grid(width, height)) is not None:
             sizes.append(slicing.slice_size(width, height, grid))
         seen = max(seen, *(columns * rows for columns, rows in sizes))
@@ -383,7 +383,7 @@ def test_marks_stand_where_the_processor_puts_them(published: ModelDir) -> None:
             "target_sizes": np.array(grids),
         }
         assert our_text(plan.parts) == their_text(values, 16), (width, height)
-        assert our_text(plan.parts_of(3)) == "<image_id>3</image_id>" + our_text(plan.parts)
+        assert our_text(plan.numbered_parts(3)) == "<image_id>3</image_id>" + our_text(plan.parts)
         seen.add(grid)
     assert len(seen) > 12
 
@@ -396,7 +396,7 @@ def test_a_video_is_frames_marked_like_pictures(published: ModelDir) -> None:
     assert [view.source for view in plan.media.views] == [0, 0, 1, 1, 2, 2]
     assert our_text(plan.media.parts) == 3 * our_text(frame.parts)
     assert [view._replace(source=0) for view in plan.media.views] == 3 * list(frame.views)
-    assert our_text(plan.media.parts_of(0)).count("<image_id>") == 1
+    assert our_text(plan.media.numbered_parts(0)).count("<image_id>") == 1
 
 
 @pytest.mark.slow

@@ -64,20 +64,20 @@ def test_every_token_sits_where_the_definition_says(pieces: list[int | ItemPlan 
     num_prompt = len(expected)
     ropes, delta = place_spans(spans)
     request = make_request(num_prompt, spans, ropes, delta)
-    known = PromptPositions.of_request(request)
+    known = PromptPositions.from_request(request)
     assert known.prompt.T.tolist() == expected
     highest = max((max(axes) for axes in expected), default=-1)
-    behind = known.of(num_prompt, 8)
+    behind = known.slice(num_prompt, 8)
     assert behind.tolist() == [list(range(highest + 1, highest + 9))] * 3
     whole = np.concatenate((known.prompt, behind), axis=1)
     for start in range(0, num_prompt, 3):
-        assert known.of(start, 5).tolist() == whole[:, start : start + 5].tolist()
+        assert known.slice(start, 5).tolist() == whole[:, start : start + 5].tolist()
 
 
 def test_text_alone_counts_from_zero() -> None:
     assert place_spans(()) == ((), 0)
-    known = PromptPositions.of_request(make_request(4, [], (), 0))
-    assert known.of(2, 4).tolist() == [[2, 3, 4, 5]] * 3
+    known = PromptPositions.from_request(make_request(4, [], (), 0))
+    assert known.slice(2, 4).tolist() == [[2, 3, 4, 5]] * 3
 
 
 def make_request(

@@ -72,11 +72,11 @@ def test_sampled_frames_are_those_of_the_processor() -> None:
         total, fps, rate = int(2 ** rng.uniform(1, 14)), rng.choice([1, 23.976, 29.97, 60]), rng.choice([0.5, 1, 2, 4])
         count = math.floor(min(max(total / fps * rate, 4), 768, total) / 2) * 2
         expected = torch.arange(0, total, total / count).int().tolist()[:count]
-        chosen = sampling(fps=rate, always=True).choose(VideoInfo(64, 48, total, fps))
+        chosen = sampling(fps=rate, always=True).choose_frames(VideoInfo(64, 48, total, fps))
         assert list(chosen) == expected, (total, fps, rate)
         fixed = min(16, total // 2 * 2)
         expected = torch.arange(0, total, total / fixed).int().tolist()[:fixed]
-        assert list(sampling(num_frames=16, always=True).choose(VideoInfo(64, 48, total, fps))) == expected
+        assert list(sampling(num_frames=16, always=True).choose_frames(VideoInfo(64, 48, total, fps))) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_sampled_frames_are_those_of_the_processor() -> None:
     ],
 )
 def test_which_frames_are_looked_at(num_frames: int, fps: float, frames: tuple[int, ...]) -> None:
-    assert sampling().choose(VideoInfo(64, 48, num_frames, fps)) == frames
+    assert sampling().choose_frames(VideoInfo(64, 48, num_frames, fps)) == frames
 
 
 def test_long_videos_are_thinned_to_max_frames() -> None:
-    chosen = sampling(max_frames=33).choose(VideoInfo(64, 48, 1000, 1.0))
+    chosen = sampling(max_frames=33).choose_frames(VideoInfo(64, 48, 1000, 1.0))
     assert len(chosen) == 32 and chosen[0] == 0 and chosen[-1] == 968
-    assert sampling(num_frames=8).choose(VideoInfo(64, 48, 7, 1.0)) == tuple(range(7))
-    assert sampling(always=True).choose(VideoInfo(64, 48, 1, 1.0)) == (0,)
+    assert sampling(num_frames=8).choose_frames(VideoInfo(64, 48, 7, 1.0)) == tuple(range(7))
+    assert sampling(always=True).choose_frames(VideoInfo(64, 48, 1, 1.0)) == (0,)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.models.loading.checkpoint import StoredTensor
-from hydra_engine.models.loading.formats.float8 import check_scales, held
+from hydra_engine.models.loading.formats.float8 import check_scales, restore_weight
 from hydra_engine.models.loading.formats.parts import (
     SCALES,
     Parts,
+    from_signed,
     in_order,
     integers,
     middle,
-    signed,
     ungrouped,
     unpacked,
 )
@@ -58,7 +58,7 @@ class CompressedTensors:
 
     def _describe_packed(self, parts: Parts, read: Callable[[str], Tensor]) -> StoredTensor:
         packed = parts.shape(_PACKED, ("I32",), 2)
-        if not parts.expect("weight_shape", ("I64", "I32"), (2,)) or packed is None:
+        if not parts.check_part("weight_shape", ("I64", "I32"), (2,)) or packed is None:
             return parts.described()
         shape = tuple(read("weight_shape").tolist())
         bits = self._num_bits(packed[1], shape[1]) if shape[0] == packed[0] else 0
@@ -84,23 +84,23 @@ class CompressedTensors:
         parts.check_groups("weight_scale", num_in, num_groups, self._quantization)
         if "weight_zero_point" in parts:
             if packed_bits is None:
-                parts.expect("weight_zero_point", ("I8",), (num_out, num_groups), (num_out,), (1,), ())
+                parts.check_part("weight_zero_point", ("I8",), (num_out, num_groups), (num_out,), (1,), ())
             else:
-                parts.expect("weight_zero_point", ("I32",), (-(-num_out * packed_bits // 32), num_groups))
+                parts.check_part("weight_zero_point", ("I32",), (-(-num_out * packed_bits // 32), num_groups))
         elif self._quantization.has_zeros and len(self._quantization.num_bits) == 1:
             parts.shape("weight_zero_point", ("I32",), 2)  # which is missing
         if "weight_g_idx" in parts:
-            parts.expect("weight_g_idx", ("I32", "I64"), (num_in,))
+            parts.check_part("weight_g_idx", ("I32", "I64"), (num_in,))
 
     def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
         scales, weight = parts["weight_scale"], parts.get("weight")
         if weight is not None and weight.dtype is torch.float8_e4m3fn:
-            return held(weight, scales, self._quantization)
+            return restore_weight(weight, scales, self._quantization)
         zeros = parts.get("weight_zero_point")
         if weight is not None:
             rows = weight.shape[0]
             zeros = None if zeros is None else _columns(zeros, rows)
-            return signed(weight, _columns(scales, rows), zeros, 8)
+            return from_signed(weight, _columns(scales, rows), zeros, 8)
         packed, (num_out, num_in) = parts[_PACKED], parts["weight_shape"].tolist()
         bits, scales = self._num_bits(packed.shape[1], num_in), _columns(scales, packed.shape[0])
         if zeros is not None:

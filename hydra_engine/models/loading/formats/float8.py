@@ -43,7 +43,9 @@ class Float8:
         return parts.described(shape or ())
 
     def build(self, parts: Mapping[str, Tensor]) -> Tensor | QuantizedWeight:
-        return held(parts["weight"], next(parts[name] for name in _NAMES if name in parts), self._quantization)
+        return restore_weight(
+            parts["weight"], next(parts[name] for name in _NAMES if name in parts), self._quantization
+        )
 
 
 def check_scales(parts: Parts, leaf: str, shape: tuple[int, ...], block: _Block | None) -> None:
@@ -51,10 +53,10 @@ def check_scales(parts: Parts, leaf: str, shape: tuple[int, ...], block: _Block 
     allowed = [(), (1,), (1, 1), (rows,), (rows, 1)]
     if block is not None:
         allowed.append((-(-rows // block[0]), -(-columns // block[1])))
-    parts.expect(leaf, SCALES, *allowed)
+    parts.check_part(leaf, SCALES, *allowed)
 
 
-def held(weight: Tensor, scales: Tensor, quantization: Quantization) -> Tensor | QuantizedWeight:
+def restore_weight(weight: Tensor, scales: Tensor, quantization: Quantization) -> Tensor | QuantizedWeight:
     """Returns the weight in 8-bit floats if `keeps_floats` and its blocks allow it, else float32 [N, K]. Raises
     ValueError if nonzero numbers have only zero scales."""
     if not scales.float().any() and weight.float().any():

@@ -58,11 +58,11 @@ class Gptq:
         num_in, num_out = packed[0] * 32 // bits, packed[1]
         if num_out * bits % 32:
             parts.complain("qweight", f"has {num_out} outputs; supported are multiples of {32 // bits}")
-        parts.expect("scales", SCALES, (scales[0], num_out))
+        parts.check_part("scales", SCALES, (scales[0], num_out))
         parts.check_groups("scales", num_in, scales[0], self._quantization)
-        parts.expect("qzeros", ("I32",), (scales[0], zeros[1]))
+        parts.check_part("qzeros", ("I32",), (scales[0], zeros[1]))
         if "g_idx" in parts:
-            parts.expect("g_idx", ("I32", "I64"), (num_in,))
+            parts.check_part("g_idx", ("I32", "I64"), (num_in,))
         return parts.described((num_out, num_in))
 
     def _num_bits(self, num_out: int, num_words: int) -> int:
@@ -104,10 +104,10 @@ class Awq:
         num_in, num_out = packed[0], packed[1] * 8
         if num_in % 2:
             parts.complain("qweight", f"has {num_in} inputs; supported are even numbers")
-        parts.expect("scales", SCALES, (scales[0], num_out))
+        parts.check_part("scales", SCALES, (scales[0], num_out))
         parts.check_groups("scales", num_in, scales[0], self._quantization)
         if self._quantization.has_zeros or "qzeros" in parts:
-            parts.expect("qzeros", ("I32",), (scales[0], num_out // 8))
+            parts.check_part("qzeros", ("I32",), (scales[0], num_out // 8))
         return parts.described((num_out, num_in))
 
     def build(self, parts: Mapping[str, Tensor]) -> QuantizedWeight:

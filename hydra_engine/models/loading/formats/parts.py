@@ -47,7 +47,7 @@ class Parts:
             return entry.shape
         return None
 
-    def expect(self, leaf: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> bool:
+    def check_part(self, leaf: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> bool:
         """Returns True if the part has one of the types and one of the shapes; records a problem otherwise."""
         entry = self._entries.get(leaf)
         if entry is None:
@@ -64,9 +64,9 @@ class Parts:
         missing."""
         entry = self._entries.get(leaf)
         if entry is not None and len(entry.shape) == 2 and entry.shape[0] == num_rows and entry.shape[1]:
-            self.expect(leaf, dtypes, entry.shape)
+            self.check_part(leaf, dtypes, entry.shape)
             return entry.shape[1]
-        self.expect(leaf, dtypes, (num_rows, 1), (num_rows,), (1,), (1, 1), ())
+        self.check_part(leaf, dtypes, (num_rows, 1), (num_rows,), (1,), (1, 1), ())
         return None if entry is None else 1
 
     def check_groups(self, leaf: str, num_in: int, num_groups: int, allowed: Quantization) -> None:
@@ -118,10 +118,10 @@ def integers(octets: Tensor, scales: Tensor, zeros: Tensor | None, num_bits: int
     """Builds a weight scales[n, g] * (q[n, k] - zeros[n, g]). `octets`: unsigned numbers, uint8 [N, K * num_bits / 8],
     with even k in the lower half of a byte; `zeros`: [N, G], None for the middle of the range."""
     values = octets if num_bits == 4 else (octets ^ 128).view(torch.int8)
-    return signed(values, scales, None if zeros is None else zeros.to(torch.int16) - ZERO[num_bits], num_bits)
+    return from_signed(values, scales, None if zeros is None else zeros.to(torch.int16) - ZERO[num_bits], num_bits)
 
 
-def signed(values: Tensor, scales: Tensor, zeros: Tensor | None, num_bits: int) -> QuantizedWeight:
+def from_signed(values: Tensor, scales: Tensor, zeros: Tensor | None, num_bits: int) -> QuantizedWeight:
     """Builds a weight from signed `values` in the layout of QuantizedWeight; `zeros`: signed zero points, [N, G]."""
     offsets = None if zeros is None or not zeros.any() else -scales.float() * zeros.float()
     kept = scales.to(torch.float32) if scales.dtype is torch.float64 else scales
