@@ -93,9 +93,6 @@ class BlockPool:
         self._keys[block] = key
         return True
 
-    def hash_of(self, block: int) -> BlockHash | None:
-        return self._keys[block]
-
     def find(self, key: BlockHash) -> int | None:
         """The block with this content, held or evictable. Changes nothing."""
         return self._block_of.get(key)
@@ -305,11 +302,6 @@ class CacheManager(Generic[Holder]):
         """Makes all content without a holder impossible to find; returns the number of its blocks. Held blocks keep
         their hashes and can still be found."""
         return self._pool.forget_evictable()
-
-    def hashes(self, holder: Holder) -> list[BlockHash | None]:
-        """Content hashes of a holder's blocks, in order, None for a block without one; empty if it holds nothing."""
-        table = self._tables.get(holder)
-        return [] if table is None else [self._pool.hash_of(block) for block in table.blocks()]
 
     def check(self) -> None:
         """Raises AssertionError unless pool and tables agree."""

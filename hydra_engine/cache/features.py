@@ -54,10 +54,6 @@ class FeatureCache:
     def num_held(self) -> int:
         return self._blocks.num_held
 
-    @property
-    def num_users(self) -> int:
-        return sum(len(entry.users) for entry in self._entries.values())
-
     def blocks_for(self, num_tokens: int) -> int:
         return self._blocks.blocks_for(num_tokens)
 

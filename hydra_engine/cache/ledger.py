@@ -45,11 +45,6 @@ class Ledger:
                 problems.append(f"{name}: {error}")
         return tuple(problems)
 
-    def check(self, live: Collection[RequestId]) -> None:
-        """Raises AssertionError with the problems, if there are any."""
-        problems = self.problems(live)
-        assert not problems, "; ".join(problems)
-
     def report(self, live: Collection[RequestId]) -> LedgerReport:
         """The ledger report; names at most MAX_LINES holders."""
         lines = [f"request {r}: {table.num_blocks} KV blocks" for r, table in self._kv.tables.items()]

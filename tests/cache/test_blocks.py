@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hydra_engine.cache.blocks import BlockPool, BlockTable, CacheManager, OutOfBlocks, SlotPool
 from hydra_engine.core.ids import BlockHash, RequestId
+from tests.cache.hashes import hashes_of
 from tests.examples import examples
 
 
@@ -110,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len(self.owners)
         assert len(self.pool._evictable) == len(self.evictable)
         assert all(self.pool.refcount(block) == self.owners.get(block, 0) for block in range(self.size))
-        assert all(self.pool.hash_of(block) == self.content.get(block) for block in range(self.size))
+        assert all(key == self.content.get(block) for block, key in enumerate(self.pool._keys))
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -280,7 +281,7 @@ def test_what_is_found_ends_at_the_first_name_without_a_block() -> None:
     manager.grow(1, 12, capacity=12)
     manager.set_hashes(1, 0, [key(0)])
     manager.set_hashes(1, 2, [key(2)])
-    assert manager.hashes(1) == [key(0), None, key(2)] and manager.hashes(9) == []
+    assert hashes_of(manager, 1) == [key(0), None, key(2)] and hashes_of(manager, 9) == []
     assert manager.find([key(0), key(1), key(2)]) == [manager.tables[1].blocks()[0]]
     assert manager.find(key(n) for n in (2, 0, 2)) == [2, 0, 2]
     assert manager.find([]) == manager.find([key(7)]) == []

@@ -111,7 +111,7 @@ class FeatureMachine(RuleBasedStateMachine):
         held = {key for key, p in self.progress.items() if p != WAITING}
         assert {key: p for key, p, _ in self.cache.held_blocks()} == {key: self.progress[key] for key in held}
         assert self.cache.num_held == sum(-(-SIZES[key] // 4) for key in held), "at rest everything is free"
-        assert self.cache.num_users == sum(map(len, self.users.values()))
+        assert sum(len(entry.users) for entry in self.cache._entries.values()) == sum(map(len, self.users.values()))
         for key, progress in self.progress.items():
             assert self.cache.progress(key) == progress
             assert list(self.cache.users(key)) == self.users[key]

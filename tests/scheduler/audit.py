@@ -20,6 +20,7 @@ from hydra_engine.scheduler.decodes import _ABSENT, DecodeTable, DecodeTimes
 from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.scheduler import StageScheduler
+from tests.cache.hashes import hashes_of
 
 
 def check(scheduler: StageScheduler) -> None:
@@ -35,7 +36,8 @@ def check(scheduler: StageScheduler) -> None:
 
 def check_requests(requests: RequestTable) -> None:
     """Checks every request and its queue, blocks, images and decode entry."""
-    requests.ledger.check(requests.states)
+    problems = requests.ledger.problems(requests.states)
+    assert not problems, "; ".join(problems)
     users = patches = 0
     members: dict[int, tuple[RequestState, BlockTable, int]] = {}
     for request_id, state in requests.states.items():
@@ -58,7 +60,9 @@ def check_requests(requests: RequestTable) -> None:
         orders = [state.order for state in queue]
         assert orders == sorted(orders), "a queue is out of order"
         assert all(requests.states.get(state.request.id) is state for state in queue), "a queue holds a dead request"
-    assert users == requests.features.num_users, "features are kept for images that do not need them"
+    assert users == sum(len(entry.users) for entry in requests.features._entries.values()), (
+        "features are kept for images that do not need them"
+    )
     assert patches == requests.images.patches_waiting, "patches that wait are counted wrong"
     check_decodes(requests.decodes, members)
 
@@ -81,7 +85,7 @@ def _check_blocks(requests: RequestTable, state: RequestState) -> None:
     assert state.num_published * requests.kv.block_size <= state.num_computed, (
         f"request {request_id} publishes too much"
     )
-    hashes = requests.kv.hashes(request_id)
+    hashes = hashes_of(requests.kv, request_id)
     published, rest = hashes[: state.num_published], hashes[state.num_published :]
     assert not any(rest), f"request {request_id} publishes a block that is not full"
     for block_hash, expected in zip(published, state.block_hashes, strict=False):

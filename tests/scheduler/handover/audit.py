@@ -20,6 +20,7 @@ from hydra_engine.scheduler.handover.state import (
 from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.transfer.plans import PullPlan
+from tests.cache.hashes import hashes_of
 
 
 def check_peers(requests: RequestTable, connector: Connector) -> dict[RequestId, int]:
@@ -103,7 +104,7 @@ def check_pulls(requests: RequestTable, pulls: Iterable[PullPlan]) -> None:
             remote_kv = remote_kv_of(state)
             waits = remote_kv is not None and remote_kv.copied_offer == pull.offer
             block_ids = requests.kv.tables[pull.request_id].block_ids
-            hashes = requests.kv.hashes(pull.request_id)
+            hashes = hashes_of(requests.kv, pull.request_id)
             assert not any(hashes[pull.first_block :]), "a block is found before it is filled"
         else:
             of_request = copied.setdefault(pull.request_id, set())
