@@ -1,4 +1,4 @@
-"""What holds for the tests of this folder."""
+"""Settings of the tests of this folder."""
 
 from __future__ import annotations
 

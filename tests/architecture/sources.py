@@ -30,7 +30,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of the file, the module first."""
+    """Nodes of the file, the module first."""
     return tuple(ast.walk(tree_of(path)))
 
 

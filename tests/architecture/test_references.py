@@ -1,4 +1,4 @@
-"""What comments and docstrings point to is there: files and classes that they name in backticks."""
+"""Files and classes that comments and docstrings name in backticks exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLASS = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*)\.([A-Z]\w+)")
 
 @cache
 def sources() -> dict[str, str]:
-    """By paths below the root."""
+    """Texts by paths below the root."""
     return {str(path.relative_to(ROOT)): text_of(path) for path in files_in(*FOLDERS)}
 
 

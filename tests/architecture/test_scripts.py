@@ -19,7 +19,7 @@ OURS = ("hydra_engine", "hydra_planner", "hydra_kernels", "bench", "tests", "too
 
 
 def scripts(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, ast.Module]]:
-    """With their lines. In those with values in braces, a number stands for each."""
+    """Yields scripts with their lines; a number stands for each value in braces."""
     for node in nodes:
         text = ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -1,4 +1,4 @@
-"""What cluster tests share: open descriptors of this process and whether others live, as the kernel says."""
+"""Helpers of cluster tests: open descriptors of this process and other live processes, from the kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], bool], what: str, within_s: float = 60.0)
 
 @pytest.fixture
 def no_leak() -> Iterator[None]:
-    """As many descriptors are open after the test as before it."""
+    """Checks that as many descriptors are open after the test as before it."""
     gc.collect()
     gc.freeze()  # the next full collection has only what is new
     forkserver.running()  # its socket stays

@@ -1,4 +1,4 @@
-"""What a killed process leaves behind on the machine is removed by whoever has reaped it."""
+"""Files that a killed process leaves on the machine are removed by the process that reaps it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pages are f
 
 
 def page_of(pid: int) -> Path:
-    """What LLVM's OpenMP would have made in that process."""
+    """The page that LLVM's OpenMP would make in that process."""
     return Path(f"/dev/shm/__KMP_REGISTERED_LIB_{pid}_{os.getuid()}")
 
 

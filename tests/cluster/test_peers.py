@@ -28,7 +28,8 @@ pytestmark = pytest.mark.usefixtures("no_leak")
 
 
 class Node:
-    """One instance's side: its peer sockets, the supervisor's end of its control socket, and what it has drained."""
+    """The side of an instance: its peer sockets, the supervisor's end of its control socket, and what it has
+    drained."""
 
     def __init__(self, name: str, incarnation: int = 1, **options: float) -> None:
         self.name, self.incarnation = name, incarnation
@@ -42,12 +43,12 @@ class Node:
         self.sockets.start(self.exports, self.descriptors)
 
     def connect(self, name: str, incarnation: int, sock: socket.socket) -> None:
-        """As the supervisor does; our copy is closed."""
+        """Connects two nodes as the supervisor does; closes our copies."""
         with sock:
             send_with(self.frontend, wire.encode_connect(wire.Connect(name, incarnation)), [sock.fileno()])
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
-        """All events so far. Descriptors that came with a PeerUp are closed, as their taker must."""
+        """Events so far. Closes descriptors of a PeerUp, as its receiver must."""
         new = self.sockets.drain()
         for event in new:
             if isinstance(event, PeerUp):

@@ -363,7 +363,7 @@ def test_a_process_that_has_no_processor_says_how_long() -> None:
 async def test_who_waits_for_a_processor_has_the_time_for_its_end(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It shares one with three others, so that its end takes four times as long as it computes."""
+    """The instance shares a processor with three others, so its end takes four times its computation."""
     monkeypatch.setenv("STAND_IN_EPD0", "slow")
     supervisor = make("EPD", replace(QUICK, exit_grace_s=2.0))
     (link,) = await Recorder().start(supervisor)

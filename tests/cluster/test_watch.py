@@ -1,4 +1,4 @@
-"""When instances count as silent, when they start again, and which pairs are connected; on a clock that tests move."""
+"""Silence of instances, restarts and connected pairs, on a clock that tests move."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def up(pairs: Pairs, one: str, other: str, now: float = 0.0) -> list[bool | None
 
 
 def make_pairs(*names: str) -> Pairs:
-    """All ready, all connected, nothing said yet."""
+    """Pairs of instances that are all ready, connected and silent so far."""
     pairs = Pairs(names, PACE)
     for name in names:
         pairs.join(name, 0.0)
@@ -145,7 +145,7 @@ def test_a_broken_pair_is_connected_again_after_a_second_and_once() -> None:
 
 
 def test_late_words_about_the_old_connection_do_no_harm() -> None:
-    """One side reports the end of the first connection only after the second one was made."""
+    """The end of the first connection is reported after the second one was made."""
     pairs = make_pairs("e0", "p0")
     up(pairs, "e0", "p0")
     pairs.report("e0", "p0", False, "nonsense", 5.0)

@@ -205,7 +205,7 @@ print([name for name in ("torch", "transformers", "aiohttp", "hydra_engine.engin
 
 
 def test_every_command_says_it_before_it_imports_anything_large(tmp_path: Path) -> None:
-    """Each with its exit code: a hub id that is not there, one in part, a folder that does not exist."""
+    """A missing hub id, a partial one and a missing folder have exit codes of their own."""
     fill_cache(tmp_path / "hub", NAME, DEMO, without=("model.safetensors",))
     asked = [
         ["serve", "acme/none"],

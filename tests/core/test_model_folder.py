@@ -1,4 +1,4 @@
-"""What is opened of a model folder: regular files of bounded size, and links that stay where models are."""
+"""Files that are opened in a model folder: regular files of bounded size, and links that stay where models are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result shows of itself: one line, its text, or a picture of its stages that cannot do any harm."""
+"""Representations of a result: one line, its text, or a picture of its stages that cannot do any harm."""
 
 from __future__ import annotations
 

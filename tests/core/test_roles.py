@@ -39,7 +39,7 @@ def refusal(call: object, *arguments: object) -> str:
 
 
 def suggested(message: str) -> list[Topology]:
-    """What the message says to write."""
+    """The text that the message suggests."""
     found = re.search(r"write (?:for example )?([^ ]+(?: or [^ ]+)*)$", message)
     assert found, message
     return [Topology.parse(text) for text in found[1].split(" or ")]

@@ -94,7 +94,7 @@ class Played:
     # ---- work
 
     def work(self, number: RequestId, others: dict[str, Played]) -> None:
-        """One step of a part or job."""
+        """Runs one step of a part or job."""
         if (job := self.jobs.get(number)) is not None:
             self.encode(number, job, others)
             return

@@ -79,13 +79,13 @@ def make_request(
 
 
 def token(request_age: int, position: int) -> int:
-    """What the played model says: depends on the request and the position only."""
+    """The token of the played model, a function of request and position only."""
     return FIRST_TOKEN + (7 * request_age + 3 * position) % 26
 
 
 class Rig:
-    """With `prefills_at_once` an instance asks at once where a request that it prefills goes on, and the answers are in
-    `bound`, not in `sent`."""
+    """A frontend with played instances. With `prefills_at_once` an instance asks at once where a request that it
+    prefills goes on, and the answers are in `bound`, not in `sent`."""
 
     def __init__(self, topology: str, *, up: bool = True, prefills_at_once: bool = True, **cluster: Any) -> None:
         self.clock = VirtualClock(100.0)
@@ -135,7 +135,7 @@ class Rig:
                 self.dispatcher.on_pair(name, other, True, self.now)
 
     def down(self, name: str, *, restarts: bool = True) -> None:
-        """As the supervisor tells it: the pairs first."""
+        """Reports a death as the supervisor does: the pairs first."""
         self.sent[name].clear()
         self.statuses.forget(name)
         for other in sorted(self.dispatcher.instances[name].pairs):
@@ -222,7 +222,7 @@ class Rig:
         return error
 
     def assert_done(self, number: int, num_tokens: int) -> Result:
-        """It ended once, with the right tokens; the handle's reader has seen each of them once."""
+        """Checks that it ended once, with the right tokens, each of which the handle's reader has seen once."""
         (result,) = [result for age, result in self.results if age == number]
         assert result.error is None, result.error
         assert result.token_ids == tuple(token(number, position) for position in range(num_tokens))
@@ -231,7 +231,7 @@ class Rig:
         return result
 
     def assert_at_rest(self) -> None:
-        """Nothing is counted anywhere any more."""
+        """Checks that no request, block or slot is counted any more."""
         assert not self.dispatcher.requests
         assert not self.dispatcher.by_id
         for instance in self.dispatcher.instances.values():

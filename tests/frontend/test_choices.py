@@ -21,7 +21,7 @@ from tests.frontend.rig import Rig, make_request, token, tokenizer
 
 
 class Asked:
-    """One request for several answers on a rig."""
+    """A request for several answers on a rig."""
 
     def __init__(self, topology: str = "EPD", n: int = 3, **sampling: Any) -> None:
         self.rig = Rig(topology, recovery_s=10.0)

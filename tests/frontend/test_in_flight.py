@@ -126,7 +126,7 @@ def test_what_a_request_waits_for_can_be_seen_at_any_time() -> None:
 
 
 def test_what_an_instance_did_before_it_was_lost_is_told_once() -> None:
-    """By the frontend, and not again by an instance that was only silent."""
+    """The frontend reports it; an instance that was only silent does not report it again."""
     rig = Rig("2EPD")
     rig.submit(1)
     (first,) = [name for name in rig.roles if rig.sent[name]]

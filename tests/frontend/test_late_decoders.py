@@ -1,4 +1,4 @@
-"""Where a request decodes is decided late, and may change."""
+"""Late and changing choices of the instance that decodes a request."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_who_asks_for_a_request_that_is_over_is_told_so() -> None:
 
 
 def lent(rig: Rig) -> Request:
-    """One that the busy pd0 has been told to hand over to the idle ed0."""
+    """A request that the busy pd0 must hand over to the idle ed0."""
     rig.submit(1, max_new=200)
     request = rig.submitted("pd0").request
     rig.speak("pd0", request, 0, 1, 2)

@@ -58,7 +58,7 @@ def row(at_s: float, words: int, tokens: int, pictures: Sequence[int] = ()) -> W
 
 
 class LimitedRequests(RequestMaker):
-    """Each with a limit of its own, by its number."""
+    """Requests with limits of their own, by number."""
 
     def __init__(self, spec: ModelSpec, limits_s: Mapping[int, float]) -> None:
         super().__init__(spec)
@@ -102,7 +102,7 @@ class LateDeployment(Deployment):
 
 
 def late_of(deployment: LateDeployment, number: int) -> int:
-    """From the times of the tokens that were shown, and the limit, alone."""
+    """Number of late gaps, from the times of the tokens and the limit alone."""
     times = [deployment.times[number][position] for position in range(len(deployment.results[number].token_ids))]
     return sum(later - time_s > deployment.limits_s[number] for time_s, later in pairwise(times))
 

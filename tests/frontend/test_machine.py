@@ -79,7 +79,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(seed=picks, steps=st.sampled_from([10, 40, 120]))
     def work_goes_on(self, seed: int, steps: int) -> None:
-        """Each step one instance takes a message or does some work, or the frontend reads one of its messages."""
+        """Advances: an instance takes a message or does some work, or the frontend reads one of its messages."""
         choose = random.Random(seed)
         for _ in range(steps):
             self.one_step(choose)
@@ -157,7 +157,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def recover(self, pick: int) -> None:
-        """One that is down or silent is there again."""
+        """Brings back an instance that is down or silent."""
         absent = sorted(self.down | self.frozen)
         if not absent:
             return

@@ -1,4 +1,4 @@
-"""Whether instances fit one device together, and what the refusal says would."""
+"""Instances that fit one device together or do not, and what the refusal suggests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which topologies a machine can hold: the processor alone, and with GPUs that the driver shows."""
+"""Topologies that a machine can hold: the processor alone, and with GPUs that the driver shows."""
 
 from dataclasses import replace
 

@@ -13,7 +13,7 @@ WITHDRAWN, LENGTH = Departure.WITHDRAWN, FinishReason.LENGTH
 
 
 def begun(rig: Rig, name: str) -> list[Request]:
-    """What the instance has been given since the last look."""
+    """The requests that the instance has got since the last call."""
     return [message.request for message in rig.take(name) if isinstance(message, Submit)]
 
 

@@ -22,7 +22,7 @@ PICTURE = make_request(2, images=[16])
 
 
 def table(topology: str) -> dict[str, InstanceLoad]:
-    """All ready, all connected."""
+    """A table of instances that are all ready and connected."""
     parsed = Topology.parse(topology)
     instances = {
         name: InstanceLoad(name, spec.role, Condition.READY)

@@ -22,7 +22,7 @@ sizes = st.sets(st.integers(0, 12), min_size=1)
 
 
 def seconds(size: int) -> float:
-    """Of a step on the fastest device: the weights are read whatever its size."""
+    """Seconds of a step on the fastest device, which reads the weights whatever its size."""
     return 0.005 + 1e-5 * (1 << size)
 
 
@@ -31,7 +31,7 @@ def seconds(size: int) -> float:
 
 @given(st.lists(st.tuples(factors, sizes), min_size=1, max_size=6))
 def test_devices_are_told_apart_whatever_the_sizes_of_their_steps(devices: list[tuple[float, set[int]]]) -> None:
-    """As long as each has one size in common with the first."""
+    """Devices need one size of step in common with the first."""
     common = {size for _, own in devices for size in own}
     taken = {f"i{n}": {s: f * seconds(s) for s in (own if n else common)} for n, (f, own) in enumerate(devices)}
     found = slowness(taken)

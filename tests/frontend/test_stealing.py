@@ -36,7 +36,7 @@ def busy_table() -> dict[str, InstanceLoad]:
 
 
 def settled(instances: dict[str, InstanceLoad]) -> StealPolicy:
-    """It has seen this table for long enough."""
+    """Advances the clock until stealing has seen the table for long enough."""
     policy = StealPolicy({"ed0": 64, "pd0": 64})
     assert policy.decide(instances, [decode(1)], 10.0) == []
     return policy

@@ -73,7 +73,7 @@ class Case:
         self.rig.down(self.decoder if self.in_flight.phase is D else "p0")
 
     def die_afterwards(self) -> None:
-        """Once too often."""
+        """Lets the instance die once more than allowed."""
         idle = next(name for name in ("e0", "e1") if name != self.job.name)
         self.in_flight.deaths = self.rig.config.cluster.max_attempts - 1
         self.rig.dispatcher.poison_guard.note_left(self.in_flight, [idle], self.rig.now)

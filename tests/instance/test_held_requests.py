@@ -116,7 +116,7 @@ def test_pictures_are_asked_of_others_when_it_is_released() -> None:
 
 
 def test_kv_that_is_offered_meanwhile_is_fetched_when_it_is_released() -> None:
-    """It has no blocks before, so what arrives for others has them all."""
+    """The held request has no blocks, so KV for others may take all of them."""
     s = Part(D, kv_blocks=4, max_num_seqs=1)
     request = hold(s, 1, 9, max_new=3, stages=D, external_kv=True)
     s.offer_kv(1, 7, 2, None)

@@ -128,7 +128,7 @@ class Rig:
         self.turn()
 
     def tokens(self) -> dict[int, list[int]]:
-        """Of each request, from both forms of messages; positions are checked."""
+        """Tokens of each request from both forms of messages; checks positions."""
         found: dict[int, list[int]] = {}
         for message in self.worker.sent:
             if isinstance(message, Tokens):

@@ -92,7 +92,7 @@ def test_a_wrong_text_is_told_what_to_change(text: str, said: str) -> None:
 
 
 def test_the_memory_of_each_instance_follows_its_own_limits() -> None:
-    """On devices that fill: what one instance takes is room that its neighbours do not have."""
+    """Devices are full: memory of one instance is missing for its neighbours."""
     on: dict[str, Any] = {"device": "cuda:0", "dtype": "bfloat16", "model": "llava-1.5-7b"}
     limited = EngineConfig(topology="EP+D", instance_limits="D:num_kv_blocks=128,max_num_seqs=4", **on)
     first, second = footprints(limited, 80 * GIB).instances

@@ -36,9 +36,9 @@ def make_surface(**changes) -> CostSurface:
 
 
 class SimulatedMachine:
-    """What steps take: `surface` times `speed` (above 1: slower) times noise, a normal factor of relative size `noise`
-    for each step. A share `stalls` of the steps takes ten times as long. `slice_s`: the vision lane pauses only after
-    whole slices. `pause_s` lies between two steps."""
+    """Durations of steps: `surface` times `speed` (above 1: slower) times noise, a normal factor of relative size
+    `noise` for each step. A share `stalls` of the steps takes ten times as long. `slice_s`: the vision lane pauses only
+    after whole slices. `pause_s` lies between two steps."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SimulatedMachine:
         return duration, min(beside_s, duration)
 
     def vision_speed(self, partition: int) -> float:
-        """Of the vision lane beside the language lane, over that on the undivided device."""
+        """Speed of the vision lane beside the language lane, over that on the undivided device."""
         return self.surface.vision_slowdown / self.surface.on(partition).vision_slowdown
 
     def vision_work_s(self, load: VisionLoad) -> float:

@@ -1,4 +1,4 @@
-"""What the KV cache holds, by brute force: every block's whole content as a plain tuple, no hash and no name.
+"""The contents of the KV cache by brute force: every block's whole content as a plain tuple, no hash and no name.
 
 Watches a scheduler from outside. A request that starts must begin with blocks that hold exactly its own beginning, and
 with as many of them as there are.
@@ -71,7 +71,7 @@ class PrefixOracle:
         self._content = {block: chain for block, chain in self._content.items() if block in held}
 
     def _check_longest(self, state: RequestState) -> None:
-        """What is in the cache now was there when the request started, for nothing is computed in between."""
+        """Checks that the longest prefix was found. The cache has not changed since the request started."""
         content = _content(state)
         usable = [
             n

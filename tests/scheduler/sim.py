@@ -165,7 +165,7 @@ def next_token(context: np.ndarray) -> int:
 
 @cache
 def expected_tokens(request: Request) -> list[int]:
-    """What the fake model says, computed without caches, chunks or schedulers."""
+    """The answer of the fake model, computed without caches, chunks or schedulers."""
     context = list(request.prompt_token_ids)
     for image in request.images:
         context[image.start : image.end] = [feature(image.digest, row) for row in range(image.num_tokens)]

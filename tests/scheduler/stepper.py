@@ -73,7 +73,7 @@ class Stepper:
         return self.submit(make_request(number, *parts, **kwargs))
 
     def submit(self, request: Request, *, held_for: str = "") -> Request:
-        """With the limits of the configuration where it has none, as the frontend sends it."""
+        """Adds a request as the frontend sends it: with the configured limits where it has none."""
         request = replace(request, slo=request.slo.with_defaults(self.config.ttft_slo, self.config.tpot_slo))
         self.scheduler.add(request, self.now, held_for=held_for)
         self.requests[request.id] = request
@@ -82,7 +82,7 @@ class Stepper:
         return request
 
     def run(self, number: int, *parts: int | Img, **kwargs) -> None:
-        """One request from its start to its end, and whatever else is there."""
+        """Runs a request, and all others, to the end."""
         self.add(number, *parts, **({"source": 0} | kwargs))
         self.finish_all()
 
@@ -133,7 +133,7 @@ class Stepper:
         return self._collect(self.scheduler.on_vision(result, self.now))
 
     def language(self, **kwargs) -> list[tuple[int, int]]:
-        """One whole language step; (request, tokens) of its rows, decodes by request."""
+        """Runs a language step; returns (request, tokens) of its rows, decodes by request."""
         plan = self.plan_language()
         if plan is None:
             return []
@@ -143,7 +143,7 @@ class Stepper:
         return rows
 
     def vision(self, **kwargs) -> list[tuple[int, int]]:
-        """One whole vision step; (request, image index) of its items."""
+        """Runs a vision step; returns (request, image index) of its items."""
         plan = self.plan_vision()
         if plan is None:
             return []

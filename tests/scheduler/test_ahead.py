@@ -200,7 +200,7 @@ def test_a_request_that_stops_is_ignored_in_the_plan_behind_and_ends_when_that_i
 @pytest.mark.parametrize("how", ["abort", "fail"])
 @pytest.mark.parametrize("prompt", [6, 40])
 def test_a_request_that_goes_in_one_step_and_is_in_the_next_ends_when_both_are_back(how: str, prompt: int) -> None:
-    """As a decode, and as a prefill with chunks in both."""
+    """Checked as a decode and as a prefill with chunks in both steps."""
     s = ahead(token_budget=16)
     s.add(1, prompt, max_new=10)
     plans = [s.plan_language(), s.plan_language()]

@@ -1,4 +1,4 @@
-"""Without a TPOT limit, prefill beside running decodes is cut by what steps took, and no other prefill is."""
+"""Prefill beside running decodes without a TPOT limit is cut by measured step times; no other prefill is."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def test_an_older_prefill_takes_blocks_from_a_younger_one() -> None:
 
 
 def token_of(number: int, *, at: int) -> int:
-    """What the model says at place `at` to a prompt of six tokens of that request."""
+    """The model's token at position `at` for a prompt of six tokens of that request."""
     return expected_tokens(make_request(number, 6, max_new=10))[at]
 
 

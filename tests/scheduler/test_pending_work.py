@@ -1,4 +1,5 @@
-"""What the budgets are asked and told: pending work against plain sums, budgets that hold, results in order."""
+"""Questions to the budgets and reports to them: pending work against plain sums, budgets that hold, results in
+order."""
 
 from __future__ import annotations
 

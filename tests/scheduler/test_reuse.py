@@ -179,7 +179,7 @@ def test_an_aborted_row_lends_nothing_new() -> None:
 
 @pytest.mark.parametrize("taken", range(1, 9))
 def test_eviction_shortens_what_is_found_from_its_end(taken: int) -> None:
-    """Of eight blocks six are named; the two others are given out first."""
+    """Six of eight blocks are named; the two others are allocated first."""
     s = Stepper(kv_blocks=8, token_budget=64)
     s.run(1, 25, max_new=3)
     s.add(2, 4 * taken - 1, max_new=1)

@@ -1,4 +1,4 @@
-"""What a timeline says of a request: sums, waits counted once, verdicts on limits, the header and the drawing."""
+"""Timelines of requests: sums, waits counted once, verdicts on limits, the header and the drawing."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class System(Protocol):
     def initial(self) -> Hashable: ...
 
     def moves(self, state: Any) -> tuple[list[tuple[str, Any]], int]:
-        """All moves (label, state after), and how many of them are normal: faults and the like are not."""
+        """The moves (label, state after), and how many of them are normal: faults are not."""
         ...
 
     def check(self, state: Any, *, at_rest: bool) -> None:

@@ -90,7 +90,7 @@ class Model:
     # ---- moves: (label, state after), normal ones first
 
     def moves(self, x: State) -> tuple[list[tuple[str, State]], int]:
-        """All moves, and how many of them are normal."""
+        """The moves, and how many of them are normal."""
         normal = [*self._source_moves(x), *self._target_moves(x), *self._deliveries(x)]
         other = [] if not self.leases else [("lease ends", s) for j, s in self._leases(x) if self._renewed(x, j)]
         if x.budget:

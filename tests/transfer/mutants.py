@@ -66,7 +66,7 @@ class CommitsDoomed(Destination):
 
 
 class CommitsEarly(Destination):
-    """All copies have ended, but not everything has been copied."""
+    """Commits when all copies have ended although not everything has been copied."""
 
     def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
         pull = self._records.pulls[handle]
@@ -78,7 +78,7 @@ class CommitsEarly(Destination):
 
 
 class CutsCopies(Destination):
-    """What is withdrawn is gone at once, copies in flight or not."""
+    """Frees withdrawn blocks at once, with copies in flight or without."""
 
     def _give_up(self, pull: Pull) -> list[Gone]:
         super()._give_up(pull)

@@ -1,4 +1,4 @@
-"""What `world.py` is made of: instances, their memory, what they have in hand, and packets between them."""
+"""Parts of `world.py`: instances, their memory and jobs, and packets between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY = -1
 
 @dataclass(eq=False)
 class Memory:
-    """Of one life of an instance. It stays readable for whoever has mapped it."""
+    """Memory of an incarnation of an instance. It stays readable for peers that have mapped it."""
 
     rows: np.ndarray = field(default_factory=lambda: np.full((NUM_BLOCKS, 2, 4), NOBODY, np.int64))
     words: list[int] = field(default_factory=lambda: [0] * NUM_SLOTS)
@@ -37,7 +37,7 @@ class Memory:
 
 @dataclass
 class Job:
-    """What a source computes for a request. `version` differs between computations of the same thing."""
+    """A computation of a source for a request. `version` differs between computations of the same thing."""
 
     owner: Owner
     target: str

@@ -11,7 +11,7 @@ COPYING, LANDED, VERIFIED = "copying", "landed", "verified"
 
 
 class Job(NamedTuple):
-    """What the source computes or has offered. `sequence` 0: not offered yet."""
+    """A computation or an offer of the source. `sequence` 0: not offered yet."""
 
     request: int
     attempt: int

@@ -122,7 +122,7 @@ MUTANTS = [
 @pytest.mark.quick("TakesAnyPart", "KeepsRecords", "RenewsTheDeaf")
 @pytest.mark.parametrize("kind,parts", MUTANTS, ids=lambda value: "" if isinstance(value, str) else mutant_name(value))
 def test_every_mutant_is_found(kind: str, parts: dict) -> None:
-    """Without looking into the mutant's own tables: it shows in memory, in what is held, or in what never ends."""
+    """The mutant's own tables are not read: faults show in memory, in held blocks, or in what never ends."""
     world_type = parts.get("world_type", World)
     types = (parts.get("source_type", Source), parts.get("target_type", Destination))
     for seed in range(1500):

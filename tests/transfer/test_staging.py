@@ -129,7 +129,7 @@ def test_pieces_of_an_offer_that_is_over_are_free() -> None:
 
 @dataclass(eq=False)
 class Copy:
-    """In flight: block i of it becomes what `rows` of the source hold when it is its turn, half by half."""
+    """A copy in flight: block i of it becomes what `rows` of the source hold when it is its turn, half by half."""
 
     source: np.ndarray
     target: np.ndarray
@@ -140,7 +140,7 @@ class Copy:
         self.halves = iter([(i, half) for i in range(len(self.pairs)) for half in (0, 1)])
 
     def step(self) -> bool:
-        """Whether it has ended."""
+        """Returns True once the copy has ended."""
         at = next(self.halves, None)
         if at is not None:
             source, target = self.pairs[at[0]]
@@ -160,7 +160,7 @@ class Side:
 
 
 class Walk:
-    """One source whose pool has room for three pieces of two blocks, two targets."""
+    """A source whose pool has room for three pieces of two blocks, and two targets."""
 
     def __init__(self, seed: int, staging: type[Staging] = Staging) -> None:
         self.dice = random.Random(seed)

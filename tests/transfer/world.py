@@ -123,7 +123,7 @@ class World:
             self.orders[name].append(("cancel", request_id))
 
     def obey(self, n: int) -> None:
-        """One instance takes its next order."""
+        """Lets an instance take its next order."""
         waiting = [name for name, orders in self.orders.items() if orders]
         if not waiting:
             return
@@ -163,7 +163,7 @@ class World:
             job.computed = i + 1
 
     def offer(self, n: int) -> None:
-        """What has been computed since; without a free slot, another time."""
+        """Offers what has been computed since, if a slot is free."""
         node = self.sources[SOURCES[n % 2]]
         jobs = [job for job in node.jobs.values() if job.sent < job.computed]
         if jobs:
@@ -347,7 +347,7 @@ class World:
             self._send(node.name, node.life, outcome.peer, outcome.ack)
 
     def is_valid(self, running: Running) -> bool:
-        """Of a copy that has ended."""
+        """True if the copy that has ended is valid."""
         return running.memory.words[running.copy.slot] == running.copy.word
 
     def finish(self, n: int) -> None:
@@ -468,7 +468,7 @@ class World:
                         self._check_item(target, request_id, image, item)
 
     def _check_item(self, node: TargetNode, request_id: int, image: int | None, item: Item) -> None:
-        """Every half of every block is what one computation for this very item has written."""
+        """Checks that every half of every block was written by one computation for this very item."""
         rows = node.memory.rows[item.blocks]
         version = item.end.token_id if item.end is not None else rows[0, 0, 3]
         for i in range(item.num_blocks):

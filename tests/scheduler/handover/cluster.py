@@ -34,7 +34,7 @@ SIZE = 4  # tokens of a block, in both caches
 
 @dataclass(eq=False)
 class Offer:
-    """Of blocks of `source`, to request `request_id` of `target`."""
+    """An offer of blocks of `source` to request `request_id` of `target`."""
 
     number: int
     source: Node
@@ -78,7 +78,7 @@ class Node:
 
 @dataclass(eq=False)
 class User:
-    """What somebody has asked for: one attempt after the other."""
+    """A request of a user: one attempt after the other."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -254,7 +254,7 @@ class Cluster:
             assert ledger.kv_blocks_held == ledger.image_blocks_held == 0 and not ledger.problems
 
     def _pending(self) -> list[tuple[float, Callable[[], None]]]:
-        """What could happen next, with its weight: some lanes are slow."""
+        """Possible next events with their weights: some lanes are slow."""
         found: list[tuple[float, Callable[[], None]]] = []
         for (_, target), messages in self._channels.items():
             if messages:
@@ -345,7 +345,7 @@ class Cluster:
         self._on(node, events)
 
     def _offer_again(self, offer: Offer) -> None:
-        """Under another number."""
+        """Offers the blocks again under another number."""
         if not offer.valid:
             return
         del offer.source.offers[offer.owner, offer.image_index]

@@ -1,4 +1,4 @@
-"""One instance of some role, for tests that play the others: its scheduler with what joins it to its peers.
+"""An instance of some role, for tests that play its peers: the scheduler with its connector.
 
 Tokens of whole clusters are in `test_cluster_machine.py`.
 """
@@ -77,7 +77,7 @@ class Part(Stepper):
         return plan
 
     def pulled(self, plan: PullPlan, *, valid: bool = True, took_s: float = 0.0) -> list:
-        """What the source holds is written here, as a copy would."""
+        """Writes here what the source holds, as a copy does."""
         request = self.requests[plan.request_id]
         if plan.image_index is not None:
             image = request.images[plan.image_index]
@@ -103,7 +103,7 @@ class Part(Stepper):
 
 
 def context_of(request: Request) -> list[int]:
-    """What the KV of prompt and answer stands for."""
+    """The tokens that the KV of prompt and answer was computed from."""
     context = list(request.prompt_token_ids)
     for image in request.images:
         context[image.start : image.end] = [feature(image.digest, row) for row in range(image.num_tokens)]

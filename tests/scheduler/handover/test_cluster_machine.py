@@ -52,7 +52,7 @@ def settings_of(random: Random) -> SchedulerConfig:
 
 
 def switches_of(random: Random) -> ClusterConfig:
-    """All on, most of the time."""
+    """Draws the switches; most of the time all are on."""
     early_kv, prefetch = random.random() < 0.7, random.random() < 0.7
     return ClusterConfig(early_kv=early_kv, prefetch_features=prefetch)
 

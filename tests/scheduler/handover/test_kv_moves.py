@@ -297,7 +297,8 @@ def test_what_is_computed_to_its_end_goes_before_a_prefill_that_stands_before_an
 
 
 def test_an_older_prefill_takes_no_room_of_what_goes_on_in_the_same_step() -> None:
-    """What goes on comes first in a step whatever its age, so it has its row when the older one lacks blocks."""
+    """Running prefills come first in a step whatever their age, so this one has its row when the older one lacks
+    blocks."""
     s = Part(P | D, kv_blocks=6, token_budget=12)
     s.put(make_request(1, 23, max_new=1), age=1)
     assert s.language() == [(1, 12)]

@@ -91,7 +91,7 @@ def test_a_lent_decode_goes_on_behind_tokens_that_its_new_place_was_not_told_of(
 @settings(max_examples=examples(20), deadline=None)
 @given(steps=st.lists(st.tuples(st.floats(0.001, 0.3), st.floats(0.001, 0.3)), min_size=1, max_size=10))
 def test_borrowed_decodes_stand_still_for_vision_no_longer_than_the_patience(steps, tpot_slo, patience_s) -> None:
-    """One vision step behind the other, and language steps whenever they may: vision never waits, not even for the
+    """Vision steps follow one another, and language steps whenever they may: vision never waits, not even for the
     language step that runs, and decodes get a step at least every patience."""
     s = Part(E | D, tpot_slo=tpot_slo)
     lend(s, 1)

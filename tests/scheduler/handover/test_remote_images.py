@@ -145,7 +145,7 @@ def test_offers_of_a_request_that_ends_are_let_go_but_not_the_one_that_is_copied
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 @pytest.mark.parametrize("lost", [None, 0, 2])
 def test_copies_of_one_requests_images_end_in_any_order(order: tuple[int, ...], lost: int | None) -> None:
-    """One that is not valid waits for its next offer; the others are not touched."""
+    """An invalid copy waits for its next offer; the others are not touched."""
     s = Part(P | D, token_budget=64)
     s.put(make_request(1, 3, A, 2, B, 1, Img(3), 1), external_images=frozenset({0, 1, 2}))
     s.told()
@@ -164,7 +164,8 @@ def test_copies_of_one_requests_images_end_in_any_order(order: tuple[int, ...], 
 
 
 def test_no_more_images_of_a_request_are_copied_at_once_than_is_allowed() -> None:
-    """Others are copied beside them, and the next one begins as soon as one has ended, whichever it was."""
+    """Images of other requests are copied beside them, and the next one begins as soon as one has ended, whichever it
+    was."""
     s = Part(P | D, token_budget=64)
     count = MAX_IMAGE_PULLS + 2
     s.put(make_request(1, *(Img(4, name=str(i)) for i in range(count)), 1), external_images=frozenset(range(count)))

@@ -56,7 +56,7 @@ def log(request: pytest.FixtureRequest) -> StepHistory:
 
 
 def explain(log: StepHistory, request_id: RequestId, since_s: float, until_s: float) -> tuple[DelayCause, ...]:
-    """With a limit that ordinary steps keep."""
+    """Explains a late token under a limit that ordinary steps meet."""
     return log.explain(request_id, since_s, until_s, 0.015)
 
 

@@ -141,7 +141,7 @@ class TestPrefillBesideDecodes:
 
 @given(surfaces())
 def test_without_a_vision_lane_the_image_budget_is_the_configured_one(surface: CostSurface) -> None:
-    """Of an instance that encodes nothing no vision step was measured: they take no time."""
+    """An instance that encodes nothing has no measured vision steps: they take no time."""
     surface = replace(surface, patches=Curve((0.0,), (0.0,)))
     budgets = make_budgets(surface)
     before = budgets.vision()

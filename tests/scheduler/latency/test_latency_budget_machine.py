@@ -165,5 +165,5 @@ def test_the_report_says_what_could_be_held_now() -> None:
 
 
 def replace_tokens(load: LanguageLoad) -> LanguageLoad:
-    """One token more."""
+    """Adds a token."""
     return replace(load, prefill_tokens=load.prefill_tokens + 1)

@@ -1,4 +1,4 @@
-"""What is said at start about limits that a single request breaks."""
+"""The warning at start about limits that a single request breaks."""
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.plans import LanguageLoad, VisionLoad

@@ -70,7 +70,7 @@ class Served(NamedTuple):
 
 
 def serve(partition: int | None, *phases: Phase) -> Served:
-    """By policy (None) or on one partition."""
+    """Serves the load with partitions by policy (None) or on one partition."""
     surface = divided_surface()
     config = SchedulerConfig(tpot_slo=LIMIT, token_budget=2048, image_budget=8192)
     budgets = LatencyBudgets(surface, config, num_slices=32)
