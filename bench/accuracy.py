@@ -1,4 +1,4 @@
-"""How far quantised weights move a decoder's logits: mean KL divergence from the unquantised model in nats, and how
+"""Distance of a quantised decoder's logits: mean KL divergence from the unquantised model in nats, and how
 often the most likely token is another one. Both read the same tokens, in requests of `--tokens`; all positions count.
 
 A variant is int8 or int4, which the engine quantises to, or the folder or GGUF file of a model that another program

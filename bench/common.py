@@ -1,4 +1,4 @@
-"""What every benchmark shares: the environment card, interleaved timing, and the result as one JSON document.
+"""Common parts of the benchmarks: the environment card, interleaved timing, and the result as one JSON document.
 
 Does not know what is measured. Timings on shared machines are noisy, so candidates take turns and the best is reported
 beside the median.
@@ -38,7 +38,7 @@ def nvcc_here() -> str | None:
 
 
 def card() -> dict[str, Any]:
-    """Where and with what a measurement was taken."""
+    """Machine, versions and commit of a measurement."""
     from hydra_engine import _C
 
     return {
@@ -94,8 +94,8 @@ def _cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """What BENCH_COMMIT says: a copy of the tree may lie in a repository of another commit. Else the short commit, with
-    a plus sign if files differ from it, and none outside of a repository."""
+    """The value of BENCH_COMMIT, since a copy of the tree may be in a repository of another commit. Otherwise the short
+    commit, with a plus sign if files differ from it; None outside of a repository."""
     if said := os.environ.get("BENCH_COMMIT"):
         return said
     try:

@@ -158,7 +158,7 @@ def load(target: Target, specs: Sequence[Spec], times_s: Sequence[float] | None 
 
 
 def at_once(records: Sequence[Record]) -> dict[str, Any]:
-    """Of requests that were due at the same time."""
+    """Figures of requests that were due at the same time."""
     ttfts_s = [record.ttft_s for record in records if record.ttft_s is not None]
     tpots_s = [record.tpot_s for record in records if record.tpot_s is not None]
     wall_s = max(record.end_s for record in records)

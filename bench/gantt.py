@@ -88,7 +88,7 @@ def draw_gantt(requests: Requests, path: str | Path, *, title: str = "") -> None
 
 
 def _window(requests: Requests) -> Requests:
-    """At most `MAX_ROWS` neighbours, those with most blame."""
+    """The `MAX_ROWS` neighbouring requests with the most blame."""
     lost = [sum(blame.seconds for span in spans for blame in span.blame) for _, _, spans in requests]
     starts = range(max(1, len(requests) - MAX_ROWS + 1))
     first = max(starts, key=lambda start: sum(lost[start : start + MAX_ROWS]))

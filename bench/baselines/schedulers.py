@@ -26,7 +26,7 @@ from hydra_engine.scheduler.vision import VisionPlanner
 
 
 class OneLaneScheduler(StageScheduler):
-    """At most one step of either model is in flight. While both have work they take turns."""
+    """A scheduler with at most one step of either model in flight. While both have work they take turns."""
 
     _last_was_vision = True
 
@@ -46,8 +46,8 @@ class OneLaneScheduler(StageScheduler):
 
 
 class RequestScheduler(StageScheduler):
-    """All images of the requests that are served next are encoded, then their prompts are prefilled whole in steps of
-    their own, and decodes go on when that is done. Steps are as large as the configuration allows."""
+    """A scheduler of whole requests: all images of the next requests are encoded, then their prompts are prefilled
+    whole in steps of their own, and decodes go on when that is done. Steps are as large as the configuration allows."""
 
     def __init__(self, *given: Any, budgets: Budgets | None = None, **more: Any) -> None:
         del budgets  # they divide a step between stages
@@ -61,7 +61,7 @@ class RequestScheduler(StageScheduler):
         return True
 
     def plan_vision(self, now: float) -> VisionPlan | None:
-        """Of requests with images that have a slot, or find one beside those that wait for nothing else."""
+        """Plans images of requests that have a slot, or find one beside those that wait for nothing else."""
         requests = self._requests
         running = sum(state.waits_for_images for state in requests.prefilling)
         num_free = requests.seq_slots.num_seq_slots - len(requests.seq_slots.slot_of)
@@ -130,7 +130,7 @@ class WholeStarter(PrefillStarter):
 
 class WholeStepBuilder(StepBuilder):
     def chunk_of(self, state: RequestState) -> int:
-        """All that can be computed, or nothing."""
+        """The whole rest that can be computed, or 0."""
         num_tokens = state.num_computable - state.num_planned
         return num_tokens if self.takes(num_tokens) else 0
 

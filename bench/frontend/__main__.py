@@ -1,4 +1,4 @@
-"""What a streamed token costs the server's process: 256 streams through the real HTTP server and the real front.
+"""Cost of a streamed token in the server's process: 256 streams through the real HTTP server and the real front.
 
 Only the instance is scripted: it sends one message of tokens a step over the real channel, so detokenising, rendering,
 waking and writing are what a client's token goes through. Beside it, in turns within the same run, servers that stream
@@ -32,7 +32,7 @@ _LIMIT_S = 60.0
 
 
 class Served:
-    """One of the servers."""
+    """A running server."""
 
     def __init__(self, kind: str, step_s: float, num_tokens: int) -> None:
         command = [sys.executable, "-m", "bench.frontend.server", kind]

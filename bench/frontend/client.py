@@ -40,7 +40,7 @@ def request_bytes(fields: dict[str, object]) -> bytes:
 
 
 class Streams:
-    """All of one run. `run` returns when each has got its last chunk."""
+    """The streams of a run. `run` returns when each has its last chunk."""
 
     def __init__(self, url: str, count: int, request: bytes) -> None:
         address = urlsplit(url)
@@ -75,13 +75,13 @@ class Streams:
             stream.sock.close()
 
     def check(self, num_tokens: int) -> None:
-        """Every stream has got an event for each token, and as many others as every other one."""
+        """Checks that every stream has an event for each token, and as many others as every other stream."""
         counts = {stream.events for stream in self.streams}
         if len(counts) > 1 or min(counts) <= num_tokens:
             raise ValueError(f"streams of {num_tokens} tokens ended after {sorted(counts)} events")
 
     def _read(self, stream: Stream) -> bool:
-        """Whether it has ended."""
+        """Reads once; returns True if the stream has ended."""
         data = stream.sock.recv(_RECEIVE_BYTES)
         if stream.first_s is None:
             stream.first_s = time.perf_counter()

@@ -107,7 +107,7 @@ async def front(step_s: float) -> int:
 
 
 class Events:
-    """What the real server would write, event by event; made when it is asked for the first time."""
+    """The events that the real server would write, made at the first use."""
 
     def __init__(self, num_tokens: int) -> None:
         tokenizer = load_tokenizer(EngineConfig().model_path)
@@ -120,7 +120,7 @@ class Events:
 
 
 async def steps(step_s: float) -> AsyncIterator[None]:
-    """Without end; late ones are not made up for."""
+    """Yields once per step, without end; late steps are not made up for."""
     loop = asyncio.get_running_loop()
     due_s = loop.time()
     while True:

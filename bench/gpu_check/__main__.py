@@ -41,11 +41,11 @@ Plan = Callable[[str, Setup], list[Part]]
 
 
 class Refused(Exception):
-    """Nothing was begun, and why."""
+    """The check was not started; the message says why."""
 
 
 class Check:
-    """One call: its parts, and what is kept of them so far."""
+    """A call: its parts and their results so far."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self._options, self._scratch = options, scratch
@@ -111,7 +111,7 @@ class Check:
     # ---- what is kept
 
     def keep(self) -> None:
-        """What there is by now, as far as the disk takes it."""
+        """Writes the results so far, as far as the disk allows."""
         try:
             (self._scratch / "check.json").write_text(json.dumps(self._document(), indent=1) + "\n", encoding="utf-8")
             documents, problems = table.read(self._scratch)

@@ -1,4 +1,4 @@
-"""What the documents of the decisive call say to its questions: the figure that each asks for, and what follows.
+"""Answers of the decisive call from its documents: the figure that each question asks for, and what follows.
 
 Thresholds are those of `decide.QUESTIONS`. A document that is not there, or lacks the row, answers nothing.
 """
@@ -36,7 +36,7 @@ class Documents:
 
 
 def lines(folder: Path) -> list[str]:
-    """Each question with what was measured and what answers mean."""
+    """Lines of each question with its measurement and the meaning of answers."""
     documents = Documents(folder)
     return [
         f"{part}: {question.asks}? **{_ANSWERS[part](documents) or 'not measured'}** ({question.means})"

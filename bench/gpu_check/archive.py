@@ -1,4 +1,4 @@
-"""What a check leaves: one archive of all that its parts wrote, and the summary beside it. Standard library only.
+"""The result of a check: an archive of all that its parts wrote, and the summary beside it. Standard library only.
 
 Both are replaced whole, so a reader finds the last or the one before, whenever the writer is killed. Two files and no
 more, each below 16 MB: what carries results from machine to machine often has limits.
@@ -65,7 +65,7 @@ SITE = "site"  # of the scratch folder: installed packages, which nobody wants b
 
 
 def without_middle(data: bytes, most: int) -> bytes:
-    """At most about `most` bytes: a beginning and an end, with how much is left out between them."""
+    """Shortens to about `most` bytes: the beginning, the number of bytes left out, and the end."""
     if len(data) <= most:
         return data
     half = most // 2

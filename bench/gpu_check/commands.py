@@ -1,4 +1,4 @@
-"""What the parts of a check run: the build, tests of tests/gpu, benchmarks. Does not know which parts a call has."""
+"""Commands of the parts of a check: the build, tests of tests/gpu, benchmarks. Does not know which parts a call has."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ _PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu_check.outcomes
 
 
 def run_tests(setup: Setup, tests: Tests) -> Part:
-    """With settings of its own: those of pyproject.toml name plugins that may not be here, and turn every warning of
-    other versions into an error. In processes that are started again where a test takes too long or the process ends:
-    that test fails, and the next one goes on."""
+    """Runs tests with their own settings, since those of pyproject.toml name plugins that may be missing here and turn
+    warnings of other versions into errors. A process that ends, or whose test takes too long, is started again: that
+    test fails, and the next ones run."""
     folder = setup.folder
     command = (*_PYTEST, "-c", str(folder / "pytest.ini"), f"--rootdir={ROOT}")
     command += (f"--outcomes={folder / tests.name}.jsonl", f"--junitxml={folder / tests.name}.xml")
@@ -181,7 +181,7 @@ def run_together(
     flags: Sequence[str] = ("--quick",),
     peers: bool = False,
 ) -> list[Part]:
-    """One process for all, and another one for those that it has not begun, should it break."""
+    """Runs benchmarks in one process, and those that it has not begun in another one if it breaks."""
     prefix = next((f"{word}-" for word in ("full", "peers") if name.startswith(f"{word}-")), "")
     command: tuple[str, ...] = (sys.executable, "-m", "bench.micro.together", ",".join(benches))
     command += ("--dir", str(setup.folder), "--prefix", prefix, *known(setup), *flags)

@@ -32,7 +32,7 @@ SERVE_RATES = "8,32,40,48"  # of requests a second; about 31 and 43 are what is 
 
 
 class Question(NamedTuple):
-    """What a part asks, and what each answer means."""
+    """The question of a part and the meaning of each answer."""
 
     asks: str
     means: str

@@ -118,7 +118,7 @@ def _place(folder: Path, kernel: str, cuda: Toolkit) -> Path:
 def _commands(
     package: Path, site: Path, kernels: Sequence[str], cuda: Toolkit, work: Path
 ) -> list[tuple[str, list[str]]]:
-    """For each kernel the name of its module, and what compiles its files."""
+    """The name of each kernel's module and the commands that compile its files."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASHINFER_DISABLE")}
     flags = (environment.get(_FLAGS, ""), *(f"-I{path}" for path in sorted(site.glob("nvidia/cu*/include"))))
     environment |= {

@@ -85,7 +85,7 @@ def _is_cut(name: str) -> bool:
 
 
 def _metadata(text: str, version: str) -> str:
-    """With the version that a cut wheel has, and without requirements that its import does not need."""
+    """METADATA with the version of a cut wheel, without requirements that its import does not need."""
     fields = HeaderParser().parsestr(text)
     if fields["Version"] != version:
         raise SystemExit(f"FlashInfer's METADATA is of {fields['Version']}, the wheel of {version}")
@@ -114,7 +114,7 @@ def _changes(name: str, built: Sequence[Path]) -> str:
 
 
 def _write(path: Path, files: Mapping[str, bytes], record: str) -> None:
-    """With the same bytes for the same files."""
+    """Writes the wheel, with the same bytes for the same files."""
 
     def rows() -> Iterator[tuple[str, str, int | str]]:
         for name, content in files.items():

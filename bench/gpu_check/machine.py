@@ -1,4 +1,4 @@
-"""What the machine of a check has: its GPU, its compiler, its packages. Standard library only.
+"""The machine of a check: its GPU, its compiler, its packages. Standard library only.
 
 Which packages are needed, and since which version, is what pyproject.toml says. Does not know what is run.
 """
@@ -108,7 +108,7 @@ def look() -> Machine:
 
 
 def _said(*command: str) -> str:
-    """What the command prints, empty where there is no such program or it fails."""
+    """Output of the command, empty if there is no such program or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -121,7 +121,7 @@ def known() -> str:
 
 
 def unknown(machine: Machine) -> list[str]:
-    """What of the machine no check has run on: a sentence for each, with what is known."""
+    """Parts of the machine that no check has run on: a sentence for each, with what is known."""
     found = []
     if machine.gpu not in KNOWN_CARDS:
         cards = ", ".join(KNOWN_CARDS)
@@ -148,7 +148,7 @@ def sanitizer(machine: Machine) -> str | None:
 
 
 def canonical(name: str) -> str:
-    """Of a distribution, as package indexes compare it."""
+    """The name of a distribution as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -86,7 +86,7 @@ def said(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def write(path: Path, test: str, state: str, seconds: float = 0.0, text: str = "") -> None:
-    """One write of one line, so that processes can share the file."""
+    """Appends a line by one write, so that processes can share the file."""
     line = json.dumps({"test": test, "state": state, "seconds": round(seconds, 3), "said": text}) + "\n"
     with path.open("ab", buffering=0) as file:
         file.write(line.encode())
@@ -96,7 +96,7 @@ def write(path: Path, test: str, state: str, seconds: float = 0.0, text: str = "
 
 
 class Tests(NamedTuple):
-    """By name: state and why. `begun` without an end: what ran when the run was ended."""
+    """States and reasons of tests by name. `begun`: running when the run was ended."""
 
     states: Mapping[str, str]
     reasons: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Which parts a check has, in which order and for how long. What says most in a second comes first.
+"""The parts of a check, their order and times. The most informative per second come first.
 
 A call has 540 seconds. `planned_s` of its parts add up to less, so each part gets at least that much; what the parts
 before it have left over it may use too, up to `limit_s`. bench/NOTES.md has the table. Nothing here is run where a

@@ -68,7 +68,7 @@ _COMPARED = tuple(Case(rows, 1024) for rows in (1, 8, 64))  # with peers, on a G
 
 
 class Wanted(NamedTuple):
-    """What is measured of each case."""
+    """Measurements of each case."""
 
     compiled: bool
     served_width: bool
@@ -168,7 +168,7 @@ def _graph(subject: Subject, case: Case, step: Step, expected: Tensor, table_tok
 def _peer_runs(
     report: Report, subject: Subject, case: Case, step: Step, peer: HfPeer, *, with_compiled: bool
 ) -> dict[str, Run]:
-    """Those that can run."""
+    """Runs of the peers that can run."""
     expected, tolerance = step(), noise(subject.spec.language.num_layers)
     runs: dict[str, Run] = {}
     what = case.what(subject, "of transformers")

@@ -34,7 +34,7 @@ def picture_of(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def numbers(text: str | None, quick: bool, few: tuple[int, ...], many: tuple[int, ...]) -> tuple[int, ...]:
-    """What a flag says, or the default of the mode."""
+    """The numbers of a flag, or the default of the mode."""
     if text is None:
         return few if quick else many
     return tuple(int(word) for word in text.split(","))

@@ -1,4 +1,4 @@
-"""What a machine's rates allow: work in FLOP and bytes, the seconds that it takes at least, and the work of each stage.
+"""Lower bounds from a machine's rates: work in FLOP and bytes, its least seconds, and the work of each stage.
 
 A part of a step is bound by arithmetic or by memory, whichever takes longer. One part after the other is the serial
 floor; if everything ran beside everything else, the overlap floor. All FLOP are multiply-adds times two, for the spec
@@ -15,7 +15,7 @@ from hydra_engine.models.specs.base import LanguageSpec, ModelSpec
 
 
 class Work(NamedTuple):
-    """One part of a step. `moved_bytes` are read and written ones together, at the rate of a copy."""
+    """A part of a step. `moved_bytes` are read and written ones together, at the rate of a copy."""
 
     name: str
     flops: float = 0.0
@@ -27,7 +27,7 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of one machine, at once."""
+    """Rates of a machine."""
 
     flops_per_s: float  # matrix products in the model's dtype
     read_bytes_per_s: float
@@ -42,8 +42,8 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the same run reached with nothing else to do. `sustained_flops_per_s`: over two seconds, at the power cap;
-    `graph_gap_s`: between two kernels of a CUDA graph."""
+    """Rates that the same run reached with nothing else to do. `sustained_flops_per_s`: over two seconds, at the power
+    cap; `graph_gap_s`: between two kernels of a CUDA graph."""
 
     gemm_flops_per_s: float
     read_bytes_per_s: float
@@ -67,7 +67,7 @@ class Ceilings:
 
 
 def serial_s(work: Iterable[Work], rates: Rates) -> float:
-    """One part after the other, each at its own bound."""
+    """Seconds of one part after the other, each at its own bound."""
     return sum(max(rates.arithmetic_s(part), rates.memory_s(part)) for part in work)
 
 
@@ -82,7 +82,7 @@ def gain_share(serial: float, measured: float, bound: float) -> float | None:
 
 
 def best_gain(first: Sequence[Work], second: Sequence[Work], rates: Rates) -> float:
-    """What both together can gain at most over one after the other, in whatever proportion they are done: `x` and `y`
+    """Largest gain of both together over one after the other, in the best proportion: `x` and `y`
     times a second, so that neither arithmetic nor memory is busy for more than that second."""
     alone = [serial_s(work, rates) for work in (first, second)]
     arithmetic, memory = (
@@ -118,7 +118,8 @@ Matrices = tuple[float, float]  # bytes of a weight of the layers, and of the he
 def decode_work(
     language: LanguageSpec, rows: int, context: float, width: int, matrices: Matrices | None = None
 ) -> list[Work]:
-    """One step of `rows` requests that see `context` tokens on average; numbers of `width` bytes but for `matrices`."""
+    """Work of a step of `rows` requests that see `context` tokens on average; numbers of `width` bytes but for
+    `matrices`."""
     of_layers, of_head = matrices or (width, width)
     linear = language.num_layers * layer_parameters(language)
     head = language.vocab_size * language.hidden_size
@@ -169,7 +170,7 @@ def image_write_work(size: int, tokens: int, width: int) -> Work:
 
 
 class ImageWork(NamedTuple):
-    """One picture of (width, height) pixels as a tower takes it."""
+    """Work of a tower for a picture of (width, height) pixels."""
 
     work: Work  # without its weights
     weight_bytes: int

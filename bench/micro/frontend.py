@@ -1,4 +1,4 @@
-"""What a streamed token costs the server's process: `bench.frontend` as a micro-benchmark.
+"""Cost of a streamed token in the server's process: `bench.frontend` as a micro-benchmark.
 
 A row per server: seconds of a core per token while all streams run. `front` is ours, `naive` one write a token without
 any text to be made, `socket` what the kernel and the loop take for the writes alone.

@@ -55,7 +55,7 @@ class Goal(NamedTuple):
         return value <= bound if self.less_is_better else value >= bound
 
     def share(self, value: float) -> float:
-        """Of the moonshot: 1 is the moonshot, and more is better whatever is measured."""
+        """The value as a share of the moonshot: 1 is the moonshot, and more is better for every measure."""
         if value <= 0:
             return 0.0
         return self.moonshot / value if self.less_is_better else value / self.moonshot

@@ -1,4 +1,4 @@
-"""What every micro-benchmark shares: flags, timing on any device, and one document with the inputs of its ratios.
+"""Common parts of the micro-benchmarks: flags, timing on any device, and one document with the inputs of its ratios.
 
     arguments = parse(__doc__)
     with Report("name", arguments, ceilings) as report:
@@ -52,7 +52,7 @@ class Seconds(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Seconds:
-        """Of one call each; percentiles by the nearest rank."""
+        """Statistics of values of one call each; percentiles by the nearest rank."""
         ordered = sorted(values)
 
         def rank(share: float) -> float:
@@ -62,7 +62,7 @@ class Seconds(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How long something is timed."""
+    """Durations of timing."""
 
     turns: int
     min_seconds: float  # of a turn
@@ -89,7 +89,7 @@ def parse(
 def parse_known(
     doc: str | None, add: Callable[[argparse.ArgumentParser], None], argv: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """What `parse` gives, and the words that this benchmark does not know."""
+    """Returns the result of `parse` and the words that this benchmark does not know."""
     arguments, unknown = _parser(doc, add).parse_known_args(argv)
     return _completed(arguments), unknown
 
@@ -142,7 +142,7 @@ def timed(
 
 
 def scaled(seconds: Mapping[str, Seconds], calls: int) -> dict[str, Seconds]:
-    """Of one of `calls` equal pieces of work that each timed call did."""
+    """Seconds of one of the `calls` equal pieces of work of each timed call."""
     return {name: Seconds(s.median / calls, s.p5 / calls, s.p95 / calls, s.turns) for name, s in seconds.items()}
 
 
@@ -170,7 +170,7 @@ def _cuda_turn(device: torch.device, run: Run, calls: int) -> float:
 
 
 def cold_copies(device: torch.device, num_bytes: int, most: int = 256) -> int:
-    """How many inputs of `num_bytes` it takes so that none is in a cache when its turn comes again, at most `most`."""
+    """Number of inputs of `num_bytes` of which none is in a cache when its turn comes again, at most `most`."""
     cold = _COLD_CPU_BYTES
     if on_gpu(device):
         cold = _COLD_L2S * torch.cuda.get_device_properties(device).L2_cache_size
@@ -198,7 +198,7 @@ def captured(device: torch.device, launch: Run, calls: int = 1) -> Run:
 
 
 class WrongResult(Exception):
-    """What was to be timed computes something else."""
+    """The code to be timed computes something else."""
 
 
 def require(ok: bool, what: str) -> None:
@@ -207,7 +207,8 @@ def require(ok: bool, what: str) -> None:
 
 
 def agree(what: str, result: Tensor, expected: Tensor, *, tolerance: float = 0.02) -> None:
-    """By the length of the difference over that of `expected`, in float32; both finite and of one shape."""
+    """Requires both to be finite and of one shape, and the norm of the difference over that of `expected`, in float32,
+    to be at most `tolerance`."""
     require(result.shape == expected.shape, f"{what}: shape {tuple(result.shape)} for {tuple(expected.shape)}")
     left, right = result.float(), expected.float()
     error = float((left - right).norm() / right.norm().clamp_min(1e-9))
@@ -255,8 +256,8 @@ class Report:
 
     @contextmanager
     def case(self, what: str) -> Iterator[None]:
-        """Where a result is wrong, memory does not suffice or anything fails inside, the next case goes on and the
-        document says so. Raises where the device itself has failed."""
+        """Runs a case. If a result is wrong, memory does not suffice or anything else fails, the document says so and
+        the next case runs. Raises if the device itself has failed."""
         try:
             yield
         except WrongResult as error:
@@ -271,8 +272,8 @@ class Report:
 
     @contextmanager
     def optional(self, what: str) -> Iterator[None]:
-        """What a case can do without, as a peer: where it fails, or finds no memory, the document says so and the case
-        goes on. A wrong result is one of the case."""
+        """Runs an optional part of a case, such as a peer. If it fails or finds no memory, the document says so and the
+        case continues. A wrong result is an error of the case."""
         try:
             yield
         except WrongResult:

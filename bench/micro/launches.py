@@ -1,4 +1,4 @@
-"""Which launch parameters are fastest on this GPU: the figures behind the tables of hydra_kernels/_common.py.
+"""The fastest launch parameters on this GPU: the figures behind the tables of hydra_kernels/_common.py.
 
 For each kernel and size every sensible entry of its table is compiled, by several processes at once, compared with
 torch, and timed as a graph over inputs that are in no cache. The floor is one read of the weights or the context at the
@@ -79,7 +79,7 @@ def products(rows: int, num_out: int, num_in: int, device: torch.device, most: i
 
 
 def gated(rows: int, width: int, num_in: int, device: torch.device, most: int) -> Inputs:
-    """One row with its norm."""
+    """Inputs of a row with its norm."""
     from hydra_kernels.fused_linear import gated_linear
 
     copies = cold_copies(device, 2 * width * num_in * 2, most=most)
@@ -96,7 +96,7 @@ def gated(rows: int, width: int, num_in: int, device: torch.device, most: int) -
 
 
 def quantized(rows: int, num_out: int, num_in: int, num_bits: int, device: torch.device, most: int) -> Inputs:
-    """In groups of 128 inputs."""
+    """Inputs with weights quantised in groups of 128."""
     from hydra_kernels.quantized_linear import pack, small_quantized_linear
 
     copies = cold_copies(device, num_out * num_in * num_bits // 8, most=most)
@@ -219,7 +219,7 @@ def entries_of_tiles(dim: int) -> Iterator[tuple[int, ...]]:
 
 @cache
 def cases() -> dict[str, Case]:
-    """By name; the 7 billion models' sizes."""
+    """The cases by name, in the sizes of models of 7 billion parameters."""
     small, pairs = ("hydra_kernels.linear", "small_launch"), ("hydra_kernels.fused_linear", "pairs_launch")
     found = []
     for num_out, num_in in ((4096, 4096), (4096, 11008), (3584, 18944)):
@@ -281,7 +281,8 @@ def _inputs(name: str, device: torch.device) -> Inputs:
 
 
 def compiled(task: tuple[str, tuple[int, ...], str]) -> tuple[str, tuple[int, ...], str]:
-    """Of a process of its own: computes once, which leaves the kernel in the cache on the disk. Why it is no good."""
+    """Computes once, in a process of its own, which leaves the kernel in the cache on disk. Returns why it cannot be
+    used."""
     name, numbers, device = task
     case = cases()[name]
     try:

@@ -1,4 +1,4 @@
-"""One decoder layer of a decode step, kernel by kernel: each fused one beside the ops that it replaces, then all one
+"""A decoder layer of a decode step, kernel by kernel: each fused one beside the ops that it replaces, then all one
 after another, as ops, and launched so that a kernel begins before the one ahead has ended or without that.
 
 The floor is one read of weights and contexts at the read bandwidth of the same run, or the arithmetic where that takes
@@ -62,7 +62,7 @@ SMALL_SHAPES = {"small": Shape(8, 2, 64, 1024)}
 
 
 class Layers:
-    """As many layers as keep weights and contexts cold."""
+    """Layers, as many as keep weights and contexts cold."""
 
     def __init__(self, shape: Shape, rows: int, context: int, backend: Backend) -> None:
         device, dtype, ops = backend.device.torch_device, backend.dtype, backend.ops
@@ -222,7 +222,7 @@ def _together(layers: Layers, alone: Mapping[str, float]) -> float:
 
 
 def _captured(report: Report, layers: Layers, run: Callable[[int], object]) -> Run:
-    """Once through all layers, in a graph where there are graphs."""
+    """Captures one pass through all layers as a graph, if there are graphs."""
     return captured(report.device, in_turn(run, layers.count), layers.count)
 
 

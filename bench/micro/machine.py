@@ -1,4 +1,4 @@
-"""What a measurement runs on, and the clocks and watts of a GPU while it does. Does not know what is measured."""
+"""The machine of a measurement, and clocks and watts of a GPU meanwhile. Does not know what is measured."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Power:
 
 
 def device_card(device: torch.device) -> dict[str, Any]:
-    """What a measurement ran on, besides `bench.common.card`."""
+    """Device and versions of a measurement, besides `bench.common.card`."""
     found: dict[str, Any] = {
         "device": str(device),
         "triton": _version("triton"),

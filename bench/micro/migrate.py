@@ -1,4 +1,4 @@
-"""What it costs that a request goes on elsewhere: its blocks copied within a device, pulled from another process, or
+"""Cost of a migration: a request's blocks copied within a device, pulled from another process, or
 handed over as they are.
 
 `copy`: all blocks of one request from one pool to another of the same device in one call of the engine's op, next to
@@ -89,7 +89,7 @@ class Pools:
             target[end].copy_(source[begin], non_blocking=True)
 
     def runs(self) -> dict[str, Run]:
-        """Each checked once, on a target full of NaN."""
+        """The runs, each checked once on a target full of NaN."""
         ways = {"ours": self.copy, "indexing": self.indexing, "per block": self.per_block}
         for name, way in ways.items():
             self.target.data.fill_(float("nan"))

@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Interrupted(KeyboardInterrupt):
-    """By the signal `number`."""
+    """Interrupted by the signal `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -172,7 +172,7 @@ class Runner:
 
 
 def missing(packages: Sequence[str]) -> list[str]:
-    """Those that cannot be imported here, without importing any."""
+    """The packages that cannot be imported here. Imports none."""
 
     def there(name: str) -> bool:
         try:
@@ -189,7 +189,7 @@ def tail(path: Path, count: int) -> list[str]:
 
 
 def _last_line(path: Path) -> str:
-    """Of the output, unless it is a document, which is no message."""
+    """The last line of the output that is not a document."""
     lines = [line for line in tail(path, 5) if line.strip() and not line.startswith(("{", "["))]
     return " ".join(lines[-1].split())[:_SAID_LENGTH] if lines else ""
 
@@ -209,7 +209,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    """Those that follow change nothing: what there is, is kept."""
+    """Raises Interrupted. Further signals are ignored, so that results are kept."""
     for ending in ENDING:
         signal.signal(ending, signal.SIG_IGN)
     raise Interrupted(number)
