@@ -188,7 +188,8 @@ def _block_tables(plan: LanguagePlan, num_blocks: Int64s) -> BlockIds:
 
 
 def image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> list[tuple[Int64s, Int64s]]:
-    """For each picture in each chunk: (token rows of the step that take image features, their image cache slots)."""
+    """Merges of each picture in each chunk: (token rows of the step that take image features, their image cache
+    slots)."""
     merges: list[tuple[Int64s, Int64s]] = []
     for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
         for piece in chunk.images:

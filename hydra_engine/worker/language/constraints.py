@@ -194,7 +194,7 @@ class Constraints:
         constraint.begin(compiled)
 
     def _has_room(self) -> Callable[[str], bool]:
-        """Whether a client may have one more grammar compiled."""
+        """Returns a predicate: True if a client may have one more grammar compiled."""
         num_bytes: dict[str, int] = {}
         for compiled in {compiled for compiled, _ in self._used.values()}:
             num_bytes[compiled.client] = num_bytes.get(compiled.client, 0) + compiled.num_bytes

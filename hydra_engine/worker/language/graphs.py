@@ -54,7 +54,7 @@ class SpecialGraph:
 
 
 class _SpecialInputs(NamedTuple):
-    """For the largest step."""
+    """Input tensors of the largest step's special rows; smaller steps use their first rows."""
 
     packed: Tensor  # [WORDS * B] int64
     bias_ids: Tensor  # [MAX_BIASES] int32
@@ -76,9 +76,9 @@ class SpecialGraphs:
     def capture(
         self, size: int, seq_slots: Tensor, sampling: SamplingTensors, step_results: list[Tensor]
     ) -> SpecialGraph:
-        """Behind the capture of a step of `size` rows [B] that sample, whose launch leaves its logits at the end of
-        `step_results`. They are taken out there: the memory is still the graphs', and whoever is captured next computes
-        in it, but replays no earlier."""
+        """Captures the graph of special rows, right after that of a step of `size` rows [B] that sample. Removes the
+        step's logits from `step_results`: their memory belongs to the graphs, and later captures may compute in it, but
+        their replays come later."""
         vocabulary = step_results[-1].shape[1]
         special = self._tensors(size, vocabulary)
         results: list[Tensor] = []
@@ -103,7 +103,7 @@ class SpecialGraphs:
         slot_table.count(seq_slots, found.tokens, special.columns.increments, vocabulary)
 
     def _tensors(self, size: int, vocabulary: int) -> SpecialTensors:
-        """Whose rows ask for nothing."""
+        """Inputs of `size` rows without biases, penalties and masks."""
         if self._inputs is None:
             zeros = partial(torch.zeros, device=self._device.torch_device)
             self._inputs = inputs = _SpecialInputs(
@@ -118,8 +118,8 @@ class SpecialGraphs:
         return SpecialTensors.from_packed(packed[: WORDS * size], size, *lists)
 
     def replay(self, captured: SpecialGraph, special: SpecialArrays, count: int) -> SampledRows:
-        """Behind the replay of its step, of which `count` rows sample; until the next one. `special` is of as many rows
-        as the graph has, and names at most MAX_BIASES biases."""
+        """Replays the graph after that of its step, of which `count` rows sample. The result is valid until the next
+        replay. `special` has as many rows as the graph, and at most MAX_BIASES biases."""
         assert self._inputs is not None, "nothing was captured"
         given = special.packed, special.bias_ids, special.bias_values, special.masks
         for target, sent in zip(self._inputs, self._device.send(given), strict=True):
@@ -171,7 +171,7 @@ _NO_TABLES = np.zeros((0, 1), dtype=np.int32)
 
 
 def _decode_columns(packed: Any, size: int, int32: Any, float32: Any) -> _DecodeColumns[Any]:
-    """Of an array or a tensor of int64, [_WORDS * size], which takes its own library's dtypes."""
+    """Splits `packed`, an array or tensor of int64 [_WORDS * size], into columns with dtypes of its library."""
     long, short = (
         packed[: _DECODE_LONG * size].reshape(_DECODE_LONG, size),
         packed[_DECODE_LONG * size :].view(int32).reshape(_DECODE_SHORT, size),
@@ -239,7 +239,7 @@ class DecodeGraphs:
         return tuple(sorted({size for _, size in self._captured}))
 
     def capture(self, partition: int, size: int) -> None:
-        """When no step is in flight."""
+        """Captures the step of this size. Call it when no step is in flight."""
         parts = self._parts
         with torch.inference_mode(), parts.device.partitions.use(partition):
             packed, blank = self._packed[: _DECODE_WORDS * size], self._blank(size)
@@ -284,7 +284,7 @@ class DecodeGraphs:
 
     @cached_property
     def _tables(self) -> Tensor:
-        """Of block 0 where nothing was copied yet: padded rows read it."""
+        """Zeroed block tables of the largest step: padded rows read block 0."""
         shape = (self.sizes[-1], self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
@@ -301,7 +301,7 @@ class DecodeGraphs:
     # ---- replay
 
     def fits(self, rows: StepRows) -> bool:
-        """Whether there is a graph for this step of decodes."""
+        """True if there is a graph for this step of decodes."""
         count = len(rows.block_tables)
         if self._refused or not self._captured or count > self.sizes[-1]:
             return False
@@ -338,7 +338,7 @@ class DecodeGraphs:
         return tokens[:count], finite[:count]
 
     def special_graph(self, rows: StepRows) -> SpecialGraph:
-        """Of a step that fits."""
+        """The graph of the special rows of a step that fits."""
         return self._captured[self._parts.device.partitions.current(), self._size(len(rows.block_tables))].special
 
     def _refresh(self, refresh: Refresh, num_context: BlockIds, tables: BlockIds) -> None:
@@ -421,7 +421,7 @@ class _MixedColumns(NamedTuple, Generic[_Column]):
 
 
 class _Layout(NamedTuple):
-    """What a token has."""
+    """Layout of the inputs per token."""
 
     axes: int  # of positions
     features: int  # 1 where it may take a picture's, else 0
@@ -438,7 +438,7 @@ class _Layout(NamedTuple):
 
 
 def _mixed_columns(packed: Any, size: MixedSize, layout: _Layout, types: tuple[Any, Any, Any]) -> _MixedColumns[Any]:
-    """Of an array or a tensor of int64, which takes its own library's `types` (int64, int32, float32)."""
+    """Splits `packed`, an array or tensor of int64, into columns. `types`: int64, int32, float32 of its library."""
     columns, begin = [], 0
     for dtype, width, counts in zip(types, (1, 2, 2), layout.counts(size), strict=True):
         for count in counts:
@@ -499,7 +499,7 @@ class MixedGraphs:
             self.sizes = ()
 
     def capture(self, partition: int, size: MixedSize) -> None:
-        """When no step is in flight."""
+        """Captures the step of this size. Call it when no step is in flight."""
         parts = self._parts
         with torch.inference_mode(), parts.device.partitions.use(partition):
             blank = self._blank(size)
@@ -556,7 +556,7 @@ class MixedGraphs:
         return torch.arange(self.sizes[-1].tokens, device=self._parts.device.torch_device)
 
     def _blank(self, size: MixedSize) -> Int64s:
-        """Without a row that has tokens."""
+        """Packed inputs of a step in which every row is padding."""
         packed = np.zeros(self._layout.num_words(size), dtype=np.int64)
         columns = _mixed_columns(packed, size, self._layout, _ARRAYS)
         columns.slots[:], columns.image_slots[:], columns.seq_slots[:] = -1, -1, self._slot_table.padding

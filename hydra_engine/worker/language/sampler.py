@@ -41,8 +41,8 @@ _MAX_PENDING = 8  # more than are in flight, so that reading the oldest is no wa
 
 
 class TokenHistory:
-    """Which tokens a request's prompt and output hold, for penalties and grammars. Fed with the rows of its steps, or,
-    where tokens lie on a device, with what brings them. Used by the language lane's thread alone."""
+    """The tokens of a request's prompt and output, for penalties and grammars. Records the rows of its steps; for
+    tokens on a device, functions that fetch them. Only for the language lane's thread."""
 
     __slots__ = ("_next_position", "_pending", "is_broken", "output_counts", "output_ids", "prompt_ids")
 
@@ -105,7 +105,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingState:
-    """How one request's tokens are chosen. `history` is None when neither a penalty nor a grammar asks for it."""
+    """Sampling parameters and state of a request. `history`: None without penalties and grammar."""
 
     params: SamplingParams
     seed: int
@@ -120,7 +120,7 @@ class SamplingState:
 
     @classmethod
     def from_request(cls, request: Request, constraint: Constraint | None = None) -> SamplingState:
-        """With the constraint of a request that has a grammar."""
+        """The state of a request at its start or resumption. `constraint`: of its grammar, if it has one."""
         params = request.sampling
         history = TokenHistory(request.prompt_token_ids) if params.needs_history else None
         if history is not None:
@@ -139,14 +139,12 @@ class SamplingState:
 
     @property
     def fast_path_from(self) -> int:
-        """From this number of generated tokens on nothing but the largest logit decides and nothing but the token is
-        asked for."""
+        """Number of generated tokens from which on the token is the largest logit and nothing else is returned."""
         return self.device_path_from if self.params.greedy else NO_FAST_PATH
 
     @property
     def device_path_from(self) -> int:
-        """From this number of generated tokens on nothing but filters and a draw decide, and nothing but the token is
-        asked for."""
+        """Number of generated tokens from which on filters and a draw choose the token and nothing else is returned."""
         chosen = self.biases is not None or self.allowed_ids is not None or self.history is not None
         if self.params.logprobs is not None or chosen or self.rules.never or self.rules.last:
             return NO_FAST_PATH
@@ -177,7 +175,7 @@ def finite_rows(logits: Logits) -> npt.NDArray[np.bool_]:
 
 
 def sample_row(logits: Logits, state: SamplingState, num_generated: int) -> Sample:
-    """One row [V] of finite logits."""
+    """Samples a token from a row [V] of finite logits."""
     raw: Scores = logits.astype(np.float64)
     params = state.params
     scores = raw if num_generated >= state.fast_path_from else _adjusted(raw, state, num_generated)
@@ -228,8 +226,8 @@ def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask 
 
 
 def _in_grammar(state: SamplingState, constraint: Constraint, num_generated: int, size: int) -> Mask:
-    """What the grammar allows, of that what the other parameters allow. They cannot keep a text from ending that is
-    complete and has nothing else to go on with."""
+    """Mask [V] of tokens that the grammar and the other parameters allow. Those cannot forbid the end of a text that is
+    complete and has no other continuation."""
     params, history = state.params, state.history
     assert history is not None and len(history.output_ids) == num_generated, "a row is sampled without its tokens"
     allowed = constraint.allowed(history.output_ids)
@@ -278,13 +276,13 @@ def _penalise(scores: Scores, params: SamplingParams, history: TokenHistory) -> 
 
 
 def uniform(seed: int, counter: int) -> float:
-    """In [0, 1), 53 bits: output number `counter` of a splitmix64 generator started from the mixed seed. The seed
-    counts modulo 2^64."""
+    """A number in [0, 1) with 53 bits: output number `counter` of a splitmix64 generator started from the mixed seed.
+    The seed counts modulo 2^64."""
     return (mix64(seed_state(seed) + (counter + 1) * GOLDEN & _MASK) >> 11) * 2.0**-53
 
 
 def seed_state(seed: int) -> int:
-    """Where the generator of this seed begins, of 64 bits."""
+    """Start state of this seed's generator, 64 bits."""
     return mix64(seed & _MASK)
 
 
@@ -348,7 +346,8 @@ def _nucleus(weights: Scores, top_p: float) -> Ids:
 
 
 def token_logprobs(raw: Scores, token: int, num_top: int) -> TokenLogprobs:
-    """Under the model's own distribution. Rank and top list order tokens by (logprob descending, id ascending)."""
+    """Log probabilities under the model's own distribution. Rank and top list order tokens by (logprob descending, id
+    ascending)."""
     largest = raw.max()
     log_total = largest + np.log(np.exp(raw - largest).sum())
     value = raw[token]

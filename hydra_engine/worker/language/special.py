@@ -64,7 +64,7 @@ def _blank(size: int) -> Int64s:
 
 
 class SpecialArrays(NamedTuple):
-    """What a step sends for its special rows."""
+    """Host arrays that a step sends for its special rows."""
 
     packed: Int64s  # of `SpecialColumns`
     bias_ids: _Words

@@ -1,4 +1,4 @@
-"""One step of the language lane: a plan -> logits -> sampled tokens, log probabilities and failures of its rows.
+"""A step of the language lane: a plan -> logits -> sampled tokens, log probabilities and failures of its rows.
 
 A synchronous step is complete when the call returns and samples on the host. An asynchronous one samples on the device,
 where the next step takes its tokens, so that it can be launched before they have been read: op by op, or as a replay.

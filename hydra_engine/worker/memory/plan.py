@@ -1,4 +1,4 @@
-"""How many blocks each cache gets, how many slots recurrent states, and the longest request: once, at start.
+"""Plans the memory of an instance at its start: blocks of each cache, slots of recurrent states, longest request.
 
 Works from the spec's byte formulas and the free memory that is given. Host memory is shared with everything else on the
 machine: caches get what requests are likely to need, bounded by a part of what is free. A GPU's memory is filled: what
@@ -29,7 +29,7 @@ MIN_TEXT_TOKENS = 8  # a request with one largest picture has room for this much
 
 
 def kv_token_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int) -> int:
-    """Of the keys and values of one token in all layers, with their scales where the configuration quantizes them."""
+    """Bytes of the keys and values of a token in all layers, with the scales of a quantized cache."""
     if config.cache.kv_cache_dtype == "int8":
         return spec.language.kv_bytes_per_token(1, scaled=True)
     return spec.language.kv_bytes_per_token(dtype_bytes)
@@ -37,7 +37,7 @@ def kv_token_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int) -> i
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one role of a model asks of a device by its configuration, in bytes and in blocks of caches."""
+    """Memory that a role of a model needs by its configuration, in bytes and in blocks of caches."""
 
     spec: ModelSpec
     role: Role
@@ -55,7 +55,7 @@ class Needs:
 
     @property
     def state_bytes(self) -> int:
-        """Of recurrent states: two state slots for every request that may run, see `cache_store.py`."""
+        """Bytes of recurrent states: two state slots for every request that may run, see `cache_store.py`."""
         slot_bytes = 2 * self.spec.language.state_bytes(self.dtype_bytes) if self.role.needs_language else 0
         return self.config.scheduler.max_running_requests * slot_bytes
 
@@ -87,7 +87,7 @@ class Needs:
         return ""
 
     def given(self, kind: str, block_bytes: int, reasons: list[str] | None = None) -> int | None:
-        """What the configuration says about one cache, in blocks."""
+        """Blocks of a cache as configured; None if the configuration leaves it open."""
         flag = self.flag(kind)
         if not flag:
             return None
@@ -257,7 +257,7 @@ def _divided(free_bytes: int, shares: int, reasons: list[str]) -> int:
 
 
 def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
-    """One for every request that may run, where the model keeps recurrent states."""
+    """Slots of recurrent states: one for every request that may run, 0 if the model keeps none."""
     num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.max_running_requests
     if not num_bytes:
         return 0
@@ -330,7 +330,8 @@ def _lowered(wanted_len: int, max_model_len: int, kv: CacheSize, block_size: int
 
 
 def _images(needs: Needs, max_bytes: int, beside_bytes: int, reasons: list[str]) -> CacheSize:
-    """Without blocks where no feature ever comes. `beside_bytes`: what a KV cache of a given size leaves."""
+    """Size of the image cache, 0 blocks if no feature ever comes. `beside_bytes`: left by a KV cache of a given
+    size."""
     if needs.pictures is None:
         return CacheSize("image")
     per_image, block_bytes = needs.image_sizes(needs.pictures)
@@ -387,7 +388,8 @@ def _fills(role: Role, config: EngineConfig) -> bool:
 
 
 def _claim(needs: Needs) -> int:
-    """Without KV that fills. Working memory counts twice, as it is only estimated."""
+    """Bytes that an instance claims of a device, without a KV cache that fills it. Working memory counts twice, since
+    it is an estimate."""
     working = estimate(needs.spec, needs.role, needs.config, needs.dtype_bytes)
     return sum(needs.weights) + needs.usual_cache_bytes + 2 * (working.total_bytes + MARGIN_BYTES)
 

@@ -1,4 +1,4 @@
-"""What an instance's steps take of a device beside weights and caches, from the spec and the configuration.
+"""Working memory of an instance's steps beside weights and caches, from the spec and the configuration.
 
 The largest step of each stage that a role runs, as a scheduler may plan it: one largest picture, or as many as the
 image budget holds; a prefill of the token budget at the end of the longest context, with as many rows that are sampled
