@@ -28,7 +28,7 @@ from hydra_engine.frontend.call import (
     Prompt,
     Videos,
     make_call,
-    one_of,
+    prompt_or_messages,
     with_prompt,
 )
 from hydra_engine.frontend.handle import Handle
@@ -114,7 +114,9 @@ class Engine(EngineLife):
     ) -> Handle:
         """Starts a request and returns its handle when it is admitted. Takes a `prompt` or `messages`, not both;
         otherwise like `submit`. Raises the request's RequestError if it is refused."""
-        return await self.add_request(self._call(one_of(prompt, messages), images, videos, request_id, **options))
+        return await self.add_request(
+            self._call(prompt_or_messages(prompt, messages), images, videos, request_id, **options)
+        )
 
     async def add_request(self, call: GenerationCall) -> Handle:
         """Starts a request from a complete call, as the server does, and returns its handle when it is admitted. Raises
@@ -370,7 +372,7 @@ class Engine(EngineLife):
     ) -> list[int]:
         """Token ids of a raw text (`prompt`) or of `messages`, as in a request: pictures are opened, and each has as
         many placeholders as it takes."""
-        return await self.tokenize(self._call(one_of(prompt, messages), template=template, raw=True))
+        return await self.tokenize(self._call(prompt_or_messages(prompt, messages), template=template, raw=True))
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
         """`atokenize` of a complete call, as the server makes it."""

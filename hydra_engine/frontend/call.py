@@ -145,7 +145,7 @@ def with_prompt(
     return replace(call, prompt=cast(Prompt, prompt), media=media)
 
 
-def one_of(prompt: Prompt | None, messages: Messages | None) -> Prompt | Messages:
+def prompt_or_messages(prompt: Prompt | None, messages: Messages | None) -> Prompt | Messages:
     """The one that is not None. Raises InvalidRequest for both or neither."""
     if prompt is not None and messages is None:
         return prompt

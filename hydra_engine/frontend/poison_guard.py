@@ -40,17 +40,17 @@ class PoisonGuard:
     def on_token(self, in_flight: RequestInFlight) -> None:
         """Takes back one death of a suspect that has got a token from its decoder. Once per request, since it may cost
         one instance more than `max_attempts`."""
-        if self.is_suspect(in_flight) and in_flight.prefilled and not in_flight.cleared:
-            in_flight.cleared = True
+        if self.is_suspect(in_flight) and in_flight.is_prefilled and not in_flight.is_cleared:
+            in_flight.is_cleared = True
             in_flight.deaths -= 1
 
     def note_left(self, in_flight: RequestInFlight, names: Iterable[str], now: float) -> None:
         """Records that the request leaves these instances, none of which is known to be dead."""
-        in_flight.left, in_flight.left_s = frozenset(names), now
+        in_flight.left_instances, in_flight.left_s = frozenset(names), now
 
     def left_lately(self, name: str, now: float) -> list[RequestInFlight]:
         """Returns the requests that left the dead instance `name` within `LATE_S`, the oldest first; each once."""
-        blamed = [f for f in self._requests.values() if name in f.left and now - f.left_s <= LATE_S]
+        blamed = [f for f in self._requests.values() if name in f.left_instances and now - f.left_s <= LATE_S]
         for in_flight in blamed:
-            in_flight.left = frozenset()
+            in_flight.left_instances = frozenset()
         return sorted(blamed, key=lambda in_flight: in_flight.age)

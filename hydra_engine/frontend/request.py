@@ -85,9 +85,9 @@ class Attempt:
     unserved: set[int] = field(default_factory=set)  # images that wait for an encoder
     asks_decoder: bool = False  # its prefill has begun and no instance could decode it
     # By position: tokens that came before another instance's earlier ones.
-    early: dict[int, Delta] = field(default_factory=dict)
+    early_tokens: dict[int, Delta] = field(default_factory=dict)
     prefilled_s: float = 0.0  # the time of its first token
-    replaced: str = ""  # the previous decoder, which may have the KV nevertheless
+    replaced_decoder: str = ""  # the previous decoder, which may have the KV nevertheless
     victim: str = ""  # the instance that was asked to hand over to `decoder`
     late_victim_tokens: int = 0  # tokens that the victim has sent since
     final: Finished | None = None  # its end, though tokens before it may still be missing
@@ -108,7 +108,7 @@ class Attempt:
     @property
     def complete(self) -> bool:
         """True once the decoder runs it alone: no tokens, KV blocks or end of other instances are outstanding."""
-        return self.decoder_ready and not self.early and self.final is None
+        return self.decoder_ready and not self.early_tokens and self.final is None
 
     @property
     def idle(self) -> bool:
@@ -117,7 +117,7 @@ class Attempt:
     @property
     def lacks_tokens(self) -> bool:
         """True if tokens before the decoder's are missing and no other instance is left to send them."""
-        return bool(self.early) and self.instances == {self.decoder}
+        return bool(self.early_tokens) and self.instances == {self.decoder}
 
     def holders(self) -> set[str]:
         """The instances that work on it or on its images."""
@@ -125,7 +125,7 @@ class Attempt:
 
     def needs(self, name: str) -> bool:
         """True if the attempt cannot continue without this instance's KV or its outstanding tokens."""
-        return name in self.instances and (name == self.decoder or not self.decoder_ready or bool(self.early))
+        return name in self.instances and (name == self.decoder or not self.decoder_ready or bool(self.early_tokens))
 
     def moves_between(self, pair: set[str]) -> bool:
         """True if its KV is being transferred between the two instances of the pair."""
@@ -177,13 +177,13 @@ class RequestInFlight:
     attempts: int = 0
     replays: int = 0  # attempts that ended without a death
     deaths: int = 0  # of instances that worked on it
-    cleared: bool = False  # no longer suspected of crashing instances
-    left: frozenset[str] = frozenset()  # instances that it left last, at `left_s`
+    is_cleared: bool = False  # no longer suspected of crashing instances
+    left_instances: frozenset[str] = frozenset()  # instances that it left last, at `left_s`
     left_s: float = 0.0
     preempted: bool = False
-    moved: bool = False  # handed over while it decoded, which happens once
+    has_moved: bool = False  # handed over while it decoded, which happens once
     blame: str = "transfer"  # cause of the time between the last attempt and this one
-    lost: StageSpan | None = None  # from the last report of a lost instance, until the next attempt begins
+    lost_span: StageSpan | None = None  # from the last report of a lost instance, until the next attempt begins
     lost_attempts: set[RequestId] = field(default_factory=set)  # whose lost instances' spans are in `spans`
     spans: list[StageSpan] = field(default_factory=list)
     reports: list[Finished] = field(default_factory=list)
@@ -207,7 +207,7 @@ class RequestInFlight:
         return self.phase in RUNNING
 
     @property
-    def prefilled(self) -> bool:
+    def is_prefilled(self) -> bool:
         """True once the attempt has produced a token."""
         return self.attempt is not None and self.num_known > self.attempt.base
 
@@ -277,7 +277,7 @@ class RequestInFlight:
         """Sets the phase that the attempt has reached."""
         if self.running:
             after = Phase.DECODING if self.current.complete else Phase.MOVING
-            self.phase = after if self.prefilled else Phase.PREFILLING
+            self.phase = after if self.is_prefilled else Phase.PREFILLING
 
     def keep_early(self, delta: Delta) -> bool:
         """Keeps tokens that come early. Returns False if they contradict known ones."""
@@ -291,7 +291,7 @@ class RequestInFlight:
             late = None if index else delta.late
             logprobs = delta.logprobs[index : index + 1]
             early = Delta(delta.request_id, position, (token_id,), delta.time_s, logprobs, late)
-            if attempt.early.setdefault(position, early).token_ids != (token_id,):
+            if attempt.early_tokens.setdefault(position, early).token_ids != (token_id,):
                 return False
         return True
 
@@ -307,7 +307,7 @@ class RequestInFlight:
         with it."""
         attempt = self.current
         last_s = attempt.began_s
-        if self.prefilled:
+        if self.is_prefilled:
             if name == attempt.route.prefill:
                 self.spans.append(_lost(name, attempt.began_s, attempt.prefilled_s))
             last_s = attempt.prefilled_s
@@ -317,13 +317,13 @@ class RequestInFlight:
                 if gap.start_s > last_s:
                     self.spans.append(StageSpan("decode", last_s, gap.start_s, name, "language"))
                 last_s = max(last_s, gap.end_s)
-        self.lost = _lost(name, last_s, last_s)
+        self.lost_span = _lost(name, last_s, last_s)
         self.lost_attempts.add(attempt.id)
 
     def _end_lost(self, now: float) -> None:
-        if self.lost is not None:
-            self.spans.append(replace(self.lost, end_s=now))
-            self.lost = None
+        if self.lost_span is not None:
+            self.spans.append(replace(self.lost_span, end_s=now))
+            self.lost_span = None
 
     # ---- messages to instances
 
@@ -351,8 +351,8 @@ class RequestInFlight:
     def _report(self, reported: Reported) -> tuple[str, StageReport]:
         number, attempt = self.request.id, self.attempt
         if attempt is None:
-            return "", StageReport(number, "queue" if self.lost is None else "lost")
-        if self.prefilled:
+            return "", StageReport(number, "queue" if self.lost_span is None else "lost")
+        if self.is_prefilled:
             report = reported(attempt.decoder, attempt.id, self.active.last_token_s or 0.0)
             if report is not None and report.stage != "transfer":
                 return attempt.decoder, report
@@ -379,7 +379,7 @@ class RequestInFlight:
         stop_token_id = tokens[-1] if reason is FinishReason.STOP else None
         return Finished(request.id, reason, len(tokens), stop_token_id=stop_token_id)
 
-    def merged(self, final: Finished, now: float) -> Finished:
+    def merge_reports(self, final: Finished, now: float) -> Finished:
         """Returns `final` with the spans and counts of all attempts and encode jobs."""
         self._end_lost(now)
         request, reports = self.request, self.reports

@@ -69,7 +69,7 @@ class Event(Enum):
     TICK = "tick, a few times a second"
     DEADLINE = "deadline of waiting or closing"
     # The cluster.
-    WOKEN = "more instances are usable"
+    WOKEN = "more instances are usable, or a stand-in is"
     INSTANCE_LOST = "an instance that works on it is lost"
     DIED_AFTERWARDS = "an instance that it left just now has died"
     PAIR_LOST = "a connection broke and both ends live"
@@ -166,7 +166,7 @@ class Dispatcher:
         self._fire(Event.HANDED_OVER, in_flight, now, target)
 
     def tick(self, now: float) -> None:
-        """Call it a few times a second."""
+        """Fires the events of time and of broken pairs. Call it a few times a second."""
         due = [broken for broken in self._broken if broken.due_s <= now]
         self._broken = [broken for broken in self._broken if broken.due_s > now]
         for broken in due:
@@ -546,23 +546,23 @@ class Dispatcher:
         it, and the other is aborted."""
         attempt = in_flight.current
         source, full = attempt.route.prefill, attempt.decoder
-        if attempt.replaced or not attempt.route.moves or source not in attempt.instances or not full:
+        if attempt.replaced_decoder or not attempt.route.moves or source not in attempt.instances or not full:
             return
-        if attempt.decoder_ready or attempt.early or attempt.final is not None:
+        if attempt.decoder_ready or attempt.early_tokens or attempt.final is not None:
             return
         if now - attempt.prefilled_s < PATIENCE_S:
             return
         chosen = self._router.decoder(source, in_flight.num_tokens)
         if isinstance(chosen, Role) or chosen == full or not _has_room(self.instances[chosen], self.instances[full]):
             return
-        attempt.replaced = full
+        attempt.replaced_decoder = full
         self._move(in_flight, attempt.request, source, chosen)
 
     def move_decode(self, in_flight: RequestInFlight, now: float, target: str) -> None:
         """Has the decoder hand the request over to `target`. Until it has, it may end the request or keep it."""
         attempt = in_flight.current
         victim = attempt.victim = attempt.decoder
-        in_flight.moved, attempt.late_victim_tokens = True, 0
+        in_flight.has_moved, attempt.late_victim_tokens = True, 0
         self._move(in_flight, in_flight.attempt_request(attempt.id), victim, target)
         in_flight.advance()
 
@@ -578,9 +578,9 @@ class Dispatcher:
         """Aborts the other one of two decoders after instance `name` has sent a token. If that is the one that was to
         be replaced, the source may still offer the KV to the other."""
         attempt = in_flight.current
-        if not attempt.replaced or name not in (attempt.decoder, attempt.replaced):
+        if not attempt.replaced_decoder or name not in (attempt.decoder, attempt.replaced_decoder):
             return
-        replaced, attempt.replaced = attempt.replaced, ""
+        replaced, attempt.replaced_decoder = attempt.replaced_decoder, ""
         others = [replaced]
         if name == replaced:
             others = [attempt.decoder, attempt.route.prefill]
@@ -616,7 +616,7 @@ class Dispatcher:
         elif not in_flight.keep_early(delta):
             error = RequestFailed("an instance contradicted tokens that had been sent before; the request was ended")
             self.fail(in_flight, error, now)
-        while in_flight.running and (early := attempt.early.pop(in_flight.num_known, None)) is not None:
+        while in_flight.running and (early := attempt.early_tokens.pop(in_flight.num_known, None)) is not None:
             self._show(in_flight, early, now)
         if not in_flight.running:
             return
@@ -631,7 +631,7 @@ class Dispatcher:
 
     def _show(self, in_flight: RequestInFlight, delta: Delta, now: float) -> None:
         """Gives the tokens to the reader, and begins to end the request after the last one."""
-        active, attempt, first = in_flight.active, in_flight.current, not in_flight.prefilled
+        active, attempt, first = in_flight.active, in_flight.current, not in_flight.is_prefilled
         if first and active.lacks_scores:
             self.fail(in_flight, _skipped(), now)
             return
@@ -726,7 +726,7 @@ class Dispatcher:
         final = attempt.final if attempt is not None else in_flight.end_of_tokens()
         final = final or Finished(in_flight.request.id, FinishReason.ABORT.value, in_flight.num_known)
         self._end(in_flight)
-        merged = in_flight.merged(final, now)
+        merged = in_flight.merge_reports(final, now)
         if active.cancelled:
             self._report(active, active.failed_result(merged, now, RequestAborted("the request was cancelled")))
             return
@@ -742,7 +742,7 @@ class Dispatcher:
         if not active.handle.done:
             active.handle.fail(error)
         ended = Finished(in_flight.request.id, FinishReason.ERROR.value, in_flight.num_known)
-        self._report(active, active.failed_result(in_flight.merged(ended, now), now, error))
+        self._report(active, active.failed_result(in_flight.merge_reports(ended, now), now, error))
 
     def _end(self, in_flight: RequestInFlight) -> None:
         self._leave(in_flight)

@@ -207,7 +207,7 @@ def test_the_victim_may_end_or_keep_it() -> None:
     rig.take("ed0")
     rig.speak("pd0", request, *range(3, 4 + MAX_LATE_TOKENS))
     assert rig.aborted("ed0") == [1]
-    assert attempt(rig).decoder == "pd0" and rig.dispatcher.requests[1].moved
+    assert attempt(rig).decoder == "pd0" and rig.dispatcher.requests[1].has_moved
     rig.wait(9.0)
     assert rig.take("ed0") == []
     rig.finish("ed0", request.id, ABORT)

@@ -201,9 +201,9 @@ class ClusterMachine(RuleBasedStateMachine):
             phase, attempt = in_flight.phase, in_flight.attempt
             assert (attempt is None) == (phase is Phase.WAITING)
             assert in_flight.running or in_flight.deadline_s is not None, "nothing ends this"
-            assert phase is not Phase.PREFILLING or not in_flight.prefilled
+            assert phase is not Phase.PREFILLING or not in_flight.is_prefilled
             if phase is Phase.DECODING:
-                assert attempt.complete and in_flight.prefilled and attempt.decoder in attempt.instances
+                assert attempt.complete and in_flight.is_prefilled and attempt.decoder in attempt.instances
         for instance in self.rig.dispatcher.instances.values():
             assert min(instance.prefill_tokens, instance.decodes, instance.decode_tokens, instance.patches) >= 0
         for age, result in self.rig.results:

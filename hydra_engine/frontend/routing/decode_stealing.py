@@ -150,4 +150,4 @@ def _decode_of(in_flight: RequestInFlight) -> Decode | None:
         return None
     num_left = request.max_new_tokens - in_flight.num_known
     num_tokens = request.num_prompt + in_flight.num_known
-    return Decode(attempt.id, attempt.decoder, num_tokens, num_left, in_flight.moved)
+    return Decode(attempt.id, attempt.decoder, num_tokens, num_left, in_flight.has_moved)
