@@ -8,7 +8,13 @@ from functools import cache
 
 from tests.architecture.sources import ROOT, files_in, text_of
 
-LOOKED_AT = ("hydra_engine/", "hydra_planner/", "kernels/", "bench/")  # others name classes of the standard library
+LOOKED_AT = (
+    "hydra_engine/",
+    "hydra_planner/",
+    "kernels/",
+    "bench/",
+    "tests/campaigns/",
+)  # others name classes of the standard library
 FOLDERS = (*LOOKED_AT, "tools", "tests")
 
 _FILE = re.compile(r"`([\w/]+\.py)\b")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench.common import ROOT
-from bench.siege import controls, hosts, long, oracles
-from bench.siege.__main__ import ALL, choose
-from bench.siege.cases.mixed import Traffic
-from bench.siege.clients import Answer, Streamed
+from tests.campaigns.siege import controls, hosts, long, oracles
+from tests.campaigns.siege.__main__ import ALL, choose
+from tests.campaigns.siege.cases.mixed import Traffic
+from tests.campaigns.siege.clients import Answer, Streamed
 
 
 @pytest.mark.parametrize("name", controls.names())

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from bench.mixed import Outcome
-from bench.restless import RestlessEngine
 from hydra_engine import Engine
 from hydra_engine.cluster.member import InstanceLink, Pace
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import SetFault
 from hydra_engine.errors import HydraError
 from tests import faults
+from tests.campaigns.restless import RestlessEngine
 from tests.engine.faulty import OPTIONS, Rig, ended, few_requests, outcome_of, right_answers, until
 
 REQUESTS = few_requests()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bench.mixed import Outcome
-from bench.restless import RestlessEngine
 from tests import faults
+from tests.campaigns.restless import RestlessEngine
 from tests.engine.faulty import OPTIONS, Rig, few_requests, right_answers, until
 from tests.faults.points import KILLED_EXIT_CODE
 

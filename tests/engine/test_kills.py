@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kills import campaign
+from tests.campaigns.kills import campaign
 
 
 @pytest.mark.slow

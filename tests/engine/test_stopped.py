@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bench.mixed import Outcome
-from bench.restless import RestlessEngine
 from hydra_engine.core.instances import Condition
 from tests import faults
+from tests.campaigns.restless import RestlessEngine
 from tests.engine.faulty import OPTIONS, Rig, few_requests, right_answers, until
 
 REQUESTS = few_requests()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.mixed import Outcome
-from bench.restless import RestlessEngine
 from hydra_engine import Engine
 from hydra_engine.errors import ConfigError, EngineClosed
+from tests.campaigns.restless import RestlessEngine
 from tests.engine.faulty import OPTIONS, Rig, alive, ended, few_requests, right_answers, until
 
 REQUESTS = few_requests()

@@ -22,7 +22,7 @@ import torch
 from tools.miniatures import make_tiny
 
 shared = pytest.importorskip("tests.engine.conftest", reason="needs all of the engine", exc_type=ModuleNotFoundError)
-restless = pytest.importorskip("bench.restless", exc_type=ModuleNotFoundError)
+restless = pytest.importorskip("tests.campaigns.restless", exc_type=ModuleNotFoundError)
 errors = pytest.importorskip("hydra_engine.errors")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(60)]

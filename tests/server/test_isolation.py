@@ -13,12 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from bench.hostile.case import BODIES, GENERATING
 from hydra_engine import demo
 from hydra_engine.config import CacheConfig, EngineConfig, ServerConfig
 from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import Listening, listen
+from tests.campaigns.hostile.case import BODIES, GENERATING
 from tests.server.conftest import until
 
 PICTURE = base64.b64encode(next(Path(demo.__path__[0]).rglob("*.png")).read_bytes()).decode()

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from bench import fuzz
-from bench.hostile import CLOSED, Case, cases
-from bench.restless import footprint
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http import strict_json
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
+from tests.campaigns import fuzz
+from tests.campaigns.hostile import CLOSED, Case, cases
+from tests.campaigns.restless import footprint
 from tests.server.conftest import Served, chat_body
 
 NUM_CLASSES = len({case.name for case in cases(0, 200)})
@@ -43,7 +43,7 @@ def test_malformed_requests_harm_nobody() -> None:
 @pytest.mark.parametrize("when", [pytest.param("loading", marks=pytest.mark.slow), "serving"])
 @pytest.mark.slow
 def test_a_campaign_that_is_ended_takes_its_server_along(when: str) -> None:
-    command = [sys.executable, "-m", "bench.fuzz", "--requests", "1000000", "--no-save"]
+    command = [sys.executable, "-m", "tests.campaigns.fuzz", "--requests", "1000000", "--no-save"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=fuzz.ROOT) as campaign:
         try:
             [server] = wait_for(lambda: children(campaign.pid))
