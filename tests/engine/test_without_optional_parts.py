@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_layers import HOOKS, OPTIONAL_PARTS, PACKAGE
+from tests.architecture.test_layers import HOOKS, OPTIONAL_PARTS, PACKAGE, ROOT
 
 NO_HOOKS = """
 from types import SimpleNamespace
@@ -52,9 +52,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-def test_the_demo_answers_without_the_optional_parts(tmp_path: Path) -> None:
-    copy = tmp_path / "hydra_engine"
+def package_without_optional_parts(folder: Path) -> Path:
+    copy = folder / "hydra_engine"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for part in OPTIONAL_PARTS:
         if (copy / part).is_dir():
@@ -62,6 +61,12 @@ def test_the_demo_answers_without_the_optional_parts(tmp_path: Path) -> None:
         else:
             (copy / part).unlink()
     (copy / HOOKS).write_text(NO_HOOKS)
+    return copy
+
+
+@pytest.mark.slow
+def test_the_demo_answers_without_the_optional_parts(tmp_path: Path) -> None:
+    copy = package_without_optional_parts(tmp_path)
     script = tmp_path / "answer.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
@@ -69,3 +74,24 @@ def test_the_demo_answers_without_the_optional_parts(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "'encode', 'prefill'" in done.stdout and "'decode'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("--collect-only",), id="imports"),
+        pytest.param(("-m", "not slow"), id="runs", marks=pytest.mark.slow),
+    ],
+)
+def test_the_scheduler_passes_its_tests_without_the_optional_parts(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Collecting the tests imports all of it; those in subfolders are about the optional parts."""
+    shutil.rmtree(package_without_optional_parts(tmp_path) / "transfer")
+    for folder in ("tests", "tests/scheduler"):
+        (tmp_path / folder).mkdir()
+        for path in (ROOT / folder).glob("*.py"):
+            shutil.copy(path, tmp_path / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "tests/scheduler"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

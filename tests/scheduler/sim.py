@@ -28,9 +28,9 @@ from hydra_engine.core.roles import EPD
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ErrorInfo, RequestError
 from hydra_engine.scheduler.budget import Budgets
-from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.scheduler.audit import check
+from tests.scheduler.observer import step_observer
 from tests.virtual_clock import VirtualClock
 
 VOCABULARY = 1000
@@ -289,7 +289,7 @@ class Simulator:
             reuse=self.reuse,
             has_states=self.has_states,
             budgets=self.budgets,
-            observer=StepHistory(),
+            observer=step_observer(),
         )
         self.requests: dict[int, Request] = {}
         self.refused: dict[int, RequestError] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hydra_engine.cache.blocks import CacheManager
@@ -16,9 +16,9 @@ from hydra_engine.core.roles import EPD
 from hydra_engine.core.state import RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.hooks import StepObserver
-from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.scheduler.audit import check
+from tests.scheduler.observer import step_observer
 from tests.scheduler.prefix_oracle import PrefixOracle
 from tests.scheduler.sim import (
     BROKEN,
@@ -43,7 +43,7 @@ class Stepper:
         image_blocks: int = 64,
         reuse: bool = True,
         scheduler=StageScheduler,
-        observer: type[StepObserver] | None = StepHistory,
+        observer: Callable[[], StepObserver] | None = step_observer,
         vision_plans: int = 1,
         **changes,
     ) -> None:

@@ -14,7 +14,6 @@ from hydra_engine.core.outputs import FinishReason, StageSpan
 from hydra_engine.core.plans import LanguageResult, TokenLogprobs
 from hydra_engine.core.request import Slo
 from hydra_engine.scheduler.decodes import SPARE_COLUMNS
-from hydra_engine.scheduler.step_stats import MIN_GAP_S
 from tests.examples import examples
 from tests.scheduler.sim import Simulator, config, expected_tokens, make_request, rows_of
 from tests.scheduler.stepper import Stepper
@@ -91,53 +90,6 @@ def test_late_gaps_are_counted_as_the_times_between_tokens_say(steps, limits, en
         if tpot_limit_s is not None:
             assert len(explained) == sum(gap > tpot_limit_s for gap in gaps)
             assert explained == s.late[number], "in the timeline and beside the tokens"
-
-
-@pytest.mark.parametrize("said", [1, 2, 3, 5])
-def test_the_gap_of_a_request_that_gave_way_reaches_from_its_last_token_over_all_its_chunks(said: int) -> None:
-    """Chunks of four tokens; after one and five tokens the last one is not a chunk but a decode."""
-    s = Stepper(token_budget=4, reuse=False, tpot_slo=0.05)
-    s.add(1, 8, max_new=9)
-    while len(s.tokens[1]) < said:
-        s.language(took_s=0.01)
-    s.scheduler._requests.preempt(s.state(1), s.now)
-    s.now += 0.045
-    while len(s.tokens[1]) == said:
-        s.language(took_s=0.01)
-    s.finish_all()
-    (gap,) = explained_of(s, 1)
-    assert gap.blame[0].kind == "preemption" and gap.blame[0].seconds > 0.045
-
-
-def test_a_limit_says_which_gaps_the_timeline_shows_and_what_they_went_to() -> None:
-    s = Stepper(tpot_slo=0.02, token_budget=64)
-    s.add(1, 4, max_new=20)
-    for _ in range(8):
-        s.language(took_s=0.01)
-    s.add(2, 30, max_new=1)
-    s.language(took_s=0.04)
-    s.finish_all()
-    (wait,) = [span for span in s.finished[1].spans if span.stage == "decode_wait"]
-    assert wait.cause == "prefill of request 2 (30 tokens)" and wait.end_s - wait.start_s < MIN_GAP_S
-    (blame, *_) = wait.blame
-    assert (blame.kind, blame.request, blame.amount) == ("prefill", 2, 30)
-
-
-def test_a_client_of_its_own_is_not_told_whose_work_it_waited_for() -> None:
-    s = Stepper(tpot_slo=0.02, token_budget=64)
-    s.submit(make_request(1, 4, max_new=20, salt="of a key"))
-    for _ in range(8):
-        s.language(took_s=0.01)
-    s.add(2, 30, max_new=1)
-    s.add(3, 20, max_new=1)
-    s.language(took_s=0.04)
-    s.finish_all()
-    (wait,) = [span for span in s.finished[1].spans if span.stage == "decode_wait"]
-    assert wait.cause == "prefill of other requests"
-    assert [(cause.kind, cause.request, cause.amount) for cause in wait.blame if cause.kind == "prefill"] == [
-        ("prefill", None, 0)
-    ]
-    assert sum(cause.seconds for cause in wait.blame) > 0.02
 
 
 def test_the_spans_of_a_decode_hold_all_its_tokens_and_the_rows_beside_it() -> None:

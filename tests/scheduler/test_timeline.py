@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from statistics import median
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.scheduler.step_stats import StepTimes
 from hydra_engine.scheduler.timeline import MAX_SPANS, Timeline, compact
-from tests.scheduler.sim import Costs, Img, Simulator, config, make_request
+from tests.scheduler.sim import Img
 from tests.scheduler.stepper import Stepper
 
 
@@ -68,49 +66,6 @@ def test_an_aborted_request_shows_what_it_was_waiting_for() -> None:
         ("encode_wait", 0.0, 2.0, 0, 0, "queue"),
         ("prefill_wait", 0.0, 2.0, 0, 0, "images"),
     ]
-
-
-def test_a_step_made_long_by_prefill_splits_the_decode_and_names_the_cause() -> None:
-    costs = Costs(language=lambda plan: 0.01 if plan.num_tokens == len(plan.decodes) else 0.2)
-    sim = Simulator(config(), costs=costs)
-    sim.submit(make_request(1, 4, max_new=40))
-    sim.submit(make_request(2, 8, max_new=2), 0.4)
-    sim.run()
-    spans = [s for s in sim.finished[1].spans if s.stage.startswith("decode")]
-    cause = "prefill of request 2 (8 tokens)"
-    assert [(s.stage, s.cause) for s in spans] == [("decode", None), ("decode_wait", cause), ("decode", None)]
-    assert sum(s.tokens for s in spans) == 39
-    assert abs(spans[1].end_s - spans[1].start_s - 0.19) < 0.011
-    assert all(abs(a.end_s - b.start_s) < 1e-9 for a, b in itertools.pairwise(spans))
-
-
-@pytest.mark.parametrize(("pause_s", "took_s", "cause"), [(0.3, 0.01, "between steps"), (0.0, 0.3, "slow step")])
-def test_other_gaps_are_told_apart(pause_s: float, took_s: float, cause: str) -> None:
-    s = Stepper()
-    s.add(1, 4, max_new=20)
-    for _ in range(10):
-        s.language(took_s=0.01)
-    s.now += pause_s
-    s.language(took_s=took_s)
-    while s.scheduler.has_work:
-        s.language(took_s=0.01)
-    assert [span.cause for span in s.finished[1].spans if span.stage == "decode_wait"] == [cause]
-
-
-def test_a_preempted_request_shows_the_time_from_its_last_token_to_its_next_chunk() -> None:
-    s = Stepper(kv_blocks=7, token_budget=32, reuse=False)
-    s.add(1, 8, max_new=12)
-    s.add(2, 8, max_new=12)
-    while s.scheduler.has_work:
-        s.language(took_s=0.02)
-    stages = [span.stage for span in s.finished[2].spans]
-    assert stages == ["prefill", "decode", "preempted", "decode_wait", "prefill", "decode"]
-    gap = s.finished[2].spans[3]
-    assert gap.cause == "preemption" and [blame.kind for blame in gap.blame] == ["preemption"]
-    spans = [span for span in s.finished[2].spans if span is not gap]
-    assert gap.start_s == spans[1].end_s and spans[3].start_s <= gap.end_s <= spans[3].end_s
-    assert spans[2].cause == "kv blocks" and spans[2].start_s == spans[1].end_s and spans[2].end_s == spans[3].start_s
-    assert sum(span.tokens for span in spans if span.stage == "decode") + 2 == 12  # both prefills end in a token
 
 
 def test_short_hand_overs_are_not_waits() -> None:
