@@ -84,8 +84,8 @@ class Constraints:
         self._freed_bytes = 0
 
     def constraint_of(self, request: Request) -> GrammarConstraint | None:
-        """None for requests without a grammar, and for encode jobs, which have no prompt. One that is not ready becomes
-        so before the request's `ReadyResult`. Raises Unavailable where too many wait."""
+        """The constraint of a request; None without a grammar, and for encode jobs, which have no prompt. If it is not
+        ready yet, it is before the request's `ReadyResult`. Raises Unavailable if too many grammars wait."""
         grammar = request.sampling.grammar
         if grammar is None or not request.num_prompt:
             return None
@@ -108,7 +108,7 @@ class Constraints:
         return constraint
 
     def forget(self, request_id: RequestId) -> None:
-        """The request is gone; one without a grammar is ignored."""
+        """Releases the grammar of an ended request. Ignores requests without one."""
         with self._lock:
             job = self._job_of.pop(request_id, None)
             if job is not None:
@@ -127,7 +127,7 @@ class Constraints:
                     self._compiler.submit(self._compile_all)
 
     def close(self) -> None:
-        """Does not wait for what is being compiled."""
+        """Stops the compiler's thread without waiting for a compilation in progress."""
         self._closed = True
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
@@ -141,7 +141,7 @@ class Constraints:
             trim_heap()
 
     def _compile_next(self) -> bool:
-        """The grammar of the client whose turn it is. False: there is none that there is room for."""
+        """Compiles the grammar of the client whose turn it is. False if none waits that fits into memory."""
         with self._lock:
             begun = self._queue.pop(self._has_room())
             if begun is None:
@@ -239,11 +239,11 @@ class GrammarConstraint:
         return 0.0 if self._compiled is None else self._compiled.dearest_s
 
     def prepare(self, output_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest."""
+        """Computes the mask after these tokens ahead of `allowed`. Raises InvalidRequest."""
         self._prepared = len(output_ids), self._computed(output_ids)
 
     def allowed(self, output_ids: Sequence[int]) -> TokenMask:
-        """Raises InvalidRequest."""
+        """The mask of tokens that may follow these. Raises InvalidRequest."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == len(output_ids):
             return prepared[1]

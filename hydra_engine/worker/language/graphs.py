@@ -138,8 +138,9 @@ _Column = TypeVar("_Column")
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Ascending: 8 apart, and from 128 on an eighth of a power of two, so that a step is padded by few rows. Up to 180
-    rows or so those cost nothing, as products wait for their weights; a graph costs its part of a start, and memory."""
+    """Default sizes of decode steps, ascending: 8 apart, from 128 on an eighth of a power of two, so that few rows are
+    padding. Up to about 180 rows padding costs nothing, since products wait for their weights; each graph costs time at
+    start, and memory."""
     sizes, size = [*_SMALL], _STEP
     while size < max_num_seqs:
         sizes.append(size)
@@ -216,8 +217,8 @@ class DecodeGraphs:
     # ---- capture
 
     def prepare(self) -> None:
-        """Before the first capture: makes what graphs read and write, and finds out whether the ops plan without
-        contents."""
+        """Allocates the buffers of the graphs, before the first capture, and finds out whether the ops can plan without
+        reading contents."""
         with torch.inference_mode():
             fixed = self._packed, self._tables[:1], self._slot_table.last_tokens
             try:
@@ -289,7 +290,7 @@ class DecodeGraphs:
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
     def _blank(self, size: int) -> Int64s:
-        """Padded rows alone."""
+        """Input columns of a step in which every row is padding."""
         if size not in self._blanks:
             packed = np.zeros(_DECODE_WORDS * size, dtype=np.int64)
             columns = _decode_columns(packed, size, np.int32, np.float32)
@@ -311,8 +312,8 @@ class DecodeGraphs:
     def replay(
         self, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays, states: StateRows | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(tokens, finite) of a step that fits, until the next replay. The slots have been written, and the `states`
-        of a model that keeps some. What raises has launched nothing that matters; after a ValueError no step fits any
+        """Replays a step that fits; returns (tokens, finite), valid until the next replay. Writes the slot table, and
+        `states` if the model keeps some. An error leaves no lasting effect; after a ValueError no step fits any
         more."""
         # Columns behind that are of contexts longer than any row's.
         given_tables = rows.block_tables[:, : self._width]
@@ -378,15 +379,15 @@ class MixedSize(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Prompts that a step may have."""
+        """Maximum number of prompts in a step."""
         if self.rows <= _ROWS[-1]:
             return self.rows
         return min(self.rows, max(_FEWEST_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
 
 
 def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKENS) -> tuple[MixedSize, ...]:
-    """Ascending, of at most `max_tokens`. The largest number of rows of each is that of steps of one token a row, or
-    what may run at all."""
+    """Default sizes of steps with prompts, ascending, at most `max_tokens` tokens. Rows of each: one per token, at most
+    as many as may run."""
     sizes: list[MixedSize] = []
     for tokens in _TOKENS[: bisect_left(_TOKENS, token_budget) + 1]:
         if tokens <= max_tokens:
@@ -396,7 +397,7 @@ def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKE
 
 
 class _MixedColumns(NamedTuple, Generic[_Column]):
-    """A step's inputs, which lie behind each other in one piece of words of 8 bytes."""
+    """The inputs of a step, consecutive in one buffer of 8-byte words."""
 
     token_ids: _Column  # [T] int64
     positions: _Column  # [axes * T]
@@ -483,7 +484,8 @@ class MixedGraphs:
     # ---- capture
 
     def prepare(self) -> None:
-        """Before the first capture: makes what graphs read, and finds out whether the ops plan without contents."""
+        """Allocates the inputs, before the first capture, and finds out whether the ops can plan without reading
+        contents."""
         if not self.sizes:
             return
         reason = "recurrent states are planned from contents" if self._parts.states is not None else ""
@@ -525,7 +527,7 @@ class MixedGraphs:
         )
 
     def _launch(self, inputs: LanguageInput, columns: _MixedColumns[Tensor], results: list[Tensor]) -> None:
-        """Decodes come first, in rows, in rows that sample and in tokens: the first tokens' slots are theirs."""
+        """Launches the step. Decodes come first among rows, sampling rows and tokens, so the first slots are theirs."""
         slot_table, parts, num_rows = self._slot_table, self._parts, len(columns.seq_slots)
         head, rest = columns.token_ids[:num_rows], columns.token_ids[num_rows:]
         token_ids = torch.cat((slot_table.resolve(head, columns.seq_slots), rest))
@@ -568,7 +570,7 @@ class MixedGraphs:
 
     @property
     def captured_tokens(self) -> int:
-        """Tokens of the largest; 0: there is none."""
+        """Tokens of the largest captured step; 0 if there is none."""
         return max((size.tokens for _, size in self._captured), default=0)
 
     # ---- replay
@@ -589,8 +591,8 @@ class MixedGraphs:
     def replay(
         self, size: MixedSize, plan: LanguagePlan, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays
     ) -> tuple[Tensor, Tensor]:
-        """(tokens, finite) of the rows that sample, whose slots and arrays are given, until the next replay. The slots
-        have been written. What raises has launched nothing that matters."""
+        """Replays a step; returns (tokens, finite) of the rows that sample, valid until the next replay. `seq_slots`
+        and `sampling` belong to those rows. Writes the slot table. An error leaves no lasting effect."""
         device, num_decodes, num_rows = self._parts.device, len(plan.decodes), plan.num_rows
         num_tokens, num_sampled = len(rows.token_ids), len(seq_slots)
         packed = self._blank(size)

@@ -151,7 +151,7 @@ class SamplingState:
         return max(self.params.min_tokens if self.ending_ids else 0, 1 if self.rules.not_first else 0)
 
     def unwanted(self, num_generated: int) -> tuple[int, ...]:
-        """Tokens that do not come as the next one."""
+        """Token ids that must not be sampled next, by `min_tokens` and the model's rules."""
         early = self.ending_ids if num_generated < self.params.min_tokens else ()
         return (*early, *self.rules.never, *(self.rules.not_first if num_generated == 0 else ()))
 

@@ -316,9 +316,9 @@ class _Replay(NamedTuple):
 
 
 class AsynchronousStep(LanguageStep):
-    """Tokens are sampled on the device, and the host waits for none but the last one of requests with a grammar, behind
-    the forward. A step replays a graph where there is one. The slot table is written last, so that a
-    step that raised can be run again; a replay writes it itself, and what raises behind one fails its rows."""
+    """The step of an asynchronous device, which samples. The host waits for no token but the last one of requests with
+    a grammar, after the forward. Replays a graph if one fits. The slot table is written last, so that a step that
+    raised can be run again; a replay writes it itself, and an error after a replay fails its rows."""
 
     _slot_table: DeviceSlotTable
 

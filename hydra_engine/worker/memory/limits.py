@@ -1,4 +1,4 @@
-"""Limits of a language step that nobody has given, on a device that works behind the call: tokens and requests at once.
+"""Default limits of a language step on an asynchronous device: tokens and requests at once.
 
 Tokens follow from waves of tiles. A large product is cut into tiles of 128 x 256 results, one for each multiprocessor
 at a time, and the last wave of them is seldom full: of LLaVA-1.5-7B 0.67 of the places have a tile with 512 tokens and
@@ -44,8 +44,8 @@ def filled_places(language: LanguageSpec, num_tokens: int) -> float:
 def with_limits(
     config: EngineConfig, spec: ModelSpec, role: Role, dtype_bytes: int, own_bytes: int, weight_bytes: int | None
 ) -> tuple[EngineConfig, str | None]:
-    """The configuration with both limits, and what to say about those that nobody has given. `own_bytes`: what the
-    instance may take of the device; `weight_bytes` of a weight, where that is less than `dtype_bytes` of an
+    """Returns the configuration with both limits, and a note on defaults. `own_bytes`: the instance's part of the
+    device; `weight_bytes` of a weight, where that is less than `dtype_bytes` of an
     activation."""
     given = config.scheduler
     if not role.needs_language or (given.token_budget is not None and given.max_num_seqs is not None):

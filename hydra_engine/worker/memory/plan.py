@@ -61,7 +61,7 @@ class Needs:
 
     @property
     def pictures(self) -> VisionSpec | None:
-        """None where no image feature ever comes."""
+        """The vision spec if the role encodes images or receives features, else None."""
         return self.spec.vision if Role.E in self.role or Role.P in self.role else None
 
     @property
@@ -80,7 +80,7 @@ class Needs:
         return max(TYPICAL_IMAGES, self.config.media.max_images)
 
     def flag(self, kind: str) -> str:
-        """The one that says how large a cache is, if one does."""
+        """The flag that sets the size of a cache; empty if none does."""
         for name in (f"num_{kind}_blocks", f"{kind}_cache_gib"):
             if getattr(self.config.cache, name) is not None:
                 return "--" + name.replace("_", "-")
@@ -99,19 +99,19 @@ class Needs:
 
     @property
     def caches_are_given(self) -> bool:
-        """None of the caches takes what is left."""
+        """True if every cache of the role has a configured size, so that none takes the rest of the memory."""
         kv, images = bool(self.flag("kv")), bool(self.flag("image"))
         return (kv or not self.role.needs_language) and (images or self.pictures is None)
 
     @property
     def given_kv_bytes(self) -> int:
-        """0 where the KV cache has no given size."""
+        """Bytes of the KV cache as configured; 0 if the configuration leaves it open."""
         given = self.given("kv", self.kv_block_bytes) if self.role.needs_language else None
         return self.kv_block_bytes * (given or 0)
 
     @property
     def usual_cache_bytes(self) -> int:
-        """States and caches of given or usual sizes, KV only where its size is given."""
+        """Bytes of states and of caches with configured or usual sizes. KV counts only if its size is configured."""
         total = self.state_bytes + self.given_kv_bytes
         if self.pictures is not None:
             per_image, block_bytes = self.image_sizes(self.pictures)
@@ -133,8 +133,8 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """`max_model_len` is the longest request that fits both the model and the KV cache; without a KV cache, the model.
-    Bytes of weights are what the spec makes of the role's part, without padding."""
+    """Sizes of the caches. `max_model_len`: longest request that fits the model and the KV cache, if there is one.
+    Bytes of weights are computed from the spec for the role's part, without padding."""
 
     num_kv_blocks: int
     num_image_blocks: int
@@ -169,11 +169,16 @@ def plan_memory(
     weight_bytes: int | None = None,
     total_bytes: int = sys.maxsize,
 ) -> CachePlan:
-    """`dtype_bytes` of an activation, `weight_bytes` of a weight where that is less. `free_bytes` is what is free
-    before the weights are loaded, which `shares` instances on the device divide; `filling` says instead what this one
-    has. Sizes that the configuration gives are those of each instance; no more than `total_bytes` of host memory are
-    taken for them. Where a device that is filled has no room for all graphs, or only with shorter contexts, there are
-    fewer. Raises ResourceError, saying what to change, when the longest request cannot be served."""
+    """Plans the caches of an instance.
+
+    - dtype_bytes: of an activation. weight_bytes: of a weight, if fewer.
+    - free_bytes: free before the weights are loaded, divided among `shares` instances on the device. `filling`, if
+        given, has this instance's part instead.
+    - total_bytes: upper limit for configured sizes in host memory. Configured sizes are those of each instance.
+
+    If a filled device has no memory for all graphs, or only with shorter contexts, fewer are planned. Raises
+    ResourceError, saying what to change, if the longest request cannot be served.
+    """
     needs = Needs(spec, role, config, dtype_bytes, weight_bytes)
     made = _plan_or_refusal(needs, free_bytes, shares, filling, total_bytes)
     reasons = () if filling is None else filling.reasons
@@ -268,7 +273,8 @@ def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
 
 
 def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> tuple[CacheSize, int]:
-    """And the longest request that is wanted. `filled`: the cache takes all of `room_bytes`."""
+    """Returns the KV cache's size and the longest request that is wanted. `filled`: the cache takes all of
+    `room_bytes`."""
     spec, config = needs.spec, needs.config
     wanted_len = config.max_model_len or spec.max_model_len
     if wanted_len > spec.max_model_len:
@@ -310,7 +316,7 @@ def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share
 
 
 def _min_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons: list[str]) -> tuple[int, str]:
-    """(tokens, why): the one that was asked for by name, or one with a largest picture."""
+    """(tokens, reason) of the smallest request that must fit: as configured, or one with a largest picture."""
     least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
     if least > wanted_len:  # what was asked for, or what the model is: such pictures are refused one by one
         reasons.append(f"pictures of more than {wanted_len - MIN_TEXT_TOKENS} tokens do not fit max_model_len")
@@ -361,7 +367,7 @@ def own_part(
     neighbours: Sequence[Role] = (),
     neighbour_configs: Sequence[EngineConfig] = (),
 ) -> tuple[int, tuple[str, ...]]:
-    """(bytes, why): what one instance may take of a GPU that it fills. `neighbours`: roles of all instances on the
+    """(bytes, reasons): the part of a GPU that an instance may fill. `neighbours`: roles of all instances on the
     device, this one's among them; `neighbour_configs`: of each, () where all have that of this one. Each finds the same
     parts, from what the model's JSON files and the configurations say of all: it gets what its role needs, and those
     that keep KV divide what is left. What is free before loading counts for one that is alone there only: beside others
