@@ -125,7 +125,7 @@ class Answer:
 
     @property
     def waited_s(self) -> float:
-        """For the first byte: since the last one was sent, or since the beginning where the answer came before that."""
+        """Seconds until the first byte, from the last byte sent, or from the start if the answer came before it."""
         return self.first_s - self.sent_s if 0 < self.sent_s < self.first_s else self.first_s
 
 
@@ -192,7 +192,7 @@ def golden_bodies() -> list[dict[str, Any]]:
 
 
 async def golden(port: int, body: dict[str, Any]) -> bytes:
-    """All that the stream says: texts, tokens, log probabilities and how it ended."""
+    """The whole content of the stream: texts, tokens, log probabilities and end."""
     data = json.dumps(body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -379,7 +379,7 @@ class Campaign:
 
 
 def _tells(answer: Answer) -> str:
-    """What an answer must not say, or an error that is not in the table."""
+    """The fault of an answer that leaks something or has an error outside the table; empty without one."""
     body = answer.data.rpartition(b"\r\n\r\n")[2]
     if answer.statuses and answer.statuses[-1] >= 400:
         if leak := _INSIDE.search(body):

@@ -150,7 +150,7 @@ class Campaign:
 
 
 def at_rest(engine: Engine, within_s: float = 10.0) -> list[str]:
-    """What is still held, in words; empty when nothing is."""
+    """Sentences on what is still held; empty at rest."""
     deadline = time.monotonic() + within_s
     while True:
         report = engine.ledger()
@@ -162,15 +162,15 @@ def at_rest(engine: Engine, within_s: float = 10.0) -> list[str]:
 
 
 def footprints(engine: Engine) -> dict[str, Footprint]:
-    """Of the front and of all instances, by name."""
+    """Footprints of the frontend process and of all instances, by name."""
     footprints = {i.name: footprint(i.pid) for i in engine.instances() if i.pid is not None}
     front = replace(footprint(os.getpid()), threads=0)  # its pools of bounded size fill up in their own time
     return footprints | {"front": front}
 
 
 def growth(engine: Engine, before: dict[str, Footprint], within_s: float = 5.0) -> list[str]:
-    """Whose counts exceed those of before, in words. Whatever life an instance is in, it needs no more than in its
-    first one; what belonged to a dead peer may take a moment to go."""
+    """Sentences on processes whose counts exceed those of before. A restarted instance needs no more than its first
+    incarnation; resources of a dead peer may take a moment to be freed."""
     deadline = time.monotonic() + within_s
     while True:
         after = footprints(engine)

@@ -1,4 +1,4 @@
-"""What the checks of every client share: the server that they talk to, questions for it, and what became of each check.
+"""Common parts of the checks of all clients: the server, questions for it, and the outcome of each check.
 
 Needs only the standard library, for a client's environment has that client in it and not the engine.
 """

@@ -16,7 +16,7 @@ __all__ = ["CLOSED", "Case", "cases"]
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
-    """All classes in turn, in a random order; the same for the same seed."""
+    """Yields cases of all classes in turn, in a random order that the seed determines."""
     rng = random.Random(seed)
     names: list[str] = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""What a malformed request is, and the right ones that they are made from. Does not know what can be wrong."""
+"""Malformed requests and the valid ones that they are made from. Does not know what can be wrong."""
 
 from __future__ import annotations
 

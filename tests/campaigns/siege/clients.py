@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass
 class Streamed:
-    """What a stream brought, and what processor time instances took for a piece of it, at most."""
+    """The content of a stream, and the most processor time that instances took for a piece of it."""
 
     told: bytes = b""
     status: int = 0

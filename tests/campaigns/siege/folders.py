@@ -370,7 +370,7 @@ def _long_token(folder: Path) -> None:
 
 
 def hostile_folders() -> dict[str, HostileFolder]:
-    """All folders by name."""
+    """The hostile folders by name."""
     return {
         **_files(),
         **_json(),

@@ -57,7 +57,7 @@ def _repeated(head: bytes, piece: bytes) -> Callable[[], _Pieces]:
 
 
 def _segments(head: bytes, piece: bytes) -> Callable[[], _Pieces]:
-    """Each piece a segment, as fast as they are taken."""
+    """Sends each piece as a segment, as fast as they are read."""
 
     async def pieces() -> _Pieces:
         yield head
@@ -114,7 +114,7 @@ ANSWERS: dict[str, Callable[[], _Pieces]] = {
 
 
 class Host:
-    """One server for all of them."""
+    """A server that plays all hosts."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -148,7 +148,7 @@ async def _round(
 
 
 def run(seed: str, path: Path, seconds: float, *, has_networks: bool) -> bool:
-    """Whether nothing was found. `seconds` of all pieces, those in the file too."""
+    """Runs the long form; returns True if nothing was found. `seconds` of all pieces, those in the file too."""
     tally = load(path)
     while (left_s := seconds - tally.seconds) > 5.0:
         piece_s = PIECE_S if tally.pieces < len(TOPOLOGIES) else LONG_PIECE_S

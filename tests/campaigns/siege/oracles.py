@@ -1,4 +1,4 @@
-"""What has to hold, whatever a case does. None of it depends on how fast the machine is: processor time is compared
+"""Checks that must hold whatever a case does. None of it depends on how fast the machine is: processor time is compared
 with that of a piece of work which the same process does then.
 
 lag: the loop's thread takes little processor time between two of its turns. bystander: another client's stream is the
@@ -97,7 +97,7 @@ def ours(answers: Iterable[Answer]) -> list[Finding]:
 
 
 def theirs(answers: Iterable[Answer]) -> list[Finding]:
-    """What clients did: never 5xx but 503, and there is an answer."""
+    """Findings on faults of clients: each has an answer, never 5xx but 503."""
     wrong = [
         f"{a.status} {a.code} {a.body[:200]!r}"
         for a in answers

@@ -57,7 +57,7 @@ def command(pid: int) -> str:
 
 
 def status(pid: int) -> dict[str, str]:
-    """What /proc/PID/status says, by name."""
+    """Fields of /proc/PID/status by name."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -124,7 +124,7 @@ class Server:
         return shown
 
     async def wait_whole(self, within_s: float = 90.0) -> bool:
-        """Whether all its instances are ready, at last."""
+        """Waits until all instances are ready; returns False if they are not in time."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, TimeoutError, ValueError):

@@ -1,4 +1,4 @@
-"""What a case is, and the stage on which it runs: a warm server, two clients, what is right, and a seed.
+"""Cases and the stage on which they run: a warm server, two clients, what is right, and a seed.
 
 The stage looks after what must hold after every case; a case returns what it found besides.
 """
@@ -162,5 +162,5 @@ class Stage:
 
 
 def draw(seed: str, names: list[str]) -> str:
-    """One of them, by the seed."""
+    """Draws a name by the seed."""
     return sorted(names)[int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % len(names)]

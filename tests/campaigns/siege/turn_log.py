@@ -19,7 +19,7 @@ Event = tuple[str, str, str]  # a queue's name, "push", "begin", "end" or "remov
 
 
 def watch(note: Callable[[Event], object], where: str) -> None:
-    """Every queue that is made from now on. `where` is part of its name."""
+    """Logs every queue that is made from now on. `where` is part of its name."""
     made, numbers = FairQueue.__init__, itertools.count()
 
     def init(queue: Any, of: str, *rest: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is done to a server, by group. Each module has one group."""
+"""The attacks on a server, by group: a module each."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ async def dear_masks(stage: Stage) -> list[Finding]:
 
 
 async def private(stage: Stage) -> list[Finding]:
-    """What alice has had checked and compiled is checked and compiled again for bob, or its time would tell. A small
-    one, which instances keep."""
+    """A grammar that alice has had compiled is compiled again for bob, or its time would reveal hers. A small one,
+    which instances keep."""
     body = _quick(stage.rng)
     first = await stage.alice.post(CHAT, body)
     again = await stage.alice.post(CHAT, body)

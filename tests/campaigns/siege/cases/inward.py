@@ -62,7 +62,7 @@ async def storm(key: str, data: bytes, stage: Stage) -> list[Finding]:
 
 
 async def odd_http(stage: Stage) -> list[Finding]:
-    """What is no HTTP/1.1 of ours gets an answer of ours."""
+    """Requests that are no HTTP/1.1 get an answer in the API's form."""
     findings = []
     body = b'{"model":"demo","prompt":"x","max_tokens":1}'
     bob = stage.bob

@@ -26,7 +26,7 @@ _AGAIN_S = 0.2
 
 @dataclass
 class Traffic:
-    """What went over the wire and how it ended."""
+    """Counts of requests and their ends."""
 
     right: int = 0
     hostile: int = 0

@@ -71,7 +71,7 @@ async def own_delete(stage: Stage) -> list[Finding]:
 
 
 async def _ask(client: Any, method: str, path: str) -> Answer:
-    """What comes within two seconds."""
+    """Reads what comes within two seconds."""
     data = bytearray()
     reader, writer = await asyncio.open_connection("127.0.0.1", client._port)
     writer.write(client.wire(method, path, b"{}" if method == "POST" else None))
