@@ -142,12 +142,10 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is on the free list twice"
         assert not free & evictable and not free & held and not evictable & held, "a block is in two states"
         assert free | evictable | held == set(range(self.num_blocks)), "a block is in no state"
-        assert all(count >= 0 for count in self._refcounts), "negative reference count"
-        hashed = {block for block, key in enumerate(self._keys) if key is not None}
-        assert evictable <= hashed and not free & hashed, "evictable blocks have content, free ones have none"
-        assert {block: key for key, block in self._block_of.items()} == {
-            block: self._keys[block] for block in hashed
-        }, "hashes and blocks disagree"
+        assert min(self._refcounts, default=0) >= 0, "negative reference count"
+        hashes = {block: key for block, key in enumerate(self._keys) if key is not None}
+        assert evictable <= hashes.keys() and free.isdisjoint(hashes), "evictable blocks have content, free ones none"
+        assert {block: key for key, block in self._block_of.items()} == hashes, "hashes and blocks disagree"
 
 
 class BlockTable:

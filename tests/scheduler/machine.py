@@ -106,6 +106,15 @@ class Step:
         return self.load.num_decodes > 0 and self.gap_s > self.pending.tpot_limit_s
 
 
+@dataclass(slots=True)
+class Gaps:
+    """The token gaps of a decode so far."""
+
+    elapsed_s: float = 0.0
+    count: int = 0
+    late: int = 0
+
+
 @dataclass
 class Traffic:
     """Poisson arrivals of prompts and pictures (each pair independent), served on a machine by budgets.
@@ -127,7 +136,7 @@ class Traffic:
     prompts: deque[Prompt] = field(default_factory=deque)
     contexts: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
-    gaps: list[list[float]] = field(default_factory=list)
+    gaps: list[Gaps] = field(default_factory=list)
     images: int = 0
     image_left_s: float = 0.0
     images_done: int = 0
@@ -149,13 +158,13 @@ class Traffic:
         """Puts running decodes there."""
         self.contexts += [context] * count
         self.left += [output] * count
-        self.gaps += [[] for _ in range(count)]
+        self.gaps += [Gaps() for _ in range(count)]
 
     def pending(self) -> PendingWork:
         limits = np.full(len(self.contexts), self.tpot_limit_s)
-        elapsed = np.array([sum(gaps) for gaps in self.gaps])
-        counts = np.array([len(gaps) for gaps in self.gaps], np.int64)
-        late = np.array([sum(gap > self.tpot_limit_s for gap in gaps) for gaps in self.gaps], np.int64)
+        elapsed = np.array([gaps.elapsed_s for gaps in self.gaps])
+        counts = np.array([gaps.count for gaps in self.gaps], np.int64)
+        late = np.array([gaps.late for gaps in self.gaps], np.int64)
         return PendingWork(
             now=self.now,
             num_decodes=len(self.contexts),
@@ -204,7 +213,9 @@ class Traffic:
         for index, gaps in enumerate(self.gaps):
             self.contexts[index] += 1
             self.left[index] -= 1
-            gaps.append(gap_s)
+            gaps.elapsed_s += gap_s
+            gaps.count += 1
+            gaps.late += gap_s > self.tpot_limit_s
         alive = [index for index, left in enumerate(self.left) if left > 0]
         self.contexts = [self.contexts[index] for index in alive]
         self.left = [self.left[index] for index in alive]
