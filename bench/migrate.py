@@ -99,7 +99,7 @@ def serve(channel: socket.socket, options: argparse.Namespace) -> None:
     socket.send_fds(channel, [frame], list(descriptors))
     reader, decoder = FrameReader(), msgspec.msgpack.Decoder(Offer)
     while data := channel.recv(1 << 16):
-        for body in reader.feed(data):
+        for body in reader.read_frames(data):
             offer = decoder.decode(body)
             channel.sendall(encode_frames([Ack(offer.incarnation, offer.sequence)]))
 
@@ -119,7 +119,7 @@ class Target:
         self.exchange = Exchange(self.backend, self.caches, MonotonicClock(), self._results.put)
         self.helpers = ThreadPoolExecutor(options.threads)
         data, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 8, socket.MSG_CMSG_CLOEXEC)
-        (body,) = FrameReader().feed(data)
+        (body,) = FrameReader().read_frames(data)
         hello = msgspec.msgpack.decode(body, type=Hello)
         self.exchange.open_peer("source", hello.exports, descriptors)
         self._steps = 0
@@ -218,7 +218,7 @@ def round_trips(channel: socket.socket, count: int) -> list[float]:
         channel.sendall(encode_frames([offer]))
         bodies: list[bytes] = []
         while not bodies:
-            bodies = reader.feed(channel.recv(1 << 16))
+            bodies = reader.read_frames(channel.recv(1 << 16))
         decoder.decode(bodies[0])
         times.append((time.perf_counter() - began) * 1e6)
     return times[count // 10 :]

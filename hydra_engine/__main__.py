@@ -90,13 +90,13 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
     """Drops switches of other engines that have no effect here, with a note on standard error."""
     if not extra:
         return []
-    from hydra_engine.cli.settings.other_engines import taken_anyway
+    from hydra_engine.cli.settings.other_engines import reason_ignored
 
     rest = []
     for argument in extra:
         name, equals, value = argument.partition("=")
         plain = name.lstrip("-").replace("_", "-")
-        reason = taken_anyway(plain, value if equals else True) if argument.startswith("-") else None
+        reason = reason_ignored(plain, value if equals else True) if argument.startswith("-") else None
         if reason is None:
             rest.append(argument)
         else:

@@ -71,7 +71,7 @@ class Engine(EngineLife):
         return cls(config.model, progress=progress, processes=processes, **parts)
 
     @classmethod
-    def unstarted(cls, config: EngineConfig, ahead: Ahead | None = None) -> Self:
+    def create_unstarted(cls, config: EngineConfig, ahead: Ahead | None = None) -> Self:
         """Returns an engine for the server: `astart` starts it on the caller's loop. The instance has its own process,
         one of `ahead` if that is given."""
         engine = cls.__new__(cls)

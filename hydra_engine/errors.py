@@ -68,7 +68,7 @@ class HydraError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def saying(self, message: str) -> Self:
+    def with_message(self, message: str) -> Self:
         """Returns a copy of the error with another message."""
         return type(self)(message, code=self.code, param=self.param, retry_after_s=self.retry_after_s)
 

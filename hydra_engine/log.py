@@ -198,7 +198,7 @@ def write_json(logger: logging.Logger) -> None:
     logger.propagate = False
 
 
-def take_over(name: str) -> None:
+def adopt_logger(name: str) -> None:
     """Sends another library's warnings and errors through the package's handlers. Call it after `configure`."""
     other = logging.getLogger(name)
     other.handlers[:] = logging.getLogger(_ROOT).handlers
@@ -206,7 +206,7 @@ def take_over(name: str) -> None:
     other.propagate = False
 
 
-def tell(text: str) -> None:
+def log_always(text: str) -> None:
     """Logs a line regardless of the level; for what is shown at start."""
     root = logging.getLogger(_ROOT)
     root.handle(root.makeRecord(root.name, logging.INFO, __file__, 0, "%s", (text,), None))

@@ -37,7 +37,7 @@ def main() -> int:
     config = settings.engine()
     # Its steps take other times than ours.
     config = replace(config, profile_dir=str(config.profile_folder / arguments.baseline))
-    engine = BaselineEngine.unstarted(config)
+    engine = BaselineEngine.create_unstarted(config)
 
     def announce(url: str) -> None:
         sys.stderr.write(f"ready on {url}\n")

@@ -96,7 +96,7 @@ def announce(url: str) -> None:
 async def front(step_s: float) -> int:
     os.environ[STEP_VARIABLE] = repr(step_s)
     config = EngineConfig()
-    engine = ScriptedEngine.unstarted(replace(config, scheduler=replace(config.scheduler, max_queue=1 << 12)))
+    engine = ScriptedEngine.create_unstarted(replace(config, scheduler=replace(config.scheduler, max_queue=1 << 12)))
     meter = Meter()
 
     def ready(url: str) -> None:

@@ -56,7 +56,7 @@ class Pair:
         pairs = blocks.astype(np.int32), places.astype(np.int32)
         job = PullJob(StepId(self._steps), "source", _KIND, *pairs, _SLOT, _WORD, sequence=1)
         for stage in self._pulls.begin(job, 1, self._to.piece_blocks("source", _KIND), 0.0):
-            self._staging.ask("target", stage, _KIND)
+            self._staging.request("target", stage, _KIND)
         ended = None
         while ended is None:
             for staging in self._staging.start():
@@ -66,16 +66,16 @@ class Pair:
                 done = self._staging.copied(result.number)
                 require(result.problem is None and done is not None, "a piece that is staged")
                 assert done is not None
-                piece = self._pulls.staged("source", done[1])
+                piece = self._pulls.on_staged("source", done[1])
                 assert piece is not None
                 self._to.submit_pull(piece)
                 continue
             _, messages, ended = self._pulls.copied(result)
             for message in messages:
                 if isinstance(message, Stage):
-                    self._staging.ask("target", message, _KIND)
+                    self._staging.request("target", message, _KIND)
                 else:
-                    self._staging.taken("target", message)
+                    self._staging.on_taken("target", message)
         require(ended.valid and ended.problem is None, "a pull through host memory")
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ def _check_pictures(pictures: list[str], limits: MediaConfig) -> None:
                     images.inspected(sources.read_local(source, limits), limits)
         except InvalidRequest as error:
             if len(pictures) > 1:
-                raise error.saying(f"image {number}: {error.message}") from error
+                raise error.with_message(f"image {number}: {error.message}") from error
             raise
 
 

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
-    def matching(self, part: str) -> list[tuple[str | None, list[argparse.Action]]]:
+    def find_options(self, part: str) -> list[tuple[str | None, list[argparse.Action]]]:
         """Options with `part` in one of their names or aliases, by group."""
         term = part.strip().lstrip("-").replace("_", "-").lower()
         fields = {
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_matching(self, part: str) -> str:
         """Help of the matching options, or the nearest names."""
-        matches = self.matching(part)
+        matches = self.find_options(part)
         if not matches:
             near = difflib.get_close_matches("--" + part.lstrip("-"), self.flags(), n=3, cutoff=0.5)
             hint = f"; near are {', '.join(near)}" if near else ""
@@ -99,7 +99,7 @@ class _Help(argparse.Action):
             parser.exit()
         text = parser.format_matching(str(values))
         sys.stdout.write(text)
-        parser.exit(0 if parser.matching(str(values)) else 2)
+        parser.exit(0 if parser.find_options(str(values)) else 2)
 
 
 def unknown_flags(extra: Iterable[str]) -> list[str]:

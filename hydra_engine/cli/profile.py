@@ -113,7 +113,7 @@ def profile_lines(profile: Profile, tpot_limit_s: float | None = None) -> list[s
 
 def _head(profile: Profile) -> list[str]:
     identity, surface = profile.identity, profile.surface
-    left = f"; {profile.num_left} left out for want of time" if profile.num_left else ""
+    left = f"; {profile.num_left} left out for lack of time" if profile.num_left else ""
     return [
         f"measured    {profile.num_points - profile.num_left} kinds of steps in {profile.seconds:.1f} s, "
         f"{profile.measured_at}{left}",
@@ -148,7 +148,7 @@ def _corun_lines(profile: Profile) -> Iterator[str]:
 def _corun_cells(profile: Profile, point: CorunTimes) -> tuple[str, ...]:
     language = ("-", "-", "-")
     if point.language_s:
-        surface = profile.surface.on(point.partition)
+        surface = profile.surface.for_partition(point.partition)
         language = _time_cells(point.language_s, surface.corun_s(point.language, float("inf")))
     vision = _ms(median_low(point.vision_s)) if point.vision_s else "-"
     partition = (str(point.partition),) if profile.surface.splits else ()

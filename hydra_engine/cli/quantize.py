@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="modules that stay as they are, such as lm_head, or a regular expression behind re:",
+        help="modules that stay as they are, such as lm_head, or a regular expression after re:",
     )
 
 

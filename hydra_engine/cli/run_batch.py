@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as files:
         source = _opened(arguments.input, "rb", files)
         if arguments.output != _STANDARD and _is_same(arguments.input, arguments.output):
-            raise ConfigError("the file of answers must not be that of the requests")
+            raise ConfigError("the file of answers must not be the file of requests")
         target = _opened(arguments.output, "wb", files)
         return asyncio.run(_answer_all(config, server, source, target, concurrency))
 
@@ -91,7 +91,7 @@ async def _answer_all(
     from hydra_engine.server.openai.batch import serving
 
     num_lines = await asyncio.to_thread(_count, source)
-    engine = Engine.unstarted(config)
+    engine = Engine.create_unstarted(config)
     await engine.astart()
     tokens, began_s = 0, time.monotonic()
 

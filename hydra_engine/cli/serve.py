@@ -39,11 +39,11 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     _raise_descriptor_limit()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
     from hydra_engine.cluster.spawn import COMMAND, Spawned, spawn
-    from hydra_engine.core.processes.privacy import keep_others_out
+    from hydra_engine.core.processes.privacy import forbid_access_by_others
     from hydra_engine.core.roles import Topology
 
     if server.api_key or server.api_key_file or server.admin_key:
-        keep_others_out()
+        forbid_access_by_others()
 
     # Instances load torch during the imports below.
     ahead: dict[str, Spawned] = {}
@@ -62,7 +62,7 @@ def _raise_descriptor_limit() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:  # macOS takes no infinity
-        log.tell(f"at most {soft} files can be open at once: {error}")
+        log.log_always(f"at most {soft} files can be open at once: {error}")
 
 
 def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
@@ -73,7 +73,7 @@ def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
     from hydra_engine.server.runner import serve
 
     log.configure(config.log_level, log_format=config.log_format)
-    engine = Engine.unstarted(config, ahead)
+    engine = Engine.create_unstarted(config, ahead)
     model_name = server.served_model_name or engine.model_name
 
     def announce(url: str) -> None:
@@ -82,7 +82,7 @@ def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
         )
         for line in (*lines, f"ready on {url}"):
             if config.log_format == "json":
-                log.tell(line.strip())
+                log.log_always(line.strip())
             else:
                 sys.stderr.write(line + "\n")
 
@@ -90,7 +90,7 @@ def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
         serve(
             engine,
             server,
-            start=partial(engine.astart, tell=log.tell),
+            start=partial(engine.astart, tell=log.log_always),
             stop=engine.aclose,
             ready=announce,
             model_name=server.served_model_name,

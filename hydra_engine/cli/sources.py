@@ -23,7 +23,7 @@ from hydra_engine.cli.options import (
     variable_of,
 )
 from hydra_engine.cli.settings import values
-from hydra_engine.cli.settings.other_engines import instead_of, taken_anyway
+from hydra_engine.cli.settings.other_engines import reason_ignored, replacement_for
 from hydra_engine.config import (
     DEMO_MODEL,
     EngineConfig,
@@ -118,7 +118,7 @@ def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[
     """The error message for an unknown option; `written` is its name as the user wrote it, `spell` writes the nearest
     name in the same form."""
     plain = name.replace("_", "-").lower()
-    if (reason := instead_of(plain)) is not None:
+    if (reason := replacement_for(plain)) is not None:
         return f"{written} is not an option here: {reason}"
     names = list(known)
     near = [name for name in names if name.startswith(f"{plain}-")]
@@ -209,7 +209,7 @@ def _from_file(path: Path) -> Layer:
             option = options.get(name)
             if name == MEDIA_LIMITS and section in ("", "media"):
                 limits = value, where, _source(path, key)
-            elif option is None and (reason := taken_anyway(name, value)) is not None:
+            elif option is None and (reason := reason_ignored(name, value)) is not None:
                 sys.stderr.write(f"hydra-engine: note: {where} changes nothing here: {reason}\n")
             elif option is None:
                 sentence = unknown_name(name, [*options, MEDIA_LIMITS], f"{key.value[:_MAX_KEY]!r}")

@@ -284,7 +284,7 @@ def _sampling(config: EngineConfig, sampling: SamplingParams) -> list[str]:
 def _access(server: ServerConfig) -> str:
     keys = len(set(server.api_key))
     who, keys_text = "OPEN TO THE NETWORK", "asks for no key"
-    if _asks(server):
+    if _requires_key(server):
         who, keys_text = "the network", f"asks for one of {keys} API keys" if keys > 1 else "asks for an API key"
     if _is_loopback(server.host):
         who = "this machine only"
@@ -292,7 +292,7 @@ def _access(server: ServerConfig) -> str:
     return f"  access       {who}, {keys_text}{admin}"
 
 
-def _asks(server: ServerConfig) -> bool:
+def _requires_key(server: ServerConfig) -> bool:
     return bool(server.api_key or server.api_key_file)
 
 
@@ -317,7 +317,7 @@ def _curl(server: ServerConfig, url: str, model_name: str) -> list[str]:
     """A command to paste; it reads the key from the shell's HYDRA_API_KEY."""
     body = {"model": model_name, "messages": [{"role": "user", "content": "Hello!"}]}
     parts = [f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"]
-    if _asks(server):
+    if _requires_key(server):
         parts.append('-H "Authorization: Bearer $HYDRA_API_KEY"')
     parts.append(f"-d {shlex.quote(json.dumps(body))}")
     return " \\\n  ".join(parts).split("\n")

@@ -92,7 +92,7 @@ class LocalFrontendEnd:
 
     def send(self, messages: Sequence[ToInstance]) -> None:
         if self._strict:
-            messages = wire.messages_to_instance(wire.FrameReader().feed(wire.encode_to_instance(messages)))
+            messages = wire.messages_to_instance(wire.FrameReader().read_frames(wire.encode_to_instance(messages)))
         self.instance.push(messages)
 
     def deliver(self, messages: list[ToFrontend]) -> None:
@@ -150,7 +150,7 @@ class FrontendSocket(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            messages = [wire.decode_to_frontend(body) for body in self._reader.feed(data)]
+            messages = [wire.decode_to_frontend(body) for body in self._reader.read_frames(data)]
         except wire.WireError:
             logger.exception("closing the channel of an instance")
             self.close()
@@ -199,7 +199,7 @@ class InstanceSocket(_Inbox):
             data = self._sock.recv(_RECEIVE_BYTES)
             if not data:
                 raise EOFError("the frontend went away before it sent a configuration")
-            for body in self._reader.feed(data):
+            for body in self._reader.read_frames(data):
                 message = wire.decode_to_instance(body)
                 if not isinstance(message, wire.Start):
                     raise wire.WireError("the first frame must be Start")
@@ -219,7 +219,7 @@ class InstanceSocket(_Inbox):
                     os._exit(EXIT_ORPHANED)
                 return
             try:
-                messages = wire.messages_to_instance(self._reader.feed(data))
+                messages = wire.messages_to_instance(self._reader.read_frames(data))
             except wire.WireError:
                 logger.exception("the frontend sent an unreadable frame")
                 log.last_words()

@@ -41,7 +41,7 @@ class Child(Protocol):
         """The process id; None: a thread, which cannot be killed."""
         ...
 
-    def how_it_ended(self) -> str | None:
+    def exit_description(self) -> str | None:
         """Returns how it ended, as the end of a sentence that begins with its name; None while it runs. Reaps a
         process."""
         ...
@@ -84,7 +84,7 @@ class ProcessChild:
         end.send_start(start)
         return cls(start.incarnation, end, spawned.control, spawned.process)
 
-    def how_it_ended(self) -> str | None:
+    def exit_description(self) -> str | None:
         was_reaped = self._process.returncode is not None
         code = self._process.poll()
         if code is None:
@@ -127,7 +127,7 @@ class ThreadChild:
         thread.start()
         return cls(start.incarnation, frontend, thread)
 
-    def how_it_ended(self) -> str | None:
+    def exit_description(self) -> str | None:
         return None if self._thread.is_alive() else "ended"
 
     def kill(self) -> None:
@@ -143,13 +143,13 @@ class ThreadChild:
         self.end.close()
 
 
-async def outlast(children: Sequence[Child], clock: Clock, grace_s: float) -> list[Child]:
+async def wait_for_end(children: Sequence[Child], clock: Clock, grace_s: float) -> list[Child]:
     """Waits until the children have ended; returns the processes that are late. `grace_s` excludes the time that a
     process waits for a CPU. Threads are waited for without a limit."""
     begun_s = clock.now()
     before = [child.waited_s() for child in children]
     while True:
-        left = [(child, waits) for child, waits in zip(children, before, strict=True) if not child.how_it_ended()]
+        left = [(child, waits) for child, waits in zip(children, before, strict=True) if not child.exit_description()]
         late_s = clock.now() - begun_s - grace_s
         if not left or (late_s >= 0 and all(is_late(child, waits, late_s) for child, waits in left)):
             return [child for child, _ in left]

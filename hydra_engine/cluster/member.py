@@ -56,7 +56,7 @@ class Restarts:
         self._failed_starts = 0
         self.total = 0
 
-    def died(self, served_s: float) -> Waits | None:
+    def record_death(self, served_s: float) -> Waits | None:
         """Returns the waits before the next start, or None if too many starts in a row have failed. `served_s`: seconds
         for which it was ready. An instance that was ready is always started again: a client's request may have ended
         it."""
@@ -94,7 +94,7 @@ class Silence:
         """Restarts the time at `now`, because the supervisor did not listen before. A silent instance stays silent."""
         self._heard_s = now
 
-    def check(self, now: float) -> Change | None:
+    def change_due(self, now: float) -> Change | None:
         """Returns the change that is due, if any."""
         quiet_s = now - self._heard_s
         if quiet_s >= self._fence_s:
@@ -117,7 +117,7 @@ class StartProgress:
         self._cpu_s = 0.0
         self._look_s = now
 
-    def sign(self, now: float) -> None:
+    def record_sign(self, now: float) -> None:
         """Records a sign of life, or restarts the time after a pause of the supervisor."""
         self._sign_s = now
 
@@ -150,7 +150,7 @@ class OwnPauses:
         self._longest_s = longest_s
         self._seen_s = now
 
-    def paused(self, now: float) -> bool:
+    def was_paused(self, now: float) -> bool:
         """True if more than `longest_s` have passed since the last call. Call this at every tick."""
         gap_s, self._seen_s = now - self._seen_s, now
         return gap_s > self._longest_s

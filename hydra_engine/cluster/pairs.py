@@ -39,7 +39,7 @@ class Pairs:
             self._pairs[self.names_of(name, other)] = _Pair(due_s=now)
         self._ready.add(name)
 
-    def leave(self, name: str) -> list[Names]:
+    def remove(self, name: str) -> list[Names]:
         """Removes the instance. Returns its pairs that were up."""
         self._ready.discard(name)
         gone = [names for names in self._pairs if name in names]
@@ -63,7 +63,7 @@ class Pairs:
         was_up, pair.is_up = pair.is_up, False
         return False if was_up else None
 
-    def due(self, now: float) -> list[Names]:
+    def pairs_due(self, now: float) -> list[Names]:
         """Returns the pairs to connect now. Counts a failure of each pair that has not come up in time."""
         for pair in self._pairs.values():
             if pair.due_s is None and not pair.is_up and now - pair.made_s >= self._pace.pair_patience_s:
@@ -90,7 +90,7 @@ class Pairs:
         """True if all instances are ready and connected with each other."""
         return len(self._ready) == len(self._order) and all(pair.is_up for pair in self._pairs.values())
 
-    def hopeless(self) -> tuple[Names, str] | None:
+    def find_hopeless(self) -> tuple[Names, str] | None:
         """A pair that has failed `pair_attempts` times in a row, with the latest problem."""
         for names, pair in self._pairs.items():
             if pair.failures >= self._pace.pair_attempts:

@@ -67,7 +67,7 @@ class PeerLink:
         if not data:
             raise LinkError("the other side has closed the connection")
         try:
-            for body in self._reader.feed(data):
+            for body in self._reader.read_frames(data):
                 message = wire.decode_to_peer(body)
                 if not self.introduced:
                     emit(self._accept(message))
@@ -107,7 +107,7 @@ class PeerLink:
 
     # ---- out
 
-    def introduce(self, hello: Hello, descriptors: Sequence[int]) -> None:
+    def send_hello(self, hello: Hello, descriptors: Sequence[int]) -> None:
         """Sends the first frame, with the descriptors on its first byte. Raises LinkError."""
         data = memoryview(wire.encode_to_peer([hello]))
         with self._lock:
@@ -137,7 +137,7 @@ class PeerLink:
                 self.problem = f"does not read: {self._queued_bytes} bytes wait for it"
             return self._queued_bytes > 0
 
-    def give_up(self, problem: str) -> None:
+    def fail(self, problem: str) -> None:
         with self._lock:
             self.problem = self.problem or problem
 
@@ -169,14 +169,14 @@ class PeerLink:
     # ---- patience
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """True while the peer has to introduce itself or to read."""
         return not self.introduced or self.has_backlog
 
     def tick(self, max_ticks: int) -> None:
         """Raises LinkError after `max_ticks` calls in a row without progress. Counts calls instead of seconds, so that
         a pause of this process does not count against the peer."""
-        self._idle_ticks = self._idle_ticks + 1 if self.waits else 0
+        self._idle_ticks = self._idle_ticks + 1 if self.is_waiting else 0
         if self._idle_ticks > max_ticks:
             raise LinkError("does not read" if self.introduced else "does not introduce itself")
 
@@ -268,7 +268,7 @@ class PeerSockets:
         try:
             data = wire.encode_to_peer(messages)
         except wire.WireError as error:
-            link.give_up(str(error))
+            link.fail(str(error))
             self._ring()
         else:
             if link.send(data):
@@ -301,7 +301,7 @@ class PeerSockets:
         try:
             ticked_s = self._clock.now()
             while not self._closing:
-                waits = any(link.waits for link in self._links.values())
+                waits = any(link.is_waiting for link in self._links.values())
                 for key, mask in self._selector.select(self._tick_s if waits else None):
                     self._serve(key.fileobj, mask)
                 now = self._clock.now()
@@ -373,7 +373,7 @@ class PeerSockets:
         self._links[link.name] = link
         self._selector.register(link, selectors.EVENT_READ)
         try:
-            link.introduce(self._hello, self._descriptors)
+            link.send_hello(self._hello, self._descriptors)
         except LinkError as error:
             self._drop(link, str(error))
 

@@ -19,7 +19,7 @@ from operator import or_
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster import wire
-from hydra_engine.cluster.children import REAPING_S, Child, ProcessChild, ThreadChild, outlast
+from hydra_engine.cluster.children import REAPING_S, Child, ProcessChild, ThreadChild, wait_for_end
 from hydra_engine.cluster.member import PACE, Change, ClusterListener, Exiting, InstanceLink, Member, OwnPauses, Pace
 from hydra_engine.cluster.pairs import Names, Pairs
 from hydra_engine.cluster.spawn import COMMAND, Spawned
@@ -64,7 +64,7 @@ class Supervisor:
         ahead: Ahead | None = None,
     ) -> None:
         topology = Topology.parse(config.topology)
-        placed = topology.on(topology.devices(config.device))
+        placed = topology.with_devices(topology.devices(config.device))
         members = zip(topology.names, placed.instances, strict=True)
         self._members = {name: Member(name, spec, config, pace) for name, spec in members}
         self._has_peers = len(self._members) > 1
@@ -117,12 +117,12 @@ class Supervisor:
                 else:  # it has nothing to end in order, or cannot
                     child.kill()
         children = [c for m in self._members.values() for c in (m.child, m.killed_child) if c is not None]
-        for child in await outlast(children, self._clock, self._pace.exit_grace_s):
+        for child in await wait_for_end(children, self._clock, self._pace.exit_grace_s):
             logger.warning(
                 "instance process %s did not end in %.0f s and is killed", child.pid, self._pace.exit_grace_s
             )
             child.kill()
-        for child in await outlast(children, self._clock, self._pace.exit_grace_s):
+        for child in await wait_for_end(children, self._clock, self._pace.exit_grace_s):
             logger.error("process %s is killed and does not end", child.pid)
         for child in children:
             child.close()
@@ -179,7 +179,7 @@ class Supervisor:
         if member.child is not child or self._stopping:
             return
         now = self._clock.now()
-        member.start_progress.sign(now)
+        member.start_progress.record_sign(now)
         if member.silence.heartbeat(now) and member.exiting is None:
             member.condition, member.reason = Condition.READY, ""
             self._listener.on_silent(member.name, False)
@@ -241,7 +241,7 @@ class Supervisor:
             return
         if self._pairs.complete:
             self._started.set_result(None)
-        elif (hopeless := self._pairs.hopeless()) is not None:
+        elif (hopeless := self._pairs.find_hopeless()) is not None:
             (one, other), problem = hopeless
             self._fail_start(TransferError(f"instances {one} and {other} cannot exchange blocks: {problem}"))
 
@@ -257,10 +257,10 @@ class Supervisor:
             any_exiting = any(member.exiting is not None for member in self._members.values())
             await asyncio.sleep(REAPING_S if any_exiting else self._pace.tick_s)
             now = self._clock.now()
-            if pauses.paused(now):
+            if pauses.was_paused(now):
                 for member in self._members.values():
                     member.silence.reset_timer(now)
-                    member.start_progress.sign(now)
+                    member.start_progress.record_sign(now)
             for member in self._members.values():
                 if member.child is None:
                     await self._restart(member, now)
@@ -278,7 +278,7 @@ class Supervisor:
         if not member.is_up:
             self._check_start_progress(member, child, now)
             return
-        match member.silence.check(now):
+        match member.silence.change_due(now):
             case Change.SILENT:
                 member.condition = Condition.SILENT
                 member.reason = "has not been heard of for a while"
@@ -299,7 +299,7 @@ class Supervisor:
     def _finish_if_exited(self, member: Member, child: Child, now: float) -> bool:
         """True once the instance exits. The exit is reported when its last messages have been read and its exit code is
         known, but not later than `last_words_s`, or `start_last_words_s` for one that has not been ready."""
-        how = child.how_it_ended()
+        how = child.exit_description()
         if how is not None and member.exiting is None:
             member.exiting = Exiting(now)
         exiting = member.exiting
@@ -319,7 +319,7 @@ class Supervisor:
         child.close()
         was_starting = not member.is_up
         member.child = member.exiting = None
-        for one, other in self._pairs.leave(member.name):
+        for one, other in self._pairs.remove(member.name):
             self._listener.on_pair(one, other, False)
         if not self._started.done():
             when = "while it started" if was_starting else "while the others started"
@@ -328,7 +328,7 @@ class Supervisor:
         self._schedule_restart(member, reason, now)
 
     def _schedule_restart(self, member: Member, reason: str, now: float) -> None:
-        waits = member.restarts.died(member.served_s(now)) if self._processes else None
+        waits = member.restarts.record_death(member.served_s(now)) if self._processes else None
         if waits is not None:
             member.start_due_s, member.start_due_if_needed_s = now + waits.usual_s, now + waits.needed_s
             member.condition = Condition.STARTING
@@ -344,7 +344,7 @@ class Supervisor:
 
     async def _restart(self, member: Member, now: float) -> None:
         """Starts the instance again once it is due and its last process has ended and freed its memory."""
-        if member.killed_child is not None and member.killed_child.how_it_ended() is not None:
+        if member.killed_child is not None and member.killed_child.exit_description() is not None:
             member.killed_child = None
         if member.start_due_s is None or member.killed_child is not None:
             return
@@ -373,7 +373,7 @@ class Supervisor:
         self._check_start()
 
     def _connect_due(self, now: float) -> None:
-        for names in self._pairs.due(now):
+        for names in self._pairs.pairs_due(now):
             try:
                 self._connect(names)
             except OSError as error:

@@ -73,7 +73,7 @@ class Alike(msgspec.Struct, frozen=True, tag=True):
     first: Submit
     others: list[tuple[RequestId, int, int]]  # id, seed, age
 
-    def submits(self) -> Iterator[Submit]:
+    def expand(self) -> Iterator[Submit]:
         yield self.first
         for number, seed, age in self.others:
             request = replace(self.first.request, id=number, seed=seed, age=age)
@@ -168,7 +168,7 @@ def messages_to_instance(bodies: Iterable[bytes]) -> list[ToInstance]:
     messages: list[ToInstance] = []
     for message in map(decode_to_instance, bodies):
         if isinstance(message, Alike):
-            messages += message.submits()
+            messages += message.expand()
         elif not isinstance(message, Start):
             messages.append(message)
     return messages
@@ -198,7 +198,7 @@ class FrameReader:
         self._buffer = bytearray()
         self._max_bytes = max_bytes
 
-    def feed(self, data: bytes | bytearray) -> list[bytes]:
+    def read_frames(self, data: bytes | bytearray) -> list[bytes]:
         self._buffer += data
         bodies: list[bytes] = []
         start = 0

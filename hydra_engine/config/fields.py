@@ -71,17 +71,17 @@ def parse_sm_split(text: str) -> tuple[int, ...]:
     return tuple(map(int, counts))
 
 
-def parse_graph_sizes(given: Iterable[object], name: str, most: int) -> tuple[int, ...]:
+def parse_graph_sizes(given: Iterable[object], name: str, limit: int) -> tuple[int, ...]:
     """Returns ascending sizes without repeats, from numbers or comma-separated texts. `name` is the option, for the
-    error. Raises ConfigError unless they are up to 256 numbers from 1 to `most`."""
+    error. Raises ConfigError unless they are up to 256 numbers from 1 to `limit`."""
     words = [word for item in given for word in str(item).split(",")]
     try:
         sizes = sorted({int(word) for word in words})
     except ValueError:
         sizes = [0]
-    if len(words) > MAX_GRAPHS or any(not 1 <= size <= most for size in sizes):
+    if len(words) > MAX_GRAPHS or any(not 1 <= size <= limit for size in sizes):
         raise ConfigError(
-            f"{name} must be at most {MAX_GRAPHS} numbers between 1 and {most}",
+            f"{name} must be at most {MAX_GRAPHS} numbers between 1 and {limit}",
             param=name,
         )
     return tuple(sizes)

@@ -18,7 +18,7 @@ from hydra_engine.core.prompting import (
     PixelBudget,
     TemplateOptions,
     check_json,
-    looked_through,
+    count_plain_values,
     texts_of,
 )
 from hydra_engine.core.request import Slo
@@ -104,7 +104,7 @@ def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mappi
         return value, 1
     if not isinstance(parsed, Mapping):
         return value, 1
-    num_values, problem = looked_through(parsed, MAX_ARGUMENT_CHARS)
+    num_values, problem = count_plain_values(parsed, MAX_ARGUMENT_CHARS)
     return (parsed if problem is None else value), num_values
 
 

@@ -23,7 +23,7 @@ class Curve:
     knots: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def at(self, amount: float) -> float:
+    def interpolate(self, amount: float) -> float:
         knots, seconds = self.knots, self.seconds
         if amount <= knots[0] or len(knots) == 1:
             return seconds[0]
@@ -63,7 +63,7 @@ class CostSurface:
     per_decode_s: float = 0.0  # extra cost of a decode over a token of a chunk: logits and sampling
     splits: tuple[Slowdowns, ...] = ()  # slowdowns of partitions 1, 2, ..; partition 0 is the undivided device
 
-    def on(self, partition: int) -> CostSurface:
+    def for_partition(self, partition: int) -> CostSurface:
         """The surface with the slowdowns of a partition; self for partition 0 or an undivided device."""
         if not partition or not self.splits:
             return self
@@ -74,10 +74,10 @@ class CostSurface:
         """Seconds of a language step with the machine to itself."""
         keys_s = self.per_key_s * load.decode_context + self.per_pair_s * load.prefill_pairs
         samples_s = self.per_decode_s * load.num_decodes + self.per_chunk_s * load.num_chunks
-        return self.rows.at(load.num_rows) + keys_s + samples_s
+        return self.rows.interpolate(load.num_rows) + keys_s + samples_s
 
     def vision_s(self, load: VisionLoad) -> float:
-        return self.patches.at(load.num_patches) + self.per_patch_pair_s * load.pairs
+        return self.patches.interpolate(load.num_patches) + self.per_patch_pair_s * load.pairs
 
     def slowdown(self, load: LanguageLoad) -> float:
         """Factor of a language step with vision beside it all along: the factors of decodes and of chunks, weighted by

@@ -103,11 +103,11 @@ class Grammar:
         return self.kind, self.source, self.reasoning, self.calls
 
     @property
-    def alone(self) -> Grammar:
+    def without_calls(self) -> Grammar:
         """The same grammar without calls and reasoning."""
         return replace(self, reasoning=None, calls=None)
 
-    def or_calls(self, calls: Calls) -> Grammar:
+    def with_calls(self, calls: Calls) -> Grammar:
         """The grammar of either these calls, or this grammar."""
         return replace(self, calls=calls)
 

@@ -72,7 +72,7 @@ class _Lazy(Sequence[E], Generic[E]):
     def __iter__(self) -> Iterator[E]:
         return map(self._entry, range(len(self)))
 
-    def bare(self) -> Iterator[E]:
+    def without_candidates(self) -> Iterator[E]:
         """The entries without their candidates."""
         return (self._entry(index, with_top=False) for index in range(len(self)))
 
@@ -155,17 +155,17 @@ class PromptLogprobs(_Lazy[TextLogprob | None]):
         return self._entries._entry(index - 1, with_top=with_top) if 0 < index <= len(self._entries) else None
 
 
-def bare(entries: Sequence[E]) -> Iterator[E]:
+def without_candidates(entries: Sequence[E]) -> Iterator[E]:
     """The entries, without their candidates if those would have to be built."""
-    return entries.bare() if isinstance(entries, _Lazy) else iter(entries)
+    return entries.without_candidates() if isinstance(entries, _Lazy) else iter(entries)
 
 
-def joined(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
+def concat_logprobs(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
     """A new sequence of both: a copy, so neither argument changes."""
-    return gathered(gathered((), first), second)
+    return extend_logprobs(extend_logprobs((), first), second)
 
 
-def gathered(kept: Sequence[TextLogprob], more: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
+def extend_logprobs(kept: Sequence[TextLogprob], more: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
     """`kept` followed by `more`. A `kept` of kind Logprobs is extended in place, so it must belong to the caller."""
     if not isinstance(more, Logprobs):
         return (*kept, *more) if more else kept

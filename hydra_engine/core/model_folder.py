@@ -95,7 +95,7 @@ def _max_bytes(name: str) -> int:
     return MAX_TOKENIZER_BYTES if name in _TOKENIZERS or not name.endswith(".json") else MAX_CONFIG_BYTES
 
 
-def _open_small(folder: Path, name: str, most: int) -> BinaryIO | None:
+def _open_small(folder: Path, name: str, limit: int) -> BinaryIO | None:
     """Opens a small file after checking kind, place and size; None if there is none."""
     try:
         file = _open_regular(folder / name, name)
@@ -105,8 +105,8 @@ def _open_small(folder: Path, name: str, most: int) -> BinaryIO | None:
         _cannot_be_read(name, error)
     try:
         _check_place(folder, name, Path(os.readlink(f"/proc/self/fd/{file.fileno()}")))
-        if os.fstat(file.fileno()).st_size > most:
-            raise _too_large(name, most)
+        if os.fstat(file.fileno()).st_size > limit:
+            raise _too_large(name, limit)
     except BaseException:
         file.close()
         raise
@@ -138,8 +138,8 @@ def _check_place(folder: Path, name: str, place: Path) -> None:
         )
 
 
-def _too_large(name: str, most: int) -> CheckpointError:
-    return CheckpointError(f"{name} has more than {most >> 20} MiB, which no file of its kind has")
+def _too_large(name: str, limit: int) -> CheckpointError:
+    return CheckpointError(f"{name} has more than {limit >> 20} MiB, which no file of its kind has")
 
 
 def _cannot_be_read(name: str, error: OSError | ValueError) -> NoReturn:

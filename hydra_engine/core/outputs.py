@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from hydra_engine.core.logprobs import TextLogprob, joined
+from hydra_engine.core.logprobs import TextLogprob, concat_logprobs
 from hydra_engine.errors import HydraError
 
 
@@ -229,5 +229,5 @@ def _join(first: Piece, second: Piece) -> Piece:
         first,
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
-        logprobs=joined(first.logprobs, second.logprobs),
+        logprobs=concat_logprobs(first.logprobs, second.logprobs),
     )

@@ -127,13 +127,13 @@ def _check_tool(tool: object, path: str) -> int:
 def check_json(value: object, param: str, max_chars: int) -> int:
     """Returns the number of values. Raises InvalidRequest naming `param` unless `value` is plain JSON that is bounded
     in depth, in values and in the characters of its strings and names."""
-    num_values, problem = looked_through(value, max_chars)
+    num_values, problem = count_plain_values(value, max_chars)
     if problem is not None:
         raise InvalidRequest(f"{param} {problem}", param=param)
     return num_values
 
 
-def looked_through(value: object, max_chars: int) -> tuple[int, str | None]:
+def count_plain_values(value: object, max_chars: int) -> tuple[int, str | None]:
     """(number of values counted, the reason why `value` is not plain JSON within the bounds, or None)."""
     num_chars = num_values = 0
     for num_values, (one, depth) in enumerate(_values_of(value), 1):
@@ -195,7 +195,7 @@ class PixelBudget:
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise InvalidRequest("min_pixels must not exceed max_pixels", param="min_pixels")
 
-    def at(self, detail: str) -> PixelBudget:
+    def for_detail(self, detail: str) -> PixelBudget:
         """The limits of one picture by OpenAI's image_url.detail: low has at most 512 x 512 pixels; auto and high have
         this budget."""
         if detail != "low":

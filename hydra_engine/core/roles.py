@@ -98,7 +98,7 @@ class Topology:
         others = next((device for device in named if device != "auto"), "auto")
         return tuple(others if spec.device == "auto" else spec.device for spec in self.instances)
 
-    def on(self, devices: Sequence[str]) -> Topology:
+    def with_devices(self, devices: Sequence[str]) -> Topology:
         """The topology with these devices, one for each instance."""
         placed = zip(self.instances, devices, strict=True)
         return Topology(tuple(replace(spec, device=device) for spec, device in placed))

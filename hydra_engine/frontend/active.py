@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.logprobs import FIRST, SILENT, Logprobs, PromptLogprobs, TextLogprob, gathered
+from hydra_engine.core.logprobs import FIRST, SILENT, Logprobs, PromptLogprobs, TextLogprob, extend_logprobs
 from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, Usage
 from hydra_engine.core.plans import TokenLogprobs
@@ -113,14 +113,14 @@ class ActiveRequest:
             if shown is not None:
                 shown.append(logprobs[index], FIRST * detokenizer.at_start | SILENT * is_silent)
             if not is_silent:
-                text += detokenizer.feed_one(token_id)
+                text += detokenizer.decode_one(token_id)
             if detokenizer.stop_string is not None:
                 self.stop_string = detokenizer.stop_string
                 break
         self.texts.append(text)
         piece = Piece(text, token_ids[: len(known) - position], shown or ())
         if shown is not None and not self.handle.takes_pieces:
-            self.logprobs = gathered(self.logprobs, shown)
+            self.logprobs = extend_logprobs(self.logprobs, shown)
         if position:
             return piece
         return replace(piece, prompt_token_ids=self.request.prompt_token_ids, prompt_logprobs=self._prompt_logprobs())

@@ -102,4 +102,4 @@ def _placed(error: HydraError, index: int | None) -> HydraError:
     match = re.fullmatch(r"(image|video)s\[(\d+)\]", error.param or "")
     places = [f"{match[1]} {int(match[2]) + 1}"] if match else []
     places += [f"prompt {index + 1}"] if index is not None else []
-    return error.saying(f"{' of '.join(places)}: {error.message}") if places else error
+    return error.with_message(f"{' of '.join(places)}: {error.message}") if places else error

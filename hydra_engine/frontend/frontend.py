@@ -359,7 +359,7 @@ class Frontend:
     def activity(self, since: int, limit: int, client: str | None) -> Activity:
         """The up to `limit` requests that ended after the first `since` ones, and the `limit` oldest that run; of one
         client, or of all if `client` is None."""
-        number, finished = self.trace.since(since, limit, client)
+        number, finished = self.trace.added_since(since, limit, client)
         flying = (f for f in self._dispatcher.requests.values() if client in (None, f.request.client))
         running = (in_flight.live(self.statuses.stage) for in_flight in flying)
         preparing = (live for whose, live in self._in_preprocess.values() if client in (None, whose))

@@ -137,11 +137,12 @@ def build_worker(
 
 def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
     """The note on instances that share a GPU without computing at the same time; None if there is nothing to say."""
-    if context.shares == 1 or chosen.index is None or not is_time_sliced(chosen.name):
+    if context.num_sharing == 1 or chosen.index is None or not is_time_sliced(chosen.name):
         return None
     return (
-        f"the {context.shares} instances on {chosen.name} take turns and never compute at the same moment, for MPS "
-        "does not run there: one EPD instance with --sm-split shares a GPU better; docs/gpu.md says how to start MPS"
+        f"the {context.num_sharing} instances on {chosen.name} take turns and never compute at the same moment, for "
+        "MPS does not run there: one EPD instance with --sm-split shares a GPU better; docs/gpu.md says how to start "
+        "MPS"
     )
 
 
@@ -193,7 +194,7 @@ def _load_and_size(
         config,
         backend.dtype.itemsize,
         free_bytes,
-        shares=context.shares,
+        shares=context.num_sharing,
         weight_bytes=weight_bytes,
         total_bytes=total_bytes,
     )

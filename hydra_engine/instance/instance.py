@@ -68,7 +68,7 @@ class _LaneActivity:
     busy_s: float = 0.0
     latest: tuple[VisionPlan | LanguagePlan, float] | None = None
 
-    def ended(self, started_s: float, ended_s: float) -> None:
+    def add_step(self, started_s: float, ended_s: float) -> None:
         self.num_steps += 1
         self.busy_s += ended_s - started_s
 
@@ -215,7 +215,7 @@ class Instance:
             self._vision_in_flight.pop(0)
             if self._vision_in_flight:
                 self._vision.latest = self._vision_in_flight[0], result.ended_s
-            self._vision.ended(result.started_s, result.ended_s)
+            self._vision.add_step(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_vision(result, now), outgoing)
         elif isinstance(result, ConnectorResult):
             self._emit(self._migration.on_result(result, now), outgoing)
@@ -225,7 +225,7 @@ class Instance:
         else:
             self._language_in_flight.pop(0)
             self._expect_end(result.ended_s)
-            self._language.ended(result.started_s, result.ended_s)
+            self._language.add_step(result.started_s, result.ended_s)
             self._emit(self._scheduler.on_language(result, now), outgoing)
 
     def _end_holds(self, outgoing: list[ToFrontend]) -> None:

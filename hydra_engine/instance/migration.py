@@ -109,7 +109,7 @@ class Migration(MigrationPort):
     def finished(self, request_id: RequestId) -> None:
         for owner in [owner for owner in self._offered if owner[0] == request_id]:
             self._withdraw(owner)
-        for peer, refusal in self._destination.forget(request_id):
+        for peer, refusal in self._destination.end_request(request_id):
             self._peers.send(peer, [refusal])
         self._targets.pop(request_id, None)
         self._jobs.pop(request_id, None)
@@ -135,7 +135,7 @@ class Migration(MigrationPort):
         for peer, renewal in self._destination.renewals(now):
             self._peers.send(peer, [renewal])
         self._send_unsent(now)
-        for result in self._moves.tend(self._is_over, now):
+        for result in self._moves.free_ended(self._is_over, now):
             events += self._ended(result, now)
         return events
 
@@ -229,7 +229,7 @@ class Migration(MigrationPort):
         if owner in self._unsent:
             return
         checksums = self._checksums(PoolKind.KV, block_ids)
-        message = self._source.more(owner, block_ids, end=end, checksums=checksums)
+        message = self._source.extend(owner, block_ids, end=end, checksums=checksums)
         if message is not None:
             self._peers.send(offered.peer, [message])
 
@@ -370,9 +370,9 @@ class Migration(MigrationPort):
     def report(self) -> TransferReport:
         source, destination = self._source, self._destination
         return TransferReport(
-            offers=source.live + len(self._unsent),
-            staged=self._moves.staged,
-            pulls=destination.live,
+            offers=source.num_live + len(self._unsent),
+            staged=self._moves.num_staged,
+            pulls=destination.num_live,
             offered=source.offered,
             acknowledged=source.acknowledged,
             withdrawn=source.withdrawn,

@@ -46,7 +46,7 @@ class InstanceContext:
     has_peers: bool = False
 
     @property
-    def shares(self) -> int:
+    def num_sharing(self) -> int:
         """Number of instances on the device, itself included."""
         return max(len(self.neighbours), 1)
 

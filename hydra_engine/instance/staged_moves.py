@@ -57,15 +57,15 @@ class StagedMoves:
                 if owner is None:  # the offer has ended; the target knows or will be notified
                     return None
                 pool = PoolKind.KV if owner[1] is None else PoolKind.FEATURES
-                if not self._staging.ask(peer, message, pool):
+                if not self._staging.request(peer, message, pool):
                     return owner
                 self._start()
             case Staged():
-                job = self._pulls.staged(peer, message)
+                job = self._pulls.on_staged(peer, message)
                 if job is not None:
                     self._transfer.submit_pull(job)
             case Taken():
-                self._staging.taken(peer, message)
+                self._staging.on_taken(peer, message)
                 self._start()
         return None
 
@@ -81,16 +81,16 @@ class StagedMoves:
         self._peers.send(peer, [staged])
         return None
 
-    def tend(self, is_over: Callable[[PullJob], bool], now: float) -> list[PullResult]:
+    def free_ended(self, is_over: Callable[[PullJob], bool], now: float) -> list[PullResult]:
         """Frees staging blocks of ended offers. Returns the results of pulls whose offers have ended."""
-        self._staging.take_back(self._source.is_live)
+        self._staging.free_ended(self._source.is_live)
         self._start()
-        return list(self._pulls.end_over(is_over, now))
+        return list(self._pulls.end_expired(is_over, now))
 
     @property
-    def staged(self) -> int:
+    def num_staged(self) -> int:
         """Number of pieces of own offers that wait for staging, are copied, or are held for a target."""
-        return self._staging.live
+        return self._staging.num_live
 
     def _start(self) -> None:
         """Submits the staging copies for which blocks are free."""

@@ -249,13 +249,13 @@ class _Run:
                 track = language if isinstance(result, LanguageResult) else vision
                 track.in_flight -= 1
                 track.spans.append((result.started_s, result.ended_s))
-                enough = len(language.within(vision)) >= _CORUN_STEPS and len(vision.within(language)) >= 1
+                enough = len(language.time_beside(vision)) >= _CORUN_STEPS and len(vision.time_beside(language)) >= 1
                 if clock.now() < until and not enough:
                     self._submit(track.point, point.partition)
                     track.in_flight += 1
         language_s, vision_s = self._corun[point]
-        language_s += language.within(vision)
-        vision_s += vision.within(language)
+        language_s += language.time_beside(vision)
+        vision_s += vision.time_beside(language)
 
     # ---- the lanes
 
@@ -312,16 +312,16 @@ class _Track:
     in_flight: int = 0
     spans: list[tuple[float, float]] = field(default_factory=list)  # (start, end) of the steps that have come back
 
-    def within(self, other: _Track) -> list[float]:
+    def time_beside(self, other: _Track) -> list[float]:
         """Seconds of the steps during which the other lane was busy. A step of the other lane in flight counts from the
         end of its last one, without an end."""
         spans = other.spans
         if other.in_flight and spans:
             spans = [*spans, (spans[-1][1], float("inf"))]
-        return covered(self.spans, spans)
+        return covered_seconds(self.spans, spans)
 
 
-def covered(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> list[float]:
+def covered_seconds(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> list[float]:
     """Seconds of the spans that `others` cover to at least `_COVERED`. Both ascend without overlap."""
     durations = []
     first = 0

@@ -265,7 +265,7 @@ def _slowdown(
 
 
 def _corun_pairs(surface: CostSurface, point: CorunTimes) -> list[tuple[float, Sequence[float]]]:
-    surface = surface.on(point.partition)
+    surface = surface.for_partition(point.partition)
     language_s = surface.corun_s(point.language, float("inf"))
     return [(language_s, point.language_s), (surface.vision_s(point.vision) * surface.vision_slowdown, point.vision_s)]
 

@@ -131,13 +131,13 @@ def make_grid(sizes: Sizes, vision: VisionSpec | None) -> Grid:
     return Grid(first, tuple(dict.fromkeys(every))[len(first) :])
 
 
-def powers(least: int, most: int) -> list[int]:
-    """Returns [least, 2 * least, .., most], ascending. `least` is at most `most`."""
+def powers(first: int, last: int) -> list[int]:
+    """Returns [first, 2 * first, .., last], ascending. `first` is at most `last`."""
     amounts = []
-    while least < most:
-        amounts.append(least)
-        least *= 2
-    return [*amounts, most]
+    while first < last:
+        amounts.append(first)
+        first *= 2
+    return [*amounts, last]
 
 
 def _decodes(sizes: Sizes) -> list[LanguagePoint]:

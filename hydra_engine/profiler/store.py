@@ -184,8 +184,8 @@ def _curve_problems(name: str, curve: Curve, min_s: float) -> Iterator[str | Non
         yield f"{name} falls somewhere"
 
 
-def _out_of(name: str, values: Iterable[float], least: float, most: float) -> str | None:
-    wrong = [value for value in values if not (math.isfinite(value) and least <= value <= most)]
+def _out_of(name: str, values: Iterable[float], minimum: float, maximum: float) -> str | None:
+    wrong = [value for value in values if not (math.isfinite(value) and minimum <= value <= maximum)]
     return f"{name} has {wrong[0]:g}" if wrong else None
 
 

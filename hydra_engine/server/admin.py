@@ -37,7 +37,7 @@ class TopologySwitch:
         self._engine = engine
         self._under_way: asyncio.Task[None] | None = None
 
-    async def carry_out(self, text: str) -> None:
+    async def apply(self, text: str) -> None:
         """Changes the topology to `text` and returns when that is done. Raises Unavailable during another change, and
         ConfigError, with nothing changed, for an impossible topology."""
         if self._under_way is not None:
@@ -72,9 +72,9 @@ async def show_topology(request: web.Request) -> web.Response:
 
 async def set_topology(request: web.Request) -> web.Response:
     engine = loaded_engine(request)
-    request.app[STATE].lifecycle.check()
+    request.app[STATE].lifecycle.check_not_draining()
     body = await read_request(request, TopologyRequest)
-    await request.app[SWITCH].carry_out(body.topology)
+    await request.app[SWITCH].apply(body.topology)
     answer = _answer(engine)
     logger.warning("the topology is now %s", answer.topology)
     return json_response(answer)

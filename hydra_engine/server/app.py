@@ -45,7 +45,7 @@ def build_app(
     those are invalid."""
     secret = secrets.token_bytes(32)
     keys = keys or KeyRing.from_config(config, secret)
-    cors = Cors(config.allow_origins, only_this_machine=is_loopback(config.host) and not keys.asks)
+    cors = Cors(config.allow_origins, only_this_machine=is_loopback(config.host) and not keys.requires_key)
     middlewares = [request_middleware, error_middleware, cors.middleware, auth_middleware(keys), body_middleware]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[KEYS] = keys
@@ -74,7 +74,7 @@ async def _end_parsing(app: web.Application) -> None:
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
     state = app[STATE]
-    lag = LoopLag(state.metrics.traffic.lagged, is_somebody_waiting=lambda: state.lifecycle.num_running > 0)
+    lag = LoopLag(state.metrics.traffic.count_lag, is_somebody_waiting=lambda: state.lifecycle.num_running > 0)
     lag.start()
     yield
     lag.stop()

@@ -47,7 +47,7 @@ from hydra_engine.server.state import (
     client_of,
     loaded_engine,
 )
-from hydra_engine.server.tools.reasoning import Thinking, Wish, always_thinks, marks_of, place_of, with_wish
+from hydra_engine.server.tools.reasoning import Thinking, Wish, always_thinks, apply_wish, marks_of, place_of
 from hydra_engine.server.tools.tool_calls import NO_THINKING, ToolUse
 from hydra_engine.telemetry import timeline
 
@@ -80,7 +80,7 @@ class Answer:
         self.slices = Slices()
         self.prompt: outputs.Usage | None = None  # counts of the prompt, once the request is admitted
 
-    def whole(self, result: Result) -> msgspec.Struct:
+    def full_answer(self, result: Result) -> msgspec.Struct:
         raise NotImplementedError
 
     def _chunks(self, piece: Piece) -> Iterable[msgspec.Struct]:
@@ -118,7 +118,7 @@ async def read_generation(request: web.Request, kind: type[R], prefix: str) -> t
     body asks for. Raises Unavailable while loading or draining, NotFound for another model, InvalidRequest for invalid
     options."""
     engine = loaded_engine(request)
-    request.app[STATE].lifecycle.check()
+    request.app[STATE].lifecycle.check_not_draining()
     body = await read_request(request, kind)
     model = check_model(request, body.model)
     if isinstance(body, SamplingFields) and body.stream_options is not None and not body.stream:
@@ -141,19 +141,19 @@ def check_model(request: web.Request, model: str | None) -> str:
     return served
 
 
-def offered(request: web.Request, use: ToolUse) -> ToolUse:
+def with_tool_dialect(request: web.Request, use: ToolUse) -> ToolUse:
     """Returns `use` with the tool dialect of the served model. Raises InvalidRequest if the model has none."""
-    return use.offered(request.app[CONFIG].tool_parser, request.app[ENGINE].tool_template)
+    return use.with_dialect(request.app[CONFIG].tool_parser, request.app[ENGINE].tool_template)
 
 
-async def thinking_of(
+async def resolve_thinking(
     request: web.Request, template: TemplateOptions, messages: Sequence[ChatMessage], wish: Wish
 ) -> tuple[TemplateOptions, Thinking]:
     """Applies the client's wish about thinking: returns the template's options and how the model thinks with them.
     Raises InvalidRequest for a wish that the model cannot meet."""
     engine, parser = request.app[ENGINE], request.app[CONFIG].reasoning_parser
     text = (engine.tool_template if template.tools else engine.chat_template) or ""
-    variables, ignored = with_wish(template.variables, wish, text)
+    variables, ignored = apply_wish(template.variables, wish, text)
     for name in ignored:
         log_once(name)
     if variables != template.variables:
@@ -174,7 +174,7 @@ async def thinking_of(
     return template, Thinking(marks, place, known, known and wish.read, wish.shown, wish.streamed)
 
 
-def call_of(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> GenerationCall:
+def build_call(request: web.Request, body: GenerationFields, sampling: SamplingParams) -> GenerationCall:
     """Builds the part of a call that all endpoints share, still without a prompt. Raises InvalidRequest for too many
     log probabilities."""
     return GenerationCall(
@@ -199,7 +199,7 @@ async def respond(
     headers = {}
     if body.return_metrics or request.app[CONFIG].server_timing:
         headers["Server-Timing"] = timeline.server_timing(result)
-    encoded = answer.slices.encode(answer.whole(result))
+    encoded = answer.slices.encode(answer.full_answer(result))
     if isinstance(encoded, bytes):
         return web.Response(body=encoded, content_type="application/json", headers=headers)
     return await send_parts(request, encoded, headers)
@@ -264,7 +264,7 @@ def _write_text(text_event: Callable[[Piece], bytes | None], events: EventStream
     if not events.is_free or (data := text_event(piece)) is None:
         return False
     if data:
-        events.put(data)
+        events.send_now(data)
     return True
 
 

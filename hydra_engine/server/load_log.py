@@ -33,7 +33,7 @@ _WORDS = (
 
 
 class Load:
-    """A counter of the load between two calls of `take`. `stats` is `Engine.stats`; `add` receives every result."""
+    """Counts the load between two calls of `summarise`. `stats` is `Engine.stats`; `add` receives every result."""
 
     def __init__(self, stats: Callable[[], Status | None], now_s: float) -> None:
         self._stats = stats
@@ -44,7 +44,7 @@ class Load:
     def add(self, result: Result) -> None:
         self._ended.append(result.usage)
 
-    def take(self, now_s: float) -> dict[str, object] | None:
+    def summarise(self, now_s: float) -> dict[str, object] | None:
         """The facts of the interval since the last call; None if nothing ran. Hit rates count the requests that ended
         in it."""
         status, ended, span_s = self._stats(), self._ended, max(now_s - self._began_s, 1e-9)
@@ -87,7 +87,7 @@ async def load_lines(engine: EnginePort) -> AsyncIterator[None]:
     async def write() -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            if (facts := load.take(time.monotonic())) is not None:
+            if (facts := load.summarise(time.monotonic())) is not None:
                 words = (form.format(facts[name]) for name, form in _WORDS if name in facts)
                 logger.info("%s", ", ".join(words), extra={log.FACTS: facts})
 

@@ -48,7 +48,7 @@ PAGE_PATHS = PAGE_FILES | {"/ui/events"}  # used only by the server's own page
 
 async def show(request: web.Request) -> web.Response:
     routes, keys = tuple(routes_of(request.app)), request.app[KEYS]
-    body = await asyncio.to_thread(_encoded, routes, keys.asks, keys.has_admin_key)
+    body = await asyncio.to_thread(_encoded, routes, keys.requires_key, keys.has_admin_key)
     return web.Response(body=body, content_type=_JSON)
 
 

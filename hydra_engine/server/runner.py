@@ -68,7 +68,7 @@ async def serve(
     """
     app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
     if config.access_log != "off":
-        access.turn_on(config.access_log)
+        access.enable_access_log(config.access_log)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app[KEYS])
     listening = await listen(app, config.host, config.port)
     signals, recording = _Signals(), None
@@ -98,7 +98,7 @@ def _open_recording(path: Path) -> Recording:
 
 
 def _warn_of_exposure(listening: Listening, keys: KeyRing, config: ServerConfig) -> None:
-    if not keys.asks and not all(is_loopback(address) for address in listening.addresses):
+    if not keys.requires_key and not all(is_loopback(address) for address in listening.addresses):
         logger.warning(
             "%s is reachable from other machines and asks for no API key; see --api-key-file, or --host 127.0.0.1",
             listening.url,
@@ -193,7 +193,7 @@ async def _drain(lifecycle: Lifecycle, timeout_s: float, signals: _Signals) -> i
     lifecycle.draining = True
     if lifecycle.num_running:
         how = "Ctrl-C again" if signals.number == signal.SIGINT else "a second signal"
-        log.tell(f"shutting down: {timeout_s:g} s for {_running(lifecycle)} to end; {how} ends at once")
+        log.log_always(f"shutting down: {timeout_s:g} s for {_running(lifecycle)} to end; {how} ends at once")
     idle = asyncio.create_task(lifecycle.wait_idle())
     again = asyncio.create_task(signals.second.wait())
     try:

@@ -169,14 +169,14 @@ class Lifecycle:
     def num_running(self) -> int:
         return len(self._running)
 
-    def check(self) -> None:
+    def check_not_draining(self) -> None:
         if self.draining:
             raise Unavailable("the server is shutting down and takes no new requests", code="draining", retry_after_s=5)
 
     @contextmanager
     def running(self, scope: Scope, tenant: str, ids: tuple[str, ...]) -> Iterator[None]:
         """Registers a generation for the duration of the `with`. Raises Unavailable while the server drains."""
-        self.check()
+        self.check_not_draining()
         self._running[scope] = tenant, ids
         self._idle.clear()
         try:

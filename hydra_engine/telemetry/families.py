@@ -86,7 +86,9 @@ class Families:
         family = CounterMetricFamily(name, help, labels=(*LABELS, label))
         return self._filled(family, {(value,): counts[value] for value in values})
 
-    def table(self, name: str, help: str, labels: Sequence[str], counts: dict[tuple[str, ...], float]) -> Metric:
+    def counter_by_labels(
+        self, name: str, help: str, labels: Sequence[str], counts: dict[tuple[str, ...], float]
+    ) -> Metric:
         """A counter with a series for each key of `counts`, which has a value for each of `labels`."""
         return self._filled(CounterMetricFamily(name, help, labels=(*LABELS, *labels)), dict(sorted(counts.items())))
 

@@ -41,11 +41,11 @@ class HttpTraffic:
             "hydra:event_loop_lag_seconds", "How late the event loop ran a timer, ten times a second.", _LAG_SECONDS
         )
 
-    def refused(self, reason: str | None) -> None:
+    def count_refusal(self, reason: str | None) -> None:
         """Counts a request refused because of the server's state or one of its limits."""
         self._refused[reason if reason in _REASONS else OTHER] += 1
 
-    def answered(
+    def count_answer(
         self, route: str, status: int, client: str | None = None, *, method: str = "GET", seconds: float = 0.0
     ) -> None:
         """Counts an answer. `route` is a route's pattern, never a path; `client` is the operator's name of an API
@@ -57,7 +57,7 @@ class HttpTraffic:
         if client is not None:
             self._by_client[self._known(client), str(status)] += 1
 
-    def lagged(self, seconds: float) -> None:
+    def count_lag(self, seconds: float) -> None:
         """Counts a timer that the event loop ran `seconds` late."""
         self._lag.observe(seconds)
 
@@ -73,13 +73,15 @@ class HttpTraffic:
         refused = "Requests refused because of the server's state or a limit, by reason."
         yield make.counter_by("hydra:admission_rejections", refused, "reason", _REASONS, self._refused)
         answers = "HTTP answers by route and status."
-        yield make.table("hydra:http_responses", answers, ("route", "status"), dict(self._by_route))
+        yield make.counter_by_labels("hydra:http_responses", answers, ("route", "status"), dict(self._by_route))
         by_client: dict[tuple[str, ...], float] = {
             labels: count for labels, count in self._by_client.items() if client in (None, labels[0])
         }
         by_key = "HTTP answers by API key and status."
-        yield make.table("hydra:client_responses", by_key, ("client", "status"), by_client)
+        yield make.counter_by_labels("hydra:client_responses", by_key, ("client", "status"), by_client)
         in_hundreds = "HTTP answers by method, route and status in hundreds."
-        yield make.table("http_requests", in_hundreds, ("method", "handler", "status"), dict(self._by_class))
+        yield make.counter_by_labels(
+            "http_requests", in_hundreds, ("method", "handler", "status"), dict(self._by_class)
+        )
         yield self._seconds.family(make.labels)
         yield self._lag.family(make.labels)

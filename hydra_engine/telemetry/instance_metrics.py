@@ -28,7 +28,7 @@ class BusyShares:
         self._before: Status | None = None
         self.shares = {"vision": 0.0, "language": 0.0}
 
-    def put(self, status: Status) -> None:
+    def update(self, status: Status) -> None:
         before = self._before
         if before is None or status.time_s < before.time_s:
             self._before = status
@@ -68,7 +68,7 @@ def _tokens(make: Families, status: Status, cached_tokens: int) -> Iterator[Metr
     preemption."""
     help = "Prompt tokens: those computed when they are, those found in the cache when their request ends."
     yield make.counter("vllm:prompt_tokens", help, status.prompt_tokens + cached_tokens)
-    yield make.table(
+    yield make.counter_by_labels(
         "vllm:prompt_tokens_by_source",
         "Prompt tokens by what gave their KV.",
         ("source",),
@@ -81,7 +81,7 @@ def _steps(make: Families, status: Status) -> Iterator[Metric]:
     preempted = "Requests that had to give up their KV blocks."
     yield make.counter("vllm:num_preemptions", preempted, status.num_preemptions)
     yield make.counter("hydra:images_encoded", "Images that went through the encoder.", status.images_encoded)
-    yield make.table(
+    yield make.counter_by_labels(
         "hydra:stream_busy_seconds",
         "Seconds that a lane has computed.",
         ("stream",),

@@ -55,7 +55,7 @@ class Metrics(Collector):
         from `status`, the sum over all instances, and from `statuses`, by instance name. Series by client are
         restricted to `client`, unless it is None."""
         if status is not None:
-            self._busy.put(status)
+            self._busy.update(status)
         self._status = status
         self._instances, self._statuses, self._client = instances, statuses or {}, client
         # The header itself is not passed on: the library fails on some of its words.

@@ -61,7 +61,7 @@ class Tracer:
             raise ConfigError(
                 "otlp_endpoint needs OpenTelemetry: pip install 'hydra-engine[otel]'", param="otlp_endpoint"
             ) from error
-        log.take_over("opentelemetry")
+        log.adopt_logger("opentelemetry")
         self._trace = trace
         self._propagator = TraceContextTextMapPropagator()
         self._exporter: SpanExporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=_EXPORT_S)
@@ -74,7 +74,7 @@ class Tracer:
         )
         self._tracer = self._provider.get_tracer("hydra_engine", __version__)
 
-    def add(self, request: Traced) -> None:
+    def export(self, request: Traced) -> None:
         """Queues the request's spans; never waits for the collector. Exports none if the parent is not sampled."""
         trace = self._trace
         offset_ns = time.time_ns() - time.monotonic_ns()  # from the monotonic to the wall clock, which spans are on

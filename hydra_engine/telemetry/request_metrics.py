@@ -218,7 +218,9 @@ class FinishedRequests:
             for limit in ("ttft", "tpot")
             for met in (True, False)
         }
-        yield make.table("hydra:slo_requests", "Finished requests by limit, met or not.", ("limit", "met"), counts)
+        yield make.counter_by_labels(
+            "hydra:slo_requests", "Finished requests by limit, met or not.", ("limit", "met"), counts
+        )
         yield make.counter("hydra:limited_requests", "Finished requests that had a limit.", totals.limited)
         yield make.counter("hydra:goodput_requests", "Finished requests that met all their limits.", totals.good)
         late = "Late gaps between tokens by what most of each went to."

@@ -91,7 +91,7 @@ class TraceRing:
         self._requests.append(EndedRequest(request_id, arrival_s, spans, usage, client))
         self._num_added += 1
 
-    def since(self, number: int, limit: int, client: str | None = None) -> tuple[int, list[EndedRequest]]:
+    def added_since(self, number: int, limit: int, client: str | None = None) -> tuple[int, list[EndedRequest]]:
         """Returns the number of requests added in all, and up to `limit` of those added after the first `number`: the
         latest that are still kept, the oldest first; of one client, or of all if `client` is None. A `number` above the
         count is from before a restart and counts as 0."""
@@ -119,12 +119,12 @@ class TraceRing:
                 event = _event(span, arrival - origin, {"request": request_id, **_arguments(span)})
                 row = f"{request_id} transfer" if PHASE_OF.get(span.stage) in MOVES else request_id
                 row = f"{request_id} images" if span.lane == "vision" else row
-                events.append(event | rows.place(_REQUESTS, row, event["ts"], event["ts"] + event["dur"]))
+                events.append(event | rows.assign_row(_REQUESTS, row, event["ts"], event["ts"] + event["dur"]))
         for step in _steps(requests):
             arguments = {"requests": step.requests, "batch": step.span.batch, "tokens": step.tokens}
             event = _event(step.span, step.arrival_s - origin, arguments)
             start = event["ts"]
-            events.append(event | rows.place(step.span.instance, step.row, start, start + event["dur"]))
+            events.append(event | rows.assign_row(step.span.instance, step.row, start, start + event["dur"]))
         return rows.names() + events
 
     def write(self, path: str | Path) -> None:
@@ -190,7 +190,7 @@ class _Rows:
         self._rows: dict[tuple[str, str], int] = {}
         self._busy_until: dict[tuple[str, str], float] = {}
 
-    def place(self, process: str, row: str, start: float, end: float) -> dict[str, int]:
+    def assign_row(self, process: str, row: str, start: float, end: float) -> dict[str, int]:
         """Returns the pid and tid of the first of `row`, `row 2`, .. that is free at that time. Call it in order of
         start."""
         name, number = row, 1

@@ -105,7 +105,7 @@ class Source:
             checksums=checksums,
         )
 
-    def more(
+    def extend(
         self, owner: Owner, blocks: Sequence[int], *, end: KvEnd | None = None, checksums: tuple[int, ...] = ()
     ) -> More | None:
         """Adds blocks of KV. Returns the message to the offer's peer; None if the owner has no live offer. With `end`
@@ -199,7 +199,7 @@ class Source:
         return sequence in self._live
 
     @property
-    def live(self) -> int:
+    def num_live(self) -> int:
         return len(self._live)
 
     # ---- inside

@@ -3,7 +3,7 @@
 An offer goes through these states; each offer that was reported to the owner (`Offered`) ends exactly once:
 
     unclaimed   its request is not known here (yet): recorded, not renewed
-    wanted      `Offered` was given out, no copy of it is in flight; ends by `Gone`, `refuse` or `forget`
+    wanted      `Offered` was given out, no copy of it is in flight; ends by `Gone`, `refuse` or `end_request`
     copying     at least one copy is in flight; ends by `Committed`, or is wanted again after its last copy for now
     cancelled   copying, but withdrawn, refused, invalid, or its source lost; ends by `Gone` with its last copy
 
@@ -84,7 +84,7 @@ class Destination:
         that is here already."""
         records = self._records
         assert request_id not in records.sources, f"request {request_id} is expected already"
-        offers = records.unclaimed(request_id)
+        offers = records.unclaimed_pulls(request_id)
         records.sources[request_id] = peer
         events: list[PullEvent] = []
         for pull in offers:
@@ -94,11 +94,11 @@ class Destination:
             self._renewed_s = -math.inf
         return events
 
-    def forget(self, request_id: RequestId) -> list[tuple[str, Refuse]]:
+    def end_request(self, request_id: RequestId) -> list[tuple[str, Refuse]]:
         """Ends the offers of a finished request; unknown ids are ignored. Returns (peer, message) pairs to send. Offers
         with a copy in flight end as `Gone` with their last copy."""
         self._records.sources.pop(request_id, None)
-        pulls = [*self._records.wanted(request_id), *self._records.unclaimed(request_id)]
+        pulls = [*self._records.wanted_pulls(request_id), *self._records.unclaimed_pulls(request_id)]
         return [self._refuse(pull) for pull in pulls]
 
     # ---- what sources say
@@ -284,7 +284,7 @@ class Destination:
     # ---- looking
 
     @property
-    def live(self) -> int:
+    def num_live(self) -> int:
         """Number of known offers that have not ended, offers for unknown requests included."""
         return len(self._records.pulls)
 
@@ -300,7 +300,7 @@ class Destination:
             self.ignored += 1
             return []
         events: list[PullEvent] = []
-        earlier = self._records.wanted_for(pull.request_id, pull.image_index, pull.peer)
+        earlier = self._records.wanted_pull(pull.request_id, pull.image_index, pull.peer)
         if earlier is not None:
             if not earlier.copies:
                 events.append(Gone(earlier.handle, earlier.image_index))

@@ -69,13 +69,13 @@ class Records:
             return None
         return peer.wanted.get(sequence) or peer.unclaimed.get(sequence)
 
-    def wanted(self, request_id: RequestId) -> list[Pull]:
+    def wanted_pulls(self, request_id: RequestId) -> list[Pull]:
         return list(self._wanted.get(request_id, {}).values())
 
-    def wanted_for(self, request_id: RequestId, image_index: int | None, peer: str) -> Pull | None:
+    def wanted_pull(self, request_id: RequestId, image_index: int | None, peer: str) -> Pull | None:
         return self._wanted.get(request_id, {}).get((image_index, peer))
 
-    def unclaimed(self, request_id: RequestId) -> list[Pull]:
+    def unclaimed_pulls(self, request_id: RequestId) -> list[Pull]:
         """Unclaimed offers for the request, oldest first."""
 
         def all_unclaimed() -> Iterator[Pull]:

@@ -51,7 +51,7 @@ class Staging:
         self._copying: dict[int, _Piece] = {}  # by number of the job; some are over
         self._next_number = 1
 
-    def ask(self, peer: str, stage: Stage, pool: PoolKind) -> bool:
+    def request(self, peer: str, stage: Stage, pool: PoolKind) -> bool:
         """Queues a piece of a live offer. Returns False if it is empty or larger than the pool: it can never be
         staged."""
         if not 0 < len(stage.blocks) <= self._num_blocks.get(pool, 0):
@@ -85,20 +85,20 @@ class Staging:
         stage = piece.stage
         return piece.peer, Staged(stage.incarnation, stage.sequence, stage.ticket, tuple(piece.blocks))
 
-    def taken(self, peer: str, taken: Taken) -> None:
+    def on_taken(self, peer: str, taken: Taken) -> None:
         piece = self._pieces.get((taken.sequence, taken.ticket))
         if piece is None or piece.peer != peer or not piece.staged:
             self.ignored += 1
             return
         self._end(piece)
 
-    def take_back(self, is_live: Callable[[int], bool]) -> None:
+    def free_ended(self, is_live: Callable[[int], bool]) -> None:
         """Frees the pieces of offers that are over. `is_live` takes the sequence number of an offer."""
         for piece in [piece for piece in self._pieces.values() if not is_live(piece.stage.sequence)]:
             self._end(piece)
 
     @property
-    def live(self) -> int:
+    def num_live(self) -> int:
         """Number of pieces that wait, are copied, or are held for a target."""
         return len(self._pieces)
 
@@ -126,12 +126,12 @@ class _Pull:
     problem: str | None = None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return not self.copying and (not self.valid or (not self.tickets and self.asked == len(self.job.source_blocks)))
 
 
 class StagedPulls:
-    """The target's staged pulls. A pull ends with exactly one result, from `copied` or `end_over`."""
+    """The target's staged pulls. A pull ends with exactly one result, from `copied` or `end_expired`."""
 
     def __init__(self) -> None:
         self.ignored = 0  # messages
@@ -145,7 +145,7 @@ class StagedPulls:
         pull = self._pulls[job.step_id] = _Pull(job, incarnation, piece_blocks, now)
         return self._ask(pull)
 
-    def staged(self, peer: str, staged: Staged) -> PullJob | None:
+    def on_staged(self, peer: str, staged: Staged) -> PullJob | None:
         """Returns the copy job of a piece, with its ticket; `copied` must follow. None if no pull waits for the piece
         any more."""
         pull = self._of_ticket.get(staged.ticket)
@@ -176,16 +176,16 @@ class StagedPulls:
         messages: list[Taken | Stage] = []
         if pull.valid:
             messages = [Taken(pull.incarnation, pull.job.sequence, result.ticket), *self._ask(pull)]
-        ended = self._end(pull, result.ended_s) if pull.ended else None
+        ended = self._end(pull, result.ended_s) if pull.has_ended else None
         return pull.job.peer, messages, ended
 
-    def end_over(self, is_over: Callable[[PullJob], bool], now: float) -> Iterator[PullResult]:
+    def end_expired(self, is_over: Callable[[PullJob], bool], now: float) -> Iterator[PullResult]:
         """Yields results of pulls whose offer is over and which have no copy in flight: their next piece never comes.
         Pulls with a copy in flight end with it."""
         for pull in list(self._pulls.values()):
             if pull.valid and is_over(pull.job):
                 pull.valid = False
-                if pull.ended:
+                if pull.has_ended:
                     yield self._end(pull, now)
 
     def _ask(self, pull: _Pull) -> list[Stage]:

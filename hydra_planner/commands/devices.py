@@ -78,7 +78,7 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
     from hydra_planner.simulator.costs import costs_of, read_profile
 
     if path is None:
-        log.tell("step times: looking for a saved profile of this model here, else measuring one")
+        log.log_always("step times: looking for a saved profile of this model here, else measuring one")
         measured = _measured_here(config)
         profile, source = measured.profile, measured.source
     else:
@@ -102,7 +102,7 @@ def _measured_here(config: EngineConfig) -> StepCosts:
         measured: StepCosts = build.profile_instance(config, progress_line(), fresh=fresh)
         if (busy := busy_note(measured.profile.other_load)) is None:
             return measured
-        log.tell(f"step times: {busy}")
+        log.log_always(f"step times: {busy}")
     raise ResourceError(
         f"no plan, for step times measured on this machine now would mislead: {busy}. End the other programs, or take "
         "step times measured before with --profile FILE"

@@ -162,7 +162,7 @@ def _only(arguments: argparse.Namespace, question: Question) -> list[Candidate]:
     for text in arguments.topologies.split():
         topology = Topology.parse(text)
         check_serves(topology, question.spec.vision is not None)
-        found.append(Candidate(topology.on(placed(topology, question.kinds)), text))
+        found.append(Candidate(topology.with_devices(placed(topology, question.kinds)), text))
     return found
 
 
@@ -170,7 +170,7 @@ def _progress() -> Callable[[str, int], None]:
     """Returns a callback that logs a line for each part of the search."""
 
     def report(what: str, _: int) -> None:
-        log.tell(what)
+        log.log_always(what)
 
     return report
 
@@ -183,7 +183,7 @@ def _write(arguments: argparse.Namespace, plan: Plan, title: str) -> None:
             raise ConfigError(f"the plan cannot be written: {error.strerror}", param="output") from error
     if arguments.pictures is not None:
         for path in _drawing().draw(plan, arguments.pictures, title):
-            log.tell(f"picture: {path}")
+            log.log_always(f"picture: {path}")
 
 
 def _launch(plan: Plan, question: Question, server: ServerConfig) -> int:

@@ -45,10 +45,10 @@ class _NoText:
 
     stop_string: str | None = None
 
-    def feed(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         return ""
 
-    def feed_one(self, token_id: int) -> str:
+    def decode_one(self, token_id: int) -> str:
         return ""
 
     def flush(self) -> str:

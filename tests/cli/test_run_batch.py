@@ -72,7 +72,7 @@ def test_failed_lines_make_the_exit_code_and_pipes_do() -> None:
             2,
             "the file of requests no-such-file cannot be opened: no such file or directory",
         ),
-        (("{file}", "-o", "{file}"), 2, "must not be that of the requests"),
+        (("{file}", "-o", "{file}"), 2, "must not be the file of requests"),
         (("{file}", "-o", "/no/such/folder/x"), 2, "the file of answers /no/such/folder/x cannot be opened"),
         (("{file}", "-o", "-", "--max-concurrent", "0"), 2, "--max-concurrent must be from 1 to 512"),
         (("{file}", "-o", "-", "--model", "no-such-folder"), 3, "no model directory"),

@@ -279,7 +279,7 @@ def test_a_slow_reader_gets_everything(nodes: list[Node]) -> None:
         reader = wire.FrameReader()
         received = []
         while len(received) < 1 + len(messages):
-            received += reader.feed(peer.recv(1 << 16))
+            received += reader.read_frames(peer.recv(1 << 16))
     assert [wire.decode_to_peer(body) for body in received[1:]] == messages
 
 
@@ -313,7 +313,7 @@ def test_what_was_meant_for_one_life_of_a_peer_does_not_reach_the_next(nodes: li
             reader = wire.FrameReader()
             bodies: list[bytes] = []
             while len(bodies) < 2:
-                bodies += reader.feed(new.recv(1 << 16))
+                bodies += reader.read_frames(new.recv(1 << 16))
     assert wire.decode_to_peer(bodies[1]) == offer(2)
 
 
@@ -396,7 +396,7 @@ async def test_a_peer_in_another_process_that_is_killed(nodes: list[Node]) -> No
     assert (down.name, down.incarnation) == ("p0", 12)
     assert os.pread(up.descriptors[0], 64, 0) == bytes(range(64)), "a dead peer's memory stays readable"
     os.close(up.descriptors[0])
-    wait_until(lambda: child.how_it_ended() is not None, "the process is reaped")
-    assert child.how_it_ended() == "was killed by SIGKILL" and not alive(child.pid)
+    wait_until(lambda: child.exit_description() is not None, "the process is reaped")
+    assert child.exit_description() == "was killed by SIGKILL" and not alive(child.pid)
     child.close()
     await asyncio.sleep(0.05)

@@ -14,16 +14,16 @@ from hydra_engine.core.units import describe_exit
 
 def test_waits_grow_with_each_death_and_start_over_after_a_long_life() -> None:
     restarts = Restarts(PACE)
-    waits = [restarts.died(served_s=5.0) for _ in range(8)]
+    waits = [restarts.record_death(served_s=5.0) for _ in range(8)]
     assert waits == [(usual, 0) for usual in (0, 1, 2, 4, 8, 16, 30, 30)], "the second if nobody does its work"
-    assert restarts.died(served_s=60.0) == (0, 0)
-    assert restarts.died(served_s=59.0) == (1, 0)
+    assert restarts.record_death(served_s=60.0) == (0, 0)
+    assert restarts.record_death(served_s=59.0) == (1, 0)
     assert restarts.total == 10
 
 
 def test_starts_that_fail_wait_even_if_nobody_else_serves() -> None:
     restarts = Restarts(PACE)
-    waits = [restarts.died(served_s) for served_s in (9.0, 0.0, 0.0, 0.0, 1.0)]
+    waits = [restarts.record_death(served_s) for served_s in (9.0, 0.0, 0.0, 0.0, 1.0)]
     assert waits == [(0, 0), (1, 1), (2, 2), (4, 4), (8, 0)]
 
 
@@ -39,7 +39,7 @@ def test_a_start_that_gives_signs_may_take_for_ever() -> None:
     for now in range(5000, 10000, 100):
         assert start.problem(now, starting(5.0, ready=True)) is None
     for now in range(10000, 15000, 100):
-        start.sign(now)
+        start.record_sign(now)
         assert start.problem(now + 5, starting(5.0)) is None
     assert start.problem(15010, None) is None, "where the system does not tell"
 
@@ -56,37 +56,44 @@ def test_a_start_without_signs_is_fenced_and_a_stopped_one_sooner() -> None:
 
 def test_five_failed_starts_in_a_row_are_enough() -> None:
     restarts = Restarts(PACE)
-    assert [restarts.died(0.0) is None for _ in range(5)] == [False] * 4 + [True]
+    assert [restarts.record_death(0.0) is None for _ in range(5)] == [False] * 4 + [True]
     restarts = Restarts(PACE)
     served_s = (0.0, 0.0, 0.0, 0.0, 0.1) * 4
-    assert all(restarts.died(s) is not None for s in served_s), "whatever ended it may have come from a client"
+    assert all(restarts.record_death(s) is not None for s in served_s), "whatever ended it may have come from a client"
 
 
 def test_silence_is_told_once_and_ends_with_a_word() -> None:
     silence = Silence(2.0, 10.0)
     silence.heartbeat(100.0)
-    assert silence.check(101.9) is None
-    assert silence.check(102.0) is Change.SILENT
-    assert silence.check(105.0) is None
+    assert silence.change_due(101.9) is None
+    assert silence.change_due(102.0) is Change.SILENT
+    assert silence.change_due(105.0) is None
     assert silence.heartbeat(106.0) and not silence.heartbeat(106.1)
-    assert silence.check(108.0) is None
-    assert silence.check(108.1) is Change.SILENT
-    assert silence.check(116.1) is Change.FENCE
+    assert silence.change_due(108.0) is None
+    assert silence.change_due(108.1) is Change.SILENT
+    assert silence.change_due(116.1) is Change.FENCE
 
 
 def test_time_in_which_nobody_listened_does_not_count() -> None:
     silence = Silence(2.0, 10.0)
     silence.heartbeat(100.0)
-    assert silence.check(102.5) is Change.SILENT
+    assert silence.change_due(102.5) is Change.SILENT
     silence.reset_timer(160.0)
     assert silence.silent, "it still has not been heard"
-    assert silence.check(169.9) is None
-    assert silence.check(170.0) is Change.FENCE
+    assert silence.change_due(169.9) is None
+    assert silence.change_due(170.0) is Change.FENCE
 
 
 def test_own_pauses_are_noticed() -> None:
     pauses = OwnPauses(0.0, 1.0)
-    assert [pauses.paused(now) for now in (0.05, 0.9, 1.9, 3.0, 3.05, 90.0)] == [False, False, False, True, False, True]
+    assert [pauses.was_paused(now) for now in (0.05, 0.9, 1.9, 3.0, 3.05, 90.0)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,7 @@ def make_pairs(*names: str) -> Pairs:
     pairs = Pairs(names, PACE)
     for name in names:
         pairs.join(name, 0.0)
-    for pair in pairs.due(0.0):
+    for pair in pairs.pairs_due(0.0):
         pairs.connected(pair, 0.0)
     return pairs
 
@@ -114,11 +121,11 @@ def make_pairs(*names: str) -> Pairs:
 def test_every_two_ready_instances_are_a_pair_in_the_order_of_the_topology() -> None:
     pairs = Pairs(("e0", "p0", "d0"), PACE)
     pairs.join("d0", 0.0)
-    assert pairs.due(0.0) == [] and not pairs.complete
+    assert pairs.pairs_due(0.0) == [] and not pairs.complete
     pairs.join("e0", 0.0)
-    assert pairs.due(0.0) == [("e0", "d0")]
+    assert pairs.pairs_due(0.0) == [("e0", "d0")]
     pairs.join("p0", 0.0)
-    assert set(pairs.due(0.0)) == {("e0", "d0"), ("e0", "p0"), ("p0", "d0")}
+    assert set(pairs.pairs_due(0.0)) == {("e0", "d0"), ("e0", "p0"), ("p0", "d0")}
 
 
 def test_a_pair_is_up_when_both_have_said_so() -> None:
@@ -127,7 +134,7 @@ def test_a_pair_is_up_when_both_have_said_so() -> None:
         assert not pairs.complete
         assert up(pairs, one, other) == [None, True]
     assert pairs.complete
-    assert sorted(pairs.leave("p0")) == [("e0", "p0"), ("p0", "d0")]
+    assert sorted(pairs.remove("p0")) == [("e0", "p0"), ("p0", "d0")]
     assert not pairs.complete
     assert pairs.report("e0", "p0", False, "it is gone", 1.0) is None, "of a life that is over"
 
@@ -137,10 +144,10 @@ def test_a_broken_pair_is_connected_again_after_a_second_and_once() -> None:
     up(pairs, "e0", "p0")
     assert pairs.report("e0", "p0", False, "nonsense", 5.0) is False
     assert pairs.report("p0", "e0", False, "closed", 5.1) is None
-    assert pairs.due(5.9) == []
-    assert pairs.due(6.0) == [("e0", "p0")]
+    assert pairs.pairs_due(5.9) == []
+    assert pairs.pairs_due(6.0) == [("e0", "p0")]
     pairs.connected(("e0", "p0"), 6.0)
-    assert pairs.due(7.0) == []
+    assert pairs.pairs_due(7.0) == []
     assert up(pairs, "e0", "p0", 6.1) == [None, True]
 
 
@@ -153,24 +160,24 @@ def test_late_words_about_the_old_connection_do_no_harm() -> None:
     assert pairs.report("e0", "p0", True, "", 6.1) is None
     assert pairs.report("p0", "e0", False, "closed", 6.2) is None
     assert pairs.report("p0", "e0", True, "", 6.3) is True
-    assert pairs.due(60.0) == []
+    assert pairs.pairs_due(60.0) == []
 
 
 def test_a_pair_that_says_nothing_is_connected_again() -> None:
     pairs = make_pairs("e0", "p0")
     assert pairs.report("e0", "p0", True, "", 0.1) is None
-    assert pairs.due(14.9) == []
-    assert pairs.due(15.0) == [] and pairs.due(16.0) == [("e0", "p0")]
+    assert pairs.pairs_due(14.9) == []
+    assert pairs.pairs_due(15.0) == [] and pairs.pairs_due(16.0) == [("e0", "p0")]
 
 
 def test_three_failures_in_a_row_are_hopeless() -> None:
     pairs = make_pairs("e0", "p0")
     for now in (1.0, 3.0):
         pairs.report("e0", "p0", False, "other blocks", now)
-        assert pairs.hopeless() is None
+        assert pairs.find_hopeless() is None
         pairs.connected(("e0", "p0"), now + 1)
     pairs.failed(("e0", "p0"), "no descriptors left", 5.0)
-    assert pairs.hopeless() == (("e0", "p0"), "no descriptors left")
+    assert pairs.find_hopeless() == (("e0", "p0"), "no descriptors left")
     pairs.connected(("e0", "p0"), 6.0)
     up(pairs, "e0", "p0")
-    assert pairs.hopeless() is None
+    assert pairs.find_hopeless() is None

@@ -41,7 +41,7 @@ MESSAGES: list[Hello | TransferMessage] = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_what_peers_say_survives(message: Hello | TransferMessage) -> None:
-    (body,) = wire.FrameReader(wire.MAX_PEER_FRAME_BYTES).feed(wire.encode_to_peer([message]))
+    (body,) = wire.FrameReader(wire.MAX_PEER_FRAME_BYTES).read_frames(wire.encode_to_peer([message]))
     assert wire.decode_to_peer(body) == message
 
 
@@ -94,8 +94,8 @@ def test_neighbours_come_with_the_limits_of_each() -> None:
 
 def test_a_frame_over_the_limit_is_refused_by_its_length_alone() -> None:
     with pytest.raises(wire.WireError, match="limit of 100"):
-        wire.FrameReader(100).feed(struct.pack("<I", 101))
-    assert wire.FrameReader(100).feed(struct.pack("<I", 100) + bytes(100)) == [bytes(100)]
+        wire.FrameReader(100).read_frames(struct.pack("<I", 101))
+    assert wire.FrameReader(100).read_frames(struct.pack("<I", 100) + bytes(100)) == [bytes(100)]
     with pytest.raises(wire.WireError, match="limit"):
         wire.encode_frames([Renew(1, tuple(range(200)), ())], max_bytes=100)
 
@@ -104,7 +104,7 @@ def test_frames_cut_anywhere_are_put_together() -> None:
     data = wire.encode_to_peer(MESSAGES)
     for step in (1, 3, 7, len(data)):
         reader = wire.FrameReader()
-        bodies = [body for i in range(0, len(data), step) for body in reader.feed(data[i : i + step])]
+        bodies = [body for i in range(0, len(data), step) for body in reader.read_frames(data[i : i + step])]
         assert [wire.decode_to_peer(body) for body in bodies] == MESSAGES
 
 
@@ -120,7 +120,7 @@ def test_what_answers_have_in_common_travels_once() -> None:
     messages: list[ToInstance] = [Abort(RequestId(99)), *answers, Abort(RequestId(1)), answers[0]]
     one, all_of_them = (len(wire.encode_to_instance(some)) for some in (answers[:1], messages))
     assert all_of_them < 2 * one + 64 * 32
-    bodies = wire.FrameReader().feed(wire.encode_to_instance(messages))
+    bodies = wire.FrameReader().read_frames(wire.encode_to_instance(messages))
     assert len(bodies) == 4 and wire.messages_to_instance(bodies) == messages
 
 
@@ -135,5 +135,5 @@ def test_what_differs_in_anything_else_travels_by_itself() -> None:
         replace(first, request=dataclasses.replace(first.request, id=RequestId(2), cache_salt="bob")),
     ]
     for other in others:
-        bodies = wire.FrameReader().feed(wire.encode_to_instance([first, other, first]))
+        bodies = wire.FrameReader().read_frames(wire.encode_to_instance([first, other, first]))
         assert len(bodies) == 3 and wire.messages_to_instance(bodies) == [first, other, first]

@@ -57,15 +57,15 @@ def step(decodes: int, context: int, tokens: int, start: int) -> LanguageLoad:
 @given(curves(), st.floats(0, 5000), st.floats(0, 5000))
 def test_a_curve_rises_and_goes_through_its_knots(curve: Curve, one: float, other: float) -> None:
     low, high = sorted((one, other))
-    assert 0 < curve.at(low) <= curve.at(high) * (1 + 1e-12)
+    assert 0 < curve.interpolate(low) <= curve.interpolate(high) * (1 + 1e-12)
     for knot, seconds in zip(curve.knots, curve.seconds, strict=True):
-        assert math.isclose(curve.at(knot), seconds, rel_tol=1e-9)
+        assert math.isclose(curve.interpolate(knot), seconds, rel_tol=1e-9)
 
 
 def test_a_curve_is_flat_before_its_first_knot_and_goes_on_behind_its_last() -> None:
     curve = Curve((10.0, 20.0), (1.0, 3.0))
-    assert [curve.at(x) for x in (0, 10, 15, 20, 30)] == [1.0, 1.0, 2.0, 3.0, 5.0]
-    assert Curve((10.0,), (1.0,)).at(50) == 1.0
+    assert [curve.interpolate(x) for x in (0, 10, 15, 20, 30)] == [1.0, 1.0, 2.0, 3.0, 5.0]
+    assert Curve((10.0,), (1.0,)).interpolate(50) == 1.0
 
 
 @given(surfaces(), LOADS, st.sampled_from(list(LanguageLoad.__dataclass_fields__)), st.integers(1, 500))

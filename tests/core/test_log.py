@@ -101,7 +101,7 @@ def test_a_pipe_that_must_not_block_gets_every_line(pipe: Pipe) -> None:
     assert pipe.read("end\n") == text + "end\n"
 
 
-BROKEN = "from hydra_engine import log; import sys; log.never_wait(); log.configure(); log.tell('a line'); "
+BROKEN = "from hydra_engine import log; import sys; log.never_wait(); log.configure(); log.log_always('a line'); "
 SEEN = "sys.stderr.write('x'); sys.stderr.wait_written(); print(log.num_dropped(), end='')"
 
 

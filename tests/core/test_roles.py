@@ -205,5 +205,5 @@ def test_instances_that_name_no_device_go_along_with_the_others(text: str, defau
     topology = Topology.parse(text)
     placed = topology.devices(default)
     assert placed == tuple(devices.split())
-    moved = topology.on(placed)
+    moved = topology.with_devices(placed)
     assert tuple(spec.device for spec in moved.instances) == placed and moved.names == topology.names

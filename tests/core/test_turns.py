@@ -112,7 +112,7 @@ async def test_places_are_given_back_whatever_happens() -> None:
     done = []
 
     async def job(client: str, number: int) -> None:
-        async with places.place(client):
+        async with places.slot(client):
             await asyncio.sleep(0)
             done.append((client, number))
             if number % 3 == 0:
@@ -129,31 +129,31 @@ async def test_places_are_given_back_whatever_happens() -> None:
 
 async def test_one_whose_place_was_given_and_who_has_gone_gives_it_back() -> None:
     places = Turns("jobs", num_places=1, max_waiting=10)
-    await places.take("alice")
-    bob, carol = (asyncio.create_task(places.take(client)) for client in ("bob", "carol"))
+    await places.acquire("alice")
+    bob, carol = (asyncio.create_task(places.acquire(client)) for client in ("bob", "carol"))
     await asyncio.sleep(0)
-    places.give_back("alice", 0.0)
+    places.release("alice", 0.0)
     bob.cancel()  # before he has noticed
     await carol
     assert bob.cancelled() and places._num_free == 0
-    places.give_back("carol", 0.0)
+    places.release("carol", 0.0)
     assert places._num_free == 1
 
 
 async def test_places_are_kept_free_for_others_where_jobs_wait_for_somebody() -> None:
     places = Turns("jobs", num_places=4, max_waiting=100, keeps_free=True)
-    alice = [asyncio.create_task(places.take("alice")) for _ in range(5)]
+    alice = [asyncio.create_task(places.acquire("alice")) for _ in range(5)]
     await asyncio.sleep(0)
     assert [task.done() for task in alice] == [True, True, False, False, False]
-    await places.take("bob")  # at once, whoever waits
-    await places.take("carol")
+    await places.acquire("bob")  # at once, whoever waits
+    await places.acquire("carol")
     assert places._num_free == 0
-    dave = asyncio.create_task(places.take("dave"))
+    dave = asyncio.create_task(places.acquire("dave"))
     await asyncio.sleep(0)
-    places.give_back("bob", 0.0)
+    places.release("bob", 0.0)
     await dave
     for client in ("carol", "dave", "alice", "alice"):
-        places.give_back(client, 0.0)
+        places.release(client, 0.0)
     await asyncio.sleep(0.01)
     assert [task.done() for task in alice] == [True, True, True, True, False]
     alice[4].cancel()
@@ -162,7 +162,7 @@ async def test_places_are_kept_free_for_others_where_jobs_wait_for_somebody() ->
 
 async def test_a_full_queue_refuses_only_those_that_would_wait() -> None:
     places = Turns("jobs", num_places=1, max_waiting=0)
-    async with places.place("alice"):
+    async with places.slot("alice"):
         with pytest.raises(Unavailable):
-            await places.take("alice")
-    await places.take("alice")
+            await places.acquire("alice")
+    await places.acquire("alice")

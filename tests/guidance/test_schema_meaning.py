@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.core.schemas.numbers import LongFloat, read_float, text_of
+from hydra_engine.core.schemas.numbers import LongFloat, read_float, schema_text
 from hydra_engine.guidance.guide import GrammarError
 from tests.guidance.grammar_texts import DEMO, Texts
 
@@ -164,7 +164,7 @@ def test_digits_of_parsed_schemas_are_written_again() -> None:
     long = read_float("123456789.123456789")
     assert isinstance(long, LongFloat) and long == 123456789.12345679
     schema = {"enum": [long, 1 << 80, 1.5, True, None, "é", {"a": [-(1 << 63) - 1]}]}
-    assert text_of(schema) == (
+    assert schema_text(schema) == (
         '{"enum":[123456789.123456789,1208925819614629174706176,1.5,true,null,"é",{"a":[-9223372036854775809]}]}'
     )
     with pytest.raises(ValueError, match="out of range"):

@@ -171,7 +171,7 @@ def test_curves_are_as_their_function_between_knots(model: str) -> None:
     device = roofline._Roofline(spec, find_device("H200"), 2)
     rows = device.surface().rows
     for count in (3, 12, 24, 48, 100, 150, 190, 300, 700, 3000):
-        assert rows.at(count) == pytest.approx(device._rows_s(count), rel=0.03), count
+        assert rows.interpolate(count) == pytest.approx(device._rows_s(count), rel=0.03), count
 
 
 def test_less_bandwidth_is_slower_at_decodes_and_fewer_flops_at_prompts_and_pictures() -> None:
@@ -190,15 +190,15 @@ def test_encodes_do_not_care_for_bandwidth() -> None:
     surface = roofline_costs(spec_of(QWEN25), slow, "bfloat16").surface
     load = VisionLoad(4096, 4096.0**2)
     assert surface.vision_s(load) == pytest.approx(surface_of(QWEN25, "H200").vision_s(load), rel=0.01)
-    assert surface.rows.at(1) > 4 * surface_of(QWEN25, "H200").rows.at(1)
+    assert surface.rows.interpolate(1) > 4 * surface_of(QWEN25, "H200").rows.interpolate(1)
 
 
 def test_quantized_weights_are_read_in_their_bytes() -> None:
     full, device = spec_of(LLAVA), find_device("H200")
     small = roofline_costs(replace(full, at_load=at_load("int4")), device, "bfloat16").surface
-    share = small.rows.at(1) / surface_of(LLAVA, "H200").rows.at(1)
+    share = small.rows.interpolate(1) / surface_of(LLAVA, "H200").rows.interpolate(1)
     assert 0.3 < share < 0.4
-    assert small.rows.at(4096) == surface_of(LLAVA, "H200").rows.at(4096)
+    assert small.rows.interpolate(4096) == surface_of(LLAVA, "H200").rows.interpolate(4096)
 
 
 def test_a_tied_head_is_read_although_it_is_the_table() -> None:

@@ -22,7 +22,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], **sampling: object) -> tuple[li
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(**sampling))
     pieces = []
     for id in ids:
-        pieces.append(detokenizer.feed([id]))
+        pieces.append(detokenizer.decode([id]))
         if detokenizer.stop_string is not None:
             return pieces, detokenizer
     return [*pieces, detokenizer.flush()], detokenizer
@@ -83,7 +83,7 @@ def test_endless_broken_bytes_still_come_out(tokenizers: dict[str, Tokenizer]) -
     for name, token in (("byte_level", "Ł"), ("sentencepiece_like", "<0x9F>")):
         tokenizer = tokenizers[name]
         detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams())
-        pieces = [detokenizer.feed([tokenizer._backend.token_to_id(token) or 0]) for _ in range(100)]
+        pieces = [detokenizer.decode([tokenizer._backend.token_to_id(token) or 0]) for _ in range(100)]
         assert len("".join(pieces)) > 80
 
 
@@ -96,7 +96,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizers: dict[str, T
         for start in range(0, 4 * quarter, quarter):
             begin = time.perf_counter()
             for id in ids[start : start + quarter]:
-                detokenizer.feed([id])
+                detokenizer.decode([id])
             times.append(time.perf_counter() - begin)
         assert min(times[2:]) < 5 * min(times[:2]) + 0.01
 
@@ -108,7 +108,7 @@ def test_a_stop_string_across_tokens_cuts_the_text(tokenizer: Tokenizer) -> None
         pieces, detokenizer = stream(tokenizer, ids, stop=(stop,))
         assert detokenizer.stop_string == stop
         assert "".join(pieces) == text[: text.index(stop)]
-        assert detokenizer.feed(ids) == "" and detokenizer.flush() == ""
+        assert detokenizer.decode(ids) == "" and detokenizer.flush() == ""
         pieces, _ = stream(tokenizer, ids, stop=(stop,), include_stop_str_in_output=True)
         assert "".join(pieces) == text[: text.index(stop) + len(stop)]
 
@@ -141,17 +141,17 @@ def test_a_stop_string_may_begin_inside_what_looks_like_one_character(
         pieces, detokenizer = stream(tokenizer, ids, stop=(stop,), include_stop_str_in_output=kept)
         assert detokenizer.stop_string == stop and "".join(pieces) == before + stop * kept
         whole = IncrementalDetokenizer(tokenizer, SamplingParams(stop=(stop,), include_stop_str_in_output=kept))
-        assert whole.feed(ids) + whole.flush() == before + stop * kept
+        assert whole.decode(ids) + whole.flush() == before + stop * kept
     pieces, detokenizer = stream(tokenizer, ids, stop=(f"{stop}!",))  # begins and does not end
     assert detokenizer.stop_string is None and "".join(pieces) == text
 
 
 def test_text_that_may_become_a_stop_string_is_held_and_then_given_out(tokenizer: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=("cat sings",)))
-    pieces = [detokenizer.feed([id]) for id in tokenizer.encode("the cat sat", add_special_tokens=False)]
+    pieces = [detokenizer.decode([id]) for id in tokenizer.encode("the cat sat", add_special_tokens=False)]
     assert "".join(pieces) == "the cat sat"
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=("cat sings",)))
-    first = "".join(detokenizer.feed([id]) for id in tokenizer.encode("the cat si", add_special_tokens=False))
+    first = "".join(detokenizer.decode([id]) for id in tokenizer.encode("the cat si", add_special_tokens=False))
     assert first == "the " and detokenizer.flush() == "cat si"
 
 
@@ -163,7 +163,7 @@ def test_a_stop_string_completed_by_the_flush_counts(tokenizer: Tokenizer) -> No
     ]
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=("\ufffd\ufffd",)))
     partial = tokenizer.encode("🎉", add_special_tokens=False)[:1]
-    text = detokenizer.feed([*ids[:-1], *partial]) + detokenizer.flush()
+    text = detokenizer.decode([*ids[:-1], *partial]) + detokenizer.flush()
     assert (text, detokenizer.stop_string) == ("ok ", "\ufffd\ufffd")
 
 
@@ -201,7 +201,7 @@ def test_matching_does_not_depend_on_how_the_text_is_cut(pieces: list[str], stop
     expected = first_stop(text, stops)
     matcher, shown = StopMatcher(stops), ""
     for piece in pieces:
-        certain, stop = matcher.feed(piece)
+        certain, stop = matcher.match(piece)
         shown += certain
         if stop is not None:
             assert expected is not None and (shown, stop) == (text[: expected[1]], expected[2])
@@ -215,5 +215,5 @@ def test_hostile_stop_strings_cost_little() -> None:
     stops = ["a" * (255 - index) + "b" for index in range(16)]
     matcher, begin = StopMatcher(stops), time.perf_counter()
     for _ in range(500):
-        matcher.feed("aaaa")
+        matcher.match("aaaa")
     assert time.perf_counter() - begin < 1.0

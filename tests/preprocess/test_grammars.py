@@ -57,8 +57,8 @@ GOOD = [
     Grammar("ebnf", 'root ::= "a" | b "c"{2,3}\nb ::= [0-9]+ root'),
     Grammar("choice", json.dumps(["<s>", "<|end|>"])),
     Grammar("json_object").after_reasoning("<think>", "</think>", opened=True),
-    Grammar("json_schema", SCHEMA).or_calls(calls("hermes")),
-    Grammar("regex", "a").or_calls(calls("qwen3_coder")).after_reasoning("<s>", "</s>", opened=False),
+    Grammar("json_schema", SCHEMA).with_calls(calls("hermes")),
+    Grammar("regex", "a").with_calls(calls("qwen3_coder")).after_reasoning("<s>", "</s>", opened=False),
 ]
 WRONG = [
     (Grammar("json_schema", "true"), "must be a JSON object"),
@@ -75,7 +75,7 @@ WRONG = [
     (Grammar("regex", "["), "unclosed character class"),
     (Grammar("regex", "[").after_reasoning("<think>", "</think>", opened=True), "unclosed character class"),
     (Grammar("regex", r"[a&&b]").after_reasoning("<think>", "</think>", opened=False), "no text fits it"),
-    (Grammar("regex", r"[a&&b]").or_calls(calls("json")), "no text fits it"),
+    (Grammar("regex", r"[a&&b]").with_calls(calls("json")), "no text fits it"),
     (Grammar("regex", "\\"), "ends in a single backslash"),
     (Grammar("regex", r"a\\" + "\\"), "ends in a single backslash"),
     (Grammar("json_schema", json.dumps({"items": [{"pattern": "a\\"}]})), "ends in a single backslash"),

@@ -116,7 +116,7 @@ def test_a_budget_is_what_the_same_setting_of_the_server_is(
 def test_qwen_pictures_stay_below_what_a_request_asks_for() -> None:
     """Published limits: blocks of 28 pixels, at least 56 x 56 pixels, low detail."""
     limits = PixelLimits(56 * 56, 1280 * 28 * 28)
-    low = AS_CONFIGURED.at("low")
+    low = AS_CONFIGURED.for_detail("low")
     for width, height in ((4000, 3000), (512, 512), (600, 450), (300, 2000)):
         wide, high = budgeted_size(width, height, 28, limits, low)
         assert wide * high <= LOW_DETAIL_PIXELS and wide % 28 == high % 28 == 0
@@ -137,7 +137,7 @@ def test_tiled_families_show_one_view_at_low_detail(directory: Any) -> None:
     from hydra_engine.models.minicpmv.slicing_spec import Slicing
     from hydra_engine.models.specs.geometry import within_budget
 
-    low = AS_CONFIGURED.at("low")
+    low = AS_CONFIGURED.for_detail("low")
     assert within_budget(arrangements_of(1, 12), low, 448 * 448) == [(1, 1)]
     assert within_budget(PINPOINTS, low) == [(672, 336), (336, 672)]
     assert within_budget(PINPOINTS, PixelBudget(min_pixels=1 << 30)) == [(672, 672)]

@@ -220,6 +220,8 @@ def test_detail_comes_with_its_picture() -> None:
     low = {"type": "image_url", "image_url": {"url": "u", "detail": "low"}}
     messages = [user(low, {"type": "image", "image": b"x", "detail": "high"}, {"type": "image_url", "image_url": "v"})]
     assert [part.detail for part in chat_messages(messages)[0].media] == ["low", "high", "auto"]
-    assert PixelBudget(max_pixels=10_000_000).at("low") == PixelBudget(max_pixels=512 * 512)
-    assert PixelBudget(100, 1000).at("low") == PixelBudget(100, 1000) == PixelBudget(100, 1000).at("high")
-    assert PixelBudget(min_pixels=1 << 20).at("low") == PixelBudget(512 * 512, 512 * 512)
+    assert PixelBudget(max_pixels=10_000_000).for_detail("low") == PixelBudget(max_pixels=512 * 512)
+    assert (
+        PixelBudget(100, 1000).for_detail("low") == PixelBudget(100, 1000) == PixelBudget(100, 1000).for_detail("high")
+    )
+    assert PixelBudget(min_pixels=1 << 20).for_detail("low") == PixelBudget(512 * 512, 512 * 512)

@@ -131,7 +131,7 @@ class FakeLanes:
         failures = tuple((row, FAILED) for row in range(plan.num_rows)) if self._fails else ()
         result = LanguageResult(plan.step_id, 0.0, 0.0, np.zeros(plan.num_rows, np.int64), (), failures)
         if self.surface.splits:
-            self._chosen = self.surface.on(plan.partition)
+            self._chosen = self.surface.for_partition(plan.partition)
         self._language.append(
             _Step(result, self.clock.now(), self.surface.language_s(load), self._chosen.slowdown(load))
         )

@@ -8,7 +8,7 @@ import pytest
 
 from hydra_engine.core.cost import CostSurface, Slowdowns
 from hydra_engine.errors import BackendError
-from hydra_engine.profiler.calibrate import Calibration, Site, calibrate, covered
+from hydra_engine.profiler.calibrate import Calibration, Site, calibrate, covered_seconds
 from hydra_engine.profiler.fit import fit
 from hydra_engine.profiler.grid import Sizes
 from tests.profiler.fakes import SIZES, SURFACE, FakeLanes, SquareVision, decodes, prompt
@@ -126,7 +126,7 @@ def test_overhead_between_loop_and_lane_is_measured() -> None:
 
 def test_only_steps_beside_which_the_other_lane_ran_all_along_count() -> None:
     others = [(0.0, 1.0), (1.01, 2.0)]
-    assert covered([(0.2, 0.9), (1.0, 1.0), (1.005, 1.9), (1.5, 2.5), (3.0, 4.0)], others) == pytest.approx(
+    assert covered_seconds([(0.2, 0.9), (1.0, 1.0), (1.005, 1.9), (1.5, 2.5), (3.0, 4.0)], others) == pytest.approx(
         [0.7, 0.895]
     )
 

@@ -71,14 +71,14 @@ class SimulatedMachine:
             vision_s = math.ceil((vision_s + begun) / self._slice_s) * self._slice_s - begun if vision_s else 0.0
         beside_s = min(vision_s, work_s)
         all_along = math.inf if divided else beside_s / factor
-        duration = self.surface.on(partition).corun_s(load, all_along) * factor
+        duration = self.surface.for_partition(partition).corun_s(load, all_along) * factor
         if self._random.random() < self._stalls:
             duration *= 10
         return duration, min(beside_s, duration)
 
     def vision_speed(self, partition: int) -> float:
         """Speed of the vision lane beside the language lane, over that on the undivided device."""
-        return self.surface.vision_slowdown / self.surface.on(partition).vision_slowdown
+        return self.surface.vision_slowdown / self.surface.for_partition(partition).vision_slowdown
 
     def vision_work_s(self, load: VisionLoad) -> float:
         """Seconds that the vision lane needs beside the language lane on the undivided device."""

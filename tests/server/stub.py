@@ -293,7 +293,7 @@ class StubEngine:
 
     def activity(self, since: int = 0, limit: int = 100, client: str | None = None) -> Activity:
         running = [live for live in self.running if client in (None, self.clients.get(live.id, ""))]
-        return Activity(*self.ring.since(since, limit, client), running[:limit])
+        return Activity(*self.ring.added_since(since, limit, client), running[:limit])
 
     async def aset_topology(self, text: str) -> None:
         states = instances_of(text)

@@ -38,7 +38,7 @@ Lines = Callable[[], list[dict[str, Any]]]
 def lines() -> Iterator[Lines]:
     """JSON lines so far."""
     stream = io.StringIO()
-    access.turn_on("json")
+    access.enable_access_log("json")
     (handler,) = access.access_log.handlers
     assert isinstance(handler, logging.StreamHandler)
     handler.setStream(stream)

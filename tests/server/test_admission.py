@@ -283,8 +283,8 @@ def test_shares_follow_how_many_ask() -> None:
     budget = ByteBudget(1200)
     for held in (600, 300, 150):  # each has half of what the ones before it left
         lease = budget.lease(f"client of {held}")
-        assert not lease.take(held + 1) and lease.take(held) and not lease.take(1)
-    assert budget.lease().take(150) and not budget.lease("last").take(1)
+        assert not lease.reserve(held + 1) and lease.reserve(held) and not lease.reserve(1)
+    assert budget.lease().reserve(150) and not budget.lease("last").reserve(1)
 
 
 async def test_a_body_counts_until_it_is_answered(served: Served) -> None:

@@ -105,7 +105,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_file_that_others_may_open_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
 ) -> None:
-    assert ring(key_file(tmp_path, "hush-key\n", mode)).asks
+    assert ring(key_file(tmp_path, "hush-key\n", mode)).requires_key
     assert ("chmod 600" in caplog.text) is warned and "hush" not in caplog.text
 
 
@@ -123,7 +123,7 @@ async def test_a_file_is_read_again(serve: Serve, tmp_path: Path, caplog: pytest
         assert len(keys.keys) == 1 and "stay as they were" in caplog.text
     os.unlink(path)
     keys.reload()
-    assert keys.asks and len(keys.keys) == 1
+    assert keys.requires_key and len(keys.keys) == 1
     assert "new-key" not in caplog.text and str(tmp_path) not in caplog.text
 
 

@@ -122,7 +122,7 @@ async def rig_of(topology: str, **cache: Any) -> AsyncIterator[Rig]:
     )
     with pytest.MonkeyPatch.context() as patch:
         faults.enable(patch)
-        engine = Engine.unstarted(config)
+        engine = Engine.create_unstarted(config)
         await engine.astart(progress=False)
     app = build_app(engine, ServerConfig(body_timeout_s=5.0))
     listening = await listen(app, "127.0.0.1", 0)

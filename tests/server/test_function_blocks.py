@@ -170,12 +170,12 @@ def test_a_call_that_ends_anywhere_is_cut_or_content() -> None:
 def test_strings_are_sent_as_they_grow() -> None:
     parser = USE.parser()
     assert parser is not None
-    assert parser.feed("Sure. <tool_call>\n<function=write>\n") == [Content("Sure. ")]
-    assert parser.feed("<parameter=content>\nfirst")[1:] == [CallArguments(0, '{"content": "first')]
-    assert parser.feed(' "line"\n') == [CallArguments(0, ' \\"line\\"')]  # the break may belong to the mark
-    assert parser.feed("sec") == [CallArguments(0, "\\nsec")]
-    assert parser.feed("ond\n</parameter>\n<parameter=lines>\n1") == [CallArguments(0, 'ond", "lines": ')]
-    assert parser.feed("2\n</parameter>\n</function>") == [CallArguments(0, "12}")]
+    assert parser.parse("Sure. <tool_call>\n<function=write>\n") == [Content("Sure. ")]
+    assert parser.parse("<parameter=content>\nfirst")[1:] == [CallArguments(0, '{"content": "first')]
+    assert parser.parse(' "line"\n') == [CallArguments(0, ' \\"line\\"')]  # the break may belong to the mark
+    assert parser.parse("sec") == [CallArguments(0, "\\nsec")]
+    assert parser.parse("ond\n</parameter>\n<parameter=lines>\n1") == [CallArguments(0, 'ond", "lines": ')]
+    assert parser.parse("2\n</parameter>\n</function>") == [CallArguments(0, "12}")]
 
 
 def test_the_template_says_which_format_it_is() -> None:

@@ -27,7 +27,7 @@ KEYS = ("first-key", "second-key")
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    engine = Engine.unstarted(EngineConfig(model="demo", threads=1, cache=CacheConfig(block_size=4)))
+    engine = Engine.create_unstarted(EngineConfig(model="demo", threads=1, cache=CacheConfig(block_size=4)))
     await engine.astart(progress=False)
     yield engine
     await engine.aclose()

@@ -26,7 +26,7 @@ PAIRS = [  # of these the first is what the model says
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "token_budget": 16}
-    engine = Engine.unstarted(config_from_options("demo", options))
+    engine = Engine.create_unstarted(config_from_options("demo", options))
     await engine.astart(progress=False)
     listening = await listen(build_app(engine, ServerConfig()), "127.0.0.1", 0)
     yield listening.url

@@ -54,7 +54,7 @@ def test_a_line_has_rates_of_its_interval_and_gauges_of_its_end() -> None:
     )
     load.add(ended(100, 25, images=2, cached_images=1))
     load.add(ended(100, 75))
-    assert load.take(110.0) == {
+    assert load.summarise(110.0) == {
         "prompt_tokens_per_s": 70.0,
         "generation_tokens_per_s": 3.0,
         "running": 3,
@@ -65,7 +65,7 @@ def test_a_line_has_rates_of_its_interval_and_gauges_of_its_end() -> None:
         "prefix_cache_hit_rate": 0.5,
         "image_cache_hit_rate": 0.5,
     }
-    facts = load.take(120.0)
+    facts = load.summarise(120.0)
     assert facts is not None and (facts["prompt_tokens_per_s"], facts["generation_tokens_per_s"]) == (0.0, 0.0)
     assert "prefix_cache_hit_rate" not in facts and "image_cache_hit_rate" not in facts
 
@@ -73,22 +73,22 @@ def test_a_line_has_rates_of_its_interval_and_gauges_of_its_end() -> None:
 def test_nothing_is_said_while_nothing_runs() -> None:
     engine = StubEngine(status=example_status(**IDLE))
     load = Load(engine.stats, 0.0)
-    assert load.take(10.0) is None
+    assert load.summarise(10.0) is None
     engine.status = example_status(**IDLE, generation_tokens=example_status().generation_tokens + 1)
-    assert load.take(20.0) is not None and load.take(30.0) is None
+    assert load.summarise(20.0) is not None and load.summarise(30.0) is None
     load.add(ended(5, 5))
-    assert load.take(40.0) is not None and load.take(50.0) is None
+    assert load.summarise(40.0) is not None and load.summarise(50.0) is None
     engine.status = example_status(**(IDLE | {"num_waiting": 1}))
-    assert load.take(60.0) is not None
+    assert load.summarise(60.0) is not None
     engine.status = None
-    assert load.take(70.0) is None
+    assert load.summarise(70.0) is None
 
 
 def test_counters_of_an_instance_that_began_anew_are_no_negative_rates() -> None:
     engine = StubEngine(status=example_status(prompt_tokens=1000, generation_tokens=1000))
     load = Load(engine.stats, 0.0)
     engine.status = example_status(prompt_tokens=5, generation_tokens=5)
-    facts = load.take(10.0)
+    facts = load.summarise(10.0)
     assert facts is not None and facts["prompt_tokens_per_s"] == facts["generation_tokens_per_s"] == 0.0
 
 

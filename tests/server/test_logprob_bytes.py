@@ -85,7 +85,7 @@ def choices_of(data: bytes | Iterator[bytes]) -> list[dict[str, Any]]:
 
 
 def whole(answer: Answer, result: Result) -> dict[str, Any]:
-    data = answer.slices.encode(answer.whole(result))
+    data = answer.slices.encode(answer.full_answer(result))
     (choice,) = msgspec.json.decode(data if isinstance(data, bytes) else b"".join(data))["choices"]
     found: dict[str, Any] = choice
     return found
@@ -179,7 +179,7 @@ def test_a_text_that_is_repeated_begins_at_its_own_first_character() -> None:
         ("é!", (b"", b"\xc3", b"\xa9", b"!"), [0, 0, 0, 1]),
     ):
         offset = TextOffset(beginning=beginning)
-        assert [offset.step(raw) for raw in raws] == offsets
+        assert [offset.advance(raw) for raw in raws] == offsets
 
 
 def test_entries_are_copied(tokenizers: dict[str, Tokenizer]) -> None:

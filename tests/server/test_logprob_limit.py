@@ -163,7 +163,7 @@ def test_slices_give_what_encoding_gives() -> None:
         slices = Slices()
         for _ in range(2):  # the events of one stream
             data = slices.encode(
-                Answer("\x00" + "0\x00", [slices.later(len(one), lambda one=one: one) for one in lists])
+                Answer("\x00" + "0\x00", [slices.defer(len(one), lambda one=one: one) for one in lists])
             )
             parts = [data] if isinstance(data, bytes) else list(data)
             assert b"".join(parts) == msgspec.json.encode(Answer("\x00" + "0\x00", lists))

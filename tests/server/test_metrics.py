@@ -120,7 +120,7 @@ def result(reason: FinishReason = FinishReason.STOP, **usage: int) -> Result:
 
 def test_every_name_is_there() -> None:
     metrics = Metrics("m")
-    metrics.traffic.answered("/v1/models", 200)
+    metrics.traffic.count_answer("/v1/models", 200)
     names = {sample.name for sample in samples(text(metrics, example_status()))}
     assert [name for name in NAMES if name not in names] == []
 
@@ -278,7 +278,7 @@ def test_stages_are_the_phases_of_the_request() -> None:
 
 def test_bounds_grow_and_reach_as_far_as_requests_do() -> None:
     metrics = Metrics("m")
-    metrics.traffic.answered("/x", 200)
+    metrics.traffic.count_answer("/x", 200)
     bounds: dict[str, list[float]] = {}
     for sample in samples(text(metrics, example_status())):
         if sample.name.endswith("_bucket") and sample.labels.get("stage", "encode") == "encode":
@@ -299,9 +299,9 @@ def test_nothing_that_counts_goes_down() -> None:
     for round_number in range(4):
         metrics.requests.add(result() if round_number % 2 else result(FinishReason.ERROR))
         metrics.requests.add_choices(2, 11)
-        metrics.traffic.answered("/v1/models", 200 + round_number, f"key{round_number}", method="GET", seconds=0.1)
-        metrics.traffic.refused("overloaded")
-        metrics.traffic.lagged(0.01)
+        metrics.traffic.count_answer("/v1/models", 200 + round_number, f"key{round_number}", method="GET", seconds=0.1)
+        metrics.traffic.count_refusal("overloaded")
+        metrics.traffic.count_lag(0.01)
         grown = dict.fromkeys(("prompt_tokens", "generation_tokens", "language_steps"), 100 * (round_number + 1))
         page = samples(text(metrics, example_status(time_s=float(round_number), **grown)))
         counts = {
@@ -316,9 +316,9 @@ def test_nothing_that_counts_goes_down() -> None:
 def test_refusals_are_told_apart_and_names_of_keys_are_bounded() -> None:
     metrics = Metrics("m")
     for reason in ("rate_limit_exceeded", "payload_too_large", "something new", None):
-        metrics.traffic.refused(reason)
+        metrics.traffic.count_refusal(reason)
     for number in range(100):
-        metrics.traffic.answered("/x", 200, f"key{number}", method=f"BREW{number}")
+        metrics.traffic.count_answer("/x", 200, f"key{number}", method=f"BREW{number}")
     page = samples(text(metrics, None))
     refused = {s.labels["reason"]: s.value for s in page if s.name == "hydra:admission_rejections_total"}
     assert refused["rate_limit_exceeded"] == refused["payload_too_large"] == 1 and refused["other"] == 2

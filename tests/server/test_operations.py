@@ -47,12 +47,12 @@ async def body(tmp_path_factory: pytest.TempPathFactory) -> str:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.touch(0o600)
     keys.write_text("ops:secret-of-ops\n")
-    engine = Engine.unstarted(EngineConfig(model="demo", topology="EP+D", threads=1))
+    engine = Engine.create_unstarted(EngineConfig(model="demo", topology="EP+D", threads=1))
     app = build_app(engine, ServerConfig(port=0, api_key_file=str(keys)), model_name="demo")
     await engine.astart()
     try:
         engine.add_observer(app[STATE].metrics.requests.add)
-        app[STATE].metrics.traffic.lagged(0.001)
+        app[STATE].metrics.traffic.count_lag(0.001)
         listening = await listen(app, "127.0.0.1", 0)
         async with aiohttp.ClientSession(listening.url, headers={"X-Api-Key": "secret-of-ops"}) as http:
             async with http.post("/v1/chat/completions", json=QUESTION) as response:

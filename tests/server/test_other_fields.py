@@ -13,7 +13,7 @@ import pytest
 from hydra_engine.core.call import ImagePart
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.body import parse_request
-from hydra_engine.server.http.unknown_names import judge_unknown_names, strict, unknown_names
+from hydra_engine.server.http.unknown_names import check_unknown_names, strict, unknown_names
 from hydra_engine.server.protocol import fields as protocol_fields
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
@@ -369,9 +369,9 @@ def test_without_unknown_names_nothing_is_taken_apart(monkeypatch: pytest.Monkey
     monkeypatch.setattr("hydra_engine.server.http.unknown_names.unknown_names", never)
     image = {"type": "image_url", "image_url": {"url": PICTURE}}
     known = {"messages": one_part(image), "tools": [function()], "tool_choice": "none", "stop": ["a"], "n": 2}
-    judge_unknown_names(json.dumps(known).encode(), ChatCompletionRequest)
+    check_unknown_names(json.dumps(known).encode(), ChatCompletionRequest)
     with pytest.raises(AssertionError):
-        judge_unknown_names(json.dumps({**known, "user": "me"}).encode(), ChatCompletionRequest)
+        check_unknown_names(json.dumps({**known, "user": "me"}).encode(), ChatCompletionRequest)
 
 
 @pytest.mark.parametrize("kind", KINDS.values())

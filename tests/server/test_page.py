@@ -238,12 +238,12 @@ async def test_the_end_of_the_server_ends_the_stream() -> None:
 
 def test_the_ring_numbers_what_it_has_seen() -> None:
     ring = TraceRing(capacity=3)
-    assert ring.since(0, 10) == (0, [])
+    assert ring.added_since(0, 10) == (0, [])
     for number in range(5):
         ring.add(f"r{number}", float(number), SPANS)
-    number, found = ring.since(0, 10)
+    number, found = ring.added_since(0, 10)
     assert number == 5 and [id for id, *_ in found] == ["r2", "r3", "r4"]
-    assert [id for id, *_ in ring.since(3, 10)[1]] == ["r3", "r4"]
-    assert [id for id, *_ in ring.since(2, 1)[1]] == ["r4"]
-    assert ring.since(5, 10) == (5, [])
-    assert len(ring.since(6, 10)[1]) == 3
+    assert [id for id, *_ in ring.added_since(3, 10)[1]] == ["r3", "r4"]
+    assert [id for id, *_ in ring.added_since(2, 1)[1]] == ["r4"]
+    assert ring.added_since(5, 10) == (5, [])
+    assert len(ring.added_since(6, 10)[1]) == 3

@@ -112,7 +112,7 @@ class Occupant:
     def __init__(self) -> None:
         self.has_left = False
 
-    def leave(self) -> None:
+    def close_at_once(self) -> None:
         self.has_left = True
 
 
@@ -120,18 +120,18 @@ def test_places_are_counted_whatever_happens() -> None:
     places = Places(4)
     occupants = [Occupant() for _ in range(6)]
     for occupant in occupants[:4]:
-        places.opened(occupant)
-        places.works(occupant)
-    places.opened(occupants[4])
-    places.opened(occupants[5])
+        places.add(occupant)
+        places.mark_busy(occupant)
+    places.add(occupants[4])
+    places.add(occupants[5])
     assert places.is_spare(occupants[5]) and occupants[4].has_left, (
         "the spare one that was idle makes room for the next"
     )
-    places.waits(occupants[2])
+    places.mark_idle(occupants[2])
     assert places.close_idle(9) == 2 and occupants[2].has_left and occupants[5].has_left
-    places.waits(occupants[2])  # its answer ends while it is being closed
+    places.mark_idle(occupants[2])  # its answer ends while it is being closed
     for occupant in occupants:
-        places.closed(occupant)
+        places.discard(occupant)
     assert not places._open and not places._idle and not places._spare
 
 
@@ -167,7 +167,7 @@ async def test_without_descriptors_it_waits_and_says_so_once(
             made.set()
             transport.close()
 
-    places.opened(idle)
+    places.add(idle)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         sock.setblocking(False)
         failing = NoDescriptors(sock, error, 30)

@@ -53,16 +53,16 @@ async def test_connections_are_parsed_in_turn_and_so_much_in_one_turn(monkeypatc
     monkeypatch.setattr(reading, "_LINES_A_TURN", 90)
     turns, parsed = ReadingTurns(), []  # type: ReadingTurns, list[str]
     assert turns.may_parse()
-    turns.wait(Pieces(turns, "a", 40, 20, parsed))
+    turns.enqueue(Pieces(turns, "a", 40, 20, parsed))
     assert not turns.may_parse(), "somebody waits"
     await asyncio.sleep(0)
     assert parsed == ["a"] * 5, "what is left of the bound is less than nothing"
-    turns.wait(Pieces(turns, "b", 3, 20, parsed))
+    turns.enqueue(Pieces(turns, "b", 3, 20, parsed))
     await asyncio.sleep(0)
     assert parsed[5:] == ["a", "b", "a", "b", "a"]
     gone = Pieces(turns, "c", 9, 20, parsed)
-    turns.wait(gone)
-    turns.forget(gone)
+    turns.enqueue(gone)
+    turns.discard(gone)
     for _ in range(20):
         await asyncio.sleep(0)
     assert sorted(parsed) == ["a"] * 40 + ["b"] * 3 and turns.may_parse()

@@ -19,10 +19,10 @@ from hydra_engine.server.tools.reasoning import (
     Thinking,
     Wish,
     always_thinks,
+    apply_wish,
     marks_of,
     place_of,
     switch_of,
-    with_wish,
 )
 from hydra_engine.server.tools.tool_calls import ToolUse, collect
 from hydra_engine.server.tools.tool_objects import Content, Reasoning
@@ -119,10 +119,10 @@ def test_no_cut_matters_for_any_format(parts: list[str], seed: int) -> None:
 def test_reasoning_and_answers_are_not_held_back_longer_than_they_must() -> None:
     parser = ToolUse().parser(OPENED)
     assert parser is not None
-    assert parser.feed("I see ") == [Reasoning("I see")]
-    assert parser.feed("<") == [] and parser.feed("/b") == [Reasoning(" </b")]
-    assert parser.feed("</think>\n\nNo") == [Content("No")]
-    assert parser.feed(" <think>") == [Content(" <think>")]
+    assert parser.parse("I see ") == [Reasoning("I see")]
+    assert parser.parse("<") == [] and parser.parse("/b") == [Reasoning(" </b")]
+    assert parser.parse("</think>\n\nNo") == [Content("No")]
+    assert parser.parse(" <think>") == [Content(" <think>")]
 
 
 # ---- what is not read, and what a constraint begins behind
@@ -199,9 +199,9 @@ def test_where_a_prompt_ends() -> None:
 def test_wishes_become_variables(
     template: str, wish: Wish, variables: dict[str, Any], ignored: tuple[str, ...]
 ) -> None:
-    assert with_wish({"a": 1}, wish, template) == ({"a": 1} | variables, ignored)
+    assert apply_wish({"a": 1}, wish, template) == ({"a": 1} | variables, ignored)
     own = dict.fromkeys(variables, "mine")
-    assert with_wish(own, wish, template)[0] == own  # chat_template_kwargs go first
+    assert apply_wish(own, wish, template)[0] == own  # chat_template_kwargs go first
 
 
 def test_a_model_that_always_thinks_cannot_be_told_not_to() -> None:

@@ -55,7 +55,7 @@ class Server:
         runner.run(self._start())
 
     async def _start(self) -> None:
-        self.engine = Engine.unstarted(EngineConfig(model="demo", threads=1))
+        self.engine = Engine.create_unstarted(EngineConfig(model="demo", threads=1))
         await self.engine.astart(progress=False)
         self.listening = await listen(build_app(self.engine, ServerConfig()), "127.0.0.1", 0)
         self.http = aiohttp.ClientSession(self.listening.url)

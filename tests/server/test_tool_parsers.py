@@ -30,7 +30,7 @@ TOOLS = [tool("weather", description="Tells it.", parameters=PARAMETERS), tool("
 
 
 def read(parser: Any, pieces: Sequence[str]) -> list[Event]:
-    return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    return [event for piece in pieces for event in parser.parse(piece)] + parser.finish()
 
 
 def shown(events: Sequence[Event]) -> tuple[str, list[tuple[str, str]]]:
@@ -183,15 +183,15 @@ def test_no_text_is_lost_and_no_cut_matters(parts: list[str], seed: int) -> None
 
 def test_text_and_arguments_are_not_held_back_longer_than_they_must() -> None:
     parser = HermesParser(NAMES)
-    assert parser.feed("Well, 2 ") == [Content("Well, 2 ")]
-    assert parser.feed("<") == [] and parser.feed("tool") == []
-    assert parser.feed("s") == [Content("<tools")]
-    assert parser.feed('<tool_call>{"name": "clock", "argu') == []
-    (start,) = parser.feed('ments": ')[:1] or parser.feed("{")[:1]
+    assert parser.parse("Well, 2 ") == [Content("Well, 2 ")]
+    assert parser.parse("<") == [] and parser.parse("tool") == []
+    assert parser.parse("s") == [Content("<tools")]
+    assert parser.parse('<tool_call>{"name": "clock", "argu') == []
+    (start,) = parser.parse('ments": ')[:1] or parser.parse("{")[:1]
     assert isinstance(start, CallStart) and re.fullmatch(r"call_\w{24}", start.id)
-    assert parser.feed('"a": "b') == [CallArguments(0, '"a": "b')]
-    assert parser.feed(' c"}') == [CallArguments(0, ' c"}')]
-    assert parser.feed("}</tool_call>") == [] and parser.finish() == []
+    assert parser.parse('"a": "b') == [CallArguments(0, '"a": "b')]
+    assert parser.parse(' c"}') == [CallArguments(0, ' c"}')]
+    assert parser.parse("}</tool_call>") == [] and parser.finish() == []
 
 
 @pytest.mark.slow

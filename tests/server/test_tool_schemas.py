@@ -13,7 +13,7 @@ import pytest
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.schemas import subschemas
-from hydra_engine.core.schemas.subschemas import at
+from hydra_engine.core.schemas.subschemas import resolve_pointer
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.guidance.guide import GrammarError
 from hydra_engine.guidance.sources import source_of
@@ -233,9 +233,9 @@ def test_a_schema_is_looked_at_once_however_many_lead_to_it(monkeypatch: pytest.
     def counted(root: Any, pointer: str) -> Any:
         nonlocal num_looked_up
         num_looked_up += 1
-        return at(root, pointer)
+        return resolve_pointer(root, pointer)
 
-    monkeypatch.setattr(subschemas, "at", counted)
+    monkeypatch.setattr(subschemas, "resolve_pointer", counted)
     check_parameters(chained(12), "f", "tools")
     assert num_looked_up <= 2 * 12 + 1
     schema = chained(12)

@@ -72,7 +72,7 @@ def test_a_call_or_the_form(texts: Texts, dialect: str) -> None:
     for call in CALLS[dialect]:  # the parser reads what the grammar lets through
         parser = use.parser()
         assert parser is not None
-        answer = collect(parser.feed(call) + parser.finish())
+        answer = collect(parser.parse(call) + parser.finish())
         assert answer.text == "" and [one.name for one in answer.calls] == ["weather"]
 
 

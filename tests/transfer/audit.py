@@ -19,7 +19,7 @@ def check_source(source: Source) -> None:
     deadlines = [live.deadline_s for live in source._live.values()]
     assert deadlines == sorted(deadlines), "leases out of order: `now` went back"
     assert all(live.due <= live.num_mores for live in source._live.values())
-    assert source.offered == source.live + source.acknowledged + source.withdrawn, "an offer ended twice, or never"
+    assert source.offered == source.num_live + source.acknowledged + source.withdrawn, "an offer ended twice, or never"
     assert source.expired <= source.withdrawn
 
 

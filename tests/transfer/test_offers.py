@@ -63,7 +63,7 @@ def test_an_offer_names_the_targets_request_and_its_word_is_valid_before_anybody
     assert words.now[offer.slot] == offer.word == valid_word(offer.sequence)
     assert (offer.incarnation, offer.request_id, offer.image_index, offer.blocks) == (INCARNATION, 90, 3, (1,))
     assert offer.checksums == (77,) and offer.end is None
-    assert [*source._sequence_of] == [PICTURE] and source.live == 1
+    assert [*source._sequence_of] == [PICTURE] and source.num_live == 1
     check_source(source)
 
 
@@ -73,7 +73,7 @@ def test_without_a_free_slot_nothing_happens_and_a_later_attempt_succeeds(source
     offer_kv(source, (3, None))
     before = list(words.writes)
     assert source.offer((4, None), "d0", 4, None, (1,), now=0.0) is None
-    assert words.writes == before and source.live == source.offered == 3
+    assert words.writes == before and source.num_live == source.offered == 3
     assert source.on_ack("d0", INCARNATION, first.sequence) is None  # not complete yet
     assert source.on_refuse("d0", INCARNATION, first.sequence) == (1, None)
     assert offer_kv(source, (4, None)).slot == first.slot
@@ -99,24 +99,24 @@ def test_one_owner_has_one_offer_at_a_time(source) -> None:
 
 def test_more_is_numbered_from_one(source) -> None:
     offer = offer_kv(source)
-    assert source.more(KV, (6, 7), checksums=(1, 2)) == More(INCARNATION, offer.sequence, 1, (6, 7), None, (1, 2))
-    assert source.more(KV, (), end=END) == More(INCARNATION, offer.sequence, 2, (), END, ())
+    assert source.extend(KV, (6, 7), checksums=(1, 2)) == More(INCARNATION, offer.sequence, 1, (6, 7), None, (1, 2))
+    assert source.extend(KV, (), end=END) == More(INCARNATION, offer.sequence, 2, (), END, ())
 
 
 def test_more_for_an_owner_without_an_offer_is_none(source) -> None:
-    assert source.more(KV, (6,)) is None
+    assert source.extend(KV, (6,)) is None
     offer_kv(source)
     source.withdraw(KV)
-    assert source.more(KV, (6,)) is None
+    assert source.extend(KV, (6,)) is None
 
 
 def test_nothing_comes_after_the_end(source) -> None:
     offer_kv(source, end=END)
     with pytest.raises(AssertionError, match="everything"):
-        source.more(KV, (9,))
+        source.extend(KV, (9,))
     offer_picture(source)
     with pytest.raises(AssertionError, match="everything"):
-        source.more(PICTURE, (9,))
+        source.extend(PICTURE, (9,))
 
 
 # ---- OFFERED, PULLED: what ends it
@@ -126,7 +126,7 @@ def test_an_acknowledgement_frees_and_the_word_is_gone(source, words) -> None:
     offer = offer_kv(source, end=END)
     assert source.on_ack("d0", INCARNATION, offer.sequence) == KV
     assert words.now[offer.slot] == gone_word(offer.sequence)
-    assert (source.acknowledged, source.withdrawn, source.live) == (1, 0, 0)
+    assert (source.acknowledged, source.withdrawn, source.num_live) == (1, 0, 0)
     assert [*source._sequence_of] == []
     check_source(source)
 
@@ -135,7 +135,7 @@ def test_kv_cannot_be_acknowledged_before_all_of_it_was_offered(source, words) -
     offer = offer_kv(source)
     assert source.on_ack("d0", INCARNATION, offer.sequence) is None
     assert source.ignored == 1 and words.now[offer.slot] == offer.word
-    source.more(KV, (), end=END)
+    source.extend(KV, (), end=END)
     assert source.on_ack("d0", INCARNATION, offer.sequence) == KV
 
 
@@ -150,7 +150,7 @@ def test_a_refusal_is_as_good_at_any_time(source, words) -> None:
 def test_the_word_is_gone_before_the_caller_can_free(way: str) -> None:
     """The order is seen from inside the write: the offer must still be known then."""
     live_at_write = []
-    source = Source(INCARNATION, 1, lambda slot, word: live_at_write.append((word & 1, source.live)), 10.0)
+    source = Source(INCARNATION, 1, lambda slot, word: live_at_write.append((word & 1, source.num_live)), 10.0)
     offer = offer_picture(source)
     if way == "withdraw":
         assert source.withdraw(PICTURE) == ("p0", Withdraw(INCARNATION, offer.sequence))
@@ -162,7 +162,7 @@ def test_the_word_is_gone_before_the_caller_can_free(way: str) -> None:
         assert source.on_ack("p0", INCARNATION, offer.sequence) == PICTURE
     else:
         assert source.on_refuse("p0", INCARNATION, offer.sequence) == PICTURE
-    assert live_at_write == [(1, 1), (0, 1)] and source.live == 0
+    assert live_at_write == [(1, 1), (0, 1)] and source.num_live == 0
 
 
 def test_withdrawing_twice_is_harmless(source, words) -> None:
@@ -201,7 +201,7 @@ def test_a_second_acknowledgement_finds_nothing(source) -> None:
 def test_what_does_not_name_the_offer_exactly_is_ignored(source, words, kind, peer, incarnation, step) -> None:
     offer = offer_picture(source)
     assert getattr(source, kind)(peer, incarnation, offer.sequence + step) is None
-    assert source.ignored == 1 and source.live == 1 and words.now[offer.slot] == offer.word
+    assert source.ignored == 1 and source.num_live == 1 and words.now[offer.slot] == offer.word
 
 
 # ---- leases
@@ -244,14 +244,14 @@ def test_a_renewal_may_cross_what_is_being_added(source) -> None:
     """The target keeps up, but always hears of the newest part after it has sent its renewal."""
     offer = offer_kv(source)
     for now in range(2, 60, 2):
-        source.more(KV, (6,))
+        source.extend(KV, (6,))
         source.on_renew("d0", renewal(offer.sequence, heard=(now // 2 - 1,)), float(now))
         assert source.expire(float(now)) == []
 
 
 def test_a_target_that_never_heard_of_a_part_cannot_renew_for_ever(source) -> None:
     offer = offer_kv(source)
-    source.more(KV, (), end=END)  # lost on the way
+    source.extend(KV, (), end=END)  # lost on the way
     over = []
     for now in range(2, 60, 2):
         source.on_renew("d0", renewal(offer.sequence, heard=(0,)), float(now))

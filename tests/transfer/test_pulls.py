@@ -62,7 +62,7 @@ def test_copies_of_two_pictures_of_one_request_do_not_know_of_each_other(target,
     ended = target.end(handles[last], valid=other == "valid", last=True)
     assert ended == (Committed(f"e{last}", Ack(3, 1)) if other == "valid" else Gone(handles[last], last))
     check_destination(target)
-    assert not target.live
+    assert not target.num_live
 
 
 # ---- OFFER: who may offer what to whom
@@ -82,13 +82,13 @@ def test_features_may_come_from_anybody_and_kv_from_its_source_alone(target) -> 
 def test_a_request_without_a_source_takes_no_kv(target) -> None:
     target.expect(9, None)
     assert target.on_offer("p0", kv(1), 0.0) == []
-    assert target.ignored == 1 and target.live == 0
+    assert target.ignored == 1 and target.num_live == 0
 
 
 def test_an_offer_may_come_before_its_request(target) -> None:
     assert target.on_offer("p0", kv(1), 0.0) == []
     assert target.on_more("p0", More(4, 1, 1, (7,), END)) == []
-    assert target.live == 1 and target.renewals(0.0) == []
+    assert target.num_live == 1 and target.renewals(0.0) == []
     assert target.expect(9, "p0") == [Offered(1, 9, None, 3, END)]
     assert target.renewals(0.1) == [("p0", Renew(4, (1,), (1,)))]  # at once: its lease has been running
     check_destination(target)
@@ -97,7 +97,7 @@ def test_an_offer_may_come_before_its_request(target) -> None:
 def test_kv_of_the_wrong_peer_is_dropped_when_the_request_comes(target) -> None:
     target.on_offer("p0", kv(1), 0.0)
     assert target.expect(9, "p1") == []
-    assert target.live == 0 and target.ignored == 1
+    assert target.num_live == 0 and target.ignored == 1
     check_destination(target)
 
 
@@ -106,7 +106,7 @@ def test_an_early_offer_that_is_withdrawn_or_whose_peer_is_lost_is_nobodys_busin
     target.on_offer("e1", picture(1, request_id=50, index=1), 0.0)
     assert target.on_withdraw("e0", Withdraw(3, 1)) == []
     assert target.peer_lost("e1") == []
-    assert target.live == 0 and target.expect(50, None) == []
+    assert target.num_live == 0 and target.expect(50, None) == []
     check_destination(target)
 
 
@@ -114,9 +114,9 @@ def test_an_unclaimed_offer_is_forgotten_long_after_its_lease(target) -> None:
     target.on_offer("e0", picture(1), 5.0)
     assert target.next_deadline() == 25.0
     target.renewals(24.9)
-    assert target.live == 1
+    assert target.num_live == 1
     target.renewals(25.0)
-    assert target.live == 0 and target.next_deadline() == math.inf
+    assert target.num_live == 0 and target.next_deadline() == math.inf
     check_destination(target)
 
 
@@ -125,11 +125,11 @@ def test_unclaimed_offers_are_bounded_for_each_peer(target) -> None:
         target.on_offer("e0", picture(sequence, request_id=sequence), 0.0)
     assert target.ignored == 0
     target.on_offer("e0", picture(MAX_UNCLAIMED + 1, request_id=MAX_UNCLAIMED + 1), 0.0)
-    assert (target.live, target.ignored) == (MAX_UNCLAIMED, 1)
+    assert (target.num_live, target.ignored) == (MAX_UNCLAIMED, 1)
     target.expect(99999, None)
     assert offered(target.on_offer("e0", picture(MAX_UNCLAIMED + 2, request_id=99999), 0.0))
     target.on_offer("e1", picture(1, request_id=70000), 0.0)
-    assert target.live == MAX_UNCLAIMED + 2
+    assert target.num_live == MAX_UNCLAIMED + 2
     check_destination(target)
 
 
@@ -148,7 +148,7 @@ def test_a_doubled_or_late_offer_is_ignored(target) -> None:
     handle = offered(target.on_offer("e0", picture(4), 0.0))
     assert target.on_offer("e0", picture(4), 0.0) == []
     assert target.on_offer("e0", picture(3), 0.0) == []  # older than what it would replace
-    assert target.ignored == 2 and target.live == 1
+    assert target.ignored == 2 and target.num_live == 1
     begin(target, handle, 0, 2)
     target.end(handle, valid=True, last=True)
     assert target.on_offer("e0", picture(4), 0.0) == []  # done already
@@ -161,7 +161,7 @@ def test_a_second_offer_replaces_the_first_and_their_source_hears_of_it(target) 
     assert gone == Gone(first, 0) and isinstance(second, Offered)
     assert target.next_deadline() == -math.inf
     assert target.renewals(0.0)[0] == ("e0", Refuse(3, 1))
-    assert target.live == 1 and target.refuse(first) is None
+    assert target.num_live == 1 and target.refuse(first) is None
     check_destination(target)
 
 
@@ -171,7 +171,7 @@ def test_offers_of_one_picture_by_two_sources_are_both_kept(target) -> None:
     first = offered(target.on_offer("e0", picture(1), 0.0))
     second = offered(target.on_offer("e1", picture(1), 0.0))
     assert target.on_withdraw("e0", Withdraw(3, 1)) == [Gone(first, 0)]
-    assert target.live == 1
+    assert target.num_live == 1
     assert begin(target, second, 0, 2) is not None
     assert isinstance(target.end(second, valid=True, last=True), Committed)
     check_destination(target)
@@ -238,7 +238,7 @@ def test_a_withdrawn_offer_is_gone(target) -> None:
     handle = offered(target.on_offer("e0", picture(1), 0.0))
     assert target.on_withdraw("e0", Withdraw(3, 1)) == [Gone(handle, 0)]
     assert target.on_withdraw("e0", Withdraw(3, 1)) == []
-    assert target.live == 0 and target.refuse(handle) is None
+    assert target.num_live == 0 and target.refuse(handle) is None
     with pytest.raises(KeyError):
         begin(target, handle, 0, 1)
     check_destination(target)
@@ -249,7 +249,7 @@ def test_a_lost_peer_takes_its_offers_along_and_no_others(target) -> None:
     first = offered(target.on_offer("e0", picture(1), 0.0))
     target.on_offer("e1", picture(1, index=1), 0.0)
     assert target.peer_lost("e0") == [Gone(first, 0)]
-    assert target.peer_lost("e0") == [] and target.live == 1
+    assert target.peer_lost("e0") == [] and target.num_live == 1
     target.peer_up("e0", 8)
     assert target.on_offer("e0", picture(1), 0.0) == []  # of the incarnation that died
     assert offered(target.on_offer("e0", picture(1, incarnation=8), 0.0))  # numbers start again
@@ -266,9 +266,9 @@ def test_forgetting_a_request_refuses_what_is_offered_for_it(target) -> None:
     target.on_offer("e0", picture(1), 0.0)
     target.on_offer("p0", kv(2), 0.0)
     target.on_offer("e1", picture(1, request_id=10), 0.0)
-    assert target.forget(9) == [("e0", Refuse(3, 1)), ("p0", Refuse(4, 2))]
-    assert target.forget(9) == [] and target.live == 1
-    assert target.forget(10) == [("e1", Refuse(3, 1))]  # never expected
+    assert target.end_request(9) == [("e0", Refuse(3, 1)), ("p0", Refuse(4, 2))]
+    assert target.end_request(9) == [] and target.num_live == 1
+    assert target.end_request(10) == [("e1", Refuse(3, 1))]  # never expected
     assert target.on_offer("e0", picture(2), 0.0) == []  # late: kept for a while as of an unknown request
     check_destination(target)
 
@@ -277,7 +277,7 @@ def test_a_refused_offer_is_over(target) -> None:
     target.expect(9, None)
     handle = offered(target.on_offer("e0", picture(1), 0.0))
     assert target.refuse(handle) == ("e0", Refuse(3, 1))
-    assert target.refuse(handle) is None and target.live == 0
+    assert target.refuse(handle) is None and target.num_live == 0
     assert target.on_withdraw("e0", Withdraw(3, 1)) == []
 
 
@@ -292,7 +292,7 @@ def test_a_copy_is_acknowledged_after_it_has_ended_and_was_valid(target) -> None
     assert (copy.peer, copy.pool, copy.slot, copy.word) == ("e0", PoolKind.FEATURES, 2, valid_word(1))
     assert copy.checksums == (70, 71) and copying(target, handle)
     assert target.end(handle, valid=True, last=True) == Committed("e0", Ack(3, 1))
-    assert (target.pulled, target.live, copying(target, handle)) == (1, 0, False)
+    assert (target.pulled, target.num_live, copying(target, handle)) == (1, 0, False)
     check_destination(target)
 
 
@@ -302,7 +302,7 @@ def test_kv_is_pulled_behind_the_prefill(target) -> None:
     first = begin(target, handle, 1, 1)  # block 0 is cached here
     assert first is not None and first.pool == PoolKind.KV and first.checksums == (2,)
     assert target.end(handle, valid=True, last=False) is None
-    assert not copying(target, handle) and target.live == 1
+    assert not copying(target, handle) and target.num_live == 1
     target.on_more("p0", More(4, 1, 1, (7, 8), END, (3, 4)))
     second = begin(target, handle, 2, 2)
     assert second is not None and second.source_blocks.tolist() == [7, 8] and second.checksums == (3, 4)
@@ -334,7 +334,7 @@ def test_a_copy_that_was_too_late_is_lost_and_its_source_need_not_keep_it(target
     handle = offered(target.on_offer("e0", picture(1), 0.0))
     begin(target, handle, 0, 2)
     assert target.end(handle, valid=False, last=True) == Gone(handle, 0)
-    assert (target.invalid, target.pulled, target.live) == (1, 0, 0)
+    assert (target.invalid, target.pulled, target.num_live) == (1, 0, 0)
     assert target.renewals(0.0) == [("e0", Refuse(3, 1, failed=True))]
     check_destination(target)
 
@@ -360,16 +360,16 @@ def test_whatever_happens_a_copy_in_flight_is_waited_for(target, what) -> None:
     elif what == "peer_lost":
         assert target.peer_lost("e0") == []
     elif what == "forget":
-        assert target.forget(9) == [("e0", Refuse(3, 1))]
+        assert target.end_request(9) == [("e0", Refuse(3, 1))]
     else:
         assert target.refuse(handle) == ("e0", Refuse(3, 1))
     check_destination(target)
-    assert copying(target, handle) and target.live == 1
+    assert copying(target, handle) and target.num_live == 1
     assert begin(target, handle, 1, 1) is None  # no further part
     assert target.refuse(handle) is None
     assert target.renewals(100.0) == []
     assert target.end(handle, valid=True, last=True) == Gone(handle, 0)
-    assert target.live == 0 and target.invalid == (what in ("withdraw", "peer_lost"))
+    assert target.num_live == 0 and target.invalid == (what in ("withdraw", "peer_lost"))
     check_destination(target)
 
 

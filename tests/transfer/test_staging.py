@@ -40,12 +40,12 @@ def test_a_pull_goes_in_pieces_of_which_a_few_are_under_way() -> None:
     pulls = StagedPulls()
     asked = pulls.begin(job(7, 3, 5), 1, 2, 0.5)
     assert asked == [Stage(1, 3, 1, (30, 31)), Stage(1, 3, 2, (32, 33))] and len(asked) == PIECES_AT_ONCE
-    second = pulls.staged("s", Staged(1, 3, 2, (8, 9)))
+    second = pulls.on_staged("s", Staged(1, 3, 2, (8, 9)))
     assert second is not None and second.ticket == 2 and second.checksums == (2, 3)
     assert second.source_blocks.tolist() == [8, 9] and second.target_blocks.tolist() == [2, 3]
     assert pulls.copied(result(second)) == ("s", [Taken(1, 3, 2), Stage(1, 3, 3, (34,))], None)
     for ticket, blocks in ((1, (4, 5)), (3, (0,))):
-        piece = pulls.staged("s", Staged(1, 3, ticket, blocks))
+        piece = pulls.on_staged("s", Staged(1, 3, ticket, blocks))
         assert piece is not None
         peer, messages, ended = pulls.copied(result(piece))
         assert (peer, messages) == ("s", [Taken(1, 3, ticket)])
@@ -56,7 +56,7 @@ def test_a_pull_goes_in_pieces_of_which_a_few_are_under_way() -> None:
 def test_a_piece_that_does_not_count_ends_the_pull_with_its_copies(wrong: dict) -> None:
     pulls = StagedPulls()
     pulls.begin(job(7, 3, 6), 1, 2, 0.0)
-    pieces = [pulls.staged("s", Staged(1, 3, ticket, (0, 1))) for ticket in (1, 2)]
+    pieces = [pulls.on_staged("s", Staged(1, 3, ticket, (0, 1))) for ticket in (1, 2)]
     assert pieces[0] is not None and pieces[1] is not None
     assert pulls.copied(result(pieces[0], **wrong)) == ("s", [], None), "the other copy is in flight"
     _, messages, ended = pulls.copied(result(pieces[1]))
@@ -67,15 +67,15 @@ def test_an_offer_that_is_over_ends_pulls_that_wait_for_a_piece() -> None:
     pulls = StagedPulls()
     for step in (1, 2, 3):
         pulls.begin(job(step, step, 2), 1, 1, 0.0)
-    copying = pulls.staged("s", Staged(1, 2, 3, (0,)))
+    copying = pulls.on_staged("s", Staged(1, 2, 3, (0,)))
     assert copying is not None
-    ended = list(pulls.end_over(lambda job: job.sequence < 3, 9.0))
+    ended = list(pulls.end_expired(lambda job: job.sequence < 3, 9.0))
     assert [(r.step_id, r.valid, r.ended_s) for r in ended] == [(1, False, 9.0)]
-    assert not list(pulls.end_over(lambda job: job.sequence < 3, 9.0))
+    assert not list(pulls.end_expired(lambda job: job.sequence < 3, 9.0))
     _, messages, last = pulls.copied(result(copying))
     assert not messages and last is not None and (last.step_id, last.valid) == (2, False)
     for late in (1, 4):
-        assert pulls.staged("s", Staged(1, 1, late, (0,))) is None
+        assert pulls.on_staged("s", Staged(1, 1, late, (0,))) is None
     assert pulls.ignored == 2 and len(pulls._pulls) == 1
 
 
@@ -83,21 +83,21 @@ def test_an_offer_that_is_over_ends_pulls_that_wait_for_a_piece() -> None:
 def test_what_was_not_asked_for_is_ignored(staged: Staged) -> None:
     pulls = StagedPulls()
     pulls.begin(job(7, 3, 2), 1, 2, 0.0)
-    assert pulls.staged("s", staged) is None and pulls.staged("x", Staged(1, 3, 1, (0, 1))) is None
+    assert pulls.on_staged("s", staged) is None and pulls.on_staged("x", Staged(1, 3, 1, (0, 1))) is None
     assert pulls.ignored == 2
 
 
 def test_pieces_wait_for_room_in_order() -> None:
     staging = Staging({POOL: 4})
     for ticket, count in ((1, 3), (2, 2), (3, 1)):
-        assert staging.ask("t", Stage(1, ticket, ticket, tuple(range(count))), POOL)
+        assert staging.request("t", Stage(1, ticket, ticket, tuple(range(count))), POOL)
     (first,) = staging.start()
     assert first == StagingJob(1, POOL, (0, 1, 2), (0, 1, 2)) and not list(staging.start())
     assert staging.copied(1) == ("t", Staged(1, 1, 1, (0, 1, 2)))
     for stranger in (("x", Taken(1, 1, 1)), ("t", Taken(1, 1, 2)), ("t", Taken(1, 2, 2))):
-        staging.taken(*stranger)
+        staging.on_taken(*stranger)
     assert staging.ignored == 3 and not list(staging.start())
-    staging.taken("t", Taken(1, 1, 1))
+    staging.on_taken("t", Taken(1, 1, 1))
     assert [job.blocks for job in staging.start()] == [(0, 1), (0,)]
     check_staging(staging)
 
@@ -105,22 +105,22 @@ def test_pieces_wait_for_room_in_order() -> None:
 def test_what_never_fits_is_said_at_once() -> None:
     staging = Staging({POOL: 4})
     for blocks, pool in ((tuple(range(5)), POOL), ((), POOL), ((0,), PoolKind.FEATURES)):
-        assert not staging.ask("t", Stage(1, 1, 1, blocks), pool)
-    assert staging.live == 0
+        assert not staging.request("t", Stage(1, 1, 1, blocks), pool)
+    assert staging.num_live == 0
 
 
 def test_pieces_of_an_offer_that_is_over_are_free() -> None:
     staging = Staging({POOL: 2})
     for sequence in (1, 2, 3):
-        staging.ask("t", Stage(1, sequence, sequence, (0, 1)), POOL)
+        staging.request("t", Stage(1, sequence, sequence, (0, 1)), POOL)
     (first,) = staging.start()
-    staging.take_back(lambda sequence: sequence == 3)
+    staging.free_ended(lambda sequence: sequence == 3)
     (third,) = staging.start()
-    assert third.blocks == (0, 1) and staging.live == 1, "the first is being written, the second never will be"
+    assert third.blocks == (0, 1) and staging.num_live == 1, "the first is being written, the second never will be"
     assert staging.copied(first.number) is None
     assert staging.copied(third.number) == ("t", Staged(1, 3, 3, third.staging_blocks))
-    staging.take_back(lambda sequence: False)
-    assert staging.live == 0
+    staging.free_ended(lambda sequence: False)
+    assert staging.num_live == 0
     check_staging(staging)
 
 
@@ -191,25 +191,25 @@ class Walk:
             self.memory[10 * sequence : 10 * sequence + 10] = -1
 
     def tend(self) -> None:
-        self.staging.take_back(self.offers.__contains__)
+        self.staging.free_ended(self.offers.__contains__)
         for side in self.sides.values():
-            for ended in side.pulls.end_over(lambda pull: pull.sequence not in self.offers, 0.0):
+            for ended in side.pulls.end_expired(lambda pull: pull.sequence not in self.offers, 0.0):
                 self.end(side, ended)
 
     def die(self) -> None:
         name = self.dice.choice(list(self.sides))
         self.offers = {sequence: target for sequence, target in self.offers.items() if target != name}
         self.sides[name] = Side()
-        self.staging.take_back(self.offers.__contains__)
+        self.staging.free_ended(self.offers.__contains__)
 
     def ask(self) -> None:
         for name, side in self.sides.items():
             if side.outgoing and self.dice.random() < 0.5:
                 message = side.outgoing.popleft()
                 if isinstance(message, Taken):
-                    self.staging.taken(name, message)
+                    self.staging.on_taken(name, message)
                 elif message.sequence in self.offers:
-                    assert self.staging.ask(name, message, POOL)
+                    assert self.staging.request(name, message, POOL)
         self.start()
 
     def start(self) -> None:
@@ -227,7 +227,7 @@ class Walk:
     def read(self) -> None:
         for side in self.sides.values():
             if side.incoming and self.dice.random() < 0.5:
-                piece = side.pulls.staged("s", side.incoming.popleft())
+                piece = side.pulls.on_staged("s", side.incoming.popleft())
                 if piece is not None:
                     pairs = list(zip(piece.source_blocks.tolist(), piece.target_blocks.tolist(), strict=True))
                     side.copies.append((Copy(self.pool, side.rows[piece.sequence], pairs), piece))
@@ -267,7 +267,7 @@ class Walk:
                 move()
         self.tend()
         assert not any(side.pulls._pulls for side in self.sides.values()), "STUCK"
-        assert self.staging.live == 0, "LEAK"
+        assert self.staging.num_live == 0, "LEAK"
         self.audit()
 
 
@@ -289,13 +289,13 @@ class FreesWhatIsStaged(Staging):
             self._free[piece.pool] += piece.blocks
         return done
 
-    def taken(self, peer: str, taken: Taken) -> None:
+    def on_taken(self, peer: str, taken: Taken) -> None:
         piece = self._pieces.pop((taken.sequence, taken.ticket), None)
         assert piece is None or piece.peer == peer
 
 
 class KeepsWhatIsOver(Staging):
-    def take_back(self, is_live) -> None: ...  # type: ignore[no-untyped-def]
+    def free_ended(self, is_live) -> None: ...  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(("kind", "mutant"), [("TORN", FreesWhatIsStaged), ("LEAK", KeepsWhatIsOver)])

@@ -175,7 +175,7 @@ class World:
         fresh = tuple(job.blocks[job.sent : job.computed])
         message: Offer | More | None
         if job.owner in node.source._sequence_of:
-            message = node.source.more(job.owner, fresh, end=end)
+            message = node.source.extend(job.owner, fresh, end=end)
         else:
             message = node.source.offer(
                 job.owner,
@@ -267,7 +267,7 @@ class World:
     def _forget(self, node: TargetNode, request_id: int) -> None:
         items = node.requests.pop(request_id, {})
         handles = {item.handle: item for item in items.values() if item.handle is not None}
-        for peer, refusal in node.target.forget(request_id):
+        for peer, refusal in node.target.end_request(request_id):
             self._send(node.name, node.life, peer, refusal)
         for item in items.values():
             if item.handle in handles and copying(node.target, item.handle):
@@ -451,7 +451,7 @@ class World:
             if self.tables:
                 check_source(node.source)
                 num_valid = sum(word & 1 for word in node.memory.words)
-                assert num_valid == node.source.live, "OWNER: a control word outlives its offer"
+                assert num_valid == node.source.num_live, "OWNER: a control word outlives its offer"
             held = [block for job in node.jobs.values() for block in job.blocks]
             assert sorted(held + node.memory.free) == list(range(NUM_BLOCKS)), "OWNER: a source block"
             for owner in node.source._sequence_of:
@@ -484,11 +484,11 @@ class World:
         open_requests = [id for id, request in self.requests.items() if request.status == "run"]
         assert not open_requests, f"STUCK: {open_requests}"
         for node in self.sources.values():
-            assert not node.jobs and not node.source.live, "LEAK: offers"
+            assert not node.jobs and not node.source.num_live, "LEAK: offers"
             assert sorted(node.memory.free) == list(range(NUM_BLOCKS)), "LEAK: source blocks"
         for target in self.targets.values():
             assert not target.requests and not target.leftover and not target.running, "LEAK: requests"
-            assert not target.target.live, "LEAK: pulls"
+            assert not target.target.num_live, "LEAK: pulls"
             assert sorted(target.memory.free) == list(range(NUM_BLOCKS)), "LEAK: target blocks"
 
     @property
@@ -496,7 +496,9 @@ class World:
         sources, targets = self.sources.values(), self.targets.values()
         waiting = self.network or any(self.orders.values())
         return (
-            not waiting and not any(s.jobs for s in sources) and not any(t.target.live or t.requests for t in targets)
+            not waiting
+            and not any(s.jobs for s in sources)
+            and not any(t.target.num_live or t.requests for t in targets)
         )
 
     def _work_off(self) -> None:

@@ -115,7 +115,7 @@ def choose_by_name(name: str) -> ChosenAttention:
 
 
 def choose_by_time(measured: Measured) -> ChosenAttention:
-    since = f"speeds are those of triton times as much, measured on {measured.date}"
+    since = f"speeds are relative to triton's, measured on {measured.date}"
     reasons = {
         op: f"{'; '.join(measured.describe(use) for use in uses if use in measured.seconds)}; {since}"
         for op, uses in USES.items()

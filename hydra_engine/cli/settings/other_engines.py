@@ -88,12 +88,12 @@ _ANYWAY: dict[str, tuple[str, ...]] = {
 _BY_NAME = {name: reason for reason, names in _INSTEAD.items() for name in names}
 
 
-def instead_of(name: str) -> str | None:
+def replacement_for(name: str) -> str | None:
     """The replacement of another engine's option, None for an unknown one; `name` has no leading dashes."""
     return _BY_NAME.get(name) or _anyway(name)
 
 
-def taken_anyway(name: str, value: object = True) -> str | None:
+def reason_ignored(name: str, value: object = True) -> str | None:
     """The reason why another engine's switch has no effect when it is on; None if it is off or unknown."""
     return _anyway(name) if value is True or value is None or str(value).lower() == "true" else None
 

@@ -9,14 +9,14 @@ class ByteBudget:
     """A budget of `most` bytes in which the leases of one client never hold more than they leave free: one client alone
     gets at most half, each of two a third, and a new client always finds space. Not thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.held = 0
         self._held_by: dict[str, int] = {}  # bytes by client, without zeros
 
     def fits(self, num_bytes: int, client: str | None = None) -> bool:
         """True if `num_bytes` more fit. `client` None: only the total is checked, not a client's share."""
-        left = self.most - self.held - num_bytes
+        left = self.max_bytes - self.held - num_bytes
         return left >= (0 if client is None else self._held_by.get(client, 0) + num_bytes)
 
     def lease(self, client: str | None = None) -> Lease:
@@ -44,10 +44,10 @@ class Lease:
         self.held = 0
 
     def fits(self, num_bytes: int) -> bool:
-        """True if `take` would succeed."""
+        """True if `reserve` would succeed."""
         return self._budget.fits(num_bytes, self.client)
 
-    def take(self, num_bytes: int) -> bool:
+    def reserve(self, num_bytes: int) -> bool:
         """Takes bytes; False, and nothing taken, if they do not fit."""
         if not self.fits(num_bytes):
             return False

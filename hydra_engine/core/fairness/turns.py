@@ -56,7 +56,7 @@ class FairQueue(Generic[J]):
         """Number of the client's jobs that have begun and not ended."""
         return self._clients[client].num_running if client in self._clients else 0
 
-    def has(self, client: str) -> bool:
+    def has_waiting(self, client: str) -> bool:
         """True if a job of the client waits."""
         return client in self._waiting
 
@@ -171,19 +171,19 @@ class Turns:
         self._clock = clock
 
     @asynccontextmanager
-    async def place(self, client: str) -> AsyncIterator[None]:
+    async def slot(self, client: str) -> AsyncIterator[None]:
         """Holds a slot within the context. Raises Unavailable if too many jobs wait."""
-        await self.take(client)
+        await self.acquire(client)
         begun_s = self._clock()
         try:
             yield
         finally:
-            self.give_back(client, self._clock() - begun_s)
+            self.release(client, self._clock() - begun_s)
 
-    async def take(self, client: str) -> None:
-        """Waits for a slot, which the caller returns by `give_back`. Raises Unavailable if too many jobs wait."""
+    async def acquire(self, client: str) -> None:
+        """Waits for a slot, which the caller returns by `release`. Raises Unavailable if too many jobs wait."""
         if (
-            self._num_free and not self._queue.has(client) and self._may_begin(client)
+            self._num_free and not self._queue.has_waiting(client) and self._may_begin(client)
         ):  # clients that wait may not begin
             self._num_free -= 1
             self._queue.begin(client)
@@ -194,12 +194,12 @@ class Turns:
             await asyncio.shield(given)
         except asyncio.CancelledError:
             if given.done():
-                self.give_back(client, 0.0)
+                self.release(client, 0.0)
             else:
                 self._queue.remove(client, given)
             raise
 
-    def give_back(self, client: str, used_s: float) -> None:
+    def release(self, client: str, used_s: float) -> None:
         """Returns a slot after `used_s` seconds of use."""
         self._queue.end(client, used_s)
         self._num_free += 1

@@ -62,7 +62,7 @@ class WorkerPool:
             async with asyncio.timeout(None) as wait:
                 self._waits.add(wait)
                 for turns, client in places:
-                    await turns.take(client)
+                    await turns.acquire(client)
                     num_taken += 1
             if self._closed:  # closed just as it was given a slot
                 raise _closed()
@@ -94,7 +94,7 @@ def _end(result: asyncio.Future[T], places: Sequence[_Place], begun_s: float, jo
 
 def _give_back(places: Sequence[_Place], used_s: float) -> None:
     for turns, client in places:
-        turns.give_back(client, used_s)
+        turns.release(client, used_s)
 
 
 def _closed() -> EngineClosed:

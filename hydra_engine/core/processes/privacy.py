@@ -8,7 +8,7 @@ import sys
 _PR_SET_DUMPABLE = 4  # <linux/prctl.h>
 
 
-def keep_others_out() -> None:
+def forbid_access_by_others() -> None:
     """Forbids every process but root's to read this process's memory, environment and descriptors or to trace it; the
     kernel writes no core dumps of it either. Child programs are not affected."""
     if sys.platform == "linux":

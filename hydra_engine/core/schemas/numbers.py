@@ -34,7 +34,7 @@ def encode_long(value: object) -> msgspec.Raw:
     return msgspec.Raw(value.text.encode())
 
 
-def text_of(schema: dict[str, Any]) -> str:
+def schema_text(schema: dict[str, Any]) -> str:
     """JSON text of the schema with all digits of its numbers."""
     return msgspec.json.encode(_with_digits(schema), enc_hook=encode_long).decode()
 

@@ -49,7 +49,7 @@ def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
         yield Subschema(schema, pointer, base, base_pointer)
         inner = [(f"{pointer}/{path}", value) for path, value in _children(schema)]
         if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-            inner.append((base_pointer + reference[1:], at(root, base_pointer + reference[1:])))
+            inner.append((base_pointer + reference[1:], resolve_pointer(root, base_pointer + reference[1:])))
         stack += [Subschema(value, place, base, base_pointer) for place, value in inner if isinstance(value, dict)]
 
 
@@ -57,19 +57,19 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(relative JSON pointer, value) of everything that may be a schema directly within one."""
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, dict):
-            yield from ((f"{name}/{_step(key)}", inner) for key, inner in value.items())
+            yield from ((f"{name}/{_escape_key(key)}", inner) for key, inner in value.items())
         elif name in _LISTS and isinstance(value, list):
             yield from ((f"{name}/{index}", inner) for index, inner in enumerate(value))
         elif name in _ONE:
             yield name, value
 
 
-def _step(key: str) -> str:
+def _escape_key(key: str) -> str:
     """A key as one step of a JSON pointer in a reference, escaped."""
     return quote(key.replace("~", "~0").replace("/", "~1"), safe=_SAFE_IN_POINTER)
 
 
-def at(root: Any, pointer: str) -> Any:
+def resolve_pointer(root: Any, pointer: str) -> Any:
     """The value at a JSON pointer of a reference; None if there is none."""
     value = root
     for step in pointer.split("/")[1:]:
@@ -148,5 +148,5 @@ def _is_of_objects(schema: Any, root: dict[str, Any], depth: int, seen: set[int]
     branches = [schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)]
     inner = [one for several in branches for one in several]
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        inner.append(at(root, reference[1:]))
+        inner.append(resolve_pointer(root, reference[1:]))
     return all(_is_of_objects(one, root, depth + 1, seen) for one in inner)

@@ -137,7 +137,7 @@ def pixel_limits(settings: Fields, default: PixelLimits, options: SpecOptions) -
     least = _limit(settings, size, "min_pixels", "shortest_edge", default.min_pixels)
     most = _limit(settings, size, "max_pixels", "longest_edge", default.max_pixels)
     if least > most:
-        raise CheckpointError(f"{settings.where} wants pictures of at least {least} and at most {most} pixels")
+        raise CheckpointError(f"{settings.where} asks for pictures of at least {least} and at most {most} pixels")
     least = least if options.min_pixels is None else options.min_pixels
     most = most if options.max_pixels is None else options.max_pixels
     if not 1 <= least <= most:

@@ -178,9 +178,7 @@ def _family(architecture: str, mmproj: GgufHeader) -> str:
             f"{architecture}; supported are {pairs}"
         )
     if "v.image_newline" in mmproj.tensors or "model.image_newline" in mmproj.tensors:
-        raise CheckpointError(
-            f"{mmproj.path.name} is of LLaVA 1.6; of the GGUF files of LLaVA those of 1.5 are supported"
-        )
+        raise CheckpointError(f"{mmproj.path.name} is of LLaVA 1.6; of LLaVA, only GGUF files of 1.5 are supported")
     return model_type
 
 

@@ -102,7 +102,7 @@ class MediaFetcher:
                     await held.enter_async_context(self._slot_of_host(url.raw_host or "", 1, fetching.client))
                 for address in sorted(addresses):  # in one order, to prevent a deadlock
                     await held.enter_async_context(self._slot_of_host(address, 2, fetching.client))
-                await held.enter_async_context(self._slots.place(fetching.client))
+                await held.enter_async_context(self._slots.slot(fetching.client))
             kind, most = fetching.kind, max_bytes(self._config, fetching.kind)
             body, ended = await self._ask(_question(url, addresses, kind, most), fetching)
         if ended.location is not None:
@@ -127,7 +127,7 @@ class MediaFetcher:
             fetching.lease.release()
 
             def take(data: bytes, body: list[bytes] = body) -> None:
-                if not fetching.lease.take(len(data)):
+                if not fetching.lease.reserve(len(data)):
                     raise _overloaded(fetching.kind)
                 body.append(data)
 
@@ -149,7 +149,7 @@ class MediaFetcher:
         slots, num_users = self._slots_of_host.get(host) or (_places("fetches from a host", num_places), 0)
         self._slots_of_host[host] = slots, num_users + 1
         try:
-            async with slots.place(client):
+            async with slots.slot(client):
                 yield
         finally:
             slots, num_users = self._slots_of_host.pop(host)

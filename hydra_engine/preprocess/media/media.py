@@ -226,7 +226,7 @@ class MediaLoader:
             item.turns = self._turns_for(opened)
             if work is not None:
                 await self._finish(item, opened, work)
-            elif item.kept.take(opened.num_bytes):
+            elif item.kept.reserve(opened.num_bytes):
                 item.opened = opened
         return opened.kind, opened.plan
 
@@ -288,7 +288,7 @@ class MediaLoader:
 
 
 def _budget(part: MediaPart, pixels: PixelBudget) -> PixelBudget:
-    return pixels.at(part.detail) if isinstance(part, ImagePart) else pixels
+    return pixels.for_detail(part.detail) if isinstance(part, ImagePart) else pixels
 
 
 @contextmanager

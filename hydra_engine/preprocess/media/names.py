@@ -32,7 +32,7 @@ class Names:
     async def start(self, client: str, host: str, port: int) -> asyncio.Future[list[str]]:
         """Returns a started lookup, after waiting for a place. Await it through asyncio.shield; it raises OSError or
         UnicodeError if the name has no address. Raises Unavailable if too many lookups wait."""
-        await self._places.take(client)
+        await self._places.acquire(client)
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         lookup = asyncio.ensure_future(self._resolve(host, port))
@@ -40,7 +40,7 @@ class Names:
 
         def on_done(lookup: asyncio.Future[list[str]]) -> None:
             self._lookups.discard(lookup)
-            self._places.give_back(client, loop.time() - begun_s)
+            self._places.release(client, loop.time() - begun_s)
             if not lookup.cancelled():
                 lookup.exception()  # retrieved here, since the waiter may be gone
 

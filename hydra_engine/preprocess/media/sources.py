@@ -274,7 +274,7 @@ def with_path_in_errors(source: object) -> Iterator[None]:
         if isinstance(source, LocalFile) and source.below is None:
             path = f"{source.path}: "
             if not error.message.startswith(path):
-                raise error.saying(path + error.message) from error
+                raise error.with_message(path + error.message) from error
         raise
 
 

@@ -172,7 +172,7 @@ class ChildHost(Generic[A]):
             if child not in self._idle:
                 return
             self._idle.remove(child)
-        logger.warning("a process to %s %s while it had nothing to do", self._purpose, child.how_it_ended)
+        logger.warning("a process to %s %s while it had nothing to do", self._purpose, child.exit_description)
         self._end(child)
 
     def _unavailable(self) -> Unavailable:

@@ -126,7 +126,7 @@ class Child:
         return not self._ended.is_set()
 
     @property
-    def how_it_ended(self) -> str:
+    def exit_description(self) -> str:
         return describe_exit(self._process.wait())
 
     def wait_until_started(self) -> None:
@@ -162,7 +162,7 @@ class Child:
             if not self._ended.wait(_DEATH_SECONDS):
                 raise ChildDied("closed its socket", by_itself=True) from error
             status = self._process.wait()
-            raise ChildDied(self.how_it_ended, by_itself=status >= 0 or -status in _OWN_SIGNALS) from error
+            raise ChildDied(self.exit_description, by_itself=status >= 0 or -status in _OWN_SIGNALS) from error
 
     def kill(self) -> None:
         """Kills the child; a caller that waits for an answer gets an error. Thread-safe."""

@@ -9,7 +9,7 @@ import ctypes
 import struct
 import sys
 
-from hydra_engine.core.processes.privacy import keep_others_out
+from hydra_engine.core.processes.privacy import forbid_access_by_others
 from hydra_engine.preprocess.sandbox import seccomp
 
 _CAPABILITY_VERSION = 0x20080522  # <linux/capability.h>
@@ -21,7 +21,7 @@ def give_up_privileges() -> None:
     or descriptors, so that a compromised child cannot reach another."""
     if sys.platform != "linux":
         return
-    keep_others_out()
+    forbid_access_by_others()
     libc = ctypes.CDLL(None)
     kept = _effective_capabilities(libc) & _CAP_DAC_READ_SEARCH
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)

@@ -68,8 +68,8 @@ def start() -> Callable[[Grammar, Memory], Verdict]:
 def problem_of(guide: Guide, grammar: Grammar) -> str | None:
     """Returns the grammar's problem, or None: it does not compile, has no text, or cannot be followed for its first
     tokens. A grammar with calls or reasoning is first checked without them."""
-    if grammar != grammar.alone:
-        problem = problem_of(guide, grammar.alone)
+    if grammar != grammar.without_calls:
+        problem = problem_of(guide, grammar.without_calls)
         if problem is not None:
             return problem
     try:

@@ -36,16 +36,16 @@ class IncrementalDetokenizer:
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
 
-    def feed(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these tokens complete; empty while a character or a stop string may be incomplete."""
-        return "".join([self.feed_one(token_id) for token_id in token_ids])
+        return "".join([self.decode_one(token_id) for token_id in token_ids])
 
-    def feed_one(self, token_id: int) -> str:
+    def decode_one(self, token_id: int) -> str:
         self._num_tokens += 1
         if token_id in self._skipped or self.stop_string is not None:
             return ""
         self.at_start = False
-        text = self._decoder.feed(token_id)
+        text = self._decoder.decode(token_id)
         return text if self._stops is None else self._matched(text)
 
     def flush(self) -> str:
@@ -60,7 +60,7 @@ class IncrementalDetokenizer:
     def _matched(self, text: str) -> str:
         if self._stops is None or not text or self._num_tokens < self._min_tokens:
             return text
-        certain, self.stop_string = self._stops.feed(text)
+        certain, self.stop_string = self._stops.match(text)
         if self.stop_string is not None and self._include_stop:
             certain += self.stop_string
         return certain
@@ -92,7 +92,7 @@ class StopMatcher:
         self._held = ""
         self._first_chars = frozenset(stop[0] for stop in stops)
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def match(self, text: str) -> tuple[str, str | None]:
         """Returns (text that is in no stop string, the stop string if one is complete)."""
         if not self._held and self._first_chars.isdisjoint(text):
             return text, None
@@ -137,7 +137,7 @@ def _borders(stop: str) -> list[int]:
 
 
 class _Decoder(Protocol):
-    def feed(self, token_id: int) -> str: ...
+    def decode(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
 
@@ -151,7 +151,7 @@ class _ByteDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._between = True  # no character is incomplete
 
-    def feed(self, token_id: int) -> str:
+    def decode(self, token_id: int) -> str:
         if self._between and (whole := self._whole_texts[token_id]) is not None:
             return whole
         text = self._utf8.decode(self._bytes_of(token_id))
@@ -174,7 +174,7 @@ class _WindowDecoder:
         self._tokens: list[int] = []
         self._context = 0
 
-    def feed(self, token_id: int) -> str:
+    def decode(self, token_id: int) -> str:
         self._tokens.append(token_id)
         text = self._new_text()
         incomplete = not text or text.endswith(REPLACEMENT)

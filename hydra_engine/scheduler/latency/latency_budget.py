@@ -56,7 +56,7 @@ class _Step:
         self._num_chunks = pending.num_prefills
         self._chunk_share = pending.num_prefills / max(1, pending.prefill_tokens)
         self._keys_s = surface.per_key_s * pending.decode_context + surface.per_decode_s * pending.num_decodes
-        self.base = surface.rows.at(pending.num_decodes) + self._keys_s  # seconds of the decodes alone
+        self.base = surface.rows.interpolate(pending.num_decodes) + self._keys_s  # seconds of the decodes alone
 
     def alone(self, tokens: int) -> float:
         """Seconds of the step with `tokens` of prefill and no vision beside it."""
@@ -65,7 +65,7 @@ class _Step:
         surface = self._surface
         pairs = tokens * (self._context + 0.5 * (tokens + 1))
         chunks = min(self._num_chunks, math.ceil(tokens * self._chunk_share))
-        seconds = surface.rows.at(self._decodes + tokens) + self._keys_s
+        seconds = surface.rows.interpolate(self._decodes + tokens) + self._keys_s
         return seconds + surface.per_pair_s * pairs + surface.per_chunk_s * chunks
 
     def beside(self, tokens: int, vision_s: float) -> float:
@@ -116,7 +116,7 @@ class LatencyBudgets(Budgets):
     def __init__(self, surface: CostSurface, config: SchedulerConfig, *, num_slices: int) -> None:
         super().__init__(config)
         self._surface = surface
-        self._surfaces = [surface.on(number) for number in range(1 + len(surface.splits))]
+        self._surfaces = [surface.for_partition(number) for number in range(1 + len(surface.splits))]
         self._choice = PartitionChoice(len(self._surfaces))
         self._num_slices = num_slices
         self._correction = Correction(surface.language_error, surface.corun_error)

@@ -16,16 +16,16 @@ from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.server.generate import (
     Answer,
     Identity,
-    call_of,
+    build_call,
     check_model,
     json_response,
-    offered,
     read_generation,
+    resolve_thinking,
     respond,
-    thinking_of,
+    with_tool_dialect,
 )
 from hydra_engine.server.http.auth import cache_salt
-from hydra_engine.server.http.body import made_of_body, read_request
+from hydra_engine.server.http.body import parse_in_turn, read_request
 from hydra_engine.server.http.encoding import json_event
 from hydra_engine.server.protocol.anthropic import (
     CountTokensRequest,
@@ -68,12 +68,12 @@ from hydra_engine.server.tools.tool_parsers import PlainText
 
 async def messages(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, MessagesRequest, "msg_")
-    use = offered(request, tool_use_of(body))
+    use = with_tool_dialect(request, tool_use_of(body))
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    turns = await made_of_body(request, conversation, body.messages, body.system)
-    template, thinking = await thinking_of(request, template_of(body, use), turns, body.wish)
+    turns = await parse_in_turn(request, conversation, body.messages, body.system)
+    template, thinking = await resolve_thinking(request, template_of(body, use), turns, body.wish)
     call = replace(
-        call_of(request, body, thinking.sampling(sampling)),
+        build_call(request, body, thinking.sampling(sampling)),
         messages=turns,
         template=template,
         pixels=pixel_budget(body.mm_processor_kwargs),
@@ -83,12 +83,12 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     engine = loaded_engine(request)
-    request.app[STATE].lifecycle.check()
+    request.app[STATE].lifecycle.check_not_draining()
     body = await read_request(request, CountTokensRequest)
     check_model(request, body.model)
-    use = offered(request, tool_use_of(body))
-    turns = await made_of_body(request, conversation, body.messages, body.system)
-    template, _ = await thinking_of(request, template_of(body, use), turns, wish_of(body.thinking))
+    use = with_tool_dialect(request, tool_use_of(body))
+    turns = await parse_in_turn(request, conversation, body.messages, body.system)
+    template, _ = await resolve_thinking(request, template_of(body, use), turns, wish_of(body.thinking))
     call = GenerationCall(
         messages=turns,
         template=template,
@@ -108,7 +108,7 @@ class MessageAnswer(Answer):
     def __init__(self, body: MessagesRequest, identity: Identity, use: ToolUse, thinking: Thinking) -> None:
         super().__init__(body, identity)
         self._parser = use.parser(thinking) or PlainText()
-        self._is_text = not use.shown and not thinking.reads
+        self._is_text = not use.prompt_tools and not thinking.reads
         self._omits_thoughts = body.thinking is not None and body.thinking.display == "omitted"
         self._begun = False
         self._has_calls = False
@@ -116,8 +116,8 @@ class MessageAnswer(Answer):
         self._open: AnyOutputBlock | None = None
         self._call: list[Event] = []  # start and arguments of a call that is not complete yet
 
-    def whole(self, result: Result) -> AnthropicMessage:
-        items = parsed([*self._parser.feed(result.text), *self._parser.finish()])
+    def full_answer(self, result: Result) -> AnthropicMessage:
+        items = parsed([*self._parser.parse(result.text), *self._parser.finish()])
         content = [self._block(item) for item in (items[:-1] if self._parser.is_cut else items)] or [OutputBlock("")]
         has_calls = any(isinstance(block, ToolUseOutput) for block in content)
         reason, sequence = stop_of(result, has_calls=has_calls)
@@ -134,7 +134,7 @@ class MessageAnswer(Answer):
     def _chunks(self, piece: Piece) -> list[AnyMessageEvent]:
         events = [] if self._begun else self._begin()
         if piece.text:
-            events += self._of_text(self._parser.feed(piece.text))
+            events += self._of_text(self._parser.parse(piece.text))
         if (result := piece.result) is not None:
             events += self._of_text(self._parser.finish())
             events += [] if self._parser.is_cut else self._end_call()

@@ -38,7 +38,7 @@ def max_connections() -> int:
 
 
 class Occupant(Protocol):
-    def leave(self) -> None:
+    def close_at_once(self) -> None:
         """Closes the connection at once."""
         ...
 
@@ -47,9 +47,9 @@ class Places:
     """The connections of a server. If all places are taken, a new connection replaces the one that has been idle for
     longest, or takes a spare place if all are busy."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.num_spare = min(SPARE_PLACES, max(1, most // 4))
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_spare = min(SPARE_PLACES, max(1, limit // 4))
         self._open: set[Occupant] = set()
         self._spare: set[Occupant] = set()
         self._idle: OrderedDict[Occupant, None] = OrderedDict()  # wait for headers, longest idle first
@@ -58,38 +58,38 @@ class Places:
     def is_spare(self, occupant: object) -> bool:
         return occupant in self._spare
 
-    def opened(self, occupant: Occupant) -> None:
+    def add(self, occupant: Occupant) -> None:
         self._open.add(occupant)
-        if len(self._open) > self.most:
-            self._full.tell("%d connections are open, the most there are places for: idle ones are closed", self.most)
+        if len(self._open) > self.limit:
+            self._full.warn("%d connections are open, which is the limit: idle ones are closed", self.limit)
             self.close_idle(1)
-            num_over = len(self._open) - self.most
+            num_over = len(self._open) - self.limit
             if num_over > self.num_spare:
                 self._remove(occupant)
-                occupant.leave()
+                occupant.close_at_once()
                 return
             if num_over > 0:
                 self._spare.add(occupant)
         self._idle[occupant] = None
 
-    def closed(self, occupant: Occupant) -> None:
+    def discard(self, occupant: Occupant) -> None:
         self._remove(occupant)
 
-    def waits(self, occupant: Occupant) -> None:
+    def mark_idle(self, occupant: Occupant) -> None:
         """Marks a connection as idle: it waits for its client's next request."""
         if occupant in self._open:
             self._idle[occupant] = None
 
-    def works(self, occupant: Occupant) -> None:
+    def mark_busy(self, occupant: Occupant) -> None:
         self._idle.pop(occupant, None)
 
-    def close_idle(self, most: int) -> int:
-        """Closes up to `most` idle connections, the longest idle first; returns the number closed."""
+    def close_idle(self, limit: int) -> int:
+        """Closes up to `limit` idle connections, the longest idle first; returns the number closed."""
         num_closed = 0
-        while self._idle and num_closed < most:
+        while self._idle and num_closed < limit:
             occupant, _ = self._idle.popitem(last=False)
             self._remove(occupant)
-            occupant.leave()
+            occupant.close_at_once()
             num_closed += 1
         return num_closed
 
@@ -157,7 +157,7 @@ class Acceptor:
 
     def _wait(self, error: OSError) -> None:
         """Pauses accepting until there are descriptors again; new connections wait in the system's queue."""
-        self._short.tell("new connections wait: %s; idle ones are closed to make room", (error.strerror or "").lower())
+        self._short.warn("new connections wait: %s; idle ones are closed to make room", (error.strerror or "").lower())
         for sock in self.sockets:
             self._loop.remove_reader(sock)
         self._places.close_idle(_CLOSED_AT_ONCE)
@@ -170,7 +170,7 @@ class _Episode:
     def __init__(self) -> None:
         self._latest_s = float("-inf")
 
-    def tell(self, words: str, *values: object) -> None:
+    def warn(self, words: str, *values: object) -> None:
         now = time.monotonic()
         if now - self._latest_s > _EPISODE_S:
             logger.warning(words, *values)

@@ -60,7 +60,7 @@ def has_anthropic_style(path: str) -> bool:
     return path == _MESSAGES or path.startswith(_MESSAGES + "/")
 
 
-def turn_on(form: str) -> None:
+def enable_access_log(form: str) -> None:
     """Turns the access log on, regardless of the log level. `form`: text or json; JSON lines are whole lines of
     standard error, even if the rest of the log is text."""
     access_log.setLevel(logging.INFO)
@@ -138,7 +138,7 @@ def _trace(request: web.Request, status: int, access: Access) -> None:
         attributes["gen_ai.usage.input_tokens"] = access.prompt.prompt_tokens
     if access.error_code is not None:
         attributes["error.type"] = access.error_code
-    request.app[TRACER].add(
+    request.app[TRACER].export(
         Traced(
             name=f"POST {route}",
             began_s=access.began_s,
@@ -179,7 +179,7 @@ def _note(request: web.Request, status: int, access: Access) -> None:
     config, metrics = request.app[CONFIG], request.app[STATE].metrics
     route, client = route_of(request), request.get(CLIENT)
     elapsed_s = access.ended_s - access.began_s
-    metrics.traffic.answered(route, status, client, method=request.method, seconds=elapsed_s)
+    metrics.traffic.count_answer(route, status, client, method=request.method, seconds=elapsed_s)
     if access.results:
         answers = [result.usage.completion_tokens for result, _ in access.answers]
         metrics.requests.add_choices(len(answers), max(answers))

@@ -46,8 +46,8 @@ class Key:
 
 class KeyRing:
     """The keys of the configuration, the environment and the file, which `reload` reads again; only digests are kept.
-    `asks` and `has_admin_key` are decided at start and never change. `secret` makes tenants unguessable from outside
-    and different in every server."""
+    `requires_key` and `has_admin_key` are decided at start and never change. `secret` makes tenants unguessable from
+    outside and different in every server."""
 
     def __init__(self, keys: Iterable[str], path: str | None, admin_key: str | None, secret: bytes) -> None:
         """Reads all keys. Raises ConfigError."""
@@ -73,8 +73,7 @@ class KeyRing:
         )
 
     @property
-    def asks(self) -> bool:
-        """True if requests need an API key."""
+    def requires_key(self) -> bool:
         return bool(self.keys)
 
     @property
@@ -141,7 +140,7 @@ def auth_middleware(keys: KeyRing) -> Middleware:
         if path in ADMIN_PATHS:
             if not keys.is_admin(request):
                 raise InvalidApiKey("the admin key is needed: send Authorization: Bearer KEY")
-        elif keys.asks and path not in OPEN_PATHS and not (path in OVERVIEW_PATHS and keys.is_admin(request)):
+        elif keys.requires_key and path not in OPEN_PATHS and not (path in OVERVIEW_PATHS and keys.is_admin(request)):
             key = keys.find(request)
             if key is None:
                 # litellm tells a wrong key from other invalid requests by OpenAI's first four words.

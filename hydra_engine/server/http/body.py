@@ -16,7 +16,7 @@ from hydra_engine.core.units import size
 from hydra_engine.errors import PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
 from hydra_engine.server.http.access import ACCESS
 from hydra_engine.server.http.strict_json import parse
-from hydra_engine.server.http.unknown_names import judge_unknown_names
+from hydra_engine.server.http.unknown_names import check_unknown_names
 from hydra_engine.server.state import CONFIG, STATE, client_of
 
 MIN_RATE = 1024  # bytes per second while a body arrives
@@ -60,10 +60,10 @@ async def read_request(request: web.Request, kind: type[R]) -> R:
     except TimeoutError:
         raise RequestTimeout(f"the request body did not arrive within {config.body_timeout_s:g} seconds") from None
     request[_IS_LARGE] = len(body) >= _LARGE_BYTES or any(body.count(mark) >= many for mark, many in _MANY)
-    return await made_of_body(request, parse_request, body, kind)
+    return await parse_in_turn(request, parse_request, body, kind)
 
 
-async def made_of_body(request: web.Request, make: Callable[..., T], *args: object) -> T:
+async def parse_in_turn(request: web.Request, make: Callable[..., T], *args: object) -> T:
     """Returns `make(*args)`, which takes time in proportion to the body. For a large body it runs in the thread, which
     clients share in turn; after a cancellation it still runs to its end."""
     if not request[_IS_LARGE]:
@@ -71,13 +71,13 @@ async def made_of_body(request: web.Request, make: Callable[..., T], *args: obje
     return await request.app[STATE].parsing.run(client_of(request), make, *args)
 
 
-async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:
+async def _read(request: web.Request, limit: int, pace_s: float) -> bytearray:
     """Reads the body. Bytes count as they arrive, so an announced length alone takes nothing from other clients; a body
     that is too slow is refused, because no other client can use its bytes."""
     lease = request[_LEASE]
     announced = request.content_length or 0
-    if announced > most:
-        raise _too_large(most)
+    if announced > limit:
+        raise _too_large(limit)
     if not lease.fits(announced):
         raise _overloaded()
     body, num_paced = bytearray(), 0
@@ -85,9 +85,9 @@ async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:
     try:
         async with asyncio.timeout(pace_s) as pace:
             async for chunk in request.content.iter_any():
-                if len(body) + len(chunk) > most:
-                    raise _too_large(most)
-                if not lease.take(len(chunk)):
+                if len(body) + len(chunk) > limit:
+                    raise _too_large(limit)
+                if not lease.reserve(len(chunk)):
                     raise _overloaded()
                 body += chunk
                 if len(body) - num_paced >= MIN_RATE * pace_s:
@@ -99,8 +99,8 @@ async def _read(request: web.Request, most: int, pace_s: float) -> bytearray:
     return body
 
 
-def _too_large(most: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"the request body is larger than {size(most)}")
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is larger than {size(limit)}")
 
 
 def _overloaded() -> Unavailable:
@@ -113,5 +113,5 @@ def _overloaded() -> Unavailable:
 def parse_request(body: bytes | bytearray, kind: type[R]) -> R:
     """Parses the body as `kind`; unknown names are ignored or refused. Raises InvalidRequest."""
     request, _ = parse(body, kind)
-    judge_unknown_names(body, kind)
+    check_unknown_names(body, kind)
     return request

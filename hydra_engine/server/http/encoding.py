@@ -29,7 +29,7 @@ class Slices:
         self._lists: list[Callable[[], Iterable[object]]] = []
         self._num_made = 0  # entries since the last encoding
 
-    def later(self, num_entries: int, entries: Callable[[], Iterable[object]]) -> Any:
+    def defer(self, num_entries: int, entries: Callable[[], Iterable[object]]) -> Any:
         """Returns a placeholder for the list, for a struct that `encode` gets; the list itself if it and those before
         it are short. `entries` is called each time the list is written."""
         if self._num_made + num_entries <= ENTRIES:

@@ -176,9 +176,9 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     if ACCESS in request:
         request[ACCESS].error_code = error.code
     if error.status in _REFUSALS and request.method == "POST":
-        request.app[STATE].metrics.traffic.refused(error.code)
+        request.app[STATE].metrics.traffic.count_refusal(error.code)
     stream: EventStream | None = request.get(STREAM)
-    if stream is not None and stream.started:
+    if stream is not None and stream.has_started:
         return await stream.fail(_last_event(request, error))
     return error_response(error, headers, request)
 

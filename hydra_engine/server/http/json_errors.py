@@ -22,7 +22,7 @@ _BOMS = {
 Body = bytes | bytearray
 
 
-def where(body: Body, place: int) -> str:
+def line_and_column(body: Body, place: int) -> str:
     """The line and column of the byte offset `place`; columns count characters."""
     line = body.count(b"\n", 0, place) + 1
     before = bytes(body[body.rfind(b"\n", 0, place) + 1 : place])
@@ -32,7 +32,7 @@ def where(body: Body, place: int) -> str:
 def not_utf8(body: Body, place: int) -> InvalidRequest:
     if bom := _bom(body):
         return bom
-    return InvalidRequest(f"the request body is not valid UTF-8, {where(body, place)}")
+    return InvalidRequest(f"the request body is not valid UTF-8, {line_and_column(body, place)}")
 
 
 def not_json(body: Body, words: str, start: int = 0, end: int | None = None) -> InvalidRequest:
@@ -48,12 +48,14 @@ def not_json(body: Body, words: str, start: int = 0, end: int | None = None) -> 
         first = max(place - _AROUND, 0)
         if half := _HALF.search(body, first, place + _AROUND):
             what = f"{half[0].decode()} is half of a surrogate pair and no character; send the character or both halves"
-            return _at(body, what, half.start())
-    return _at(body, "it ends too early" if match is None else _what(body, place, words[: match.start()]), place)
+            return _invalid_json(body, what, half.start())
+    return _invalid_json(
+        body, "it ends too early" if match is None else _what(body, place, words[: match.start()]), place
+    )
 
 
-def _at(body: Body, what: str, place: int) -> InvalidRequest:
-    return InvalidRequest(f"the request body is not valid JSON: {what}, {where(body, place)}")
+def _invalid_json(body: Body, what: str, place: int) -> InvalidRequest:
+    return InvalidRequest(f"the request body is not valid JSON: {what}, {line_and_column(body, place)}")
 
 
 def _bom(body: Body) -> InvalidRequest | None:
@@ -68,9 +70,9 @@ def _what(body: Body, place: int, words: str) -> str:
         return f"{word[0].decode()} must be written {_WRITTEN[word[0]]}"
     byte = body[place] if place < len(body) else 0x20
     if byte == ord("'"):
-        return "keys and texts stand in double quotes"
+        return "keys and strings must be in double quotes"
     if byte < 0x20 and "invalid character" in words:
         return f"control characters in texts are escaped, here as \\u{byte:04x}"
     if "trailing characters" in words:
-        return "there is more behind its end"
+        return "there is more after its end"
     return words.rpartition("malformed: ")[2]

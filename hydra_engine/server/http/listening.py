@@ -73,12 +73,12 @@ class Connection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.max_size = _RECEIVED_AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own transports
         super().connection_made(transport)
-        self._places.opened(self)
+        self._places.add(self)
         if self._places.is_spare(self):
             self._lingering_time = 0.0
         self._expect_headers()
 
-    def leave(self) -> None:
+    def close_at_once(self) -> None:
         self._abort()
 
     # ---- what the client sends, a piece at a time
@@ -96,7 +96,7 @@ class Connection(RequestHandler):
             if not self._buffer_paused:
                 self._pause_reading_for_buffer()
             if not self._is_held:
-                self._turns.wait(self)
+                self._turns.enqueue(self)
 
     def parse_piece(self) -> bool:
         end = self._num_parsed + PIECE_BYTES
@@ -118,7 +118,7 @@ class Connection(RequestHandler):
 
     def _resume_reading_if_drained(self) -> None:
         if self._unparsed:
-            self._turns.wait(self)
+            self._turns.enqueue(self)
         else:
             super()._resume_reading_if_drained()
 
@@ -134,7 +134,7 @@ class Connection(RequestHandler):
             if self._body_wire_bytes > _MAX_FRAMING_BYTES + 2 * self._body.total_bytes:
                 self._refuse(self._body)
         if self._waiter is None or self._waiter.done():
-            self._places.works(self)
+            self._places.mark_busy(self)
             self._stop_timer()  # headers are here, or a request is being answered
         elif self._headers_timer is None:
             self._expect_headers()
@@ -154,8 +154,8 @@ class Connection(RequestHandler):
     # ---- the end of a connection
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._places.closed(self)
-        self._turns.forget(self)
+        self._places.discard(self)
+        self._turns.discard(self)
         self._unparsed = b""
         self._stop_timer()
         if self._gone_timer is not None:
@@ -179,7 +179,7 @@ class Connection(RequestHandler):
         elif not request.writer.output_size:
             self.transport.write(_INTERIM)
         elif (stream := request.get(STREAM)) is not None and stream.is_free:
-            stream.put(COMMENT)
+            stream.send_now(COMMENT)
         self._look()
 
     def _look(self) -> None:
@@ -230,7 +230,7 @@ class Connection(RequestHandler):
             return resp, True
         self._num_answered += 1
         if not self._messages:
-            self._places.waits(self)
+            self._places.mark_idle(self)
             if self._half_closed:
                 self.close()
         return finished

@@ -41,12 +41,12 @@ class ReadingTurns:
         self._left -= 1 + piece.count(b"\n") + len(piece) // _BYTES_A_LINE
         self._ask_for_next()
 
-    def wait(self, source: Source) -> None:
+    def enqueue(self, source: Source) -> None:
         """Queues a connection for its next piece. Idempotent until its turn."""
         self._waiting.setdefault(source)
         self._ask_for_next()
 
-    def forget(self, source: Source) -> None:
+    def discard(self, source: Source) -> None:
         self._waiting.pop(source, None)
 
     def _ask_for_next(self) -> None:

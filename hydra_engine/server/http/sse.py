@@ -36,14 +36,14 @@ async def send_parts(request: web.Request, parts: Iterable[bytes], headers: Mapp
     response = web.StreamResponse(headers={"Content-Type": "application/json", **headers})
     await response.prepare(request)
     for part in parts:
-        await patiently(request, response.write(part), STALL_S)
+        await write_within(request, response.write(part), STALL_S)
         request[ACCESS].bytes_out += len(part)
         await asyncio.sleep(0)  # writes to a fast reader do not yield to the loop by themselves
-    await patiently(request, response.write_eof(), STALL_S)
+    await write_within(request, response.write_eof(), STALL_S)
     return response
 
 
-async def patiently(request: web.Request, writing: Awaitable[None], limit_s: float) -> None:
+async def write_within(request: web.Request, writing: Awaitable[None], limit_s: float) -> None:
     """Awaits `writing`; aborts the connection if its reader blocks it for longer than `limit_s`. Raises
     ConnectionAbortedError then."""
     try:
@@ -74,7 +74,7 @@ class EventStream:
         self._keeper: asyncio.Task[None] | None = None
 
     @property
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         return self._response.prepared
 
     async def __aenter__(self) -> Self:
@@ -94,7 +94,7 @@ class EventStream:
     async def send(self, data: bytes) -> None:
         """Sends `data`, which holds complete events."""
         if self.is_free:
-            self.put(data)
+            self.send_now(data)
             return
         self._num_sending += 1
         try:
@@ -126,7 +126,7 @@ class EventStream:
             and not self._num_sending
         )
 
-    def put(self, data: bytes) -> None:
+    def send_now(self, data: bytes) -> None:
         """Like `send`, but only while `is_free`: writes to the transport directly, without waiting. If the reader does
         not take the data, the next write waits."""
         assert self._transport is not None
@@ -170,9 +170,9 @@ class EventStream:
             await self._response.prepare(self._request)
             if self._response.headers.get("Transfer-Encoding") == "chunked":  # not with HTTP/1.0
                 self._transport = self._request.transport
-        await patiently(self._request, self._response.write(data), self._stall_s)
+        await write_within(self._request, self._response.write(data), self._stall_s)
         self._access.bytes_out += len(data)
         self._last_write_s = self._loop.time()
 
     async def _end(self) -> None:
-        await patiently(self._request, self._response.write_eof(), self._stall_s)
+        await write_within(self._request, self._response.write_eof(), self._stall_s)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hydra_engine.core.schemas.numbers import read_float
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.allowed_values import allowed_values
-from hydra_engine.server.http.json_errors import not_json, not_utf8, where
+from hydra_engine.server.http.json_errors import line_and_column, not_json, not_utf8
 
 T = TypeVar("T")
 
@@ -80,7 +80,9 @@ def _check_structure(body: bytes | bytearray) -> set[str]:
     if layout is None:
         raise InvalidRequest(f"the request body holds more than {MAX_VALUES} values")
     if (place := layout.deeper_than(MAX_DEPTH)) is not None:
-        raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels, {where(body, place)}")
+        raise InvalidRequest(
+            f"the request body is nested deeper than {MAX_DEPTH} levels, {line_and_column(body, place)}"
+        )
     seen: set[tuple[int, bytes]] = set()
     top: set[str] = set()
     for number, quoted, place in layout.members():
@@ -93,7 +95,7 @@ def _check_structure(body: bytes | bytearray) -> set[str]:
                     raise InvalidRequest(f"the request body has more than {MAX_FIELDS} fields")
         if (number, quoted) in seen:
             key = _key_of(quoted, body, place)[:_MAX_ECHO]
-            raise InvalidRequest(f"the key {key!r} appears twice in one object, again {where(body, place)}")
+            raise InvalidRequest(f"the key {key!r} appears twice in one object, again {line_and_column(body, place)}")
         seen.add((number, quoted))
     return top
 
@@ -106,7 +108,7 @@ def _check_characters(body: bytes | bytearray) -> None:
             decoder.decode(view[start:end])
             if (place := body.find(b"\0", start, end)) >= 0:
                 message = "the request body holds a NUL character; in texts write it as \\u0000"
-                raise InvalidRequest(f"{message}, {where(body, place)}")
+                raise InvalidRequest(f"{message}, {line_and_column(body, place)}")
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise not_utf8(body, end - len(error.object) + error.start) from None
@@ -118,7 +120,7 @@ def _key_of(quoted: bytes | bytearray, body: bytes | bytearray, start: int) -> s
     except msgspec.DecodeError as error:
         raise not_json(body, str(error), start, start + len(quoted)) from None
     if "\0" in key:
-        raise InvalidRequest(f"a key of the request body holds a NUL character, {where(body, start)}")
+        raise InvalidRequest(f"a key of the request body holds a NUL character, {line_and_column(body, start)}")
     return key
 
 
@@ -170,9 +172,9 @@ class Layout:
         self._opens = (self._bytes[brackets] | _AS_CURLY) == _OPEN
         self._depths: Positions = np.cumsum(np.where(self._opens, 1, -1), dtype=np.int64)  # after each bracket
 
-    def deeper_than(self, most: int) -> int | None:
-        """The position of the first bracket deeper than `most` levels, or None."""
-        places = np.flatnonzero(self._depths > most)
+    def deeper_than(self, max_depth: int) -> int | None:
+        """The position of the first bracket deeper than `max_depth` levels, or None."""
+        places = np.flatnonzero(self._depths > max_depth)
         return int(self._brackets[places[0]]) if len(places) else None
 
     def members(self) -> Iterator[tuple[int, bytes, int]]:
@@ -205,8 +207,8 @@ class Layout:
         return numbers[len(brackets) :]
 
 
-def layout_of(body: bytes | bytearray, most: int) -> Layout | None:
-    """The layout of a body; None if there are more than `most` strings, arrays and objects."""
+def layout_of(body: bytes | bytearray, max_positions: int) -> Layout | None:
+    """The layout of a body; None if there are more than `max_positions` strings, arrays and objects."""
     quotes: list[Positions] = [_NONE]
     brackets: list[Positions] = [_NONE]
     num_opens, num_quotes, num_backslashes = 0, 0, 0  # backslashes directly before the slice
@@ -219,7 +221,7 @@ def layout_of(body: bytes | bytearray, most: int) -> Layout | None:
         outside = places[(np.searchsorted(marks, places) + num_quotes) % 2 == 0]
         num_quotes += len(marks)
         num_opens += int(np.count_nonzero(folded[outside] == _OPEN))
-        if num_quotes // 2 + num_opens > most:
+        if num_quotes // 2 + num_opens > max_positions:
             return None
         quotes.append(marks + begin)
         brackets.append(outside + begin)

@@ -33,7 +33,7 @@ class UnknownName(NamedTuple):
     value: msgspec.Raw
 
 
-def judge_unknown_names(body: bytes | bytearray, kind: type[msgspec.Struct]) -> None:
+def check_unknown_names(body: bytes | bytearray, kind: type[msgspec.Struct]) -> None:
     """Checks the unknown names of a body that has been read as `kind`. Raises InvalidRequest."""
     if _is_known(body, kind):
         return

@@ -9,8 +9,16 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from hydra_engine.core.outputs import FinishReason, Piece, Result
-from hydra_engine.server.generate import ChunkAnswer, Identity, call_of, offered, read_generation, respond, thinking_of
-from hydra_engine.server.http.body import made_of_body
+from hydra_engine.server.generate import (
+    ChunkAnswer,
+    Identity,
+    build_call,
+    read_generation,
+    resolve_thinking,
+    respond,
+    with_tool_dialect,
+)
+from hydra_engine.server.http.body import parse_in_turn
 from hydra_engine.server.protocol.chat import (
     AssistantMessage,
     CallDelta,
@@ -34,11 +42,11 @@ from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Con
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ChatCompletionRequest, "chatcmpl-")
-    use = offered(request, body.tool_use())
+    use = with_tool_dialect(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    messages = await made_of_body(request, chat_messages, body.messages)
-    template, thinking = await thinking_of(request, body.template(use), messages, body.wish)
-    call = call_of(request, body, thinking.sampling(sampling))
+    messages = await parse_in_turn(request, chat_messages, body.messages)
+    template, thinking = await resolve_thinking(request, body.template(use), messages, body.wish)
+    call = build_call(request, body, thinking.sampling(sampling))
     call = replace(call, template=template, pixels=body.pixels, messages=messages)
     return await respond(request, [call], ChatAnswer(body, identity, use, thinking), body)
 
@@ -65,7 +73,7 @@ class _Choice:
         """The deltas of a piece; an empty one if the piece has log probabilities and its text is held back."""
         if self._parser is None:
             return [ChatDelta(content=piece.text)] if piece.text or piece.logprobs else []
-        events = self._parser.feed(piece.text) if piece.text else []
+        events = self._parser.parse(piece.text) if piece.text else []
         if piece.result is not None:
             events += self._parser.finish()
         elif isinstance(self._parser, ReasoningParser) and self._parser.is_answering and self._parser.is_plain:
@@ -86,7 +94,7 @@ class ChatAnswer(ChunkAnswer):
         self._choices = [_Choice(use, thinking) for _ in range(body.n or 1)]
         self._num_open = len(self._choices)
 
-    def whole(self, result: Result) -> ChatCompletion:
+    def full_answer(self, result: Result) -> ChatCompletion:
         results = result.choices or (result,)
         return ChatCompletion(
             *self._identity.head("chat.completion"),
@@ -101,7 +109,7 @@ class ChatAnswer(ChunkAnswer):
         message, has_calls, is_cut = AssistantMessage(result.text), False, False
         parser = self._use.parser(self._thinking)
         if parser is not None:
-            read = collect([*parser.feed(result.text), *parser.finish()])
+            read = collect([*parser.parse(result.text), *parser.finish()])
             is_cut = parser.is_cut
             # A partial call is returned only if the token limit ended it.
             calls = read.calls[:-1] if is_cut and result.finish_reason is FinishReason.STOP else read.calls

@@ -18,7 +18,7 @@ from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.generate import ChunkAnswer, Identity, call_of, read_generation, respond
+from hydra_engine.server.generate import ChunkAnswer, Identity, build_call, read_generation, respond
 from hydra_engine.server.openai.several import usage_of_all
 from hydra_engine.server.port import EnginePort
 from hydra_engine.server.protocol.common import (
@@ -52,7 +52,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     sampling = body.sampling(engine.default_sampling_params)
     prompts, echoes = body.prompts(), [Echo()]
     template = TemplateOptions(add_special_tokens=body.add_special_tokens)
-    call = replace(call_of(request, body, sampling), raw=True, template=template)
+    call = replace(build_call(request, body, sampling), raw=True, template=template)
     if body.echo:
         prompts, echoes = await _read_back(engine, prompts, body, call)
     ids = [identity.id] if len(prompts) == 1 else [f"{identity.id}-{place}" for place in range(len(prompts))]
@@ -98,18 +98,18 @@ class CompletionAnswer(ChunkAnswer):
         self._echoes = echoes
         self._offsets: dict[int, TextOffset] = {}  # offset after the tokens sent, per choice
         self._results: dict[int, Result] = {}
-        self._is_plain = not (body.only_prompt or body.return_token_ids)
+        self._is_plain = not (body.is_prompt_only or body.return_token_ids)
 
     # ---- whole
 
-    def whole(self, result: Result) -> TextCompletion:
+    def full_answer(self, result: Result) -> TextCompletion:
         choices = [self._whole_choice(index, answer) for index, answer in enumerate(result.choices or (result,))]
         return self._completion(choices, self._usage(result.usage), self._metrics(result))
 
     def _whole_choice(self, index: int, result: Result) -> TextChoice:
         body = self._body
         text, token_ids, parts = result.text, result.token_ids, [self._answer_entries(index, result.logprobs)]
-        if body.only_prompt:
+        if body.is_prompt_only:
             text, token_ids, parts = "", (), []
         if body.echo:
             text = self._echo(index).text + text
@@ -138,7 +138,7 @@ class CompletionAnswer(ChunkAnswer):
         body, chunks = self._body, []
         if piece.prompt_token_ids and (body.echo or body.return_token_ids or body.prompt_logprobs is not None):
             chunks.append(self._chunk(self._prompt_choice(piece)))
-        if not body.only_prompt:
+        if not body.is_prompt_only:
             self._num_tokens += len(piece.token_ids)
             if piece.text or piece.logprobs or (body.return_token_ids and piece.token_ids):
                 chunks.append(self._chunk(self._text_choice(piece)))
@@ -178,12 +178,12 @@ class CompletionAnswer(ChunkAnswer):
         return self._echoes[index // self._body.num_each]
 
     def _end(self, result: Result) -> tuple[str, str | int | None]:
-        if self._body.only_prompt:
+        if self._body.is_prompt_only:
             return outputs.FinishReason.LENGTH.value, None
         return result.finish_reason.value, result.stop_reason
 
     def _usage(self, usage: outputs.Usage) -> Usage:
-        return usage_of(usage, 0 if self._body.only_prompt else None)
+        return usage_of(usage, 0 if self._body.is_prompt_only else None)
 
     def _prompt_entries(
         self, index: int, entries: Sequence[TextLogprob | None] | None, prompt_token_ids: Sequence[int]

@@ -11,13 +11,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from hydra_engine.core.logprobs import TextLogprob, gathered
+from hydra_engine.core.logprobs import TextLogprob, extend_logprobs
 from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import HydraError
-from hydra_engine.server.generate import Answer, Identity, call_of, offered, read_generation, respond, thinking_of
-from hydra_engine.server.http.body import made_of_body
+from hydra_engine.server.generate import (
+    Answer,
+    Identity,
+    build_call,
+    read_generation,
+    resolve_thinking,
+    respond,
+    with_tool_dialect,
+)
+from hydra_engine.server.http.body import parse_in_turn
 from hydra_engine.server.http.encoding import Slices, json_event
 from hydra_engine.server.http.errors import FAILURE, error_body
 from hydra_engine.server.protocol import response_events as events
@@ -48,13 +56,13 @@ from hydra_engine.server.tools.tool_parsers import PlainText
 
 async def responses(request: web.Request) -> web.StreamResponse:
     engine, body, identity = await read_generation(request, ResponsesRequest, "resp_")
-    use = offered(request, body.tool_use())
+    use = with_tool_dialect(request, body.tool_use())
     sampling = use.sampling(body.sampling(engine.default_sampling_params))
-    messages = await made_of_body(request, body.chat_messages)
-    options = TemplateOptions(use.shown, body.chat_template_kwargs or {})
-    template, thinking = await thinking_of(request, options, messages, body.wish)
+    messages = await parse_in_turn(request, body.chat_messages)
+    options = TemplateOptions(use.prompt_tools, body.chat_template_kwargs or {})
+    template, thinking = await resolve_thinking(request, options, messages, body.wish)
     call = replace(
-        call_of(request, body, thinking.sampling(sampling)),
+        build_call(request, body, thinking.sampling(sampling)),
         messages=messages,
         template=template,
         pixels=pixel_budget(body.mm_processor_kwargs),
@@ -114,7 +122,7 @@ class ResponseAnswer(Answer):
         self._logprobs: Sequence[TextLogprob] = ()
         self._num_messages = 0
 
-    def whole(self, result: Result) -> Response:
+    def full_answer(self, result: Result) -> Response:
         self._feed(result.text, result.logprobs)
         self._finish(result)
         return self._ended(result, streamed=False)
@@ -144,8 +152,8 @@ class ResponseAnswer(Answer):
     # ---- items
 
     def _feed(self, text: str, logprobs: Sequence[TextLogprob] | None) -> list[AnyResponseEvent]:
-        self._logprobs = gathered(self._logprobs, logprobs or ())
-        return self._of_text(self._parser.feed(text)) if text else []
+        self._logprobs = extend_logprobs(self._logprobs, logprobs or ())
+        return self._of_text(self._parser.parse(text)) if text else []
 
     def _finish(self, result: Result) -> list[AnyResponseEvent]:
         """Closes the last item; an empty answer becomes an empty message."""
@@ -186,7 +194,7 @@ class ResponseAnswer(Answer):
         if text or logprobs:
             self._logprobs = ()
             message.texts.append(text)
-            message.logprobs = gathered(message.logprobs, logprobs)
+            message.logprobs = extend_logprobs(message.logprobs, logprobs)
             shown = token_logprobs(logprobs, self.slices)
             emitted.append(self._event(events.OutputTextDelta, item_id=message.id, delta=text, logprobs=shown))
         return emitted
@@ -260,7 +268,7 @@ class ResponseAnswer(Answer):
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning=body.reasoning,
             temperature=self._sampling.temperature,
-            text=protocol.echoed(body.text),
+            text=protocol.echo_format(body.text),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_logprobs=body.top_logprobs or 0,

@@ -8,8 +8,8 @@ from hydra_engine.core.call import GenerationCall
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.auth import cache_salt
-from hydra_engine.server.http.body import made_of_body, read_request
-from hydra_engine.server.protocol.chat import chat_messages, goes_on, plain_tools, template_options
+from hydra_engine.server.http.body import parse_in_turn, read_request
+from hydra_engine.server.protocol.chat import chat_messages, continues_last, plain_tools, template_options
 from hydra_engine.server.protocol.pixels import pixel_budget
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from hydra_engine.server.state import client_of, loaded_engine
@@ -23,7 +23,7 @@ async def tokenize(request: web.Request) -> web.Response:
         raise InvalidRequest("give either prompt or messages", param="prompt")
     call = GenerationCall(
         prompt=body.prompt,
-        messages=await made_of_body(request, chat_messages, body.messages or ()),
+        messages=await parse_in_turn(request, chat_messages, body.messages or ()),
         raw=True,
         cache_salt=cache_salt(request, None),
         client=client_of(request),
@@ -32,7 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
             plain_tools(body.tools or ()),
             body.chat_template_kwargs,
             body.add_generation_prompt,
-            goes_on(body.messages or (), body.continue_final_message),
+            continues_last(body.messages or (), body.continue_final_message),
             body.add_special_tokens,
         ),
     )

@@ -167,7 +167,7 @@ class Viewers:
         self._num_open = 0
 
     @contextlib.contextmanager
-    def one_more(self) -> Iterator[None]:
+    def admit(self) -> Iterator[None]:
         """Counts a page for the duration of the `with`. Raises Unavailable if there are too many."""
         if self._num_open >= MAX_VIEWERS:
             message = f"{MAX_VIEWERS} pages are watching this server already; close one of them"
@@ -194,9 +194,9 @@ VIEWERS = web.AppKey("viewers", Viewers)
 
 
 async def events(request: web.Request) -> web.StreamResponse:
-    since = _since(request.query.get("since", "0"))
+    since = _parse_since(request.query.get("since", "0"))
     viewers = request.app[VIEWERS]
-    with viewers.one_more():
+    with viewers.admit():
         async with EventStream(request, keepalive_s=0.0, stall_s=STALL_S) as stream:
             request[STREAM] = stream
             async for _ in viewers.ticks():
@@ -206,7 +206,7 @@ async def events(request: web.Request) -> web.StreamResponse:
         return await stream.finish(b"")
 
 
-def _since(text: str) -> int:
+def _parse_since(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise InvalidRequest("since must be the number of a snapshot", param="since")
     return int(text)

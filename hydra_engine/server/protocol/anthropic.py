@@ -178,7 +178,7 @@ def wish_of(thinking: ThinkingConfig | None, effort: str | None = None) -> Wish:
     always thinks."""
     if thinking is None:
         return Wish(effort=effort, param="output_config.effort", required=False)
-    return Wish(thinking.on, effort, "thinking", required=False)
+    return Wish(thinking.is_enabled, effort, "thinking", required=False)
 
 
 def tool_use_of(body: MessagesRequest | CountTokensRequest) -> ToolUse:
@@ -226,7 +226,7 @@ def template_of(body: MessagesRequest | CountTokensRequest, use: ToolUse) -> Tem
         raise InvalidRequest(
             "the last turn calls tools; a turn of the user with their tool_result must follow", param="messages"
         )
-    return TemplateOptions(use.shown, body.chat_template_kwargs or {}, not goes_on, goes_on)
+    return TemplateOptions(use.prompt_tools, body.chat_template_kwargs or {}, not goes_on, goes_on)
 
 
 def _turns(message: InputMessage, where: str, past: PastCalls) -> Iterator[ChatMessage]:

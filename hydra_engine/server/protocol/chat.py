@@ -136,7 +136,10 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def wish(self) -> Wish:
-        asked = {"thinking": self.thinking.on if self.thinking else None, "enable_thinking": self.enable_thinking}
+        asked = {
+            "thinking": self.thinking.is_enabled if self.thinking else None,
+            "enable_thinking": self.enable_thinking,
+        }
         param = next((name for name, on in asked.items() if on is not None), "reasoning_effort")
         return Wish(
             asked.get(param),
@@ -156,10 +159,10 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     def template(self, use: ToolUse) -> TemplateOptions:
         return template_options(
-            use.shown,
+            use.prompt_tools,
             self.chat_template_kwargs,
             self.add_generation_prompt,
-            goes_on(self.messages, self.continue_final_message),
+            continues_last(self.messages, self.continue_final_message),
             self.add_special_tokens,
         )
 
@@ -201,7 +204,7 @@ def template_options(
     return TemplateOptions(tuple(tools), variables or {}, begins, continues, add_special_tokens)
 
 
-def goes_on(messages: Sequence[Message], continue_final_message: bool | None) -> bool:
+def continues_last(messages: Sequence[Message], continue_final_message: bool | None) -> bool:
     """True if the answer continues the last message. Raises InvalidRequest for a mark on another one."""
     for index, message in enumerate(messages):
         for name, is_marked in (("prefix", message.prefix), ("partial", message.partial)):
@@ -356,7 +359,7 @@ def chat_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> ChatLogprob
 
 def token_logprobs(entries: Sequence[TextLogprob], slices: Slices) -> list[TokenLogprob]:
     """Log probabilities in OpenAI's form; for many, a placeholder that `slices` fills in."""
-    result: list[TokenLogprob] = slices.later(len(entries), lambda: map(_token_logprob, entries))
+    result: list[TokenLogprob] = slices.defer(len(entries), lambda: map(_token_logprob, entries))
     return result
 
 

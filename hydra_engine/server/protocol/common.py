@@ -143,7 +143,7 @@ def prompt_logprobs(
     first token. UNSET if they were not requested."""
     if entries is None or num_top is None:
         return UNSET
-    result: PromptLogprobs = slices.later(
+    result: PromptLogprobs = slices.defer(
         len(entries), lambda: (None if entry is None else _by_id(entry, num_top) for entry in entries)
     )
     return result

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from hydra_engine.core.logprobs import TextLogprob, bare
+from hydra_engine.core.logprobs import TextLogprob, without_candidates
 from hydra_engine.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS_LIMIT, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.encoding import Slices
@@ -82,7 +82,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         return "prompt", "n", "max_tokens", "prompt_logprobs", "logprobs"
 
     @property
-    def only_prompt(self) -> bool:
+    def is_prompt_only(self) -> bool:
         return self.max_tokens == 0
 
     def prompts(self) -> list[str | list[int]]:
@@ -144,14 +144,14 @@ class Entries:
     first: tuple[int, str, bytes] = (0, "", b"")
 
     def tokens(self) -> Iterator[tuple[int, str, bytes]]:
-        for entry in bare(self.entries):
+        for entry in without_candidates(self.entries):
             yield self.first if entry is None else (entry.token_id, entry.token, entry.raw)
 
     def offsets(self) -> Iterator[int]:
-        return (self.offset.step(raw) for _, _, raw in self.tokens())
+        return (self.offset.advance(raw) for _, _, raw in self.tokens())
 
     def logprobs(self) -> Iterator[float | None]:
-        return (None if entry is None else finite(entry.logprob) for entry in bare(self.entries))
+        return (None if entry is None else finite(entry.logprob) for entry in without_candidates(self.entries))
 
 
 def text_logprobs(parts: Sequence[Entries], slices: Slices, *, num_top: int, as_ids: bool = False) -> TextLogprobs:
@@ -174,10 +174,10 @@ def text_logprobs(parts: Sequence[Entries], slices: Slices, *, num_top: int, as_
     count = sum(len(part.entries) for part in parts)
     each = chain.from_iterable
     return TextLogprobs(
-        slices.later(count, lambda: each(part.offsets() for part in parts)),
-        slices.later(count, lambda: each(part.logprobs() for part in parts)),
-        slices.later(count, lambda: (name(id, text) for id, text, _ in each(part.tokens() for part in parts))),
-        slices.later(count, lambda: map(best, each(part.entries for part in parts))),
+        slices.defer(count, lambda: each(part.offsets() for part in parts)),
+        slices.defer(count, lambda: each(part.logprobs() for part in parts)),
+        slices.defer(count, lambda: (name(id, text) for id, text, _ in each(part.tokens() for part in parts))),
+        slices.defer(count, lambda: map(best, each(part.entries for part in parts))),
     )
 
 
@@ -192,7 +192,7 @@ class TextOffset:
         self._num_chars = start
         self._beginning = beginning[:_MAX_FIRST_BYTES].encode("utf-8", "replace")
 
-    def step(self, raw: bytes) -> int:
+    def advance(self, raw: bytes) -> int:
         """Returns the offset of a token that adds these bytes."""
         offset = self._num_chars
         if self._beginning and raw:

@@ -24,7 +24,7 @@ class ThinkingConfig(msgspec.Struct, frozen=True):
     display: Literal["summarized", "omitted"] | None = None
 
     @property
-    def on(self) -> bool:
+    def is_enabled(self) -> bool:
         if self.budget_tokens is not None:
             log_once("thinking.budget_tokens")
         return self.type != "disabled"

@@ -277,7 +277,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics | UnsetType = UNSET
 
 
-def echoed(text: TextConfig | None) -> TextConfig:
+def echo_format(text: TextConfig | None) -> TextConfig:
     """The requested form of the output, as the answer repeats it."""
     return TextConfig(TextFormat()) if text is None or text.format is None else TextConfig(text.format)
 

@@ -78,7 +78,7 @@ class FunctionBlock:
         """True if a text that ends here ends inside the call."""
         return self.begun and self.state != "done"
 
-    def feed(self, char: str) -> str:
+    def parse(self, char: str) -> str:
         if not self.begun:
             self._raw.append(char)
         self._held += char

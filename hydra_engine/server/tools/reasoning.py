@@ -57,9 +57,9 @@ class ReasoningParser:
         """True if the answer itself is not parsed."""
         return isinstance(self.inner, PlainText)
 
-    def feed(self, text: str) -> list[Event]:
+    def parse(self, text: str) -> list[Event]:
         if self._state == "answering":
-            return self.inner.feed(text)
+            return self.inner.parse(text)
         self._held += text
         events: list[Event] = []
         if self._state == "before":
@@ -73,7 +73,7 @@ class ReasoningParser:
     def finish(self) -> list[Event]:
         events: list[Event] = []
         if self._state == "before":
-            events += self.inner.feed("".join(self._space) + self._held)
+            events += self.inner.parse("".join(self._space) + self._held)
         elif self._state == "thinking":
             events += self._think(self._held.rstrip()) + self._flush()
         return events + self.inner.finish()
@@ -111,7 +111,7 @@ class ReasoningParser:
 
     def _answer(self, text: str) -> list[Event]:
         self._state, self._held = "answering", ""
-        return self.inner.feed(text)
+        return self.inner.parse(text)
 
     def _think(self, text: str) -> list[Event]:
         """Events for more reasoning, preceded by the held white space; trailing white space is dropped."""
@@ -151,7 +151,7 @@ class Wish:
     the model always thinks. `read`: reasoning is separated from the text; `shown`, `streamed`: how the client gets
     it."""
 
-    on: bool | None = None
+    enabled: bool | None = None
     effort: str | None = None
     param: str = EFFORT
     required: bool = True
@@ -160,10 +160,10 @@ class Wish:
     streamed: bool = True
 
     @property
-    def wants(self) -> bool | None:
+    def wants_thinking(self) -> bool | None:
         """True if the model is to think, None for its default."""
-        if self.on is not None:
-            return self.on
+        if self.enabled is not None:
+            return self.enabled
         return None if self.effort is None else self.effort != "none"
 
 
@@ -181,11 +181,11 @@ class Thinking:
     streamed: bool = True
 
     @property
-    def opened(self) -> bool:
+    def is_opened(self) -> bool:
         return self.place == "opened"
 
     def parser(self, inner: ToolParser) -> ReasoningParser:
-        return ReasoningParser(inner, self.marks, opened=self.opened, shown=self.shown, streamed=self.streamed)
+        return ReasoningParser(inner, self.marks, opened=self.is_opened, shown=self.shown, streamed=self.streamed)
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """Returns `params` with output constraints that begin after the reasoning."""
@@ -195,7 +195,7 @@ class Thinking:
         grammar = params.grammar
         if grammar is None or self.place == "closed" or self._describes_all(grammar.kind, grammar.source):
             return params
-        return replace(params, grammar=grammar.after_reasoning(*self.marks, opened=self.opened))
+        return replace(params, grammar=grammar.after_reasoning(*self.marks, opened=self.is_opened))
 
     def _describes_all(self, kind: str, source: str) -> bool:
         """True if a grammar names the marks itself."""
@@ -210,18 +210,18 @@ def marks_of(parser: str, template: str | None) -> tuple[str, str] | None:
     return known if parser in ("auto", "none") else known or THINKING
 
 
-def with_wish(variables: Mapping[str, Any], wish: Wish, template: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def apply_wish(variables: Mapping[str, Any], wish: Wish, template: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(variables of the template with the wish applied, names of wishes that the template ignores); variables given by
     the client win."""
     chosen, ignored = dict(variables), []
     switch = switch_of(template)
-    if wish.wants is not None and switch is not None:
-        chosen.setdefault(switch, wish.wants)
+    if wish.wants_thinking is not None and switch is not None:
+        chosen.setdefault(switch, wish.wants_thinking)
     if wish.effort is not None and _reads(template, EFFORT):
         chosen.setdefault(EFFORT, wish.effort)
     elif wish.effort is not None and (switch is None or wish.effort != "none"):
         ignored.append(wish.param)
-    if wish.on is not None and switch is None:
+    if wish.enabled is not None and switch is None:
         ignored.append(wish.param)
     return chosen, tuple(ignored)
 
@@ -241,7 +241,7 @@ def place_of(prompt_end: str, marks: tuple[str, str], parser: str) -> str:
 
 def always_thinks(wish: Wish, place: str, template: str) -> InvalidRequest | None:
     """The error for a wish for no reasoning that the model cannot meet, or None."""
-    if not wish.required or wish.wants is not False or place != "opened":
+    if not wish.required or wish.wants_thinking is not False or place != "opened":
         return None
     if switch_of(template) is not None or _reads(template, EFFORT):
         return None

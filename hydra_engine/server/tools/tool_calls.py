@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.core.schemas.numbers import text_of
+from hydra_engine.core.schemas.numbers import schema_text
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.function_blocks import FUNCTION
 from hydra_engine.server.tools.reasoning import Thinking
@@ -57,7 +57,7 @@ class ToolUse:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     @property
-    def shown(self) -> tuple[Mapping[str, Any], ...]:
+    def prompt_tools(self) -> tuple[Mapping[str, Any], ...]:
         """The tools in the prompt; none if the mode is none."""
         return () if self.mode == "none" else self.tools
 
@@ -70,7 +70,7 @@ class ToolUse:
             schema = calls_schema(self.tools, self.parallel)
         else:
             return None
-        return Grammar("json_schema", text_of(schema), param="tools")
+        return Grammar("json_schema", schema_text(schema), param="tools")
 
     def parser(self, thinking: Thinking = NO_THINKING) -> ToolParser | None:
         """Returns a new parser for one answer, or None if the text is the answer."""
@@ -79,10 +79,10 @@ class ToolUse:
         return self._parser(thinking)
 
     def _parser(self, thinking: Thinking) -> ToolParser | None:
-        if not self.shown:
+        if not self.prompt_tools:
             return None
         most = None if self.parallel else 1
-        opened = thinking.opened and not thinking.reads  # the text begins inside the reasoning
+        opened = thinking.is_opened and not thinking.reads  # the text begins inside the reasoning
         if self.mode == "named":
             return ForcedCall(self.name)
         if self.mode == "required":
@@ -115,21 +115,21 @@ class ToolUse:
         if calls is None:
             raise InvalidRequest(
                 "this server does not read calls of this model, so a model that may choose a tool cannot be kept to a "
-                "form of the output; leave out tools, set tool_choice to none or so that a call has to come, or start "
-                "the server with --tool-parser hermes, qwen3_coder or json",
+                "form of the output; leave out tools, set tool_choice to none, required or a function, or start the "
+                "server with --tool-parser hermes, qwen3_coder or json",
                 param=form.param,
                 code="unsupported_parameter",
             )
-        return replace(params, grammar=form.or_calls(calls))
+        return replace(params, grammar=form.with_calls(calls))
 
-    def offered(self, configured: str, chat_template: str | None) -> ToolUse:
+    def with_dialect(self, configured: str, chat_template: str | None) -> ToolUse:
         """Returns a copy with the dialect of the model. Raises InvalidRequest if its chat template ignores tools that
         it may call."""
         ignores_tools = configured == "auto" and chat_template is not None and "tools" not in chat_template
         if self.mode == "auto" and self.tools and ignores_tools:
             raise InvalidRequest(
-                "the chat template of this model knows no tools, so the model cannot choose one; set tool_choice so "
-                "that a call has to come, or so that none may",
+                "the chat template of this model knows no tools, so the model cannot choose one; set tool_choice "
+                "to required, a function or none",
                 param="tools",
                 code="unsupported_parameter",
             )

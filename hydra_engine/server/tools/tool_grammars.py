@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Calls, Grammar
-from hydra_engine.core.schemas.numbers import text_of
+from hydra_engine.core.schemas.numbers import schema_text
 from hydra_engine.server.tools.function_blocks import FUNCTION, PARAMETER
 from hydra_engine.server.tools.tool_parsers import CLOSING, OPENING
 from hydra_engine.server.tools.tool_schemas import parameters_schema
@@ -59,7 +59,7 @@ def _one_call(tools: Sequence[Mapping[str, Any]], *orders: tuple[str, str]) -> s
     definitions, num_chars = {}, 0
     for index, tool in enumerate(tools):
         schema = definitions[f"tool{index}"] = parameters_schema(tool, f"/$defs/tool{index}")
-        num_chars += len(text_of(schema))
+        num_chars += len(schema_text(schema))
         if num_chars > _MAX_SCHEMA_CHARS:
             return of_any_arguments
     pairs: list[tuple[Any, Any]] = [({"const": name}, {"$ref": f"#/$defs/tool{i}"}) for i, name in enumerate(names)]
@@ -74,4 +74,4 @@ def _any_of(pairs: list[tuple[Any, Any]], orders: tuple[tuple[str, str], ...], d
             properties = {key: name if key == "name" else arguments for key in order}
             closed = {"required": [*order], "additionalProperties": False}
             calls.append({"type": "object", "properties": properties, **closed})
-    return text_of({"anyOf": calls, "$defs": definitions, "x-guidance": {"lenient": True}})
+    return schema_text({"anyOf": calls, "$defs": definitions, "x-guidance": {"lenient": True}})

@@ -56,10 +56,10 @@ class ToolParser(Protocol):
         """True if the text ended inside the arguments of a call; known after `finish`."""
         ...
 
-    def feed(self, text: str) -> list[Event]: ...
+    def parse(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """The events that were held back; no `feed` may follow."""
+        """The events that were held back; no `parse` may follow."""
         ...
 
 
@@ -71,8 +71,8 @@ class Output:
     """A list of events in order, neighbours joined. Calls after the first `most` are dropped. White space at the start
     and directly after calls is held until words follow; a call drops it."""
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
+    def __init__(self, max_calls: int | None = None) -> None:
+        self._most = max_calls
         self._events: list[Event] = []
         self._parts: list[str] = []  # parts of the growing event: content, or arguments of the latest call
         self._grows_call = False
@@ -100,7 +100,7 @@ class Output:
         if self.is_wanted:
             self._grow(text, call=True)
 
-    def take(self) -> list[Event]:
+    def drain(self) -> list[Event]:
         self._close()
         events, self._events = self._events, []
         return events
@@ -108,7 +108,7 @@ class Output:
     def finish(self) -> list[Event]:
         if not self._num_calls:
             self._grow(self._take_space(), call=False)
-        return self.take()
+        return self.drain()
 
     @property
     def is_wanted(self) -> bool:
@@ -171,7 +171,7 @@ class CallObject:
     def last(self) -> str:
         return self._raw[-1] if self._raw else ""
 
-    def feed(self, char: str) -> str:
+    def parse(self, char: str) -> str:
         self._raw.append(char)
         if self._streams:
             self._output.arguments(char)

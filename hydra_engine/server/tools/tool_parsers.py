@@ -24,7 +24,7 @@ class PlainText:
 
     is_cut = False
 
-    def feed(self, text: str) -> list[Event]:
+    def parse(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
 
     def finish(self) -> list[Event]:
@@ -43,12 +43,12 @@ class ForcedCall:
     def is_cut(self) -> bool:
         return bool(self._texts) and object_text("".join(self._texts)) is None
 
-    def feed(self, text: str) -> list[Event]:
+    def parse(self, text: str) -> list[Event]:
         if text and not self._texts:
             self._output.start(self._name)
         self._texts += [text] if text else []
         self._output.arguments(text)
-        return self._output.take()
+        return self._output.drain()
 
     def finish(self) -> list[Event]:
         return []
@@ -63,7 +63,7 @@ class HermesParser:
     def __init__(
         self,
         names: Collection[str],
-        most: int | None = None,
+        max_calls: int | None = None,
         *,
         parameters: Mapping[str, Mapping[str, Any]] | None = None,
         bare: bool = False,
@@ -72,7 +72,7 @@ class HermesParser:
     ) -> None:
         self._names = names
         self._parameters = parameters or {}
-        self._output = Output(most)
+        self._output = Output(max_calls)
         self._thinking = thinking
         self._openings = (OPENING, thinking[0], *((FUNCTION,) if bare else ()))
         self._first = re.compile("[" + re.escape("".join({mark[0] for mark in (*self._openings, thinking[1])})) + "]")
@@ -83,7 +83,7 @@ class HermesParser:
         self._is_ended = False  # no more text follows, so no mark can complete
         self.is_cut = False
 
-    def feed(self, text: str) -> list[Event]:
+    def parse(self, text: str) -> list[Event]:
         index = 0
         while index < len(text):
             if self._call is None and not self._held:  # all text before a possible mark is content
@@ -96,7 +96,7 @@ class HermesParser:
             if index < len(text):
                 self._next(text[index])
                 index += 1
-        return self._output.take()
+        return self._output.drain()
 
     def finish(self) -> list[Event]:
         held, self._held, self._is_ended = self._held, "", True
@@ -176,7 +176,7 @@ class HermesParser:
     def _begin_block(self, before: str) -> None:
         self._call = FunctionBlock(self._names, self._parameters, self._output, before)
         for char in FUNCTION:
-            self._call.feed(char)
+            self._call.parse(char)
 
     def _leave(self) -> None:
         self._call, self._is_over = None, False
@@ -189,7 +189,7 @@ class HermesParser:
             if char not in SPACE:
                 self._leave()
                 self._next(char)
-        elif (state := call.feed(char)) == "done":
+        elif (state := call.parse(char)) == "done":
             self._is_over = True
         elif state == "failed":
             self._on_failure(call, char)
@@ -211,9 +211,9 @@ class JsonParser:
     """A parser of a bare object `{"name": ..., "parameters": {...}}`, several of them, or a list of them, without text
     before. `required`: the output is only calls, so the beginning of a call that was cut off is not text."""
 
-    def __init__(self, names: Collection[str], most: int | None = None, *, required: bool = False) -> None:
+    def __init__(self, names: Collection[str], max_calls: int | None = None, *, required: bool = False) -> None:
         self._names = names
-        self._output = Output(most)
+        self._output = Output(max_calls)
         self._required = required
         self._call: CallObject | None = None
         self._before: list[str] = []  # characters before the first call
@@ -225,13 +225,13 @@ class JsonParser:
     def is_cut(self) -> bool:
         return self._call is not None and self._call.is_cut and self._output.is_wanted
 
-    def feed(self, text: str) -> list[Event]:
+    def parse(self, text: str) -> list[Event]:
         for index, char in enumerate(text):
             if self._is_text:
                 self._output.text(text[index:])
                 break
             self._read(char)
-        return self._output.take()
+        return self._output.drain()
 
     def finish(self) -> list[Event]:
         call = self._call
@@ -256,7 +256,7 @@ class JsonParser:
                 self._give_up("".join(self._before) + char)
                 return
         call = self._call
-        state = call.feed(char)
+        state = call.parse(char)
         if state == "done":
             self._call = None
             self._before.clear()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hydra_engine.core.grammar import check_size
-from hydra_engine.core.schemas.numbers import text_of
+from hydra_engine.core.schemas.numbers import schema_text
 from hydra_engine.core.schemas.subschemas import is_of_objects, schemas_of, with_pointers
 from hydra_engine.errors import InvalidRequest
 
@@ -63,7 +63,7 @@ def calls_schema(tools: Iterable[Mapping[str, Any]], parallel: bool) -> dict[str
     for index, tool in enumerate(tools):
         place = f"/$defs/tool{index}"
         schema = definitions[f"tool{index}"] = parameters_schema(tool, place)
-        num_chars += len(text_of(schema))
+        num_chars += len(schema_text(schema))
         check_size(num_chars, "tools")
         properties = {"name": {"enum": [tool["function"]["name"]]}, "parameters": {"$ref": f"#{place}"}}
         calls.append(
