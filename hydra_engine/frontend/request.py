@@ -274,10 +274,14 @@ class RequestInFlight:
         return self.attempt
 
     def advance(self) -> None:
-        """Sets the phase that the attempt has reached."""
-        if self.running:
-            after = Phase.DECODING if self.current.complete else Phase.MOVING
-            self.phase = after if self.is_prefilled else Phase.PREFILLING
+        """Sets the phase that the attempt has reached; no-op once it is being ended."""
+        attempt = self.current
+        if self.phase not in RUNNING:
+            return
+        if len(self.active.token_ids) == attempt.base:
+            self.phase = Phase.PREFILLING
+        else:
+            self.phase = Phase.DECODING if attempt.complete else Phase.MOVING
 
     def keep_early(self, delta: Delta) -> bool:
         """Keeps tokens that come early. Returns False if they contradict known ones."""
