@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -103,7 +103,7 @@ class WholePrompts(LanguagePlanner):
             self._starter.start(builder, self._continue_prefills(builder))
             if not builder.chunks:
                 ready = self._ready_decodes(builder)
-                if not ready.num_rows:  # the decodes gave way, which may have made room for a prefill
+                if not len(ready.starts):  # the decodes gave way, which may have made room for a prefill
                     self._continue_prefills(builder)
         except NeedsResult:
             return None
@@ -117,10 +117,14 @@ class WholeStarter(PrefillStarter):
         super().__init__(*given)
         self._early_limit = 0
 
-    def _find_blocks_for(
-        self, state: RequestState, num_tokens: int, step: StepBuilder, *, may_preempt: bool
+    def find_blocks(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        step: StepBuilder | None,
+        next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
-        cached = super()._find_blocks_for(state, num_tokens, step, may_preempt=may_preempt)
+        cached = super().find_blocks(state, num_tokens, step, next_victim)
         assert isinstance(step, WholeStepBuilder)
         if cached is None or step.takes(state.num_tokens - len(cached) * self._kv.block_size):
             return cached

@@ -37,10 +37,6 @@ class Ready(NamedTuple):
     starts: Int64s  # [B] position of the member's next row
     num_keys: int  # sum of keys that these rows read
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.starts)
-
 
 class NewTokens(NamedTuple):
     """The rows of a step whose requests continue or have just ended with this token; entry i of an [R] field belongs to
@@ -126,7 +122,7 @@ class DecodeTable:
 
     def join(self, state: RequestState, seq_slot: int, blocks: BlockTable, timeline: Timeline, *, unread: int) -> None:
         """Adds a member. `unread` 1: the chunk that samples the token before its first row is still in flight."""
-        assert not self.is_member(seq_slot), "a decode joins twice"
+        assert self._index_of[seq_slot] == _ABSENT, "a decode joins twice"
         index, request = len(self.states), state.request
         self.times.join(state, timeline)
         self.states.append(state)
@@ -137,7 +133,7 @@ class DecodeTable:
         self._last_tokens[index] = _ABSENT if unread else state.generated[-1]
         self._starts[index] = start = state.num_tokens - 1 + unread
         self._lasts[index] = request.max_total_tokens - 2
-        self._offsets[index] = request.num_prompt - 1
+        self._offsets[index] = len(request.prompt_token_ids) - 1
         self._chunk_in_flight[index], self._deferred[index] = unread, False
         num_shown = -(-start // self._block_size)
         self._shown[index] = num_shown * self._block_size
@@ -404,10 +400,10 @@ class _Watched:
 
     state: RequestState
     timeline: Timeline
-    since_s: float = 0.0
-    num_generated: int = 0
-    num_steps: int = 0
-    num_rows: int = 0
+    since_s: float
+    num_generated: int
+    num_steps: int
+    num_rows: int
 
 
 class DecodeTimes:
@@ -419,7 +415,7 @@ class DecodeTimes:
             (3, num_slots)
         )  # times of tokens; 0.0: none yet
         self._late_gaps = np.zeros(num_slots, dtype=np.int64)
-        self._num_limited = 0
+        self.num_limited = 0
         self._num_steps = self._num_rows = 0  # totals of steps with decodes so far
         self._latest_batch = 0
 
@@ -428,18 +424,18 @@ class DecodeTimes:
     def join(self, state: RequestState, timeline: Timeline) -> None:
         """Appends a member: its index is the number of members before."""
         index = len(self._watched)
-        self._watched.append(_Watched(state, timeline))
+        counts = len(state.generated), self._num_steps, self._num_rows
+        self._watched.append(_Watched(state, timeline, timeline.last_s, *counts))
         self._tpot_limits_s[index] = timeline.tpot_limit_s
-        self._num_limited += timeline.tpot_limit_s < math.inf
+        self.num_limited += timeline.tpot_limit_s < math.inf
         self._first_s[index], self._last_s[index] = timeline.first_token_s, timeline.last_token_s
         self._late_gaps[index] = timeline.late_gaps
-        self._open(self._watched[index], timeline.last_s)
 
     def leave(self, index: int) -> None:
         """Removes a member; the last one gets its index."""
         watched = self._watched[index]
         timeline = watched.timeline
-        self._num_limited -= bool(self._tpot_limits_s[index] < math.inf)
+        self.num_limited -= bool(self._tpot_limits_s[index] < math.inf)
         self._close(watched, float(self._last_s[index]))
         timeline.first_token_s, timeline.last_token_s = float(self._first_s[index]), float(self._last_s[index])
         timeline.last_s = max(timeline.last_s, timeline.last_token_s)
@@ -450,10 +446,6 @@ class DecodeTimes:
             self._watched[index] = mover
             self._floats[:, index] = self._floats[:, last]
             self._late_gaps[index] = self._late_gaps[last]
-
-    def _open(self, watched: _Watched, since_s: float) -> None:
-        watched.since_s, watched.num_generated = since_s, watched.state.num_generated
-        watched.num_steps, watched.num_rows = self._num_steps, self._num_rows
 
     def _close(self, watched: _Watched, until_s: float, late: int = 0) -> None:
         """Adds the open decode span to the timeline. `late` 1: the latest token was late and is not part of it."""
@@ -471,14 +463,15 @@ class DecodeTimes:
         late_since_s = timeline.prefill_sampled(ended_s, gap_s)
         self._first_s[index], self._last_s[index] = timeline.first_token_s, ended_s
         self._late_gaps[index] = timeline.late_gaps
-        self._open(watched, ended_s)
+        watched.since_s, watched.num_generated = ended_s, len(watched.state.generated)
+        watched.num_steps, watched.num_rows = self._num_steps, self._num_rows
         return late_since_s
 
     def tick(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
         """Records a token of each of these members, from a step of `batch` rows. Returns (index, time of the token
         before) of each late token. `gap_s`: `StepTimes.gap_s`."""
         before_s = self._last_s[indices]
-        limits = self._tpot_limits_s[indices] if self.has_limits else None
+        limits = self._tpot_limits_s[indices] if self.num_limited else None
         late = is_late(ended_s - before_s, limits, gap_s).nonzero()[0]
         found: list[tuple[int, float]] = []
         if late.size:
@@ -500,10 +493,6 @@ class DecodeTimes:
         watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch
 
     # ---- questions
-
-    @property
-    def has_limits(self) -> bool:
-        return self._num_limited > 0
 
     def limits(self, indices: Indices) -> Seconds:
         """[len(indices)] TPOT limits in seconds, infinite for none. May be a view: valid until the next change, read

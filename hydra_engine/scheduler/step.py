@@ -56,7 +56,8 @@ class StepBuilder:
             return 1
         if state.connector_state is not None:
             end = min(end, self._requests.connector.chunk_end(state))
-        return policy.chunk_end(start, min(end, start + self.left), state.request.images) - start
+        end = min(end, start + self.left)
+        return (policy.chunk_end(start, end, state.request.images) if state.images else end) - start
 
     def __contains__(self, state: RequestState) -> bool:
         return any(other is state for other, _ in self.chunks)
@@ -136,7 +137,7 @@ class PrefillStarter(Admission):
             return
         seen: set[Order] = set()
         skipped: list[RequestState] = []
-        num_early = sum(state.waits_for_images for state in requests.prefilling)
+        num_early = sum(state.waits_for_images for state in requests.prefilling if state.images)
         for state in self._candidates(seen):
             if not step.left or (blocked is not None and state.order > blocked.order):
                 requests.timelines[state.request.id].cause = "budget" if not step.left else "kv blocks"
@@ -146,7 +147,7 @@ class PrefillStarter(Admission):
             if started is None:
                 continue
             if started:
-                num_early += state.waits_for_images
+                num_early += bool(state.images) and state.waits_for_images
             else:
                 skipped.append(state)
                 if len(skipped) >= policy.MAX_SKIPPED or self.is_full:
@@ -178,7 +179,12 @@ class PrefillStarter(Admission):
                 return None
         may_preempt = not waits or policy.may_preempt_stalled(state, head=head)
         num_tokens = policy.kv_tokens_to_admit(state)
-        cached = self._find_blocks_for(state, num_tokens, step, may_preempt=may_preempt)
+        cached = self.find_blocks(
+            state,
+            num_tokens,
+            step,
+            lambda: policy.stalled_younger_than(state, requests.prefilling) if may_preempt else None,
+        )
         if cached is None:
             requests.timelines[state.request.id].cause = "kv blocks" if may_preempt else "images"
             return False if may_preempt else None
@@ -191,19 +197,6 @@ class PrefillStarter(Admission):
         requests.requeue(state)
         step.add(state, chunk)
         return True
-
-    def _find_blocks_for(
-        self, state: RequestState, num_tokens: int, step: StepBuilder, *, may_preempt: bool
-    ) -> list[int] | None:
-        """Finds blocks as `find_blocks` does; with `may_preempt`, the victims are younger prefills that are stalled at
-        an image."""
-        prefilling = self._requests.prefilling
-        return self.find_blocks(
-            state,
-            num_tokens,
-            step,
-            lambda: policy.stalled_younger_than(state, prefilling) if may_preempt else None,
-        )
 
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
         """Yields every candidate once by urgency; but requests bypassed too often, also within this step, come first,
@@ -265,7 +258,7 @@ class LanguagePlanner:
             can_start = not self._starter.is_full
             pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
             budget = self._budgets.language(pending)
-            step.left = budget.tokens if ready.num_rows else max(1, budget.tokens)
+            step.left = budget.tokens if len(ready.starts) else max(1, budget.tokens)
             self._requests.connector.before_language(step)
             blocked = self._continue_prefills(step)
             self._starter.start(step, blocked)
@@ -277,7 +270,7 @@ class LanguagePlanner:
         self, step_id: StepId, ready: Ready, step: StepBuilder, budget: StepBudget, *, ahead: bool
     ) -> LanguageStep | None:
         """Marks all of the step as scheduled, and returns it; None if it has no rows."""
-        if not ready.num_rows and not step.chunks:
+        if not len(ready.starts) and not step.chunks:
             return None
         decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
         rows: list[ChunkRow] = []
@@ -413,14 +406,14 @@ def pending_work(
             prefill_tokens += computable
     table = requests.decodes
     tpot_limit_s = stretch_s = math.inf
-    if table.times.has_limits and ready.num_rows:
+    if table.times.num_limited and len(ready.starts):
         limits = table.times.limits(ready.indices)
         tpot_limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(ready))
     due = requests.next_due(now)
     due_tokens, due_patches = _before_due(requests, due) if due is not None else (0, 0)
     return PendingWork(
         now=now,
-        num_decodes=ready.num_rows,
+        num_decodes=len(ready.starts),
         decode_context=ready.num_keys,
         tpot_limit_s=tpot_limit_s,
         stretch_s=stretch_s,

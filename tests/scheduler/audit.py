@@ -178,4 +178,4 @@ def check_times(times: DecodeTimes, states: list[RequestState]) -> None:
     """Checks that these are the members, in this order."""
     assert len(states) == len(times._watched), "the times of a decode are lost"
     assert all(watched.state is state for watched, state in zip(times._watched, states, strict=True))
-    assert times._num_limited == int((times._tpot_limits_s[: len(states)] < math.inf).sum())
+    assert times.num_limited == int((times._tpot_limits_s[: len(states)] < math.inf).sum())
