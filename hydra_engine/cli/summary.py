@@ -272,7 +272,7 @@ def _admission(summaries: Sequence[InstanceSummary], config: EngineConfig, serve
 
 def _sampling(config: EngineConfig, sampling: SamplingParams) -> list[str]:
     """Sampling defaults of the model and the operator, if there are any."""
-    numbers = {name: value for name, value in sampling.chosen.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in sampling.non_default_fields.items() if isinstance(value, int | float)}
     chosen = ", ".join(
         [f"{name} {value:g}" for name, value in numbers.items()] + ["stop strings"] * bool(sampling.stop)
     )

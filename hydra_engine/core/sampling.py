@@ -118,7 +118,7 @@ class SamplingParams:
                 param="allowed_token_ids",
             )
 
-    def of_one(self, *, scores_prompt: bool) -> SamplingParams:
+    def for_one_answer(self, *, scores_prompt: bool) -> SamplingParams:
         """The parameters of one of `n` answers; only the answer with `scores_prompt` keeps `prompt_logprobs`."""
         one = copy(self)  # fields are checked already
         object.__setattr__(one, "n", 1)
@@ -126,7 +126,7 @@ class SamplingParams:
             object.__setattr__(one, "prompt_logprobs", None)
         return one
 
-    def asked(self, **given: Any) -> SamplingParams:
+    def with_fields(self, **given: Any) -> SamplingParams:
         """The parameters of a request that gives these fields, with this object as the defaults.
 
         The default of `max_tokens` is not used: the preprocessor applies it, limited by the context. The default of
@@ -137,7 +137,7 @@ class SamplingParams:
         return replace(self, **({"max_tokens": None} | given))
 
     @property
-    def chosen(self) -> dict[str, Any]:
+    def non_default_fields(self) -> dict[str, Any]:
         """The fields that differ from the API's defaults, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 

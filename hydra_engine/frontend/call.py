@@ -159,7 +159,7 @@ def _sampling(
 ) -> SamplingParams:
     if sampling is not None and single:
         raise InvalidRequest(f"give either sampling= or keywords, not both ({next(iter(single))})")
-    chosen = sampling or defaults.asked(**single)
+    chosen = sampling or defaults.with_fields(**single)
     if grammar is None:
         return chosen
     if chosen.grammar is not None:

@@ -66,8 +66,8 @@ class _Group:
         self._tokenizer = tokenizer
         self._numbers = numbers
         sampling = prepared.request.sampling
-        self._first_sampling = sampling.of_one(scores_prompt=True)  # the prompt is scored once
-        self._sampling = sampling.of_one(scores_prompt=False)
+        self._first_sampling = sampling.for_one_answer(scores_prompt=True)  # the prompt is scored once
+        self._sampling = sampling.for_one_answer(scores_prompt=False)
         self._num_begun = 0
         self._submitted_s = choices.clock.now()
         self._first: Piece | None = None  # of answer 0

@@ -248,7 +248,7 @@ async def server_info(request: web.Request) -> web.Response:
                 tpot_s=max((limit.tpot_limit_s for limit in limits), default=0.0) or None,
                 ttft_s=max((limit.ttft_limit_s for limit in limits), default=0.0) or None,
             ),
-            default_sampling_params=engine.default_sampling_params.chosen,
+            default_sampling_params=engine.default_sampling_params.non_default_fields,
             instances=[_instance(summary, by_name.get(summary.name)) for summary in summaries],
         )
     )

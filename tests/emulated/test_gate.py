@@ -48,7 +48,7 @@ class Step:
     allowance_s: float
     begun_s: float = 0.0
     ended_s: float = 0.0
-    told_s: float = 0.0
+    reported_s: float = 0.0
 
     def beside(self, line: Line) -> float:
         """Seconds of the line's kernels."""
@@ -79,7 +79,7 @@ class Lanes:
         self.gate.begin(allowance_s)
         self.clock.replay(self.language, [products(seconds)])
         self.clock.wait(self.clock.record(self.language))
-        step.told_s = self.gate.end()
+        step.reported_s = self.gate.end()
         step.ended_s = self.clock.now()
         self.steps.append(step)
 
@@ -129,7 +129,7 @@ def test_a_step_has_its_allowance_and_one_piece_beside_it(
     for step in both.steps:
         beside_s = step.beside(both.vision)
         assert beside_s <= max(2 * longest_s, step.allowance_s + longest_s) + SLACK_S
-        assert abs(step.told_s - beside_s) <= 3 * SLACK_S
+        assert abs(step.reported_s - beside_s) <= 3 * SLACK_S
     assert sum(end - begin for begin, end in both.vision.spans) == pytest.approx(
         sum(count * (seconds + GAPS_S) for count, seconds in encodes)
     ), "all of it was computed"
@@ -195,7 +195,7 @@ def test_without_a_limit_an_encode_has_two_marks() -> None:
         both.run(lambda: both.encode([1e-3] * 20), lambda: both.step(inf, 10e-3))
         assert len(marks) == 2
         (step,) = both.steps
-        assert step.told_s == pytest.approx(step.beside(both.vision), abs=SLACK_S)
+        assert step.reported_s == pytest.approx(step.beside(both.vision), abs=SLACK_S)
 
 
 def test_a_closed_gate_stays_open() -> None:

@@ -47,7 +47,7 @@ async def test_what_is_left_out_is_the_models(authored: Served, route: str) -> N
     for nothing in ({}, dict.fromkeys(GIVEN)):
         sampling, _ = await ask(authored, route, **nothing)
         # The preprocessor knows how many tokens there is room for; only /v1/messages asks every request to say.
-        assert sampling == DEFAULTS.asked(max_tokens=ROUTES[route].get("max_tokens"))
+        assert sampling == DEFAULTS.with_fields(max_tokens=ROUTES[route].get("max_tokens"))
     sampling, _ = await ask(authored, route, temperature=0)
     assert (sampling.temperature, sampling.top_k) == (0, 3)
 

@@ -59,12 +59,12 @@ class _Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A span in which a request had no KV here: from before `told_s` until `until_s` or, if that is infinite, its next
-    step here."""
+    """A span in which a request had no KV here: from before `reported_s` until `until_s` or, if that is infinite, its
+    next step here."""
 
     request_id: RequestId
     kind: str
-    told_s: float
+    reported_s: float
     until_s: float
 
 
@@ -193,9 +193,13 @@ class StepHistory(StepObserver):
         """The absence of the request reported within the gap that ends last, if any."""
         found = None
         for away in reversed(self._away):
-            if away.told_s < since_s:
+            if away.reported_s < since_s:
                 break
-            if away.request_id == request_id and away.told_s <= until_s and (not found or away.until_s > found.until_s):
+            if (
+                away.request_id == request_id
+                and away.reported_s <= until_s
+                and (not found or away.until_s > found.until_s)
+            ):
                 found = away
         return found
 

@@ -58,7 +58,7 @@ class _Step:
         self._keys_s = surface.per_key_s * pending.decode_context + surface.per_decode_s * pending.num_decodes
         self.base = surface.rows.interpolate(pending.num_decodes) + self._keys_s  # seconds of the decodes alone
 
-    def alone(self, tokens: int) -> float:
+    def alone_s(self, tokens: int) -> float:
         """Seconds of the step with `tokens` of prefill and no vision beside it."""
         if not tokens:
             return self.base
@@ -68,17 +68,17 @@ class _Step:
         seconds = surface.rows.interpolate(self._decodes + tokens) + self._keys_s
         return seconds + surface.per_pair_s * pairs + surface.per_chunk_s * chunks
 
-    def beside(self, tokens: int, vision_s: float) -> float:
+    def corun_s(self, tokens: int, vision_s: float) -> float:
         """Seconds of the step while vision runs for `vision_s` of it; infinite: all along."""
-        alone = self.alone(tokens)
+        alone = self.alone_s(tokens)
         slowed = self._slowed(alone)
         if vision_s >= slowed:
             return slowed
         return alone + vision_s * (1 - alone / slowed)
 
-    def room(self, tokens: int, allowed_s: float) -> float:
+    def vision_room_s(self, tokens: int, allowed_s: float) -> float:
         """Seconds of vision that fit beside the step within `allowed_s`; infinite if vision may run all along."""
-        alone = self.alone(tokens)
+        alone = self.alone_s(tokens)
         slowed = self._slowed(alone)
         if slowed <= allowed_s:
             return math.inf
@@ -145,9 +145,9 @@ class LatencyBudgets(Budgets):
                 towards = _Towards.VISION if pending.due_patches else _Towards.PREFILL
                 target = max(tpot_limit_s, min(pending.stretch_s, MAX_STRETCH * tpot_limit_s))
                 budget = self._filled(pending, highest, target, towards)
-        budget = self._placed(pending, budget, min(highest, pending.prefill_tokens))
+        budget = self._on_partition(pending, budget, min(highest, pending.prefill_tokens))
         self._latest, self._latest_vision_s = pending, math.inf if budget.partition else budget.vision_s
-        return self._fed(pending, budget, min(highest, pending.prefill_tokens))
+        return self._without_starvation(pending, budget, min(highest, pending.prefill_tokens))
 
     def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
         """The largest budget whose step stays within `target_s`, its slack given to `towards`; at most `highest`
@@ -156,22 +156,24 @@ class LatencyBudgets(Budgets):
         tpot_limit_s, want = pending.tpot_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
         if not pending.encode_patches:
-            tokens = _largest(step.alone, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
+            tokens = _largest(step.alone_s, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
             self._guesses[towards] = tokens
-            vision_s = max(0.0, step.room(tokens, allowed) - self._overrun_s)  # for a picture that arrives meanwhile
-            return StepBudget(tokens, vision_s, tpot_limit_s, target_s, step.alone(tokens), tokens < want)
-        if step.beside(want, math.inf) <= allowed:
+            vision_s = max(
+                0.0, step.vision_room_s(tokens, allowed) - self._overrun_s
+            )  # for a picture that arrives meanwhile
+            return StepBudget(tokens, vision_s, tpot_limit_s, target_s, step.alone_s(tokens), tokens < want)
+        if step.corun_s(want, math.inf) <= allowed:
             return StepBudget(want, math.inf, tpot_limit_s, target_s)
         if not self._num_slices:
-            tokens = _largest(lambda count: step.beside(count, math.inf), allowed, want, guess=guess)
-            return StepBudget(tokens, math.inf, tpot_limit_s, target_s, step.beside(tokens, math.inf), tokens < want)
+            tokens = _largest(lambda count: step.corun_s(count, math.inf), allowed, want, guess=guess)
+            return StepBudget(tokens, math.inf, tpot_limit_s, target_s, step.corun_s(tokens, math.inf), tokens < want)
         work = self._vision_s(pending.encode_patches)
         least = min(work, MIN_VISION * tpot_limit_s)
         tokens = self._tokens_beside(step, pending, want, allowed, least, work, towards) if want else 0
         self._guesses[towards] = tokens
-        room = step.room(tokens, allowed)
+        room = step.vision_room_s(tokens, allowed)
         vision_s = max(least, room - self._overrun_s)
-        planned = step.beside(tokens, vision_s + self._overrun_s)
+        planned = step.corun_s(tokens, vision_s + self._overrun_s)
         return StepBudget(tokens, vision_s, tpot_limit_s, target_s, planned, tokens < want, room < work)
 
     def _tokens_beside(
@@ -179,18 +181,18 @@ class LatencyBudgets(Budgets):
     ) -> int:
         """Tokens of prefill: as many as leave vision its share of the slack, or more if vision cannot use its share."""
         guess = self._guesses[towards]
-        prefill_work = (step.alone(want) - step.base) * pending.prefill_tokens / want
+        prefill_work = (step.alone_s(want) - step.base) * pending.prefill_tokens / want
         share = min(1 - MIN_SHARE, max(MIN_SHARE, prefill_work / (prefill_work + work)))
         if towards is not _Towards.BOTH:
             share = 1.0 if towards is _Towards.PREFILL else 0.0
-        own = _largest(step.alone, step.base + share * (allowed - step.base), want, guess=guess)
-        if share > 1 - MIN_SHARE or step.beside(own, least + self._overrun_s) > allowed:
-            own = _largest(lambda count: step.beside(count, least + self._overrun_s), allowed, own)
-        if own == want or step.beside(own + 1, work) > allowed:
+        own = _largest(step.alone_s, step.base + share * (allowed - step.base), want, guess=guess)
+        if share > 1 - MIN_SHARE or step.corun_s(own, least + self._overrun_s) > allowed:
+            own = _largest(lambda count: step.corun_s(count, least + self._overrun_s), allowed, own)
+        if own == want or step.corun_s(own + 1, work) > allowed:
             return own
-        return _largest(lambda count: step.beside(count, work), allowed, want, low=own, guess=guess)
+        return _largest(lambda count: step.corun_s(count, work), allowed, want, low=own, guess=guess)
 
-    def _fed(self, pending: PendingWork, budget: StepBudget, want: int) -> StepBudget:
+    def _without_starvation(self, pending: PendingWork, budget: StepBudget, want: int) -> StepBudget:
         """The budget, or after `STARVED_STEPS` steps with too few tokens for a waiting prefill, a budget with a chunk
         for it."""
         if budget.tokens >= min(MIN_CHUNK, want):
@@ -201,12 +203,12 @@ class LatencyBudgets(Budgets):
             return budget
         self._starved = 0
         step = _Step(self._surface, pending)
-        tokens = _largest(step.alone, step.base + STARVED_SHARE * budget.tpot_limit_s, want)
+        tokens = _largest(step.alone_s, step.base + STARVED_SHARE * budget.tpot_limit_s, want)
         return budget._replace(tokens=max(tokens, min(MIN_CHUNK, want)), more_tokens=False, more_vision=False)
 
     # ---- a divided device
 
-    def _placed(self, pending: PendingWork, whole: StepBudget, want: int) -> StepBudget:
+    def _on_partition(self, pending: PendingWork, whole: StepBudget, want: int) -> StepBudget:
         """`whole`, the budget on the undivided device, or the budget on the partition with the best rate."""
         before = self._choice.partition
         if not self._surface.splits or not pending.encode_patches:
@@ -228,10 +230,10 @@ class LatencyBudgets(Budgets):
         undivided device because an encode there is unfinished, vision gets the seconds of `whole`."""
         step = _Step(self._surfaces[partition], pending)
         allowed = self._allowed(Kind.VISION, whole.target_s)
-        tokens = _largest(lambda count: step.beside(count, math.inf), allowed, want, guess=min(whole.tokens, want))
+        tokens = _largest(lambda count: step.corun_s(count, math.inf), allowed, want, guess=min(whole.tokens, want))
         return whole._replace(
             tokens=tokens,
-            planned_s=step.beside(tokens, math.inf),
+            planned_s=step.corun_s(tokens, math.inf),
             more_tokens=tokens < want,
             more_vision=False,
             partition=partition,
@@ -244,7 +246,7 @@ class LatencyBudgets(Budgets):
         surface = self._surfaces[budget.partition]
         step, tokens = _Step(surface, pending), min(budget.tokens, pending.prefill_tokens)
         vision_s = math.inf if budget.partition else budget.vision_s
-        seconds, allowed = step.beside(tokens, vision_s), self._allowed(Kind.VISION, budget.target_s)
+        seconds, allowed = step.corun_s(tokens, vision_s), self._allowed(Kind.VISION, budget.target_s)
         if not seconds or seconds > allowed:
             return 0.0
         vision_rate = min(vision_s, seconds) / seconds / surface.vision_slowdown
@@ -255,7 +257,7 @@ class LatencyBudgets(Budgets):
         both_s = vision_work / vision_rate
         if budget.partition:  # a step stays on its part when the last picture is done
             both_s = math.ceil(both_s / seconds) * seconds
-        prefill_s = step.alone(tokens) - step.base
+        prefill_s = step.alone_s(tokens) - step.base
         prefill_work = prefill_s * pending.prefill_tokens / tokens
         left = max(0.0, prefill_work - prefill_s / seconds * both_s)  # for steps without vision beside them
         left_s = left / max(prefill_s / seconds, 1 - step.base / allowed)

@@ -235,7 +235,7 @@ def _snapshot(request: web.Request, since: int) -> Snapshot:
         snapshot,
         ttft_limit_s=max((limit.ttft_limit_s for limit in limits), default=0.0),
         tpot_limit_s=max((limit.tpot_limit_s for limit in limits), default=0.0),
-        default_sampling_params=engine.default_sampling_params.chosen,
+        default_sampling_params=engine.default_sampling_params.non_default_fields,
         instances=[_instance(state, summaries.get(state.name)) for state in engine.instances()],
         number=activity.number,
         ended=[_ended(request) for request in activity.finished],

@@ -238,7 +238,7 @@ def sampling_of(fields: GenerationFields, defaults: SamplingParams, **chosen: An
             chosen[name] = value
     if (stop := chosen.get("stop")) is not None:
         chosen["stop"] = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
-    return defaults.asked(**{name: value for name, value in chosen.items() if value is not None})
+    return defaults.with_fields(**{name: value for name, value in chosen.items() if value is not None})
 
 
 def log_once(name: str) -> None:

@@ -40,7 +40,7 @@ def chosen(tmp_path: Path, file: Any, override: Any = None, **options: Any) -> d
         text = file if isinstance(file, str) else json.dumps(file)
         (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
     text = json.dumps(override) if isinstance(override, dict) else override
-    return read_generation(tmp_path, text, **options).sampling.chosen
+    return read_generation(tmp_path, text, **options).sampling.non_default_fields
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def refused(tmp_path: Path, file: Any, override: Any, kind: type[HydraError], wo
 
 def test_what_a_request_gives_wins_and_the_rest_is_the_default() -> None:
     defaults = SamplingParams(temperature=0.2, top_p=0.5, max_tokens=9)
-    assert defaults.asked(top_p=1.0, seed=3) == SamplingParams(temperature=0.2, seed=3)
-    assert defaults.asked(max_tokens=20).max_tokens == 20
-    assert defaults.asked(min_tokens=20).min_tokens == 20  # more than the default, which yields
-    assert SamplingParams(min_tokens=5).asked(max_tokens=3) == SamplingParams(min_tokens=3, max_tokens=3)
+    assert defaults.with_fields(top_p=1.0, seed=3) == SamplingParams(temperature=0.2, seed=3)
+    assert defaults.with_fields(max_tokens=20).max_tokens == 20
+    assert defaults.with_fields(min_tokens=20).min_tokens == 20  # more than the default, which yields
+    assert SamplingParams(min_tokens=5).with_fields(max_tokens=3) == SamplingParams(min_tokens=3, max_tokens=3)

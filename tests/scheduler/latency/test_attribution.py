@@ -300,7 +300,7 @@ def test_parts_are_positive_ordered_and_sum_to_the_gap_without_its_decodes(
     assert len(blames) <= MAX_PARTS and number not in {blame.request for blame in blames}
     assert total(blames) <= until - since + 1e-9
     steps = log._between(since, until)
-    if steps and steps[-1].started_s >= since and all(away.told_s <= steps[-1].started_s for away in log._away):
+    if steps and steps[-1].started_s >= since and all(away.reported_s <= steps[-1].started_s for away in log._away):
         decode_s = log._shares(steps[-1]).decode_s if "decode" not in {blame.kind for blame in blames} else 0.0
         assert total(blames) == pytest.approx(until - since - decode_s, abs=1e-6)
     assert explain(log, RequestId(number), since, until) == blames
