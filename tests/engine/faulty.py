@@ -121,7 +121,7 @@ class Rig:
         return [ended(handle) for _, handle in handles]
 
     def differences(self, handles: Sequence[tuple[int, Handle]]) -> list[str]:
-        """What is not exactly as when each request runs alone."""
+        """Differences from the outcomes of each request alone."""
         found = []
         for index, handle in handles:
             answer = ended(handle)
@@ -132,7 +132,7 @@ class Rig:
         return found
 
     def serve(self) -> list[str]:
-        """All requests at once; what went wrong."""
+        """Serves all requests at once; returns what went wrong."""
         return self.differences(self.submit())
 
 

@@ -62,7 +62,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def encodes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of those that might be replayed, whether they were."""
+    """Returns for each encode that could be replayed whether it was."""
     seen: list[bool] = []
     replay = EncodeGraphs.replay
 

@@ -26,7 +26,7 @@ TEXT = "Say something about this picture, and take your time."
 
 
 def alone(engine: Engine, count: int = 3) -> list[tuple[int, ...]]:
-    """Each answer as a request of its own."""
+    """Generates each answer as a request of its own."""
     return [engine.generate(TEXT, picture(1), seed=SEED + i, **SEEDED).token_ids for i in range(count)]
 
 

@@ -101,7 +101,7 @@ def test_without_an_encoder_text_is_served_and_pictures_fail_at_once(tiny_model:
 
 
 def poison(engine: Engine, point: str) -> None:
-    """Every instance dies of the token, those too that are started from now on."""
+    """Makes every instance die of the token, also those that are started later."""
     frontend = engine.frontend
     on_up = frontend.on_up
 

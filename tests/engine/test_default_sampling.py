@@ -105,7 +105,7 @@ def test_the_override_wins_as_text_and_as_a_dict(
 
 
 async def _nothing(engine: Engine, progress: bool | None) -> None:
-    """In place of loading the model."""
+    """Stands in for loading the model."""
 
 
 @pytest.mark.parametrize(

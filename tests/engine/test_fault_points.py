@@ -53,7 +53,7 @@ def e_p_d(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def staged(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
-    """All that moves goes through host memory."""
+    """Makes all transfers go through host memory."""
     yield from make_rig(tiny_model, "E+P+D", golden, check_transfers=True, transport="host")
 
 

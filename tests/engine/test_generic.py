@@ -42,12 +42,12 @@ CASES: list[tuple[str, list[tuple[int, int]]]] = [
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What the table of docs/models.md is made from."""
+    """Records a result for the table of docs/models.md."""
     record(request.node.name, "generic", record_property)
 
 
 class WhenAsked(dict[str, T]):
-    """By family, made when it is first asked for: each takes seconds."""
+    """Engines by family, made at their first use: each takes seconds."""
 
     def __init__(self, make: Callable[[str], T]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def one_reference(processor: Any, model: Any, prompt: str, sizes: list[tuple[int
 
 @pytest.fixture(scope="module")
 def engines(models: Mapping[str, Path]) -> Iterator[Mapping[str, Engine]]:
-    """One per family, with the defaults of engine tests; they end with holding nothing."""
+    """Engines of the families with the defaults of engine tests; checked to be at rest at the end."""
     options: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 64}
     with contextlib.ExitStack() as stack:
         yield WhenAsked(
@@ -120,7 +120,7 @@ def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def check_all(engine: Engine, expected: list[tuple[int, list[int]]]) -> None:
-    """All cases at once."""
+    """Runs all cases at once."""
     assert engine.summary.family == "transformers" and engine.summary.deterministic
     results = [handle.result(60) for handle in [asked(engine, *case) for case in CASES]]
     for case, result, (length, tokens) in zip(CASES, results, expected, strict=True):

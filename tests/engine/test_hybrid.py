@@ -56,7 +56,7 @@ def golden(hybrid_model: Path) -> list[tuple[int, ...]]:
 
 
 def alone(hybrid_model: Path, **options: Any) -> list[tuple[int, ...]]:
-    """Every prompt by itself and in one piece."""
+    """Answers to every prompt alone and unchunked."""
     options = {"block_size": 4, "num_kv_blocks": 512, "token_budget": 512, **options}
     with Engine(hybrid_model, threads=1, **options) as engine:
         found = [

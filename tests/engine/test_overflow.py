@@ -18,7 +18,7 @@ LAYER = "language_model.model.layers.0"
 
 @pytest.fixture
 def overflowing(tiny_model: Path, tmp_path: Path) -> Path:
-    """One token makes the first MLP multiply two thousands, and so does every picture in the tower."""
+    """A model in which one token, and every picture, overflows the first MLP."""
     directory = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     path = directory / "model.safetensors"
     tensors = load_file(path)

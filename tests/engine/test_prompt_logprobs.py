@@ -1,4 +1,4 @@
-"""How likely each token of a prompt was: as transformers says it, however the prompt was cut and wherever it was."""
+"""Log probabilities of prompt tokens equal transformers', however the prompt was chunked and on every topology."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_every_topology_and_chunking_gives_the_same_tokens(
 
 
 def answers(count: int, **options: Any) -> tuple[list[str], list[str]]:
-    """Of the demo model to held-out questions, and the right ones."""
+    """Answers of the demo model to held-out questions, and the right ones."""
     questions = held_out_questions(count, seed=2024)
     with Engine("demo", threads=1, **options) as engine:
         results = engine.generate(

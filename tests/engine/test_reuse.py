@@ -1,4 +1,4 @@
-"""What is computed already is not computed again, and nobody can tell from the tokens."""
+"""Cached prefixes and features are reused, with the same tokens."""
 
 from __future__ import annotations
 

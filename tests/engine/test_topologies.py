@@ -35,7 +35,7 @@ def differences(requests: list[Mixed], found: list[Outcome], expected: list[Outc
 
 
 def every_late_token_is_explained(engine: Engine) -> None:
-    """With a limit that no token keeps."""
+    """Checks the causes of late tokens under a limit that no token meets."""
     prompts = [[10 + number] * 9 for number in range(3)]
     options = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "slo": Slo(tpot_s=1e-6)}
     for result in engine.generate(prompts, **options):

@@ -1,4 +1,4 @@
-"""What a type checker, and so an editor, knows of the calls: `make check` reads this file, nothing runs it."""
+"""Types of the public calls for type checkers and editors: `make check` reads this file, nothing runs it."""
 
 from typing import assert_type
 

@@ -60,7 +60,7 @@ class StubHandle:
         self._engine.expected.append(pieces)
 
     def offer_pieces_to(self, write: Callable[[Piece], bool]) -> None:
-        """All pieces are read."""
+        """Does nothing: all pieces are queued and read."""
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         engine, sampling = self._engine, self._call.sampling
@@ -95,7 +95,7 @@ class StubHandle:
         return replace(first, choices=tuple(self._results), usage=usage)
 
     def _beginnings(self) -> list[int]:
-        """With which word each answer begins; where the pieces are given all are the same."""
+        """First words of the answers; all the same if the pieces are given."""
         num_words = 1 if self._engine.pieces is not None else max(len(self._words), 1)
         return [choice % num_words for choice in range(self._call.sampling.n)]
 
@@ -121,7 +121,7 @@ class StubHandle:
         return tuple(prompt)
 
     def _prompt_logprobs(self) -> tuple[TextLogprob | None, ...] | None:
-        """Each token is as likely as its place, and the second best one, unless the engine has its own."""
+        """Log probabilities by position, with a second best token, unless the engine has its own."""
         if self._engine.prompt_logprobs is not None:
             return self._engine.prompt_logprobs
         num_top = self._call.sampling.prompt_logprobs
@@ -153,7 +153,7 @@ class StubHandle:
         return TextLogprob(index, text, -0.5, 1, top, text.encode())
 
     def _slo_report(self) -> SloReport:
-        """One of four gaps was late, which is too many."""
+        """A report in which one of four gaps was late, which misses the limit."""
         slo = self._call.slo
         return SloReport(
             ttft_limit_s=slo.ttft_s,
@@ -202,7 +202,7 @@ def top_logprob(token_id: int, text: str, logprob: float) -> TopLogprob:
 
 
 def instances_of(topology: str, **changes: Any) -> tuple[InstanceState, ...]:
-    """One for each, `changes` by name: fields of the state."""
+    """Instance states by name; `changes`: fields of the state by name."""
     parsed = Topology.parse(topology)
     return tuple(
         replace(InstanceState(name, spec.role.letters, spec.role.letters, Condition.READY, 1), **changes.get(name, {}))
@@ -258,7 +258,7 @@ class StubEngine:
         return self.own_tool_template or self.chat_template
 
     async def generation_prompt(self, options: TemplateOptions, role: Role, client: str = "") -> str:
-        """What the template, rendered with plain Jinja, writes behind a message."""
+        """The text that the template, rendered with plain Jinja, writes after a message."""
         messages = [{"role": role, "content": "hydra9probe"}]
         more = {"tools": options.tools or None, "add_generation_prompt": options.add_generation_prompt}
         rendered = Template((self.tool_template if options.tools else self.chat_template) or "").render(

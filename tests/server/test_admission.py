@@ -1,4 +1,4 @@
-"""What one client may have, what all bodies may hold together, and who is cut off for being slow."""
+"""Limits per client, of all bodies together, and of slow senders."""
 
 from __future__ import annotations
 

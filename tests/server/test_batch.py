@@ -34,7 +34,7 @@ async def numbered(lines: list[bytes], read: Callable[[], None] = lambda: None) 
 
 
 async def answered(engine: StubEngine, lines: list[bytes], concurrency: int = 4, **config: Any) -> dict[str, Any]:
-    """By custom_id; what has none by its order."""
+    """Answers by custom_id, or by their order without one."""
     found: list[Any] = []
     options = ServerConfig(**config)
     async with serving(build_app(engine, options, keys=KeyRing.empty()), options.max_body_bytes) as batch:

@@ -72,7 +72,7 @@ def lists(kind: inspect.ListType) -> Iterator[Case]:
 
 
 def unions(kind: inspect.UnionType) -> Iterator[Case]:
-    """What is wrong for one member may be right for another."""
+    """A value that is wrong for one member of a union may be right for another."""
     others = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
     if len(others) < len(kind.types):
         yield True, None

@@ -79,7 +79,7 @@ class Rig:
         return idle and (await self.engine.aledger()).at_rest
 
     async def quiet(self) -> None:
-        """Nothing is held any more, and who comes next is served right."""
+        """Checks that nothing is held and that the next client is served."""
         async with asyncio.timeout(REST_S):
             while not await self.at_rest():  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.01)

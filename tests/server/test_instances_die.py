@@ -23,7 +23,7 @@ TOKENS = 300
 
 @dataclass
 class Stream:
-    """What one client of a streamed chat has read, by a thread of its own."""
+    """A client of a streamed chat that reads in its own thread."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -103,7 +103,7 @@ def alive(pid: int) -> bool:
 
 
 def health_of(server: Served) -> dict[str, Any]:
-    """Of a server that cannot serve at this moment, too."""
+    """Health of a server, also of one that cannot serve at the moment."""
     try:
         found: dict[str, Any] = server.get("/health")
     except urllib.error.HTTPError as error:
@@ -131,7 +131,7 @@ def started(*arguments: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Served]]:
-    """One after the other, of which only the last may live."""
+    """Servers, one after the other; only the last may live."""
     found: list[Served] = []
     yield found
     for server in found:
@@ -140,7 +140,7 @@ def servers() -> Iterator[list[Served]]:
 
 @pytest.fixture
 def served(servers: list[Served]) -> Served:
-    """One that lives, started by an earlier test or now. A test may end it."""
+    """A live server, started by an earlier test or now. A test may end it."""
     if not servers or servers[-1].process.poll() is not None:
         servers.append(start())
     return servers[-1]

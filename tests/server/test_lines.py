@@ -23,7 +23,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 async def events_of(served: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """As clients read them that cut by `str.splitlines` (httpx, requests)."""
+    """Events as clients see them that split by `str.splitlines` (httpx, requests)."""
     async with served.post(path, {**ASKED[path], "stream": True, **fields}) as response:
         text = (await response.read()).decode()
     lines = text.splitlines()

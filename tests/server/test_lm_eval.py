@@ -1,4 +1,4 @@
-"""What lm-eval's `local-completions` sends for log-likelihoods and how it reads answers, with the real engine."""
+"""Requests of lm-eval's `local-completions` for log-likelihoods, and its reading of answers, with the real engine."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ IDLE = {"num_running": 0, "num_waiting": 0, "num_encoding": 0}
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What the load logger writes as JSON; its settings end with the test."""
+    """The load logger's lines as JSON; its settings end with the test."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(log.JsonFormatter("front"))

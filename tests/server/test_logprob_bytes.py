@@ -60,7 +60,7 @@ def whole_tokens(tokenizer: Tokenizer, dice: random.Random) -> list[int]:
 def answered(
     tokenizer: Tokenizer, ids: list[int], dice: random.Random, *, skip: bool, pieces: bool
 ) -> tuple[list[Piece], Result]:
-    """As the frontend gives it for these tokens, of which the last one ends the answer by its id."""
+    """The frontend's output for these tokens, of which the last one ends the answer by its id."""
     sampling = SamplingParams(logprobs=2, skip_special_tokens=skip, stop_token_ids=(ids[-1],))
     request = replace(make_request(1, max_new=len(ids)), sampling=sampling, eos_token_ids=())
     handle = Handle("x", lambda: None)

@@ -172,7 +172,7 @@ def test_slices_give_what_encoding_gives() -> None:
 
 @contextmanager
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many entries were made in each turn of the loop."""
+    """Numbers of entries made in each turn of the loop."""
     made = [0]
     make = chat_protocol._token_logprob
 

@@ -215,7 +215,7 @@ ERRORS: list[tuple[Exception, type[openai.APIStatusError], int, str]] = [
 
 
 async def in_both(stub: Stub, call: Callable[[Any], Any], **options: Any) -> list[Any]:
-    """What `call` gives, or raises, with the asynchronous client and the synchronous one."""
+    """Results or errors of `call` with the asynchronous and the synchronous client."""
 
     settings: dict[str, Any] = {"api_key": "any", "max_retries": 0, **options}
 

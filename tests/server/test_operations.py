@@ -1,4 +1,4 @@
-"""What an operator uses: every metric in the dashboard, the alerts and the documentation is one that a served model
+"""Tools of operators: every metric in the dashboard, the alerts and the documentation is one that a served model
 really exports, with the labels that are asked for.
 """
 

@@ -1,4 +1,4 @@
-"""What calls in a conversation's history may hold together, whatever the dialect."""
+"""Limits of all calls in a conversation's history together, in every dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads a model's text as it grows takes time in proportion to it, whatever the text is made of."""
+"""Readers of a growing text take time in proportion to it, whatever it contains."""
 
 from __future__ import annotations
 

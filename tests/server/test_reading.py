@@ -1,4 +1,4 @@
-"""What connections send is parsed in turn and within bounds, whatever it is made of, and small chunks are taken."""
+"""Input of connections is parsed in turn and within bounds, whatever it contains; small chunks are accepted."""
 
 from __future__ import annotations
 

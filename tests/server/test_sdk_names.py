@@ -40,7 +40,7 @@ def members(kind: Any) -> Iterator[Any]:
 
 
 def tags(kind: Any) -> set[str]:
-    """What `type` of an object of an SDK may be."""
+    """Values of `type` of an object of an SDK."""
     hint = get_type_hints(kind).get("type")
     return {value for one in members(hint) if get_origin(one) is typing.Literal for value in get_args(one)}
 

@@ -34,7 +34,7 @@ _FINISHED = "vllm:request_success_total{"
 
 
 class Served:
-    """One server process; `url` is where it answers."""
+    """A server process and its `url`."""
 
     def __init__(self, *arguments: str) -> None:
         command = [

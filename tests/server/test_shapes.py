@@ -150,7 +150,7 @@ def test_texts_come_back(server: Server, text: str) -> None:
 
 @st.composite
 def pictures(draw: st.DrawFn) -> str:
-    """As a data URL, of any format, mode and odd size."""
+    """Pictures as data URLs, of any format, mode and odd size."""
     format = draw(st.sampled_from(sorted(FORMATS)))
     mode = draw(st.sampled_from(FORMATS[format]))
     side = st.integers(1, 70) | st.sampled_from([1, 1, 13, 14, 15, 27, 28, 29, 31, 199, 200, 201, 336, 639])

@@ -42,7 +42,7 @@ def texts() -> Texts:
 
 
 def use_of(api: str, parameters: Any, mode: str, num_tools: int = 1) -> ToolUse:
-    """Of a body with a function, or several alike; `parameters` may be JSON text."""
+    """Use of a body with a function, or several alike; `parameters` may be JSON text."""
     schema = msgspec.Raw((parameters if isinstance(parameters, str) else json.dumps(parameters)).encode())
     body: dict[str, Any]
     if api == "chat":
@@ -222,7 +222,7 @@ def test_odd_schemas_are_refused_or_taken() -> None:
 
 
 def chained(depth: int) -> dict[str, Any]:
-    """Each schema is named twice by the one before it."""
+    """A chain of schemas, each referenced twice by the one before it."""
     steps = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(depth)}
     return {"$ref": "#/$defs/a0", "$defs": {**steps, f"a{depth}": {"type": "object"}}}
 

@@ -257,7 +257,7 @@ def fake_spec(max_position: int = 256, vision: FakeVision | None = FAKE_VISION) 
 
 @dataclass(frozen=True)
 class Decode:
-    """One entry of `DecodeRows`."""
+    """An entry of `DecodeRows`."""
 
     request_id: RequestId
     seq_slot: int
@@ -276,7 +276,7 @@ Row = ChunkRow | Decode
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a `LanguageResult` says of one row."""
+    """The outcome of a row in a `LanguageResult`."""
 
     request_id: RequestId
     token_id: int | None
@@ -305,7 +305,7 @@ def plan_of(step: StepId, rows: Sequence[Row], *, block_size: int = BLOCK, visio
 
 
 def outcomes_of(rows: Sequence[Row], result: LanguageResult) -> tuple[Outcome, ...]:
-    """In the order of `rows`, from which the plan was made."""
+    """Outcomes in the order of `rows`, from which the plan was made."""
     assert result.token_ids.dtype == np.int64 and result.token_ids.shape == (len(rows),)
     logprobs, failures = dict(result.logprobs), dict(result.failures)
     assert len(logprobs) == len(result.logprobs) and len(failures) == len(result.failures)
@@ -402,7 +402,7 @@ class Rig:
         self._free = [*self.tables.pop(request.id).tolist(), *self._free]
 
     def move(self, request: Request) -> None:
-        """To another slot and other blocks, as after a preemption."""
+        """Moves a request to another slot and other blocks, as after a preemption."""
         self._free_seq_slots.insert(0, self.seq_slots[request.id])
         self.seq_slots[request.id] = self._free_seq_slots.pop()
         self.tables[request.id] = self.blocks(len(self.tables[request.id]))
@@ -490,7 +490,8 @@ class Rig:
                     tokens[row.request_id].append(outcome.token_id)
 
     def generate_ahead(self, *requests: Request, chunk: int = 1000, steps: int = 8) -> list[list[int]]:
-        """As `generate`, but every step is submitted before the first has come back, with tokens that nobody knows."""
+        """Generates like `generate`, but submits every step before the first has ended, with tokens that are not read
+        yet."""
         submitted: list[tuple[list[Row], StepId]] = []
         done: dict[int, int] = {r.id: 0 for r in requests}
         planned: dict[int, int] = {r.id: 0 for r in requests}

@@ -60,7 +60,7 @@ class LatePartitions:
 
 
 class LateDevice(CpuDevice):
-    """Nothing that is sent is the host's memory. Graphs are calls, counted by the partition they are replayed on."""
+    """A device with memory of its own: tensors that are sent are copies. Graphs are calls, counted by partition."""
 
     def __init__(self, num_partitions: int = 1) -> None:
         super().__init__(1)

@@ -88,6 +88,6 @@ def num_descriptors() -> int:
 
 
 def num_mappings() -> int:
-    """Of peers: the owners' own are writable."""
+    """Number of mappings of peers, which are read-only; those of owners are writable."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum("memfd:hydra-engine" in line and line.split()[1] == "r--s" for line in lines)

@@ -280,7 +280,7 @@ def test_multimodal_decodes_count_on_from_their_requests_own_delta() -> None:
 
 
 class RecordingGate(LaneGate):
-    """One second of vision beside every forward."""
+    """A gate that reports one second of vision beside every forward."""
 
     def __init__(self) -> None:
         super().__init__(VirtualClock())

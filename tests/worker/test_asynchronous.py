@@ -57,12 +57,12 @@ def prefill(rig: Rig, *requests: Request) -> list[Row]:
 
 
 def decodes(rig: Rig, count: int, *requests: Request) -> list[Row]:
-    """Behind `count` tokens, of which the last one was not read."""
+    """Decode rows after `count` tokens, of which the last one has not been read."""
     return [rig.row(request, request.num_prompt + count - 1, [-1], count) for request in requests]
 
 
 def row_of(rows: Sequence[Row], request: Request) -> int:
-    """In a plan of rows of one kind."""
+    """Index of the request's row in a plan with rows of one kind."""
     return [row.request_id for row in rows].index(request.id)
 
 
@@ -130,7 +130,7 @@ def test_steps_with_special_rows_wait_for_nothing(rig: Rig, device: LateDevice) 
 
 
 def test_no_logits_come_to_the_host(rig: Rig, device: LateDevice) -> None:
-    """Without log probabilities tokens alone, with them a few numbers of each row."""
+    """Tokens alone without log probabilities, and a few numbers of each row with them."""
     requests = all_kinds()
     for request in requests:
         rig.add(request)
@@ -144,7 +144,7 @@ def test_no_logits_come_to_the_host(rig: Rig, device: LateDevice) -> None:
 
 
 def test_a_row_without_a_token_to_choose_from_fails_alone(rig: Rig, device: LateDevice) -> None:
-    """What was launched for it meanwhile is worth nothing."""
+    """Steps that were launched for it meanwhile have no effect."""
     plain, strict = make_request(1, [5, 6]), make_request(2, [7, 8], allowed_token_ids=(2,), min_tokens=3)
     for request in (plain, strict):
         rig.add(request)

@@ -123,7 +123,7 @@ def check_types(inputs: LanguageInput) -> None:
 
 
 def decodes_of(rng: np.random.Generator, block_size: int, count: int) -> list[Row]:
-    """With starts at the ends of blocks too."""
+    """Draws decode rows, also with starts at the ends of blocks."""
     rows: list[Row] = []
     for index, seq_slot in enumerate(rng.permutation(NUM_SLOTS)[:count].tolist()):
         start = int(rng.integers(1, 4 * block_size + 1)) if index % 2 else block_size * (1 + index) - index % 3
@@ -135,7 +135,7 @@ def decodes_of(rng: np.random.Generator, block_size: int, count: int) -> list[Ro
 @pytest.mark.parametrize("multimodal", [False, True])
 @pytest.mark.parametrize("with_states", [False, True])
 def test_a_step_of_decodes_equals_the_same_rows_beside_a_chunk(multimodal: bool, with_states: bool) -> None:
-    """What the short way computes is what the long way does."""
+    """The fast path for decodes builds the same arrays as the general one."""
     rng = np.random.default_rng(2)
     for count in (1, 2, 9):
         rows = decodes_of(rng, 4, count)

@@ -161,7 +161,7 @@ def test_what_was_accepted_and_does_not_compile_is_not_the_clients_fault(
 
 
 def test_a_text_that_spells_the_end_does_not_end(compiler: Compiler, tokenizer: Tokenizer) -> None:
-    """It is made of other tokens than the end of the sequence, as which the tokenizer would read it."""
+    """The text is made of other tokens than the end-of-sequence token, which the tokenizer would read in it."""
     request = request_of(Grammar("choice", json.dumps(["<|end|> is near"])))
     output = run(SamplingState.from_request(request, compiler.ready(request)))
     assert output[-1] == EOS and EOS not in output[:-1] and tokenizer.decode(output[:-1]) == "<|end|> is near"

@@ -67,7 +67,7 @@ class Bench:
         return sum(item.num_patches for _, item in self.items(*pictures))
 
     def batch(self, *pictures: tuple[int, int], seed: int = 0) -> VisionInput:
-        """To slots that are all over the cache."""
+        """A batch whose slots are scattered over the cache."""
         items = self.items(*pictures)
         generator = torch.Generator().manual_seed(seed)
         shapes = [(item.num_pictures, item.height, item.width, 3) for _, item in items]
@@ -94,13 +94,13 @@ class Bench:
         return self.plain
 
     def poison(self) -> None:
-        """What a replay before this one may have left."""
+        """Fills the inputs with values that an earlier replay may leave."""
         with torch.inference_mode():
             self.graphs._patches.random_(0, 256)
             self.graphs._integers.fill_(-(10**9))
 
     def assert_equal(self) -> None:
-        """In every slot, whether something was written to it or not."""
+        """Compares every slot, written or not."""
         assert torch.equal(bits(self.replayed), bits(self.plain))
 
 
@@ -109,7 +109,7 @@ def bits(cache: PagedCache) -> Tensor:
 
 
 def made(directory: Path, sizes: Callable[[Bench], Sequence[int]], device: LateDevice | None = None) -> Bench:
-    """With graphs of `sizes`, made ready and captured."""
+    """Makes a lane with captured graphs of `sizes`."""
     spec, device = load_spec(directory), device or LateDevice()
     backend = Backend(
         device, create_backend("cpu", torch.float32, backend="reference", threads=1).ops, torch.float32, 1
@@ -128,7 +128,7 @@ def made(directory: Path, sizes: Callable[[Bench], Sequence[int]], device: LateD
 
 
 def two_sizes(bench: Bench) -> tuple[int, int]:
-    """As large as the first picture, and as all of them with some padding."""
+    """Two graph sizes: the first picture's, and all pictures' with some padding."""
     assert bench.model.tower is not None
     padding = 3 * bench.model.tower.granule
     return bench.num_patches(PICTURES[0]), bench.num_patches(*PICTURES) + padding
@@ -160,7 +160,7 @@ def benches(checkpoints: Callable[[str], Path]) -> Callable[[str], Bench]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_encodes_write_the_same_bits(family: str, benches: Callable[[str], Bench]) -> None:
-    """Without padding, with some and with much, in any order; and nothing where nothing belongs."""
+    """Replays without padding, with some and with much, in any order; other slots are not written."""
     bench = benches(family)
     batches = ([PICTURES[0]], PICTURES, PICTURES[1:], [PICTURES[0]])
     for seed, pictures in enumerate(batches):
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_left_alone(family: str, benches: Callable[[str], B
 
 
 def test_more_pictures_or_windows_than_segments(benches: Callable[[str], Bench]) -> None:
-    """Which is not a matter of patches alone."""
+    """The number of patches alone does not decide whether an encode fits."""
     assert pad_with_grids([(1, 2, 2)] * 64, 1024, 2) is not None and pad_with_grids([(1, 2, 2)] * 65, 1024, 2) is None
     assert cumulative_lengths([4, 8], 3) is not None and cumulative_lengths([4, 8], 1) is None
     tower = benches("qwen2_5_vl").model.tower

@@ -63,7 +63,7 @@ class VisionThread:
 
 
 class Oracle:
-    """What the gate promises, without threads. Whole seconds, so that sums are exact."""
+    """The gate's contract without threads. Whole seconds, so that sums are exact."""
 
     def __init__(self) -> None:
         self.allowance: float | None = None  # of the step that runs

@@ -23,7 +23,7 @@ from tests.worker.test_constraints import DEMO, EOS, Compiler, request_of
 
 
 class Gate:
-    """What is compiled, in order; each waits until the test lets it."""
+    """A compiler whose compilations are recorded in order and wait for the test."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -211,7 +211,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """In use, by the C library."""
+    """Bytes of the heap in use, from the C library."""
     info = mallinfo2()
     return int(info.field4 + info.field7)
 

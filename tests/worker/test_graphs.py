@@ -88,7 +88,7 @@ def leave(rig: Rig, made: list[Request]) -> None:
 
 @cache
 def expected(model_dir: Path, *, special: bool = False) -> list[list[int]]:
-    """Of steps that are over when they return."""
+    """Expected outcomes, from synchronous steps."""
     rig = make_rig(model_dir, "reference")
     tokens = rig.generate(*requests(rig, 10, special=special))
     rig.worker.close()
@@ -191,7 +191,7 @@ def test_what_raises_behind_a_replay_fails_its_rows(
 
 @pytest.mark.quick("[llava")
 def test_requests_join_and_leave_between_replays(rig: Rig, device: LateDevice, model_dir: Path) -> None:
-    """All numbers of rows, of which most are padded; some steps hold a prefill among the decodes."""
+    """Runs all numbers of rows, most of them padded; some steps hold a prefill among the decodes."""
     made = requests(rig, 20)
     tokens: dict[int, list[int]] = {request.id: [] for request in made}
     waiting, running = list(made), list[Request]()
@@ -269,7 +269,7 @@ def test_one_send_a_replay_and_two_an_eager_step(rig: Rig, device: LateDevice) -
 
 
 def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: LateDevice) -> None:
-    """Of three requests, the last row is padded: what it computes is kept nowhere."""
+    """The fourth row of three requests is padding and keeps no state."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     make_tiny("qwen3_5_text", tmp_path, seed=7, text={"num_hidden_layers": 4, **heads, **sizes})

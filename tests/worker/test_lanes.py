@@ -39,7 +39,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def alone(request: Request, **options: int) -> list[int]:
-    """What the request gets with an engine of its own."""
+    """Tokens of the request in an engine of its own."""
     rig = Rig()
     rig.add(request)
     tokens = rig.generate(request, **options)[0]

@@ -308,7 +308,7 @@ def test_biases_are_added_before_temperature_and_leave_logprobs_alone() -> None:
 
 
 def test_biases_come_before_repetition_penalties() -> None:
-    """As in vLLM: a bias that lifts a logit over zero makes the penalty a division."""
+    """The order is vLLM's: a bias that lifts a logit over zero makes the penalty a division."""
     logits = np.array([0.0, -1.0, 0.0, 1.5], dtype=np.float32)
     sampling_state = sampling_state_of(prompt=(1,), logit_bias={1: 4.0}, repetition_penalty=4.0)
     assert sample_row(logits, sampling_state, 0).token_id == 3  # 3 / 4, not -1 * 4 + 4 and not 3

@@ -1,4 +1,4 @@
-"""Which logits score which prompt tokens, and what a row that is not a number does to its request."""
+"""Scores of prompt tokens from the logits before them, and requests whose logits are not finite."""
 
 from __future__ import annotations
 

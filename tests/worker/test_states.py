@@ -1,4 +1,5 @@
-"""Which place of a slot a row reads and writes: never the same one, and the other way round only after a whole step."""
+"""Places of a state slot that a row reads and writes: never the same one, and the other way round only after a whole
+step."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_SEQS = 5
 
 
 def some_requests(rng: np.random.Generator, count: int) -> list[Request]:
-    """Of all kinds; now and then one that cannot be computed, and beginnings that are the same."""
+    """Requests of all kinds; some cannot be computed, some share a beginning."""
     kinds: list[dict[str, float]] = [
         {},
         {},
@@ -47,7 +47,7 @@ def some_requests(rng: np.random.Generator, count: int) -> list[Request]:
 
 
 class Loop:
-    """What an instance does with one scheduler and one worker."""
+    """The loop of an instance: a scheduler and a worker."""
 
     def __init__(self, rig: Rig, num_blocks: int) -> None:
         self.rig = rig
