@@ -189,7 +189,6 @@ def sample(
     numbers: int,
     tokens: int,
     finite: int,
-    /,
 ) -> None: ...
 def adjust_logits(
     logits: int,
@@ -210,7 +209,6 @@ def adjust_logits(
     masks: int,
     num_masked: int,
     out: int,
-    /,
 ) -> None: ...
 def score_tokens(
     logits: int,
@@ -223,7 +221,6 @@ def score_tokens(
     max_top: int,
     numbers: int,
     places: int,
-    /,
 ) -> None: ...
 
 # ---- recurrent states; x and the like: (address, elements between tokens); rows: addresses of cu_q, starts, reads and

@@ -55,9 +55,16 @@ void score_tokens(Address logits, int64_t stride, int64_t rows, int64_t columns,
 }  // namespace
 
 void register_sampling(py::module_& m) {
-  m.def("sample", &sample, ReleaseGil());
-  m.def("adjust_logits", &adjust_logits, ReleaseGil());
-  m.def("score_tokens", &score_tokens, ReleaseGil());
+  m.def("sample", &sample, py::arg("logits"), py::arg("stride"), py::arg("rows"), py::arg("columns"), py::arg("wide"),
+        py::arg("temperatures"), py::arg("top_k"), py::arg("top_p"), py::arg("min_p"), py::arg("numbers"),
+        py::arg("tokens"), py::arg("finite"), ReleaseGil());
+  m.def("adjust_logits", &adjust_logits, py::arg("logits"), py::arg("stride"), py::arg("rows"), py::arg("columns"),
+        py::arg("wide"), py::arg("bias_begins"), py::arg("bias_ends"), py::arg("bias_ids"), py::arg("bias_values"),
+        py::arg("num_biases"), py::arg("penalties"), py::arg("counted"), py::arg("counts"), py::arg("num_counted"),
+        py::arg("masked"), py::arg("masks"), py::arg("num_masked"), py::arg("out"), ReleaseGil());
+  m.def("score_tokens", &score_tokens, py::arg("logits"), py::arg("stride"), py::arg("rows"), py::arg("columns"),
+        py::arg("wide"), py::arg("tokens"), py::arg("num_top"), py::arg("max_top"), py::arg("numbers"),
+        py::arg("places"), ReleaseGil());
 }
 
 }  // namespace hydra
