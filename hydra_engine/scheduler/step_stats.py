@@ -7,16 +7,20 @@ clock; times are arguments.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
-from statistics import median
 
 from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.core.plans import LanguageLoad
 
 MIN_GAP_S = 0.05
-_REMEMBERED_STEPS = 64
-_NEW_SHARE = 0.25  # weight of the newest step in a moving mean
+_REMEMBERED_STEPS = 64  # behind the typical duration of all steps
+_RECENT = 32  # steps behind each median by size
+_EXPECTED_SHARE = 0.25  # weight of the newest step in what the next one is expected to take
+_SPEED_SHARE = 0.1  # weight of the newest step in a reported speed
+_MIN_STEPS = 4  # steps of a size before its speed is reported
+_MAX_OF_MEAN = 2.0  # a longer step (the process was stopped) counts as this multiple of the mean
 
 
 class Window:
@@ -48,30 +52,56 @@ class Window:
         return self._sorted[middle] if len(self._sorted) % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
 
 
+class MeansBySize:
+    """Moving means of seconds by size. `new_share`: the weight of the newest step. `averages_first`: the first steps of
+    a size all weigh the same. `max_of_mean`: a longer step counts as this multiple of the mean."""
+
+    def __init__(self, new_share: float, *, averages_first: bool = False, max_of_mean: float = math.inf) -> None:
+        self._new_share = new_share
+        self._averages_first = averages_first
+        self._max_of_mean = max_of_mean
+        self._means: dict[int, tuple[int, float]] = {}  # (steps, seconds)
+
+    def add(self, amount: int, seconds: float) -> None:
+        size = amount.bit_length()
+        count, mean_s = self._means.get(size, (0, seconds))
+        share = max(self._new_share, 1 / (count + 1)) if self._averages_first else self._new_share
+        counted_s = min(seconds, self._max_of_mean * mean_s) if mean_s else seconds
+        self._means[size] = count + 1, mean_s + share * (counted_s - mean_s)
+
+    def mean_s(self, amount: int) -> float | None:
+        """The mean of the size of this amount; None before the first step of that size."""
+        found = self._means.get(amount.bit_length())
+        return None if found is None else found[1]
+
+    def by_size(self, min_steps: int = 1) -> dict[int, float]:
+        """The means of the sizes with at least `min_steps` steps."""
+        return {size: mean_s for size, (count, mean_s) in self._means.items() if count >= min_steps}
+
+
 class StepTimes:
     """The durations of the latest language steps. `typical_s`: their median; 0.0 before the first."""
 
     def __init__(self) -> None:
         self._durations = Window(_REMEMBERED_STEPS)
-        self._by_size: dict[int, float] = {}  # moving mean, by the bit length of the number of tokens
+        self._means = MeansBySize(_EXPECTED_SHARE)  # by number of tokens
         self.typical_s = 0.0
 
     def record(self, duration_s: float, num_tokens: int) -> None:
-        size = num_tokens.bit_length()
-        before_s = self._by_size.get(size, duration_s)
-        self._by_size[size] = before_s + _NEW_SHARE * (duration_s - before_s)
+        self._means.add(num_tokens, duration_s)
         self._durations.add(duration_s)
         self.typical_s = self._durations.median
 
     def expected_s(self, num_tokens: int) -> float | None:
         """Expected seconds of a step of `num_tokens` tokens: the moving mean of its size, else the median of all steps;
         None before the first step."""
-        return self._by_size.get(num_tokens.bit_length(), self.typical_s if len(self._durations) else None)
+        mean_s = self._means.mean_s(num_tokens)
+        return mean_s if mean_s is not None or not len(self._durations) else self.typical_s
 
     @property
     def shortest_s(self) -> float:
         """Fixed cost of a step: the moving mean of the cheapest size; 0.0 before the first."""
-        return min(self._by_size.values(), default=0.0)
+        return min(self._means.by_size().values(), default=0.0)
 
     @property
     def gap_s(self) -> float:
@@ -79,32 +109,13 @@ class StepTimes:
         return max(MIN_GAP_S, 2 * self.typical_s)
 
 
-_NEW_SPEED_SHARE = 0.1  # weight of the newest step in the moving mean
-_MIN_STEPS = 4  # steps of a size before it is reported
-_MAX_OF_MEAN = 2.0  # a longer step (the process was stopped) counts as this multiple of the mean
-
-
-class _Means:
-    """Moving means of seconds by size, the bit length of an amount."""
-
-    def __init__(self) -> None:
-        self._means: dict[int, tuple[int, float]] = {}  # (steps, seconds)
-
-    def add(self, amount: int, seconds: float) -> None:
-        size = amount.bit_length()
-        count, mean_s = self._means.get(size, (0, seconds))
-        share = max(_NEW_SPEED_SHARE, 1 / (count + 1))
-        self._means[size] = count + 1, mean_s + share * (min(seconds, _MAX_OF_MEAN * mean_s) - mean_s)
-
-    def report(self) -> dict[int, float]:
-        return {size: mean_s for size, (count, mean_s) in self._means.items() if count >= _MIN_STEPS}
-
-
 class SpeedMeter:
     """Mean durations of the steps of this instance: steps with prefill, decode steps and vision steps."""
 
     def __init__(self) -> None:
-        self._prefill, self._decode, self._vision = _Means(), _Means(), _Means()
+        self._prefill, self._decode, self._vision = (
+            MeansBySize(_SPEED_SHARE, averages_first=True, max_of_mean=_MAX_OF_MEAN) for _ in range(3)
+        )
 
     def on_language(self, load: LanguageLoad, duration_s: float, vision_s: float) -> None:
         """Records a language step. Ignores one beside vision, which slows it."""
@@ -116,37 +127,34 @@ class SpeedMeter:
         self._vision.add(num_patches, duration_s)
 
     def report(self) -> StepSpeeds:
-        return StepSpeeds(self._prefill.report(), self._decode.report(), self._vision.report())
-
-
-_RECENT = 32  # steps behind each median
+        return StepSpeeds(*(means.by_size(_MIN_STEPS) for means in (self._prefill, self._decode, self._vision)))
 
 
 class TypicalSteps:
     """Medians of step durations. One instance holds steps beside vision or steps without vision, never both."""
 
     def __init__(self) -> None:
-        self._decodes: dict[int, deque[float]] = {}  # seconds by the bit length of the number of rows
-        self._per_token: deque[float] = deque(maxlen=_RECENT)
+        self._decodes: dict[int, Window] = {}  # seconds by the size of the number of rows
+        self._per_token = Window(_RECENT)
 
     def learn(self, load: LanguageLoad, duration_s: float) -> None:
         """Records a step. Tokens of chunks are learned from what a step takes beyond its decodes."""
         if not load.prefill_tokens:
             size = load.num_decodes.bit_length()
             if size not in self._decodes:
-                self._decodes[size] = deque(maxlen=_RECENT)
-            self._decodes[size].append(duration_s)
+                self._decodes[size] = Window(_RECENT)
+            self._decodes[size].add(duration_s)
             return
         decode_s = self.decode_s(max(load.num_decodes, 1))  # a step of chunks alone reads the weights too
         if decode_s is not None or not load.num_decodes:
-            self._per_token.append(max(0.0, duration_s - (decode_s or 0.0)) / load.prefill_tokens)
+            self._per_token.add(max(0.0, duration_s - (decode_s or 0.0)) / load.prefill_tokens)
 
     def decode_s(self, num_decodes: int) -> float | None:
         """Seconds of a step of about `num_decodes` decodes and no chunks; None before any such step."""
         size = num_decodes.bit_length()
         nearest = min(self._decodes, key=lambda other: abs(other - size), default=None)
-        return None if nearest is None else median(self._decodes[nearest])
+        return None if nearest is None else self._decodes[nearest].median
 
     def per_token_s(self) -> float | None:
         """Seconds that one token of a chunk adds to a step; None before any step with chunks."""
-        return median(self._per_token) if self._per_token else None
+        return self._per_token.median if len(self._per_token) else None
