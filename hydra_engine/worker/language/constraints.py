@@ -1,9 +1,10 @@
-"""Grammars of an instance's requests: compiled in a thread of their own, followed by the sampler.
+"""The grammars of an instance's requests: compiled in a thread of their own, followed by the sampler.
 
-A request is held until its grammar has been compiled, so no lane waits for that; one that is kept is there at once.
-Clients take turns. Its constraint is brought to where the request is from the tokens that it has so far, so steps that
-are run again, preemptions, replays and KV from elsewhere need nothing of it. The frontend has refused grammars that
-compile slowly or not at all; one that still fails here is not its client's fault. Does not know plans, slots or limits.
+A request is held until its grammar has been compiled, so no lane waits; compiled grammars are kept for later requests.
+Clients take turns. A constraint is brought to its request's position from the output so far, so steps that are run
+again, preemptions, replays and KV of other instances need no state of it. The frontend has refused grammars that
+compile slowly or not at all; if one still fails here, it is not its client's fault. Does not know plans, slots or
+limits.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Compiled:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A grammar that is to be compiled, for all requests of a client that wait for it."""
+    """A grammar to compile, for all requests of one client that wait for it."""
 
     key: Hashable
     request: Request  # the first one
@@ -214,7 +215,7 @@ class Constraints:
 
 
 class GrammarConstraint:
-    """A `Constraint` of one request. Once it is ready, it is used by the language lane's thread alone."""
+    """The `Constraint` of one request. Once ready, only the language lane's thread uses it."""
 
     def __init__(self, param: str) -> None:
         self._matcher: Matcher | None = None

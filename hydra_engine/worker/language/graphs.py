@@ -45,7 +45,7 @@ from hydra_engine.worker.language.special import (
 
 @dataclass(frozen=True, slots=True)
 class SpecialGraph:
-    """`size` rows, of which a step has the first few."""
+    """The captured sampling of special rows, for up to `size` rows."""
 
     graph: Graph
     size: int
@@ -63,7 +63,8 @@ class _SpecialInputs(NamedTuple):
 
 
 class SpecialGraphs:
-    """Steps of at most `max_rows` that sample. For the lane's thread, in inference mode."""
+    """The graphs that sample special rows, for steps in which at most `max_rows` rows sample. Used by the lane's
+    thread, in inference mode."""
 
     def __init__(self, ops: Ops, device: Device, slot_table: DeviceSlotTable, max_rows: int) -> None:
         self.num_bytes = 0  # of device memory that graphs took, and what they read
@@ -149,7 +150,7 @@ def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 class _DecodeColumns(NamedTuple, Generic[_Column]):
-    """A step's inputs, [B] each. All of them lie in one piece of `_WORDS` times B words of 8 bytes."""
+    """A step's inputs, [B] each, in one array of `_DECODE_WORDS` * B words of 8 bytes."""
 
     token_ids: _Column  # int64
     seq_slots: _Column
@@ -193,7 +194,7 @@ class _CapturedDecode:
 
 
 class DecodeGraphs:
-    """`sizes` ascend. `capture` and `replay` belong to the lane's thread, which is in inference mode."""
+    """The graphs of decode steps, one per size; `sizes` ascend. Used by the lane's thread, in inference mode."""
 
     def __init__(
         self,
@@ -428,7 +429,7 @@ class _Layout(NamedTuple):
     features: int  # 1 where it may take a picture's, else 0
 
     def counts(self, size: MixedSize) -> tuple[list[int], list[int], list[int]]:
-        """Lengths of the columns of int64, int32 and float32."""
+        """Lengths of the int64, int32 and float32 columns."""
         tokens, rows = size
         long = [tokens, self.axes * tokens, tokens, self.features * tokens, rows, rows]
         return long, [rows + 1, rows + 1, rows, rows, rows], [rows] * 4
@@ -460,7 +461,7 @@ class _CapturedMixed:
 
 
 class MixedGraphs:
-    """`sizes` ascend. `capture` and `replay` belong to the lane's thread, which is in inference mode."""
+    """The graphs of steps with prompts, one per size; `sizes` ascend. Used by the lane's thread, in inference mode."""
 
     def __init__(
         self,
@@ -576,7 +577,7 @@ class MixedGraphs:
     # ---- replay
 
     def size_of(self, plan: LanguagePlan, rows: StepRows) -> MixedSize | None:
-        """The size of this step's graph; None: no graph takes the step, or only with more than a tile of padding."""
+        """The size of the graph for this step; None if no graph fits with at most a tile of padding."""
         if rows.position_end > self._max_model_len:
             return None
         num_tokens, num_rows, num_chunks = len(rows.token_ids), plan.num_rows, len(plan.chunks)

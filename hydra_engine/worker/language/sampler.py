@@ -55,8 +55,8 @@ class TokenHistory:
         self._next_position = len(prompt_token_ids)
 
     def record(self, start: int, token_ids: Sequence[int]) -> None:
-        """Tokens at positions [start, start + len). Positions seen before (a step run again, a preempted request
-        that is prefilled again) count once."""
+        """Records tokens at positions [start, start + len). Positions that were recorded before (a step run again, a
+        preempted request that is prefilled again) are skipped."""
         end = start + len(token_ids)
         if end <= self._next_position:
             return
@@ -66,13 +66,14 @@ class TokenHistory:
         self._next_position = end
 
     def expect(self, position: int, read: Callable[[], int]) -> None:
-        """`read` waits for the token at `position`, of which the device has not told yet; negative: its row failed."""
+        """Announces a token at `position` that is still on the device. `read` waits for it and returns it; a negative
+        one means that its row failed."""
         self._pending.append((position, read))
         if len(self._pending) > _MAX_PENDING:
             self._read_next()
 
     def resolve(self) -> None:
-        """Waits for the tokens that are expected. Raises what `read` raises."""
+        """Waits for the expected tokens. Raises what `read` raises."""
         while self._pending:
             self._read_next()
 
@@ -86,20 +87,20 @@ class TokenHistory:
 
 
 class Constraint(Protocol):
-    """A grammar and how far one request has come in it."""
+    """A grammar and the position of one request in it."""
 
     def allowed(self, output_ids: Sequence[int]) -> Mask:
-        """Tokens that may follow these, as far as the tokenizer knows any; end-of-sequence where the text is complete.
-        May be asked again. Raises HydraError where the grammar cannot be followed."""
+        """Tokens that may follow the output, of those that the tokenizer knows; includes end-of-sequence if the text is
+        complete. May be called again. Raises HydraError if the output violates the grammar."""
         ...
 
     def prepare(self, output_ids: Sequence[int]) -> None:
-        """Computes now what `allowed` is asked for next. Raises as that does."""
+        """Computes the next result of `allowed` ahead. Raises the same errors."""
         ...
 
     @property
     def dearest_s(self) -> float:
-        """Processor time that `allowed` has taken, at most so far."""
+        """The longest processor time, in seconds, that `allowed` has taken so far."""
         ...
 
 
@@ -156,7 +157,7 @@ class SamplingState:
         return (*early, *self.rules.never, *(self.rules.not_first if num_generated == 0 else ()))
 
     def forced(self, num_generated: int) -> tuple[int, ...]:
-        """Tokens of which one comes next; none: any may."""
+        """Tokens of which one must be the next; empty if any may be."""
         return self.rules.last if num_generated == self.num_last else ()
 
 
@@ -169,7 +170,7 @@ class Sample(NamedTuple):
 
 
 def finite_rows(logits: Logits) -> npt.NDArray[np.bool_]:
-    """Per row of [B, V]: every value is a finite number."""
+    """True for rows of [B, V] whose values are all finite, [B]."""
     finite: npt.NDArray[np.bool_] = np.isfinite(logits.max(axis=-1)) & np.isfinite(logits.min(axis=-1))
     return finite
 
@@ -192,7 +193,7 @@ def sample_row(logits: Logits, state: SamplingState, num_generated: int) -> Samp
 
 
 def _adjusted(raw: Scores, state: SamplingState, num_generated: int) -> Scores:
-    """`raw` with biases, penalties and masks; a copy."""
+    """A copy of `raw` with biases, penalties and masks applied."""
     scores, params = raw.copy(), state.params
     if state.biases is not None:
         ids, values = state.biases
@@ -207,7 +208,8 @@ def _adjusted(raw: Scores, state: SamplingState, num_generated: int) -> Scores:
 
 
 def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask | None:
-    """[size], at least one of them; None: all. Raises InvalidRequest where none is left, and what the grammar does."""
+    """The mask [size] of allowed tokens, at least one of them; None: all. Raises InvalidRequest if none is left, and
+    the errors of the grammar."""
     params = state.params
     if state.constraint is not None:
         return _in_grammar(state, state.constraint, num_generated, size)
@@ -287,7 +289,7 @@ def seed_state(seed: int) -> int:
 
 
 def draw_number(seed: int, counter: int) -> float:
-    """`uniform` in the precision that devices draw with, and still below 1."""
+    """`uniform` rounded to the float32 that devices draw with, still below 1."""
     return min(float(np.float32(uniform(seed, counter))), MAX_NUMBER)
 
 
@@ -299,7 +301,7 @@ def mix64(value: int) -> int:
 
 
 def draw(scores: Scores, params: SamplingParams, number: float) -> int:
-    """The token at `number` in [0, 1) of the filtered distribution's cumulative sum in vocabulary order."""
+    """The token at `number` in [0, 1) of the filtered distribution's cumulative sum, in vocabulary order."""
     ids, weights = filtered(scores, params)
     cumulative = np.cumsum(weights)
     # Rounding must not lift the mark to the total: beyond it there is no token.
@@ -309,7 +311,8 @@ def draw(scores: Scores, params: SamplingParams, number: float) -> int:
 
 
 def filtered(scores: Scores, params: SamplingParams) -> tuple[Ids | None, Scores]:
-    """(token ids ascending or None for all, weights): weights are probabilities up to a factor, the largest is 1."""
+    """Applies temperature and filters. Returns (token ids ascending or None for all, weights): probabilities scaled so
+    that the largest is 1."""
     ids: Ids | None = None
     with np.errstate(over="ignore"):  # a tiny temperature sends differences to -inf, which is right
         scaled = (scores - scores.max()) / params.temperature

@@ -1,11 +1,10 @@
 """The rows of a language plan as columns, and the state of running requests by sequence slot, so that decodes in a plan
 carry no data.
 
-Row numbers count decodes first, then chunks. A request takes its slot with its first chunk there and keeps it until a
-chunk of another request comes. The lane's thread alone uses the table, in the order of the plans; a plan made
-ahead (token -1) therefore finds its token here. Only `fail` and `failed` are for the thread that reads results too.
-Does not decide which slot a request gets, nor when it ends: what a slot holds of an ended request is overwritten by its
-next one.
+Row numbers count decodes first, then chunks. A request takes its slot with its first chunk and keeps it until a chunk
+of another request comes. Only the lane's thread uses the table, in the order of the plans, so a decode that was planned
+ahead (token -1) finds its token here; `fail` and `failed` are also called by the thread that reads results. Does not
+decide which slot a request gets, or when it ends: the next request overwrites what a slot holds.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from hydra_engine.worker.ports import WorkerRequest
 
 
 def request_ids_of(plan: LanguagePlan) -> Int64s:
-    """[num_rows]"""
+    """Request id of each row, [num_rows]."""
     return _column(plan.decodes.request_ids, [chunk.request_id for chunk in plan.chunks])
 
 
 def seq_slots_of(plan: LanguagePlan) -> Int64s:
-    """[num_rows]"""
+    """Sequence slot of each row, [num_rows]."""
     return _column(plan.decodes.seq_slots, [chunk.seq_slot for chunk in plan.chunks])
 
 
@@ -177,24 +176,26 @@ class SlotTable:
     # ---- rows that were deferred: those planned behind them have nothing to go on from either
 
     def defer(self, plan: LanguagePlan, rows: Sequence[int]) -> None:
-        """These rows, which nothing is planned before, are for a later step. All others of the plan are computed."""
+        """Records that these rows of the plan are left to a later step, and that all others are computed. No earlier
+        row of their requests may be in flight."""
         seq_slots, starts = seq_slots_of(plan), starts_of(plan)
         self._deferred_at[seq_slots[self._at(plan)]] = _NEVER
         self._deferred_at[seq_slots[rows]] = starts[rows]
 
     def after_deferred(self, plan: LanguagePlan) -> list[int]:
-        """Rows, ascending, that were planned behind one that was deferred."""
+        """Rows, ascending, that were planned after a deferred row of their request."""
         at = self._deferred_at[plan.decodes.seq_slots]
         rows: list[int] = np.flatnonzero((at != _NEVER) & (at != plan.decodes.starts)).tolist()
         return rows
 
     def _at(self, plan: LanguagePlan) -> npt.NDArray[np.bool_]:
-        """[num_rows] whether a row is the one that was deferred before."""
+        """True for rows that were deferred before, [num_rows]."""
         at: npt.NDArray[np.bool_] = self._deferred_at[seq_slots_of(plan)] == starts_of(plan)
         return at
 
     def deferrable(self, plan: LanguagePlan) -> list[int]:
-        """Rows, ascending, of requests with a grammar that compute the one token which these lack."""
+        """Rows, ascending, of requests with a grammar that compute a single token: decodes, and chunks that only lack
+        the last token."""
         rows: list[int] = np.flatnonzero(self._constrained[seq_slots_of(plan)]).tolist()
         first = len(plan.decodes)
         return [row for row in rows if row < first or lacks_one_token(plan.chunks[row - first])]
@@ -243,7 +244,7 @@ class SlotTable:
             self._checked = decodes.seq_slots
 
     def put(self, seq_slots: Int64s, token_ids: Int64s) -> None:
-        """Stores the sampled tokens of `seq_slots`; -1 for a row that failed, whose later rows fail too."""
+        """Stores the sampled tokens of `seq_slots`; -1 for a row that failed."""
         self._last_tokens[seq_slots] = token_ids
 
     # ---- sampling
@@ -353,7 +354,9 @@ def _mix64(values: _Words) -> _Words:
 
 
 class DeviceSlotTable(SlotTable):
-    """A slot table with the last tokens on the device. Rows on the fast path need only filters and a draw."""
+    """A slot table with the last tokens on the device. Rows on the fast path need only filters and a draw; other rows
+    are special (`SamplingState.device_path_from`, special.py). Rows that take their token from the device have token
+    -1; padding rows have a slot of their own, after all others."""
 
     def __init__(self, num_seq_slots: int, device: torch.device) -> None:
         super().__init__(num_seq_slots)

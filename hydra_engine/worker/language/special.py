@@ -1,9 +1,9 @@
-"""Rows that need more than filters and a draw, on a device: their biases, penalties, masks and log probabilities.
+"""Sampling of rows that need more than filters and a draw on a device: biases, penalties, masks and log probabilities.
 
-What a request asks for lies in arrays by sequence slot. A step of such rows sends them behind its forward: a mask of a
-grammar needs the token before on the host, and the device computes while the host waits for it. How often a request
-has had each token is counted where tokens are sampled, so that those which the host has not read count as well. Order
-and meaning are those of `sampler.py`. Does not know plans, graphs or lanes.
+Parameters lie in arrays by sequence slot. A step sends those of its special rows after its forward: the mask of a
+grammar needs the previous token on the host, and the device computes while the host waits for it. Tokens of penalised
+requests are counted on the device, so counts include tokens that the host has not read. Order and meaning are those of
+sampler.py. Does not know plans, graphs or lanes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SpecialArrays(NamedTuple):
 
 
 class Recounts(NamedTuple):
-    """Token counts of slots that are counted again."""
+    """New token counts of some slots."""
 
     seq_slots: Int64s  # [n]
     places: Int64s  # [m] slot * V + token

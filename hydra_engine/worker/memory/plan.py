@@ -47,7 +47,7 @@ class Needs:
 
     @property
     def weights(self) -> tuple[int, int]:
-        """(vision, language) bytes of the parts that the role loads."""
+        """(vision, language) bytes of the weights that the role loads."""
         vision = self.spec.vision.num_parameters() if self.spec.vision is not None and self.role.needs_vision else 0
         num_bytes = self.weight_bytes or self.dtype_bytes
         language = self.spec.language_bytes(num_bytes, self.dtype_bytes) if self.role.needs_language else 0
@@ -69,14 +69,14 @@ class Needs:
         return self.config.cache.block_size * kv_token_bytes(self.spec, self.config, self.dtype_bytes)
 
     def image_sizes(self, vision: VisionSpec) -> tuple[int, int]:
-        """Blocks of one largest image, bytes of a block."""
+        """(blocks of the largest image, bytes of a block)."""
         block_size = self.config.cache.image_block_size
         block_bytes = block_size * vision.num_planes * vision.feature_size * self.dtype_bytes
         return _ceil(vision.max_tokens_per_item, block_size), block_bytes
 
     @property
     def wanted_images(self) -> int:
-        """Largest pictures that an image cache has room for by default."""
+        """Number of largest images that fit into the image cache by default."""
         return max(TYPICAL_IMAGES, self.config.media.max_images)
 
     def flag(self, kind: str) -> str:
@@ -122,8 +122,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """An instance's part of a device whose memory is filled (`own_part`). `weights_bytes` None: they are not
-    loaded yet, the spec says how many."""
+    """One instance's part of a device whose memory is filled (`own_part`). `weights_bytes` is None before the weights
+    are loaded; the spec's number is used then."""
 
     own_bytes: int
     working: WorkingMemory = NOT_COUNTED
