@@ -156,13 +156,13 @@ def _only(arguments: argparse.Namespace, question: Question) -> list[Candidate]:
         return []
     from hydra_engine.core.roles import Topology, check_serves
     from hydra_planner.search.candidates import Candidate
-    from hydra_planner.simulator.deployment import placed
+    from hydra_planner.simulator.deployment import assign_devices
 
     found = []
     for text in arguments.topologies.split():
         topology = Topology.parse(text)
         check_serves(topology, question.spec.vision is not None)
-        found.append(Candidate(topology.with_devices(placed(topology, question.kinds)), text))
+        found.append(Candidate(topology.with_devices(assign_devices(topology, question.kinds)), text))
     return found
 
 

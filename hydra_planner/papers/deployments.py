@@ -56,7 +56,7 @@ def num_devices(text: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """`devices`: kinds in the order of a layout's devices, the last one for all that follow. `load`: a name of
-    `workload/generators.py`, `requests` of it. `told`: instances get the limits; if False, they only judge the
+    `workload/generators.py`, `requests` of it. `sets_limits`: instances get the limits; if False, they only judge the
     requests."""
 
     model: str
@@ -65,7 +65,7 @@ class Setup:
     requests: int
     limits: Limits = NO_LIMITS
     dtype: str = "float16"
-    told: bool = True
+    sets_limits: bool = True
 
     def question(self, chosen: Candidate) -> Question:
         kinds = {}
@@ -74,7 +74,7 @@ class Setup:
         config = EngineConfig(dtype=self.dtype, media=MediaConfig(decode_workers=_HOST_CORES))
         rows = _rows(self.load, self.requests)
         asked = Question(spec_of(self.model), config, kinds, Host(cores=_HOST_CORES), rows, self.limits)
-        return asked.limited() if self.told and self.limits is not NO_LIMITS else asked
+        return asked.limited() if self.sets_limits and self.limits is not NO_LIMITS else asked
 
     def point(self, text: str, rate: float | None, *settings: Setting) -> Point:
         """`rate`: requests a second; None: all at once."""

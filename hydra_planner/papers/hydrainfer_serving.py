@@ -150,12 +150,12 @@ def breakdown(scale: Scale) -> Result:
 
 def halves(scale: Scale) -> Result:
     """Goodput with a deployment that is chosen, with EPD alone, and with EPD that knows no limits (Figure 14)."""
-    told = Setup(NEXT, (H800,), "textcaps", scale.requests(60)).with_limits(*_TIGHT)
+    limited = Setup(NEXT, (H800,), "textcaps", scale.requests(60)).with_limits(*_TIGHT)
     rows: list[tuple[Cell, ...]] = []
     for name, text, setup in (
-        ("disaggregated", "2EP+3D", told),
-        ("EPD alone", "5EPD", told),
-        ("without budgets", "5EPD", replace(told, told=False)),
+        ("disaggregated", "2EP+3D", limited),
+        ("EPD alone", "5EPD", limited),
+        ("without budgets", "5EPD", replace(limited, sets_limits=False)),
     ):
         found = setup.goodput(text, 25.0)
         rows.append((name, text, found.rate / num_devices(text), found.bound))

@@ -103,7 +103,7 @@ def shares_rows(ours: Table, theirs: Table) -> bool:
     )
 
 
-def beside(ours: Table, theirs: Table) -> Table:
+def join_tables(ours: Table, theirs: Table) -> Table:
     """Joins two tables: each column of ours, then the paper's of that name; then what only the paper has."""
     keys = ours.keys
     by_key = {_key(theirs, row): row for row in theirs.rows}
@@ -164,5 +164,5 @@ def tables_of(experiment: Experiment, result: Result | None) -> list[tuple[str, 
     if theirs is None:
         return [("ours", result.table)]
     if shares_rows(result.table, theirs):
-        return [("ours and the paper's", beside(result.table, theirs))]
+        return [("ours and the paper's", join_tables(result.table, theirs))]
     return [("ours", result.table), ("the paper's", theirs)]

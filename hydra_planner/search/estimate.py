@@ -71,12 +71,12 @@ def _short_of(
     by_stage = [(name, stage, _devices(candidate, stage)) for name, stage in STAGES]
     for name, stage, devices in sorted(by_stage, key=lambda entry: len(entry[2])):
         amount = rate  # requests per second to place
-        for device in sorted(devices, key=lambda device: -left[device].of(stage)):
+        for device in sorted(devices, key=lambda device: -left[device].seconds_for(stage)):
             each_s = _of(stage, seconds[kinds[device].name])
             if each_s <= 0:
                 amount = 0.0
                 break
-            done = min(amount, left[device].of(stage) / each_s)
+            done = min(amount, left[device].seconds_for(stage) / each_s)
             amount -= done
             left[device].take(stage, done * each_s)
         if amount > 1e-9 * rate:
@@ -99,7 +99,7 @@ class _Left:
         self._lanes = {True: 1.0, False: 1.0}  # vision, language
         self._device = max(1.0, side_by_side) if both else 1.0
 
-    def of(self, stage: Role) -> float:
+    def seconds_for(self, stage: Role) -> float:
         return min(self._lanes[stage is Role.E], self._device)
 
     def take(self, stage: Role, seconds: float) -> None:

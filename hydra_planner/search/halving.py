@@ -108,7 +108,7 @@ def race(
             entry.points.append(point)
             entry.rounds = number + 1
         running.sort(key=_merit, reverse=True)
-        good = running[0].points[-1].kept
+        good = running[0].points[-1].keeps_limits
         running = running[: max(finalists, math.ceil(_KEPT * len(running)))]
         rate *= _NEAR if good else 1 / _NEAR
     return running[:finalists]
@@ -124,7 +124,9 @@ def _pilot(pilots: Sequence[Entry], measure: Measure, effort: Effort, progress: 
         jobs = [(one.candidate, rate, requests_at(rate, effort, share), 0) for rate in rates for one in pilots]
         points = measure(jobs)
         for place, rate in enumerate(rates):
-            bracket.take(rate, any(point.kept for point in points[place * len(pilots) : (place + 1) * len(pilots)]))
+            bracket.take(
+                rate, any(point.keeps_limits for point in points[place * len(pilots) : (place + 1) * len(pilots)])
+            )
     return bracket.high or bracket.rates(1)[0]
 
 
@@ -219,7 +221,7 @@ def _start(entry: Entry) -> float:
         return entry.bound.rate / 2
     point = entry.points[-1]
     assert point.rate is not None
-    return point.rate if point.kept else point.rate / _NEARER
+    return point.rate if point.keeps_limits else point.rate / _NEARER
 
 
 class _Search:
@@ -245,4 +247,4 @@ class _Search:
         assert point.rate is not None
         self.points.append(point)
         self.entry.points.append(point)
-        self._bracket.take(point.rate, point.kept)
+        self._bracket.take(point.rate, point.keeps_limits)

@@ -88,8 +88,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     preprocessing: float = 0.0
 
     @property
-    def kept(self) -> bool:
-        """The limits were kept, and would be if the load went on."""
+    def keeps_limits(self) -> bool:
+        """True if the limits were kept and still would be if the load continued."""
         return self.attainment >= SHARE and not self.falls_behind
 
     @property

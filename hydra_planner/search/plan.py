@@ -219,11 +219,11 @@ def _cheapest(search: Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
         search.progress(f"{len(able)} topologies of {len(group[0].devices)} devices at {rate:g} requests/s", len(able))
         for entry, point in zip(able, search([(e.candidate, rate, count, 0) for e in able]), strict=True):
             entry.points.append(point)
-        good = [entry for entry in able if entry.points[-1].kept]
+        good = [entry for entry in able if entry.points[-1].keeps_limits]
         good.sort(key=lambda entry: (-entry.points[-1].slack, -entry.bound.rate))
         for entry in good[: effort.finalists]:
             entry.points += search([(entry.candidate, rate, count, seed) for seed in range(1, effort.seeds)])
-            if all(point.kept for point in entry.points):
+            if all(point.keeps_limits for point in entry.points):
                 others = [other for other in able if other is not entry]
                 shown = [entry, *sorted(others, key=lambda other: -other.points[-1].slack), *failed[::-1]]
                 return search.plan("cost", [row_of(question, one, entry) for one in shown], entry.candidate)
@@ -270,7 +270,9 @@ def _with_settings(search: Search, winner: Entry) -> list[Entry]:
     is more goodput over all seeds."""
     question = search.question
     tried = settings_to_try(question.config, limits_of(question, winner.candidate), repeats=repeats(question.rows))
-    missed = [point for point in winner.points if point.seed == 0 and not point.kept and (point.rate or 0.0) > 0]
+    missed = [
+        point for point in winner.points if point.seed == 0 and not point.keeps_limits and (point.rate or 0.0) > 0
+    ]
     if not winner.goodput or not tried or not missed:
         return []
     load = min(missed, key=lambda point: point.rate or 0.0)
@@ -281,8 +283,8 @@ def _with_settings(search: Search, winner: Entry) -> list[Entry]:
     points = search([(entry.candidate, load.rate, load.requests, load.seed) for entry in entries])
     for entry, point in zip(entries, points, strict=True):
         entry.points.append(point)
-    hopeful = max(entries, key=lambda entry: (entry.points[0].kept, entry.points[0].slack))
-    if not hopeful.points[0].kept:
+    hopeful = max(entries, key=lambda entry: (entry.points[0].keeps_limits, entry.points[0].slack))
+    if not hopeful.points[0].keeps_limits:
         return []
     for seeds in ([0], range(1, search.effort.seeds)):
         measure_goodputs([hopeful], search, search.effort, search.progress, seeds)

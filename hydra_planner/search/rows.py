@@ -54,7 +54,7 @@ def row_of(question: Question, entry: Entry, best: Entry) -> Row:
 
 
 def shown_point(entry: Entry) -> Point | None:
-    kept = [point for point in entry.points if point.kept and point.rate is not None]
+    kept = [point for point in entry.points if point.keeps_limits and point.rate is not None]
     if kept:
         return max(kept, key=lambda point: point.rate or 0.0)
     return entry.points[-1] if entry.points else None
@@ -65,7 +65,7 @@ def reason(entry: Entry, best: Entry) -> str:
     bound = entry.bound
     if not entry.points:
         return f"not simulated: its estimate is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"
-    failed = [point for point in entry.points if not point.kept]
+    failed = [point for point in entry.points if not point.keeps_limits]
     point = failed[0] if failed else entry.points[-1]
     if entry.goodputs:
         less = 1 - entry.goodput / best.goodput if best.goodput else 0.0

@@ -21,16 +21,16 @@ class Agenda:
         """`now_s`, as clocks of the engine are read."""
         return self.now_s
 
-    def at(self, time_s: float, action: Action) -> None:
-        """A time that is over means now."""
+    def schedule_at(self, time_s: float, action: Action) -> None:
+        """Schedules an action; a time in the past means now."""
         self._num_scheduled += 1
         heapq.heappush(self._events, (max(time_s, self.now_s), self._num_scheduled, action))
 
-    def after(self, seconds: float, action: Action) -> None:
-        self.at(self.now_s + seconds, action)
+    def schedule_after(self, seconds: float, action: Action) -> None:
+        self.schedule_at(self.now_s + seconds, action)
 
     def step(self) -> bool:
-        """The next event; False if there is none."""
+        """Runs the next event; False if there is none."""
         if not self._events:
             return False
         self.now_s, _, action = heapq.heappop(self._events)

@@ -110,9 +110,9 @@ class SimulatedCluster:
         self._links.drop(name)
         for other in self.nodes.values():
             other.lose(node)
-        self._agenda.after(NOTICED_S, lambda: self._notice(name, restarts=back_s is not None))
+        self._agenda.schedule_after(NOTICED_S, lambda: self._notice(name, restarts=back_s is not None))
         if back_s is not None:
-            self._agenda.after(max(back_s, NOTICED_S), lambda: self._restart(name))
+            self._agenda.schedule_after(max(back_s, NOTICED_S), lambda: self._restart(name))
 
     def _notice(self, name: str, *, restarts: bool) -> None:
         del self.nodes[name]

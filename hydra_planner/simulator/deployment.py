@@ -72,7 +72,7 @@ class Busy:
     language: float
 
 
-def placed(topology: Topology, devices: Mapping[str, DeviceKind]) -> tuple[str, ...]:
+def assign_devices(topology: Topology, devices: Mapping[str, DeviceKind]) -> tuple[str, ...]:
     """The device of each instance. Raises ConfigError where there are not enough."""
     names = [*devices]
     if unknown := [spec.device for spec in topology.instances if spec.device not in ("auto", *names)]:
@@ -121,7 +121,7 @@ class Deployment:
             report=self._report,
         )
         self._stealing = DecodeStealing(site.config, self.dispatcher)
-        self.device_of = dict(zip(self._roles, placed(self.topology, site.devices), strict=True))
+        self.device_of = dict(zip(self._roles, assign_devices(self.topology, site.devices), strict=True))
         self.cluster = SimulatedCluster(site, self.agenda, self._roles, self.device_of, self)
         self.cluster.start()
         self._host_cores = self._host_machine()
@@ -144,7 +144,7 @@ class Deployment:
         self._rows.append(row)
         number = len(self._rows)
         at_s = self._open_s + row.at_s
-        self.agenda.at(at_s, lambda: self._preprocessing.take(row, lambda: self._submit(number, row, at_s)))
+        self.agenda.schedule_at(at_s, lambda: self._preprocessing.take(row, lambda: self._submit(number, row, at_s)))
 
     def _submit(self, number: int, row: WorkloadRequest, arrival_s: float) -> None:
         request, pixels = self._maker.request(row, number, arrival_s)
@@ -196,7 +196,7 @@ class Deployment:
     def kill(self, name: str, at_s: float, back_s: float | None) -> None:
         """An instance dies so many seconds after the deployment is up, and is back, empty, `back_s` later or never.
         Nothing happens if it is not there at that time."""
-        self.agenda.at(self._open_s + at_s, lambda: self.cluster.kill(name, back_s))
+        self.agenda.schedule_at(self._open_s + at_s, lambda: self.cluster.kill(name, back_s))
 
     # ---- roles at run time
 
@@ -204,7 +204,7 @@ class Deployment:
         """Switches the topology from `at_s` seconds on, as `POST /admin/topology` does: each instance once it is
         empty."""
         self._switches += 1
-        self.agenda.at(self._open_s + at_s, lambda: self._begin_switch(text))
+        self.agenda.schedule_at(self._open_s + at_s, lambda: self._begin_switch(text))
 
     def _begin_switch(self, text: str) -> None:
         instances = self.dispatcher.instances
@@ -224,7 +224,7 @@ class Deployment:
 
         def poll() -> None:
             if any(one.may_need_images() for one in due) or any(map(self.dispatcher.holds_work, names)):
-                self.agenda.after(_POLL_S, poll)
+                self.agenda.schedule_after(_POLL_S, poll)
                 return
             for switch in groups[0]:
                 self.cluster.set_role(switch.name, switch.role)
@@ -239,7 +239,7 @@ class Deployment:
     def _tick(self) -> None:
         self.dispatcher.tick(self.agenda.now_s)
         self._stealing.tick(self.agenda.now_s)
-        self.agenda.after(TICK_S, self._tick)
+        self.agenda.schedule_after(TICK_S, self._tick)
 
     def _until(self, reached: Callable[[], bool]) -> None:
         while not reached():

@@ -72,7 +72,7 @@ class Links:
             return
         version = self._version
         next_s = min(max(copy.left, 0.0) / self._rate(copy) for copy in self._copies)
-        self._agenda.after(next_s, lambda: self._on_change(version))
+        self._agenda.schedule_after(next_s, lambda: self._on_change(version))
 
     def _on_change(self, version: int) -> None:
         if version != self._version:

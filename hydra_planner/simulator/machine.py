@@ -1,10 +1,10 @@
 """Concurrent steps on one device slow each other: jobs of lanes that advance at shares of their speed.
 
-A job has work, in seconds of having the device to itself. Beside other jobs it takes `1 + sum(beside - 1)` times as
-long, one term for each of them, where `beside` is the factor that the profile has measured for a lane of that kind; on
-a processor only those that find a core beside it count, and cores that are not enough are shared. For one instance with
-two lanes on a device of its own that is the cost surface's model exactly. For lanes of several instances on the same
-cores it is processor sharing by nice values, as Linux does it: right as far as a lane uses its threads all along.
+A job has work, in seconds of having the device to itself. Beside other jobs it takes `1 + sum(slowdown - 1)` times as
+long, one term for each of them, where `slowdown` is the factor that the profile has measured for a lane of that kind;
+on a processor only those that find a core beside it count, and cores that are not enough are shared. For one instance
+with two lanes on a device of its own that is the cost surface's model exactly. For lanes of several instances on the
+same cores it is processor sharing by nice values, as Linux does it: right as far as a lane uses its threads all along.
 
 The gate between the two lanes of an instance (`worker/vision/gate.py`) is here too, but for its granularity: vision
 pauses at once when the seconds that a language step allows are used up.
@@ -24,14 +24,14 @@ _DONE_S = 1e-9  # of work: less than this is rounding
 
 @dataclass(eq=False)
 class Job:
-    """`beside[kind]`: how many times as long it takes beside one job of that kind, 1 where it says nothing.
+    """`slowdowns[kind]`: time beside a job of that kind over the time alone; 1 for kinds that are missing.
     `allowance_s`, of a language step: seconds of vision of the same instance that may run beside it."""
 
     instance: str
     kind: str
     left_s: float
     done: Callable[[Job], None]
-    beside: Mapping[str, float] = field(default_factory=dict)
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
     allowance_s: float = math.inf
     threads: int = 1
     niceness: int = 0
@@ -100,7 +100,9 @@ class Machine:
         """Slowdown of each job at present."""
         if len(running) == 1:
             return [1.0]
-        added = [sum(job.beside.get(other.kind, 1.0) - 1.0 for other in running if other is not job) for job in running]
+        added = [
+            sum(job.slowdowns.get(other.kind, 1.0) - 1.0 for other in running if other is not job) for job in running
+        ]
         if not self._cores:
             return [1.0 + more for more in added]
         # Others slow a job by more than the cores that they take only as far as they run at the same moment.
@@ -140,7 +142,7 @@ class Machine:
                 next_s = min(next_s, job.allowance_s - job.vision_s)
         if next_s < math.inf:
             version = self._version
-            self._agenda.after(max(next_s, 0.0), lambda: self._on_change(version))
+            self._agenda.schedule_after(max(next_s, 0.0), lambda: self._on_change(version))
 
     def _on_change(self, version: int) -> None:
         if version != self._version:

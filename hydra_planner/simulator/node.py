@@ -93,7 +93,7 @@ class _Peers:
             target.peers.items += [FromPeer(self._name, self._incarnation, message) for message in messages]
             target.wake()
 
-        self._agenda.after(self._delay_s, arrive)
+        self._agenda.schedule_after(self._delay_s, arrive)
 
 
 class _Outbox:
@@ -104,7 +104,7 @@ class _Outbox:
         self._deliver = deliver
 
     def send(self, messages: Sequence[ToFrontend]) -> None:
-        self._agenda.after(self._delay_s, lambda: self._deliver(self._node, messages))
+        self._agenda.schedule_after(self._delay_s, lambda: self._deliver(self._node, messages))
 
 
 class Node:
@@ -177,7 +177,7 @@ class Node:
             self.peers.items.append(PeerDown(other.name, other.incarnation, "the other side has closed the connection"))
             self.wake()
 
-        self._agenda.after(self._delay_s, arrive)
+        self._agenda.schedule_after(self._delay_s, arrive)
 
     def send(self, messages: Sequence[ToInstance]) -> None:
         """Delivers messages of the frontend, after the delay of a message."""
@@ -186,14 +186,14 @@ class Node:
             self.inbox.messages += messages
             self.wake()
 
-        self._agenda.after(self._delay_s, arrive)
+        self._agenda.schedule_after(self._delay_s, arrive)
 
     # ---- the loop
 
     def wake(self) -> None:
         if not self._awake and self.alive:
             self._awake = True
-            self._agenda.after(0.0, self._turn)
+            self._agenda.schedule_after(0.0, self._turn)
 
     def _turn(self) -> None:
         if not self.alive:
@@ -203,7 +203,7 @@ class Node:
         self.instance.turn()
         turn, pause_s = self._turns, self.instance.wait_s()
         pause_s = max(pause_s, _MIN_PAUSE_S) if pause_s else _OVERDUE_PAUSE_S
-        self._agenda.after(pause_s, lambda: self._wake_unless(turn))
+        self._agenda.schedule_after(pause_s, lambda: self._wake_unless(turn))
 
     def _wake_unless(self, turn: int) -> None:
         """A deadline is reckoned anew with every turn."""

@@ -62,7 +62,7 @@ class _Lane:
             self._waiting.append(start)
             return
         self._busy = True
-        self._agenda.after(self._delay_s, start)
+        self._agenda.schedule_after(self._delay_s, start)
 
     def ended(self) -> None:
         """The job that ran has ended."""
@@ -171,7 +171,7 @@ class SimulatedWorker:
                 self._transfer.ended()
                 self._deliver(PullResult(job.step_id, started_s, self._agenda.now_s, valid, num_bytes))
 
-            self._agenda.after(self._around.host.pull_s, lambda: self._copy(source.device, num_bytes, done))
+            self._agenda.schedule_after(self._around.host.pull_s, lambda: self._copy(source.device, num_bytes, done))
 
         self._transfer.submit(start)
 
@@ -188,7 +188,7 @@ class SimulatedWorker:
             self._results.append(result)
             self._wake()
 
-        self._agenda.after(self._costs.collect_s, arrive)
+        self._agenda.schedule_after(self._costs.collect_s, arrive)
 
     def poll(self) -> list[LaneResult]:
         results, self._results = self._results, []

@@ -24,7 +24,7 @@ from hydra_planner.papers.results import (
     Result,
     Stored,
     Table,
-    beside,
+    join_tables,
     shares_rows,
     table,
     tables_of,
@@ -160,7 +160,7 @@ def test_rows_stand_beside_those_of_their_name() -> None:
     ours = table(("model", "a", "b"), [("x", 1.23456, 2), ("y", 3, 4)])
     theirs = Table(("model", "b", "c"), (("y", 5, 6), ("z", 7, 8)))
     assert ours.rows[0] == ("x", 1.235, 2)
-    assert beside(ours, theirs) == Table(
+    assert join_tables(ours, theirs) == Table(
         ("model", "a", "b", "b, paper", "c, paper"),
         (("x", 1.235, 2, None, None), ("y", 3, 4, 5, 6), ("z", None, None, 7, 8)),
     )

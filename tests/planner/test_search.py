@@ -322,7 +322,7 @@ def test_pictures_get_as_many_decode_workers_as_they_need_and_what_lacks_them_is
     assert with_decoders(shared) is shared, "its cores are the device's"
     one = candidate("EPD@cuda:0+EPD@cuda:1")
     point = measure(asked, one, 40.0, 40)
-    assert not point.kept and point.preprocessing > 0.8
+    assert not point.keeps_limits and point.preprocessing > 0.8
     assert "preprocessing binds (decode workers busy" in misses(point)
     assert measure(helped, one, 40.0, 40).preprocessing < point.preprocessing
 
@@ -330,8 +330,8 @@ def test_pictures_get_as_many_decode_workers_as_they_need_and_what_lacks_them_is
 def test_a_load_beyond_what_can_be_done_falls_behind() -> None:
     one = candidate("E@cuda:0+PD@cuda:1")
     calm, wild = (measure(question(limits=Limits(0.2, 0.05)), one, *load) for load in ((2.0, 20), (200.0, 160)))
-    assert calm.kept and not calm.falls_behind
-    assert not wild.kept and wild.falls_behind and wild.growth > 0.2
+    assert calm.keeps_limits and not calm.falls_behind
+    assert not wild.keeps_limits and wild.falls_behind and wild.growth > 0.2
 
 
 @pytest.mark.slow
@@ -341,10 +341,10 @@ def test_a_load_of_a_plan_is_judged_while_it_lasts_and_ends_where_it_is_too_much
     shorter = replace(asked, to_the_end=False)
     calm, wild = (2.0, 40), (200.0, 160)
     whole, part = measure(asked, one, *calm), measure(shorter, one, *calm)
-    assert part.kept and part.attainment == pytest.approx(whole.attainment, abs=0.05)
+    assert part.keeps_limits and part.attainment == pytest.approx(whole.attainment, abs=0.05)
     assert part.ttft == whole.ttft and part.requests == calm[1] and part.span_s <= whole.span_s
     whole, part = measure(asked, one, *wild), measure(shorter, one, *wild)
-    assert not part.kept and part.falls_behind and part.requests < wild[1]
+    assert not part.keeps_limits and part.falls_behind and part.requests < wild[1]
     assert part.span_s < 0.7 * whole.span_s and 0 < part.busy["E"][0] <= 1
 
 

@@ -20,7 +20,7 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_planner.records import Record, quantile
 from hydra_planner.simulator import deployment as deployment_module
 from hydra_planner.simulator.costs import DeviceKind, Host, read_costs
-from hydra_planner.simulator.deployment import Deployment, placed, simulate
+from hydra_planner.simulator.deployment import Deployment, assign_devices, simulate
 from hydra_planner.simulator.node import Site
 from hydra_planner.simulator.requests import RequestMaker
 from hydra_planner.slo import Limits
@@ -152,7 +152,7 @@ def test_lanes_are_busy_for_as_long_as_their_steps_took() -> None:
 
 def test_instances_get_devices_of_their_own_in_order_or_share_the_only_one() -> None:
     def names(topology: str, num_devices: int) -> tuple[str, ...]:
-        return placed(Topology.parse(topology), site(num_devices).devices)
+        return assign_devices(Topology.parse(topology), site(num_devices).devices)
 
     assert names("E+2PD", 4) == ("cuda:0", "cuda:1", "cuda:2")
     assert names("E+2PD", 1) == ("cuda:0",) * 3 and names("E+2PD", 0) == ("cpu",) * 3

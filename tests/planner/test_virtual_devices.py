@@ -26,8 +26,8 @@ def play(agenda: Agenda) -> None:
 def test_events_happen_in_order_and_those_of_one_moment_as_they_were_scheduled() -> None:
     agenda, seen = Agenda(), []
     for time_s, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
-        agenda.at(time_s, lambda name=name: seen.append((agenda.now(), name)))
-    agenda.at(1.0, lambda: agenda.at(0.5, lambda: seen.append((agenda.now(), "late"))))
+        agenda.schedule_at(time_s, lambda name=name: seen.append((agenda.now(), name)))
+    agenda.schedule_at(1.0, lambda: agenda.schedule_at(0.5, lambda: seen.append((agenda.now(), "late"))))
     play(agenda)
     assert seen == [(1.0, "a"), (1.0, "b"), (1.0, "late"), (2.0, "c")]
 
@@ -78,7 +78,7 @@ def test_steps_of_a_dead_instance_are_never_done_and_slow_nobody() -> None:
     machine = Machine(agenda)
     machine.run(job(ended, agenda, "a", VISION, 1.0))
     machine.run(job(ended, agenda, "b", LANGUAGE, 1.0))
-    agenda.at(0.5, lambda: machine.drop("a"))
+    agenda.schedule_at(0.5, lambda: machine.drop("a"))
     play(agenda)
     assert ended == {LANGUAGE: pytest.approx(0.5 + 0.75)}
 
@@ -95,7 +95,7 @@ def copied_s(*copies: tuple[int, int, int], fabric: float = 0.0, drop: str = "")
         done: Callable[[], None] = lambda number=number: ended.update({number: agenda.now()})  # noqa: E731
         links.copy(f"cuda:{source}", f"cuda:{target}", num_bytes, done, str(number))
     if drop:
-        agenda.at(0.5, lambda: links.drop(drop))
+        agenda.schedule_at(0.5, lambda: links.drop(drop))
     play(agenda)
     return [ended[number] for number in sorted(ended)]
 
@@ -134,7 +134,7 @@ def test_what_rounding_leaves_late_in_a_run_ends_too(late_s: float) -> None:
         links.copy("cuda:0", target, 10**6 + 7, lambda: ended.append(agenda.now()))
 
     for number in range(8):
-        agenda.at(late_s + 1.3e-6 * number, partial(start, f"cuda:{number % 3 + 1}"))
+        agenda.schedule_at(late_s + 1.3e-6 * number, partial(start, f"cuda:{number % 3 + 1}"))
     for _ in range(1000):
         agenda.step()
     assert len(ended) == 8
