@@ -142,6 +142,6 @@ class Connector:
         """True if features of an image are being loaded for this request."""
         return False
 
-    def add_counts(self, status: Status) -> Status:
+    def with_counts(self, status: Status) -> Status:
         """The status with the requests that the connector parks."""
         return status

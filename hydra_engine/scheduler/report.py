@@ -32,7 +32,7 @@ def scheduler_status(
         speeds=speeds,
         stages=_stage_reports(requests),
     )
-    return requests.connector.add_counts(status)
+    return requests.connector.with_counts(status)
 
 
 def _stage_reports(requests: RequestTable) -> tuple[StageReport, ...]:

@@ -86,7 +86,7 @@ def test_the_demo_answers_without_the_optional_parts(tmp_path: Path) -> None:
 def test_the_scheduler_passes_its_tests_without_the_optional_parts(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """Collecting the tests imports all of it; those in subfolders are about the optional parts."""
     shutil.rmtree(package_without_optional_parts(tmp_path) / "transfer")
-    for folder in ("tests", "tests/scheduler"):
+    for folder in ("tests", "tests/cache", "tests/scheduler"):
         (tmp_path / folder).mkdir()
         for path in (ROOT / folder).glob("*.py"):
             shutil.copy(path, tmp_path / folder)

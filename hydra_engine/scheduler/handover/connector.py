@@ -188,7 +188,7 @@ class PeerConnector(Connector):
     def loads_images(self, state: RequestState) -> bool:
         return bool(handover_of(state).images_copied)
 
-    def add_counts(self, status: Status) -> Status:
+    def with_counts(self, status: Status) -> Status:
         parked = self._parked
         return msgspec.structs.replace(
             status,
