@@ -623,9 +623,9 @@ class Ops(Protocol):
         """
         ...
 
-    def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Returns what log probabilities are computed from: (numbers [B, 3 + most] of the logits' dtype, places [B, 1 +
-        most] int32).
+    def score_tokens(self, logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
+        """Returns what log probabilities are computed from: (numbers [B, 3 + max_top] of the logits' dtype, places
+        [B, 1 + max_top] int32).
 
         logits: [B, V] float32, on a CPU also float64; tokens: [B] int64, the sampled ones; num_top: [B] int32, at most
         `most`, -1 for rows that need no log probabilities. numbers: logit of the token, largest logit, sum of exp(logit

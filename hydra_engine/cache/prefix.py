@@ -150,7 +150,7 @@ class PrefixCache:
         usable = (state.num_tokens - 1) // self._block_size
         found = self._kv.find(self._hashes(state, usable)[:usable])
         for image in reversed(state.request.images):  # cutting one off may land in one before it
-            if image.whole and image.start < len(found) * self._block_size < image.end:
+            if image.bidirectional and image.start < len(found) * self._block_size < image.end:
                 del found[image.start // self._block_size :]
         return found
 

@@ -45,7 +45,7 @@ class ImageItem:
     # (time, rows, columns) in patches of each picture that the tower gets, or as the family's spec defines it.
     grid: tuple[int, int, int]
     rope: RopeSpan | None = None
-    whole: bool = False  # its tokens attend to each other in both directions: no prefill chunk ends inside it
+    bidirectional: bool = False  # its tokens attend to each other in both directions: no prefill chunk ends inside it
     source: int = 0  # index of its picture or video among the request's media
 
     @property

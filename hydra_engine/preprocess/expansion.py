@@ -70,7 +70,7 @@ class Expansion:
                 start=start,
                 grid=item.grid,
                 rope=rope,
-                whole=item.whole,
+                bidirectional=item.bidirectional,
                 source=source,
             )
             for (start, item), rope, (source, size, payload) in zip(spans, ropes, payloads, strict=True)

@@ -93,7 +93,7 @@ class Preprocessor:
         self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
         self._expansion = Expansion(spec, self._texts)
         self._decodes = WorkerPool(
-            "preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="lists of tokens"
+            "preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, noun="lists of tokens"
         )
         self._known = PromptTokens(spec, tokenizer)
         self._grammars = Grammars(tokenizer.file, self._eos_token_ids)

@@ -212,8 +212,8 @@ def _pictures(sizes: Sizes, vision: VisionSpec) -> list[VisionPoint]:
 
 
 def _shapes(sizes: Sizes, vision: VisionSpec) -> list[tuple[ItemPlan, tuple[int, int]]]:
-    """Spans of square pictures, sorted by patches, each at least `_SHAPE_RATIO` times the one before. The last one is
-    the largest shape, unless there is only one."""
+    """Spans of square pictures, sorted by patches, from the smallest to the largest shape; those between are at least
+    `_SHAPE_RATIO` times the one before."""
     by_patches: dict[int, tuple[ItemPlan, tuple[int, int]]] = {}
     for side in _SIDES:
         for item in vision.plan_image(side, side).items:
@@ -223,8 +223,11 @@ def _shapes(sizes: Sizes, vision: VisionSpec) -> list[tuple[ItemPlan, tuple[int,
     for patches in sorted(by_patches):
         if not kept or patches >= _SHAPE_RATIO * kept[-1]:
             kept.append(patches)
-    if kept and len(kept) > 1:
-        kept[-1] = max(by_patches)
+    largest = max(by_patches, default=0)
+    if len(kept) > 1:
+        kept[-1] = largest
+    elif kept and kept[0] < largest:
+        kept.append(largest)
     return [by_patches[patches] for patches in kept]
 
 

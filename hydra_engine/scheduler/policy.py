@@ -131,7 +131,7 @@ def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
     """End of a chunk that may hold positions [start, end): never inside an image with bidirectional attention. The
     chunk ends before such an image or, if it would be empty, behind it, even if that exceeds the budget."""
     for image in images:
-        if image.whole and image.start < end < image.end:
+        if image.bidirectional and image.start < end < image.end:
             return image.start if image.start > start else image.end
     return end
 

@@ -210,7 +210,7 @@ class ServerState:
         self.bodies = ByteBudget(config.max_inflight_body_bytes)
         # One thread: parsing holds the GIL, so more would only slow the loop.
         self.parsing = WorkerPool(
-            "large-bodies", num_workers=1, max_waiting=MAX_WAITING_BODIES, of="large request bodies"
+            "large-bodies", num_workers=1, max_waiting=MAX_WAITING_BODIES, noun="large request bodies"
         )
         self.clients = ClientLimits(config.max_requests_per_client, config.requests_per_minute)
 

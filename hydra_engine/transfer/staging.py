@@ -118,7 +118,7 @@ class _Pull:
     incarnation: int
     piece_blocks: int
     started_s: float
-    asked: int = 0  # blocks requested so far
+    num_requested: int = 0  # blocks requested so far
     tickets: dict[int, tuple[int, int]] = field(default_factory=dict)
     copying: int = 0  # pieces
     num_bytes: int = 0
@@ -127,7 +127,9 @@ class _Pull:
 
     @property
     def has_ended(self) -> bool:
-        return not self.copying and (not self.valid or (not self.tickets and self.asked == len(self.job.source_blocks)))
+        return not self.copying and (
+            not self.valid or (not self.tickets and self.num_requested == len(self.job.source_blocks))
+        )
 
 
 class StagedPulls:
@@ -190,10 +192,10 @@ class StagedPulls:
 
     def _ask(self, pull: _Pull) -> list[Stage]:
         messages = []
-        while pull.asked < len(pull.job.source_blocks) and len(pull.tickets) < PIECES_AT_ONCE:
+        while pull.num_requested < len(pull.job.source_blocks) and len(pull.tickets) < PIECES_AT_ONCE:
             ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-            begin, end = pull.asked, min(pull.asked + pull.piece_blocks, len(pull.job.source_blocks))
-            pull.tickets[ticket], pull.asked = (begin, end), end
+            begin, end = pull.num_requested, min(pull.num_requested + pull.piece_blocks, len(pull.job.source_blocks))
+            pull.tickets[ticket], pull.num_requested = (begin, end), end
             self._of_ticket[ticket] = pull
             blocks = tuple(pull.job.source_blocks[begin:end].tolist())
             messages.append(Stage(pull.incarnation, pull.job.sequence, ticket, blocks))

@@ -79,7 +79,7 @@ class RequestMaker:
                         num_tokens=part.num_tokens,
                         start=len(prompt),
                         grid=part.grid,
-                        whole=part.whole,
+                        bidirectional=part.bidirectional,
                         source=source,
                     )
                 )

@@ -220,13 +220,13 @@ def adjust_logits(
     return adjusted
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns (numbers [B, 3 + most] float32, places [B, 1 + most] int32) of logits [B, V] of a float type.
+def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
+    """Returns (numbers [B, 3 + max_top] float32, places [B, 1 + max_top] int32) of logits [B, V] of a float type.
 
-    logits: rows at any stride, V from 1 to 1048576; tokens: [B] int64; num_top: [B] int32, at most `most`, -1 skips the
-    row. numbers: logit of the token, largest logit, sum of exp(logit - largest), then the num_top largest, descending.
-    places: rank of the token, from 1, then the ids of the largest. Equal logits are ordered by id. Other entries, rows
-    that are not finite, and ids beyond V are undefined.
+    logits: rows at any stride, V from 1 to 1048576; tokens: [B] int64; num_top: [B] int32, at most `max_top`, -1 skips
+    the row. numbers: logit of the token, largest logit, sum of exp(logit - largest), then the num_top largest,
+    descending. places: rank of the token, from 1, then the ids of the largest. Equal logits are ordered by
+    id. Other entries, rows that are not finite, and ids beyond V are undefined.
     """
     check_rows("logits", logits)
     batch, vocabulary = logits.shape
@@ -237,11 +237,11 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> 
     width = cdiv(vocabulary, 16 * parts) * 16
     if not 0 < width <= _MAX_WIDTH:
         raise ValueError(f"logits: expected 1 to {_MAX_PARTS * _MAX_WIDTH} columns, got {vocabulary}")
-    numbers = torch.empty((batch, 3 + most), dtype=torch.float32, device=device)
-    places = torch.empty((batch, 1 + most), dtype=torch.int32, device=device)
+    numbers = torch.empty((batch, 3 + max_top), dtype=torch.float32, device=device)
+    places = torch.empty((batch, 1 + max_top), dtype=torch.int32, device=device)
     if batch == 0:
         return numbers, places
-    listed = next_power_of_2(max(most, 1))
+    listed = next_power_of_2(max(max_top, 1))
     peaks, sums = torch.empty((2, batch, parts), dtype=torch.float32, device=device)
     above = torch.empty((batch, parts), dtype=torch.int32, device=device)
     best = torch.empty((batch, parts, listed), dtype=torch.float32, device=device)
@@ -261,7 +261,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> 
         *(logits, tokens, num_top, *scratch, numbers, places, stride),
         PARTS=parts,
         LISTED=listed,
-        MOST=most,
+        MOST=max_top,
         num_warps=_WARPS,
     )
     return numbers, places

@@ -108,7 +108,7 @@ def test_clients_that_have_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_places_are_given_back_whatever_happens() -> None:
-    places = Turns("jobs", num_places=2, max_waiting=100)
+    places = Turns("jobs", num_slots=2, max_waiting=100)
     done = []
 
     async def job(client: str, number: int) -> None:
@@ -128,7 +128,7 @@ async def test_places_are_given_back_whatever_happens() -> None:
 
 
 async def test_one_whose_place_was_given_and_who_has_gone_gives_it_back() -> None:
-    places = Turns("jobs", num_places=1, max_waiting=10)
+    places = Turns("jobs", num_slots=1, max_waiting=10)
     await places.acquire("alice")
     bob, carol = (asyncio.create_task(places.acquire(client)) for client in ("bob", "carol"))
     await asyncio.sleep(0)
@@ -141,7 +141,7 @@ async def test_one_whose_place_was_given_and_who_has_gone_gives_it_back() -> Non
 
 
 async def test_places_are_kept_free_for_others_where_jobs_wait_for_somebody() -> None:
-    places = Turns("jobs", num_places=4, max_waiting=100, keeps_free=True)
+    places = Turns("jobs", num_slots=4, max_waiting=100, keeps_free=True)
     alice = [asyncio.create_task(places.acquire("alice")) for _ in range(5)]
     await asyncio.sleep(0)
     assert [task.done() for task in alice] == [True, True, False, False, False]
@@ -161,7 +161,7 @@ async def test_places_are_kept_free_for_others_where_jobs_wait_for_somebody() ->
 
 
 async def test_a_full_queue_refuses_only_those_that_would_wait() -> None:
-    places = Turns("jobs", num_places=1, max_waiting=0)
+    places = Turns("jobs", num_slots=1, max_waiting=0)
     async with places.slot("alice"):
         with pytest.raises(Unavailable):
             await places.acquire("alice")

@@ -18,7 +18,7 @@ async def until_idle(pool: WorkerPool, num_workers: int) -> None:
 
 
 async def test_work_runs_off_the_loop_and_errors_come_back() -> None:
-    pool = WorkerPool("t", num_workers=2, max_waiting=4, of="jobs")
+    pool = WorkerPool("t", num_workers=2, max_waiting=4, noun="jobs")
     assert await pool.run("a", lambda x: (x + 1, threading.current_thread().name.startswith("t")), 1) == (2, True)
     with pytest.raises(ZeroDivisionError):
         await pool.run("a", lambda: 1 / 0)
@@ -27,7 +27,7 @@ async def test_work_runs_off_the_loop_and_errors_come_back() -> None:
 
 
 async def test_a_full_queue_refuses_and_recovers() -> None:
-    pool, gate = WorkerPool("t", num_workers=1, max_waiting=4, of="jobs"), threading.Event()
+    pool, gate = WorkerPool("t", num_workers=1, max_waiting=4, noun="jobs"), threading.Event()
     jobs = [asyncio.create_task(pool.run("a", gate.wait, 10)) for _ in range(3)]
     await asyncio.sleep(0.01)
     with pytest.raises(Unavailable, match="too many jobs are waiting"):
@@ -43,7 +43,7 @@ async def test_a_full_queue_refuses_and_recovers() -> None:
 
 
 async def test_clients_take_the_threads_in_turn() -> None:
-    pool, gate, begun = WorkerPool("t", num_workers=2, max_waiting=100, of="jobs"), threading.Event(), []
+    pool, gate, begun = WorkerPool("t", num_workers=2, max_waiting=100, noun="jobs"), threading.Event(), []
     running = [asyncio.create_task(pool.run("alice", gate.wait, 10)) for _ in range(2)]
     await asyncio.sleep(0.01)
     crowd = [asyncio.create_task(pool.run("alice", begun.append, "alice")) for _ in range(20)]
@@ -57,7 +57,7 @@ async def test_clients_take_the_threads_in_turn() -> None:
 
 
 async def test_cancelled_waiting_work_never_runs_and_frees_its_place() -> None:
-    pool, gate, ran = WorkerPool("t", num_workers=1, max_waiting=2, of="jobs"), threading.Event(), []
+    pool, gate, ran = WorkerPool("t", num_workers=1, max_waiting=2, noun="jobs"), threading.Event(), []
     running = asyncio.create_task(pool.run("a", gate.wait, 10))
     waiting = asyncio.create_task(pool.run("a", ran.append, 1))
     await asyncio.sleep(0.01)
@@ -77,7 +77,7 @@ async def test_cancelled_waiting_work_never_runs_and_frees_its_place() -> None:
 
 
 async def test_a_thread_whose_work_nobody_waits_for_is_not_given_to_others() -> None:
-    pool, gate, ran = WorkerPool("t", num_workers=1, max_waiting=10, of="jobs"), threading.Event(), []
+    pool, gate, ran = WorkerPool("t", num_workers=1, max_waiting=10, noun="jobs"), threading.Event(), []
     deserted = asyncio.create_task(pool.run("alice", gate.wait, 10))
     await asyncio.sleep(0.01)
     deserted.cancel()
@@ -94,7 +94,7 @@ async def test_a_thread_whose_work_nobody_waits_for_is_not_given_to_others() -> 
 
 
 async def test_closing_drops_what_waits() -> None:
-    pool, gate = WorkerPool("t", num_workers=1, max_waiting=10, of="jobs"), threading.Event()
+    pool, gate = WorkerPool("t", num_workers=1, max_waiting=10, noun="jobs"), threading.Event()
     running, waiting = (asyncio.create_task(pool.run("a", gate.wait, 10)) for _ in range(2))
     await asyncio.sleep(0.01)
     pool.close()
@@ -121,7 +121,7 @@ def test_work_that_outlives_its_loop_ends_quietly(caplog: pytest.LogCaptureFixtu
         await asyncio.sleep(0.01)
         assert not task.done()
 
-    pool = WorkerPool("t", num_workers=1, max_waiting=2, of="jobs")
+    pool = WorkerPool("t", num_workers=1, max_waiting=2, noun="jobs")
     asyncio.run(leave())
     gate.set()
     assert done.wait(10)

@@ -69,7 +69,7 @@ class Pair:
         plans = []
         for picture, found in zip(pictures, expansions, strict=True):
             payload = ProcessedPicture(
-                ImageDigest(bytes(32)), *picture.size, b"", 1, (), found.before, found.behind, found.num_tokens, 1
+                ImageDigest(bytes(32)), *picture.size, b"", 1, (), found.prefix, found.suffix, found.num_tokens, 1
             )
             plans.append(payload.plan())
         ids = place_in_text(text, plans, self.processor, self.tokenizer, add_special_tokens=False)

@@ -159,7 +159,7 @@ def whole_pieces(pair: Pair, prompt: Prompt, sizes: list[int]) -> list[int]:
     ends, end = [], 0
     for size in sizes:
         end = min(end + size, len(prompt.token_ids))
-        if pair.processor.whole:
+        if pair.processor.bidirectional:
             for start, span in prompt.spans:
                 if start < end < start + span.num_tokens:
                     end = start + span.num_tokens

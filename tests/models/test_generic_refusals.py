@@ -209,8 +209,8 @@ def test_errors_of_python_are_told_by_their_place() -> None:
 def test_a_model_that_computes_something_else_in_our_stages_is_refused(gemma3: Path, reference: Backend) -> None:
     """Its pictures would be computed without bidirectional attention."""
     spec = spec_of(gemma3)
-    assert spec.vision is not None and spec.processor is not None and spec.processor.whole
-    wrong = replace(spec, vision=replace(spec.vision, processor=replace(spec.processor, whole=False)))
+    assert spec.vision is not None and spec.processor is not None and spec.processor.bidirectional
+    wrong = replace(spec, vision=replace(spec.vision, processor=replace(spec.processor, bidirectional=False)))
     with pytest.raises(CheckpointError, match=r"its logits differ by [0-9.]+ of their spread from those of its own"):
         load_model(gemma3, wrong, reference, EPD)
     load_model(gemma3, spec, reference, EPD)

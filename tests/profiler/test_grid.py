@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydra_engine.models.specs.base import MediaPlan
 from hydra_engine.profiler.grid import CorunPoint, LanguagePoint, Point, Sizes, VisionPoint, make_grid, powers
 from tests.profiler.fakes import SIZES, SquareVision
 
@@ -53,6 +54,17 @@ def test_points_are_many_kinds_and_each_comes_once(sizes: Sizes) -> None:
     assert len(set(every)) == len(every)
     language, vision = parts(grid.coarse)
     assert any(point.num_decodes for point in language) and any(point.chunks for point in language) and vision
+
+
+def test_the_smallest_and_the_largest_shape_are_measured_even_if_they_are_alike() -> None:
+    class TwoShapes(SquareVision):
+        def plan_image(self, width: int, height: int) -> MediaPlan:
+            side = 4 * 28 if width < 448 else 5 * 28
+            return super().plan_image(side, side)
+
+    grid = make_grid(SIZES, TwoShapes())
+    _, vision = parts(grid.coarse + grid.rest)
+    assert {step.item.num_patches for step in vision} == {16, 25}
 
 
 def test_the_ends_of_every_axis_come_first() -> None:

@@ -76,7 +76,7 @@ class PrefixOracle:
         usable = [
             n
             for n in range((state.num_tokens - 1) // self._size + 1)
-            if not any(i.whole and i.start < n * self._size < i.end for i in state.request.images)
+            if not any(i.bidirectional and i.start < n * self._size < i.end for i in state.request.images)
         ]
         there = set(self._content.values())
         for n in usable:

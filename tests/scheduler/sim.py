@@ -73,7 +73,7 @@ def make_request(
                     num_tokens=part.tokens,
                     start=len(tokens),
                     grid=(1, 1, part.patches or part.tokens),
-                    whole=part.whole,
+                    bidirectional=part.whole,
                     source=len(images),
                 )
             )
@@ -140,9 +140,9 @@ def check_chunks(plan: LanguagePlan, requests: Mapping[int, Request], token_budg
     for row in plan.chunks:
         bounds = (row.start, row.start + len(row.token_ids))
         images = requests[row.request_id].images
-        assert not any(i.whole and i.start < b < i.end for i in images for b in bounds), "an image was cut"
+        assert not any(i.bidirectional and i.start < b < i.end for i in images for b in bounds), "an image was cut"
     last = rows_of(plan)[-1]
-    begins = [i for i in requests[last.request_id].images if i.whole and i.start == last.start]
+    begins = [i for i in requests[last.request_id].images if i.bidirectional and i.start == last.start]
     spare = begins[0].num_tokens - 1 if begins else 0
     assert plan.num_tokens <= token_budget + spare, "token budget exceeded"
     assert plan.num_tokens - len(last.token_ids) < token_budget, "a row was added to a full step"

@@ -236,7 +236,7 @@ def test_no_step_holds_more_than_its_budget_and_every_budget_of_a_plan_comes_bac
     for (load, budget, *_), (_, plan) in zip(budgets.told, sim.language_plans, strict=True):
         assert load.num_decodes == len(plan.decodes) and load.num_rows == plan.num_tokens
         allowed = budget.tokens if load.num_decodes else max(1, budget.tokens)
-        whole = max((i.num_tokens for r in sim.requests.values() for i in r.images if i.whole), default=1)
+        whole = max((i.num_tokens for r in sim.requests.values() for i in r.images if i.bidirectional), default=1)
         assert load.prefill_tokens <= allowed + whole - 1
         pending = budgets.asked[order.index(id(budget))]
         alone = sum(row.start + 1 for row in plan.chunks if len(row.token_ids) == 1)  # cost what decodes do

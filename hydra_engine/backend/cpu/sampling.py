@@ -58,13 +58,13 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
     return out
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
     """`Ops.score_tokens`. `numbers` have the logits' dtype."""
     rows, _ = checks.check_scores(logits, tokens, num_top)
     tokens, num_top = tokens.contiguous(), num_top.contiguous()
-    numbers = torch.full((rows, 3 + most), float("nan"), dtype=logits.dtype)
-    places = torch.full((rows, 1 + most), -1, dtype=torch.int32)
-    columns = (tokens.data_ptr(), num_top.data_ptr(), most, numbers.data_ptr(), places.data_ptr())
+    numbers = torch.full((rows, 3 + max_top), float("nan"), dtype=logits.dtype)
+    places = torch.full((rows, 1 + max_top), -1, dtype=torch.int32)
+    columns = (tokens.data_ptr(), num_top.data_ptr(), max_top, numbers.data_ptr(), places.data_ptr())
     _C.score_tokens(*_described(logits), *columns)
     return numbers, places
 

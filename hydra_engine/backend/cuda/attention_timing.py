@@ -183,7 +183,7 @@ def cases(cache: PagedCache) -> tuple[Case, ...]:
 
 
 def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) -> Iterator[Candidate]:
-    def made(make: Callable[[], Attention]) -> Callable[[], Attend]:
+    def deferred(make: Callable[[], Attention]) -> Callable[[], Attend]:
         return lambda: prepared(make(), case, cache, heads)
 
     def by_flashinfer(kernel: str) -> FlashInferAttention:
@@ -200,11 +200,11 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
 
     if case.use == DECODES:
         kernel = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
-        yield Candidate(FLASHINFER, made(partial(by_flashinfer, kernel)))
+        yield Candidate(FLASHINFER, deferred(partial(by_flashinfer, kernel)))
     else:
-        yield Candidate(TRITON_TMA, made(by_descriptors))
+        yield Candidate(TRITON_TMA, deferred(by_descriptors))
         for name, kernel in ((FLASHINFER_FA2, "fa2"), (FLASHINFER_FA3, "fa3")):
-            yield Candidate(name, made(partial(by_flashinfer, kernel)))
+            yield Candidate(name, deferred(partial(by_flashinfer, kernel)))
 
 
 def tower_cases(by_triton: CudaAttention, tower: Tower, device: torch.device) -> Iterator[tuple[str, int, Segments]]:

@@ -56,11 +56,11 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
     return adjusted
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
     """`Ops.score_tokens`. `numbers` have the logits' dtype; unset entries are NaN and -1."""
     batch, vocabulary = checks.check_scores(logits, tokens, num_top)
-    numbers = torch.full((batch, 3 + most), float("nan"), dtype=logits.dtype)
-    places = torch.full((batch, 1 + most), -1, dtype=torch.int32)
+    numbers = torch.full((batch, 3 + max_top), float("nan"), dtype=logits.dtype)
+    places = torch.full((batch, 1 + max_top), -1, dtype=torch.int32)
     ids = torch.arange(vocabulary)
     for row, (token, count) in enumerate(zip(tokens.tolist(), num_top.tolist(), strict=True)):
         if count < 0:

@@ -39,9 +39,9 @@ class FairQueue(Generic[J]):
     the free places: one alone gets half of `max_waiting`, each of two a third, so a new client's first job always fits.
     """
 
-    def __init__(self, of: str, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`of`: what waits, in the plural, for error messages. `max_waiting`: jobs of all clients."""
-        self._of = of
+    def __init__(self, noun: str, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`noun`: what waits, in the plural, for error messages. `max_waiting`: jobs of all clients."""
+        self._noun = noun
         self._max_waiting = max_waiting
         self._clock = clock
         self._clients: OrderedDict[str, _Client[J]] = OrderedDict()
@@ -64,7 +64,7 @@ class FairQueue(Generic[J]):
         """Queues a job. Raises Unavailable if the queue, or the client's share of it, is full."""
         state = self._find(client)
         if self._max_waiting - self._num_waiting <= len(state.jobs):
-            raise Unavailable(f"too many {self._of} are waiting; try again later")
+            raise Unavailable(f"too many {self._noun} are waiting; try again later")
         state.jobs.append(job)
         self._num_waiting += 1
         if client not in self._waiting:
@@ -156,17 +156,17 @@ class Turns:
 
     def __init__(
         self,
-        of: str,
+        noun: str,
         *,
-        num_places: int,
+        num_slots: int,
         max_waiting: int,
         keeps_free: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`of`: what waits, in the plural, for error messages. `num_places`: jobs at once. `max_waiting`: waiting jobs
+        """`noun`: what waits, in the plural, for error messages. `num_slots`: jobs at once. `max_waiting`: waiting jobs
         of all clients."""
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(of, max_waiting, clock)
-        self._num_free = num_places
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(noun, max_waiting, clock)
+        self._num_free = num_slots
         self._keeps_free = keeps_free
         self._clock = clock
 

@@ -25,11 +25,11 @@ _Place = tuple[Turns, str]  # (turns, client)
 class WorkerPool:
     """A thread pool owned by one event loop. `close` drops waiting work and does not wait for running work."""
 
-    def __init__(self, name: str, *, num_workers: int, max_waiting: int, of: str) -> None:
-        """`of`: what is worked on, in the plural, for error messages. `max_waiting`: jobs of all clients; one client
+    def __init__(self, name: str, *, num_workers: int, max_waiting: int, noun: str) -> None:
+        """`noun`: what is worked on, in the plural, for error messages. `max_waiting`: jobs of all clients; one client
         alone gets half of them."""
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
-        self._threads = Turns(of, num_places=num_workers, max_waiting=max_waiting)
+        self._threads = Turns(noun, num_slots=num_workers, max_waiting=max_waiting)
         self._waits: set[asyncio.Timeout] = set()
         self._closed = False
 

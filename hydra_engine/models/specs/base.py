@@ -54,7 +54,7 @@ class ItemPlan(NamedTuple):
     columns: int = 0
     time: int = 0  # temporal position, relative to the first span of its video
     continues: bool = False  # continues the video of the previous span: same origin of positions
-    whole: bool = False  # its rows attend to each other: no prefill chunk ends inside it
+    bidirectional: bool = False  # its rows attend to each other: no prefill chunk ends inside it
 
 
 class MediaPlan(NamedTuple):
@@ -244,7 +244,7 @@ class ProcessorSpec:
     placeholder: str  # stands for one picture in a rendered prompt
     placeholder_id: int
     image_token_id: int  # stands for one feature
-    whole: bool  # the features of a picture attend to each other
+    bidirectional: bool  # the features of a picture attend to each other
     inputs: tuple[str, ...]  # the arguments that the model's get_image_features knows
     patch_size: int
     trust_remote_code: bool

@@ -338,7 +338,7 @@ def _vision(
             placeholder=processor.placeholder,
             placeholder_id=processor.placeholder_id,
             image_token_id=image_token_id,
-            whole=whole,
+            bidirectional=whole,
             inputs=inputs,
             patch_size=patch_size,
             trust_remote_code=trust_remote_code,

@@ -54,7 +54,7 @@ class GenericModel:
         register()
         self._module = module
         self._spec = spec
-        self._sees_itself = spec.processor is not None and spec.processor.whole
+        self._sees_itself = spec.processor is not None and spec.processor.bidirectional
         self._ops = backend.ops
         self._dtype = backend.dtype
         self._decoder = module.get_decoder()

@@ -36,9 +36,9 @@ class Expansion:
     """The expansion of one picture in a prompt: text, then `token_ids` from the first image token to the last, then
     text. `arrays` are the arguments of the model's get_image_features by name, for this picture alone."""
 
-    before: str
+    prefix: str
     token_ids: list[int]
-    behind: str
+    suffix: str
     arrays: dict[str, Array]
 
     @property
@@ -110,9 +110,9 @@ class PictureProcessor:
             raise InvalidImage("the model's processor puts no image token in the picture's place")
         first, end = places[0], places[-1] + 1
         return Expansion(
-            before=self._text(ids[:first]),
+            prefix=self._text(ids[:first]),
             token_ids=ids[first:end],
-            behind=self._text(ids[end:]),
+            suffix=self._text(ids[end:]),
             arrays={name: _array(name, outputs[name]) for name in self._inputs if outputs.get(name) is not None},
         )
 
@@ -126,7 +126,7 @@ class PictureProcessor:
             return False
         image_token = self._tokenizer.convert_ids_to_tokens(self._image_token_id)
         parts = zip(expansions, pictures, strict=True)
-        text = "".join(f"{found.before}{image_token}{found.behind}{behind}" for found, (_, behind) in parts)
+        text = "".join(f"{found.prefix}{image_token}{found.suffix}{behind}" for found, (_, behind) in parts)
         spans, expected = iter(expansions), list[int]()
         for id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
             expected += next(spans).token_ids if id == self._image_token_id else [id]

@@ -145,8 +145,8 @@ class MediaFetcher:
     @asynccontextmanager
     async def _slot_of_host(self, host: str, weight: int, client: str) -> AsyncIterator[None]:
         """Holds a place among the fetches from this name or address; a client alone gets at most half of them."""
-        num_places = 2 * weight * MAX_FETCHES_OF_HOST
-        slots, num_users = self._slots_of_host.get(host) or (_places("fetches from a host", num_places), 0)
+        num_slots = 2 * weight * MAX_FETCHES_OF_HOST
+        slots, num_users = self._slots_of_host.get(host) or (_places("fetches from a host", num_slots), 0)
         self._slots_of_host[host] = slots, num_users + 1
         try:
             async with slots.slot(client):
@@ -231,8 +231,8 @@ class _Fetching:
             self._working_s -= time.monotonic() - begun_s
 
 
-def _places(name: str, num_places: int) -> Turns:
-    return Turns(name, num_places=num_places, max_waiting=MAX_WAITING, keeps_free=True)
+def _places(name: str, num_slots: int) -> Turns:
+    return Turns(name, num_slots=num_slots, max_waiting=MAX_WAITING, keeps_free=True)
 
 
 def _question(url: URL, addresses: Sequence[str], kind: str, max_bytes: int) -> Get:

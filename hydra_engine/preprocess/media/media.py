@@ -74,17 +74,17 @@ class _Loading:
     part: MediaPart
     source: Source | Frames | None  # None: no longer needed
     budget: PixelBudget
-    fetched: Lease  # holds the fetched bytes until they are decoded
-    kept: Lease
+    fetch_lease: Lease  # holds the fetched bytes until they are decoded
+    opened_lease: Lease
     spans: tuple[StageSpan, ...] = ()
     turns: Turns | None = None
-    opened: Opened | None = None  # kept while `kept` has room for its bytes
+    opened: Opened | None = None  # kept while `opened_lease` has room for its bytes
     media: Media | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    made: Payloads | Future[Payloads]
+    payloads: Payloads | Future[Payloads]
     started_s: float
     ended_s: float
 
@@ -103,12 +103,12 @@ class MediaLoader:
         self._pixels = PixelCache(limits.pixel_cache_mib << 20)
         self._processor = None if spec.processor is None else ImageProcessor(spec.processor)
         self._opener = None if spec.vision is None else Opener(spec.vision, limits, self._decoders, self._processor)
-        of = "pictures and videos"
+        noun = "pictures and videos"
         self._workers = WorkerPool(
-            "preprocess-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING, of=of
+            "preprocess-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING, noun=noun
         )
-        self._large = Turns("large pictures", num_places=1, max_waiting=MAX_WAITING)
-        self._processing = Turns("pictures", num_places=1, max_waiting=MAX_WAITING)
+        self._large = Turns("large pictures", num_slots=1, max_waiting=MAX_WAITING)
+        self._processing = Turns("pictures", num_slots=1, max_waiting=MAX_WAITING)
 
     async def warm_up(self) -> None:
         """Starts the processes that the first pictures need; returns before the decode children are ready."""
@@ -202,8 +202,8 @@ class MediaLoader:
                     part,
                     source,
                     _budget(part, pixels),
-                    fetched=leases.enter_context(self._fetched.lease(client)),
-                    kept=leases.enter_context(self._opened.lease()),
+                    fetch_lease=leases.enter_context(self._fetched.lease(client)),
+                    opened_lease=leases.enter_context(self._opened.lease()),
                 )
                 for part, source in zip(parts, sources, strict=True)
             ]
@@ -219,14 +219,14 @@ class MediaLoader:
         with _blaming(item.part):
             if isinstance(item.source, RemoteFile):
                 started_s = self._clock.now()
-                item.source = InMemory(await self._fetcher.fetch(item.source, item.fetched))
+                item.source = InMemory(await self._fetcher.fetch(item.source, item.fetch_lease))
                 item.spans = (StageSpan("fetch", started_s, self._clock.now()),)
             async with asker.turn:
                 opened, work = await self._workers.run(asker.client, self._open_in_thread, item, asker, is_alone)
             item.turns = self._turns_for(opened)
             if work is not None:
                 await self._finish(item, opened, work)
-            elif item.kept.reserve(opened.num_bytes):
+            elif item.opened_lease.reserve(opened.num_bytes):
                 item.opened = opened
         return opened.kind, opened.plan
 
@@ -272,18 +272,18 @@ class MediaLoader:
         return self._large if opened.num_pixels >= _LARGE_PIXELS else None
 
     async def _finish(self, item: _Loading, opened: Opened, work: _Work) -> Media:
-        made, plan, ended_s = work.made, opened.plan, work.ended_s
-        if isinstance(made, Future):
+        payloads, plan, ended_s = work.payloads, opened.plan, work.ended_s
+        if isinstance(payloads, Future):
             with with_path_in_errors(item.source):
-                made = await await_payloads(made)
+                payloads = await await_payloads(payloads)
             ended_s = self._clock.now()
-        if isinstance(made[0], ProcessedPicture):  # the processor has made the plan
-            plan = made[0].plan()
+        if isinstance(payloads[0], ProcessedPicture):  # the processor has made the plan
+            plan = payloads[0].plan()
         span = StageSpan("preprocess", work.started_s, ended_s, tokens=plan.num_patches)
-        item.media = Media(opened.kind, opened.size, plan, made, opened.video, (*item.spans, span))
+        item.media = Media(opened.kind, opened.size, plan, payloads, opened.video, (*item.spans, span))
         item.source = item.opened = None
-        item.fetched.release()
-        item.kept.release()
+        item.fetch_lease.release()
+        item.opened_lease.release()
         return item.media
 
 

@@ -26,7 +26,7 @@ class Names:
 
     def __init__(self, max_lookups: int, resolve: Resolve | None = None) -> None:
         self._resolve = resolve or _system_resolve
-        self._places = Turns("lookups of host names", num_places=max_lookups, max_waiting=MAX_WAITING, keeps_free=True)
+        self._places = Turns("lookups of host names", num_slots=max_lookups, max_waiting=MAX_WAITING, keeps_free=True)
         self._lookups: set[asyncio.Future[list[str]]] = set()
 
     async def start(self, client: str, host: str, port: int) -> asyncio.Future[list[str]]:

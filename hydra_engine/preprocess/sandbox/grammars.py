@@ -49,7 +49,7 @@ class Grammars:
         self._usable = tokenizer_file is not None and bool(eos_token_ids)
         self._answer_seconds = answer_seconds
         self._wait_seconds = wait_seconds
-        self._pool = WorkerPool("preprocess-grammar", num_workers=1, max_waiting=MAX_WAITING, of="grammars")
+        self._pool = WorkerPool("preprocess-grammar", num_workers=1, max_waiting=MAX_WAITING, noun="grammars")
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._host = ChildHost(
             "check grammars",

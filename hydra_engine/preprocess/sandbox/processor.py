@@ -33,18 +33,24 @@ _COMMAND = launch.command("hydra_engine.preprocess.sandbox.processor_child")
 class ProcessedPicture(PixelPayload):
     """A payload, with the texts and counts that its placeholder's replacement needs."""
 
-    before: str = ""
-    behind: str = ""
+    prefix: str = ""
+    suffix: str = ""
     num_tokens: int = 0
     num_patches: int = 0
-    whole: bool = False
+    bidirectional: bool = False
 
     def plan(self) -> MediaPlan:
         """The plan: text, the span, text."""
         item = ItemPlan(
-            self.width, self.height, 1, self.num_patches, self.num_tokens, (1, 1, self.num_patches), whole=self.whole
+            self.width,
+            self.height,
+            1,
+            self.num_patches,
+            self.num_tokens,
+            (1, 1, self.num_patches),
+            bidirectional=self.bidirectional,
         )
-        parts = [part for part in (self.before, item, self.behind) if part != ""]
+        parts = [part for part in (self.prefix, item, self.suffix) if part != ""]
         return MediaPlan((View.whole(self.width, self.height),), tuple(parts))
 
 
@@ -54,7 +60,7 @@ class ImageProcessor:
     def __init__(
         self, spec: ProcessorSpec, command: Sequence[str] = _COMMAND, answer_seconds: float = ANSWER_SECONDS
     ) -> None:
-        self._whole = spec.whole
+        self._bidirectional = spec.bidirectional
         self._answer_seconds = answer_seconds
         self._host = ChildHost(
             "run the model's image processor",
@@ -85,11 +91,11 @@ class ImageProcessor:
             height=size[1],
             data=b"".join((ids.tobytes(), *answer.data)),
             arrays=(ArrayLayout(SPAN_TOKEN_IDS, ids.dtype.str, ids.shape), *answer.arrays),
-            before=answer.before,
-            behind=answer.behind,
+            prefix=answer.prefix,
+            suffix=answer.suffix,
             num_tokens=ids.size,
             num_patches=answer.num_patches,
-            whole=self._whole,
+            bidirectional=self._bidirectional,
         )
 
     def warm_up(self) -> None:

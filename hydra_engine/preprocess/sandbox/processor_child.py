@@ -28,12 +28,12 @@ class Picture(msgspec.Struct):
 
 
 class Processed(msgspec.Struct):
-    """A processed picture. `before`, `token_ids`, `behind` replace its placeholder. `data`: the bytes of each array."""
+    """A processed picture. `prefix`, `token_ids`, `suffix` replace its placeholder. `data`: the bytes of each array."""
 
     error: ErrorInfo | None = None
-    before: str = ""
+    prefix: str = ""
     token_ids: list[int] = []
-    behind: str = ""
+    suffix: str = ""
     num_patches: int = 0
     arrays: tuple[ArrayLayout, ...] = ()
     data: tuple[memoryview, ...] = ()
@@ -61,9 +61,9 @@ def start() -> Callable[[Picture, Memory], Processed]:
         arrays = expansion.arrays
         return Processed(
             None,
-            expansion.before,
+            expansion.prefix,
             expansion.token_ids,
-            expansion.behind,
+            expansion.suffix,
             expansion.num_patches(spec.patch_size),
             tuple(ArrayLayout(name, array.dtype.str, array.shape) for name, array in arrays.items()),
             tuple(array.data.cast("B") for array in arrays.values()),

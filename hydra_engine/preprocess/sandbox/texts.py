@@ -61,7 +61,7 @@ class OwnTexts:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._pool = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
+        self._pool = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, noun="prompts")
 
     async def encode(self, client: str, prompt: Prompt) -> list[int]:
         if prompt.num_chars < LONG_TEXT_CHARS:
@@ -147,7 +147,7 @@ class _Lane:
     """A child and its queue."""
 
     def __init__(self, length: str, setup: Setup, command: Sequence[str]) -> None:
-        self.pool = WorkerPool(f"text-{length}", num_workers=1, max_waiting=MAX_WAITING_TEXTS, of="prompts")
+        self.pool = WorkerPool(f"text-{length}", num_workers=1, max_waiting=MAX_WAITING_TEXTS, noun="prompts")
         self.host = ChildHost(
             "read prompts",
             command,

@@ -119,7 +119,7 @@ def test_smolvlm_pictures_of_the_published_size(size: tuple[int, int], tiles: in
     assert found.token_ids.count(5) == 81 * (tiles + 1)
     assert found.arrays["pixel_values"].shape == (1, tiles + 1, 3, 384, 384)
     assert found.num_patches(14) == (tiles + 1) * 3 * 384**2 // (3 * 14**2)
-    assert found.before == "<fake_token_around_image><row_1_col_1>" and found.behind == "<fake_token_around_image>"
+    assert found.prefix == "<fake_token_around_image><row_1_col_1>" and found.suffix == "<fake_token_around_image>"
     assert found.token_ids[0] == found.token_ids[-1] == 5
 
 
