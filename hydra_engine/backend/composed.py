@@ -24,7 +24,6 @@ from hydra_engine.backend.base import (
 def concat_linear(
     linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]
 ) -> Tensor:
-    """The outputs of all weights, concatenated along columns."""
     if len(weights) == 1:
         return linear(x, weights[0])
     return torch.cat([linear(x, part) for part in weights], dim=1)

@@ -44,7 +44,6 @@ class Kernel(NamedTuple):
 
 
 def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None) -> dict[str, Kernel]:
-    """Candidate kernels by name."""
 
     def by_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         if isinstance(segments, PackedPlan):

@@ -110,7 +110,6 @@ class Scope:
         self._demands.slots[self._prefix + name] = slot
 
     def full_name(self, name: str) -> str:
-        """Returns the full name of a tensor of this scope."""
         return self._prefix + name
 
     def skip(self, *prefixes: str) -> None:

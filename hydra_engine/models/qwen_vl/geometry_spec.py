@@ -44,7 +44,6 @@ class PatchGeometry:
 
     @property
     def patch_values(self) -> int:
-        """Number of values of a patch."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property

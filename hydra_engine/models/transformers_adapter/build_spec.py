@@ -48,7 +48,6 @@ def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelS
 
 
 def describe_in_process(model_dir: str, trust_remote_code: bool) -> ModelSpec:
-    """Runs `describe` in a separate process."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     package_parent = str(Path(__file__).parents[3])
     # API keys are no business of code that may come with a model.

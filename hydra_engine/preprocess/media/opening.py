@@ -94,7 +94,6 @@ class Opener:
         )
 
     def _picture(self, image: Image.Image, budget: PixelBudget, salt: str) -> Opened:
-        """Opens a picture in memory."""
         plan = self._vision.plan_image(*image.size, budget)
         pixels = partial(render, [image], plan.views, self._vision.preprocess.resample)
         num_bytes = 3 * image.width * image.height

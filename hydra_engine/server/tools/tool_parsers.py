@@ -120,7 +120,6 @@ class HermesParser:
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        """The marks that may come next."""
         if self._call is None:
             return (self._thinking[1],) if self._thinks else self._openings
         is_empty = isinstance(self._call, CallObject) and self._call.is_empty

@@ -122,8 +122,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """One instance's part of a device whose memory is filled (`own_part`). `weights_bytes` is None before the weights
-    are loaded; the spec's number is used then."""
+    """The part of one instance in a device whose memory is filled (`own_part`). `weights_bytes` is None before the
+    weights are loaded; the spec's number is used then."""
 
     own_bytes: int
     working: WorkingMemory = NOT_COUNTED
