@@ -13,6 +13,7 @@ from hydra_engine.core.plans import EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.scheduler.step import (
     LanguagePlanner,
@@ -121,7 +122,7 @@ class WholeStarter(PrefillStarter):
         self,
         state: RequestState,
         num_tokens: int,
-        step: StepBuilder | None,
+        step: OpenStep | None,
         next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
         cached = super().find_blocks(state, num_tokens, step, next_victim)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import RequestMessage, Status
@@ -18,11 +18,7 @@ from hydra_engine.core.outputs import DelayCause
 from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
-
-if TYPE_CHECKING:
-    from hydra_engine.scheduler.requests import RequestTable
-    from hydra_engine.scheduler.step import StepBuilder
-    from hydra_engine.scheduler.step_stats import StepTimes
+from hydra_engine.scheduler.step_stats import StepTimes
 
 Work = Sequence[tuple[RequestId, int]]  # (request, tokens or patches), amounts positive
 
@@ -57,6 +53,14 @@ class StepObserver:
         return (DelayCause("step", until_s - since_s),)
 
 
+class OpenStep(Protocol):
+    """A language step while it is filled, as far as a connector needs it."""
+
+    now: float
+
+    def preempt(self, victim: RequestState) -> bool: ...
+
+
 class Connector:
     """A no-op connector for an instance without peers: the hooks that the scheduler calls. `now` is the time of the
     scheduler's call.
@@ -68,8 +72,8 @@ class Connector:
 
     vision_first = False  # True: the vision lane is asked for a step before the language lane
 
-    def attach(self, requests: RequestTable, times: StepTimes, finish: Finish) -> None:
-        """Called once, before any other hook."""
+    def attach(self, requests: object, times: StepTimes, finish: Finish) -> None:
+        """Called once, before any other hook. `requests`: the scheduler's RequestTable."""
 
     def set_role(self, role: Role) -> None:
         """Called with the stages that are accepted from now on."""
@@ -85,7 +89,7 @@ class Connector:
         """End of the next chunk of a request, at most `num_tokens`, as far as the connector has a say."""
         return state.num_tokens
 
-    def before_language(self, builder: StepBuilder) -> None:
+    def before_language(self, step: OpenStep) -> None:
         """Called when a language step has its decodes and its budget, before any prefill is added."""
 
     def after_language(self, now: float) -> None:

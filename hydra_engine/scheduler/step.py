@@ -28,6 +28,7 @@ from hydra_engine.core.state import ImageProgress, Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
 from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.requests import RequestTable
 
 MAX_SEEN = 16  # requests of a queue that `pending_work` counts
@@ -97,7 +98,7 @@ class Admission:
         self,
         state: RequestState,
         num_tokens: int,
-        step: StepBuilder | None,
+        step: OpenStep | None,
         next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
         """The cached blocks of a request for whose `num_tokens` positions a slot and enough other blocks are free,

@@ -136,9 +136,7 @@ ASKS_FOR_DEVICES = ("frontend/routing/placement.py", "hydra_engine.backend")
 # Folders of the repository that are not shipped.
 OUTSIDE = {"tools", "bench", "tests", "examples"}
 # Files that import each other in a circle, still.
-CIRCLES: tuple[set[str], ...] = (
-    {f"hydra_engine.scheduler.{name}" for name in ("hooks", "images", "requests", "step")},
-)
+CIRCLES: tuple[set[str], ...] = ()
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_FILES = 20
 

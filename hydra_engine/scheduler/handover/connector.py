@@ -29,9 +29,8 @@ from hydra_engine.scheduler.handover.state import (
     handover_of,
     remote_kv_of,
 )
-from hydra_engine.scheduler.hooks import Connector, Finish
+from hydra_engine.scheduler.hooks import Connector, Finish, OpenStep
 from hydra_engine.scheduler.requests import RequestTable
-from hydra_engine.scheduler.step import StepBuilder
 from hydra_engine.scheduler.step_stats import StepTimes
 
 # Longest pause of borrowed decodes for encodes. A reader notices a longer one; a first token that waits for an image is
@@ -63,7 +62,8 @@ class PeerConnector(Connector):
         self._departed: list[RequestState] = []  # ended during planning, forgotten after it
         self._block_s = 0.0  # seconds to copy a KV block of this instance, as its readers report; 0.0: unknown
 
-    def attach(self, requests: RequestTable, times: StepTimes, finish: Finish) -> None:
+    def attach(self, requests: object, times: StepTimes, finish: Finish) -> None:
+        assert isinstance(requests, RequestTable)
         self._requests, self._times, self._finish = requests, times, finish
         self._events = RemoteEvents()
         self._parked = ParkedRequests(requests)
@@ -83,8 +83,8 @@ class PeerConnector(Connector):
     def on_requeue(self, state: RequestState) -> None:
         self._parked.requeue(state)
 
-    def before_language(self, builder: StepBuilder) -> None:
-        self._admission.admit(builder.now, builder)
+    def before_language(self, step: OpenStep) -> None:
+        self._admission.admit(step.now, step)
 
     def after_language(self, now: float) -> None:
         departed, self._departed = self._departed, []

@@ -17,8 +17,9 @@ from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.state import ParkedRequests, offers_all_kv, remote_kv_of
+from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.requests import RequestTable
-from hydra_engine.scheduler.step import Admission, StepBuilder
+from hydra_engine.scheduler.step import Admission
 
 
 class RemoteKvAdmission(Admission):
@@ -29,14 +30,14 @@ class RemoteKvAdmission(Admission):
         super().__init__(requests, config)
         self._kv_offered = parked.kv_offered
 
-    def admit(self, now: float, builder: StepBuilder | None = None) -> None:
-        """Admits requests while slots and blocks last. In a language step, with its `builder`, it preempts others if
+    def admit(self, now: float, step: OpenStep | None = None) -> None:
+        """Admits requests while slots and blocks last. In a language `step` it preempts others if
         needed; between two steps it preempts none."""
         if not self._kv_offered:
             return
         skipped: list[RequestState] = []
         for state in self._complete():
-            if not self._start(state, now, builder):
+            if not self._start(state, now, step):
                 skipped.append(state)
             if len(skipped) >= policy.MAX_SKIPPED or any(map(self.is_overdue, skipped)):
                 return
@@ -69,10 +70,10 @@ class RemoteKvAdmission(Admission):
         end = None if remote_kv is None else remote_kv.end
         return min(max(num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
 
-    def _start(self, state: RequestState, now: float, builder: StepBuilder | None) -> bool:
+    def _start(self, state: RequestState, now: float, step: OpenStep | None) -> bool:
         """Starts a request; False if there is no free slot or too few free blocks."""
         num_tokens = self._num_tokens(state)
-        found = self.find_blocks(state, num_tokens, builder, lambda: policy.youngest_stalled(self._requests.prefilling))
+        found = self.find_blocks(state, num_tokens, step, lambda: policy.youngest_stalled(self._requests.prefilling))
         if found is None:
             self._requests.timelines[state.request.id].cause = "kv blocks"
             return False
