@@ -47,7 +47,7 @@ def test_tokens_are_tritons(cuda: torch.device, tmp_path: Path, kv_heads: int, f
     pytest.importorskip("flashinfer", exc_type=ImportError)
     kernels: Any = pytest.importorskip("hydra_engine.backend.cuda.flashinfer_kernels")
     for kernel in (kernels.decode_kernel(4, kv_heads, 128), kernels.FA2):
-        if lacking := kernels.installed().lacks(kernel, torch.bfloat16, 128):
+        if lacking := kernels.installed().reason_missing(kernel, torch.bfloat16, 128):
             pytest.skip(f"FlashInfer's {lacking}")
     text = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
     make_tiny("llava", tmp_path, seed=7, text=text)
