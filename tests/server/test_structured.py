@@ -26,7 +26,7 @@ from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
 
-TEMPLATE = Path(__file__).parents[2] / "bench" / "clients" / "tools_template.jinja"
+TEMPLATE = Path(__file__).parents[1] / "campaigns" / "clients" / "tools_template.jinja"
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
