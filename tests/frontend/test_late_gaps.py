@@ -98,7 +98,9 @@ class LateDeployment(Deployment):
         super().on_messages(name, messages)
 
     def cancel_at(self, number: int, at_s: float) -> None:
-        self.agenda.schedule_at(self._open_s + at_s, lambda: self.dispatcher.cancel(RequestId(number), self.agenda.now()))
+        self.agenda.schedule_at(
+            self._open_s + at_s, lambda: self.dispatcher.cancel(RequestId(number), self.agenda.now())
+        )
 
 
 def late_of(deployment: LateDeployment, number: int) -> int:
