@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0] in _SERVERS:
         signal.signal(signal.SIGTERM, _end)
+    if given and given[0] == "serve" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # A KeyboardInterrupt while a dataclass is made would end the process by the signal, even if caught: CPython
+        # takes one that leaves `exec` of a string for unhandled.
+        signal.signal(signal.SIGINT, _end)
     if given and given[0] == "serve" and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _on_hangup)  # until the server handles it
     try:
@@ -34,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end(number: int, _frame: object) -> NoReturn:
     """Ends the process before there is anything to drain. A second signal ends it at once."""
     signal.signal(number, signal.SIG_DFL)
-    raise SystemExit(0)
+    raise SystemExit(0 if number == signal.SIGTERM else 130)
 
 
 def _run(given: list[str]) -> int:

@@ -111,7 +111,7 @@ def _of_tower(
     timing: Any, site: Any, by_triton: Any, tower: Tower, rows: int, segments: Segments, dtype: torch.dtype
 ) -> Iterator[Any]:
     q, k, v = timing.tower_rows(tower, rows, dtype, site.device)
-    attend = partial(by_triton.packed, q, k, v, segments, tower.head_dim**-0.5)
+    attend = partial(by_triton.attend_packed, q, k, v, segments, tower.head_dim**-0.5)
     yield timing.Candidate(TRITON, lambda: attend)
     yield from timing.packed_candidates(site, by_triton, tower, q, k, v, segments)
 
