@@ -22,7 +22,9 @@ from tests.campaigns.siege.running import Server
 
 MAX_LAG_MS = 100.0  # where the reference takes as long as this:
 REFERENCE_MS = 3.2
-MAX_OTHERS_CPU_S = 0.3  # between two tokens: less than half of a grammar that is as slow as allowed
+# Between two tokens, in all threads of the instance: up to 0.5 s beside twelve grammars, as slow as allowed, that other
+# processes compile; 1.3 to 3.5 s where the lane compiles them.
+MAX_OTHERS_CPU_S = 0.7
 MAX_BEGUN = 2
 MAX_GROWTH_MIB = 64.0
 MAX_LOG_BYTES = 64 << 10
