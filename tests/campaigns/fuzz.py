@@ -31,6 +31,7 @@ from hydra_engine.errors import CODES
 from tests.campaigns.hostile import CLOSED, Case, cases
 from tests.campaigns.hostile.pictures import data_url, noise
 from tests.campaigns.restless import Footprint, footprint
+from tests.faults.server import COMMAND
 
 ANSWER_S = 60.0  # a request without an answer for this long is lost
 WARM_UP = 300  # malformed requests before footprints are taken, at most
@@ -65,18 +66,7 @@ class Server:
 def serving(*arguments: str) -> Iterator[Server]:
     """`hydra-engine serve demo`, with its route for tests. It ends with the caller's block, however that ends. Raises
     RuntimeError if it does not end well."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.faults.server",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--threads",
-        "1",
-        *arguments,
-    ]
+    command = [*COMMAND, *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stderr is not None

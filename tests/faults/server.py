@@ -9,6 +9,9 @@ from typing import Any
 from hydra_engine.__main__ import main
 from hydra_engine.server import runner
 
+# Arguments of `serve` follow.
+COMMAND = (sys.executable, "-m", "tests.faults.server", "serve", "demo", "--port", "0", "--threads", "1")
+
 
 def with_ledger(build: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **options: build(*arguments, **(options | {"debug_endpoints": True}))

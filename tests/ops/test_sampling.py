@@ -172,7 +172,7 @@ def test_float64_logits_and_parameters_are_not_rounded(ops: Ops, vocabulary: int
 
 
 def adjustments_of(rng: np.random.Generator, num_rows: int, vocabulary: int) -> Adjustments:
-    """Of rows that ask for all, some or none of it."""
+    """Rows ask for all, some or none of it."""
     lengths = rng.choice([0, 0, 1, 5], num_rows)
     ends = np.cumsum(lengths).astype(np.int32)
     ids = rng.integers(0, vocabulary + 2, int(ends[-1]) if num_rows else 0).astype(np.int32)

@@ -68,7 +68,7 @@ def test_every_kind_of_model_is_measured(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_measuring_leaves_a_worker_as_it_was(tmp_path: Path) -> None:
-    """Nothing registered, nothing in flight, finite caches; and progress is reported under a name of its own."""
+    """Checks that nothing is registered or in flight, caches are finite and progress is reported under its own name."""
     config, wake = config_for("llava", tmp_path), threading.Event()
     told: list[tuple[str, int, int]] = []
     with torch.inference_mode():

@@ -53,7 +53,6 @@ def has_ended(pid: int) -> bool:
     return fields_of(pid)["State"][0] in "ZX"
 
 
-@pytest.mark.quick("15", "9")
 @pytest.mark.parametrize(
     ("sent", "code"),
     [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)],

@@ -25,6 +25,8 @@ import anthropic
 import openai
 import pytest
 
+from tests.faults.server import COMMAND
+
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "hydra_engine" / "demo"
 QUESTIONS = json.loads((DEMO / "questions.json").read_text(encoding="utf-8"))
@@ -37,18 +39,7 @@ class Served:
     """A server process and its `url`."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.faults.server",
-            "serve",
-            "demo",
-            "--port",
-            "0",
-            "--threads",
-            "1",
-            *arguments,
-        ]
+        command = [*COMMAND, *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stderr is not None
         self.log: list[str] = []

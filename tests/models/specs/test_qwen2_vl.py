@@ -24,6 +24,7 @@ from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits
 from hydra_engine.models.qwen_vl.spec import Qwen2VisionSpec
 from hydra_engine.models.specs.base import ModelSpec, VideoInfo
 from hydra_engine.models.specs.registry import load_spec
+from tests.models.specs.model_dirs import changed
 
 Json = dict[str, Any]
 
@@ -105,20 +106,6 @@ def load(tmp_path: Path) -> Load:
 def vision_of(spec: ModelSpec) -> Qwen2VisionSpec:
     assert isinstance(spec.vision, Qwen2VisionSpec)
     return spec.vision
-
-
-def changed(config: Json, path: str, value: Any) -> Json:
-    """A copy with the value at "a.b" replaced; `...` removes it."""
-    result = copy.deepcopy(config)
-    *sections, name = path.split(".")
-    place = result
-    for section in sections:
-        place = place[section]
-    if value is ...:
-        del place[name]
-    else:
-        place[name] = value
-    return result
 
 
 # ---- published models

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.llava.spec import LlavaVisionSpec
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import FAMILIES, load_spec
+from tests.models.specs.model_dirs import changed
 
 Json = dict[str, Any]
 
@@ -120,20 +120,6 @@ def published(tmp_path: Path) -> Directory:
     ):
         directory.write(name, content)
     return directory
-
-
-def changed(config: Json, path: str, value: Any) -> Json:
-    """A copy with the value at "a.b" replaced; `...` removes it."""
-    result = copy.deepcopy(config)
-    *sections, name = path.split(".")
-    place = result
-    for section in sections:
-        place = place[section]
-    if value is ...:
-        del place[name]
-    else:
-        place[name] = value
-    return result
 
 
 def test_a_published_checkpoint(published: Directory) -> None:
