@@ -25,7 +25,7 @@ from hydra_engine.core.roles import Role
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.telemetry.request_metrics import FinishedRequests
+from hydra_engine.telemetry.metrics import FinishedRequests
 from hydra_engine.telemetry.timeline import phases
 from hydra_planner.simulator.cluster import NOTICED_S
 from hydra_planner.simulator.costs import Costs, DeviceKind, Host

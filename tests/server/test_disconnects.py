@@ -25,7 +25,7 @@ from hydra_engine.engine import Engine
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.state import STATE, Lifecycle
-from hydra_engine.telemetry.request_metrics import FinishedRequests
+from hydra_engine.telemetry.metrics import FinishedRequests
 from tests import faults
 from tests.faults.points import MIGRATION_POINTS
 from tests.server.conftest import until

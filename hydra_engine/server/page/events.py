@@ -29,7 +29,7 @@ from hydra_engine.server.http.encoding import event
 from hydra_engine.server.http.errors import STREAM
 from hydra_engine.server.http.sse import EventStream
 from hydra_engine.server.state import ENGINE, MODEL_NAME, STATE, TENANT
-from hydra_engine.telemetry.request_metrics import Outcomes
+from hydra_engine.telemetry.metrics import Outcomes
 from hydra_engine.telemetry.trace import EndedRequest, LiveRequest
 
 PERIOD_S = 0.25
