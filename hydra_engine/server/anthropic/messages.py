@@ -35,6 +35,7 @@ from hydra_engine.server.protocol.anthropic import (
     tool_use_of,
     wish_of,
 )
+from hydra_engine.server.protocol.fields import pixel_budget
 from hydra_engine.server.protocol.message_events import (
     AnthropicMessage,
     AnyMessageEvent,
@@ -58,7 +59,6 @@ from hydra_engine.server.protocol.message_events import (
     message_usage,
     stop_of,
 )
-from hydra_engine.server.protocol.pixels import pixel_budget
 from hydra_engine.server.state import STATE, client_of, loaded_engine
 from hydra_engine.server.tools.reasoning import Thinking
 from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, parsed

@@ -31,7 +31,7 @@ from hydra_engine.server.http.errors import FAILURE, error_body
 from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol import responses as protocol
 from hydra_engine.server.protocol.chat import token_logprobs
-from hydra_engine.server.protocol.pixels import pixel_budget
+from hydra_engine.server.protocol.fields import pixel_budget
 from hydra_engine.server.protocol.response_events import AnyResponseEvent
 from hydra_engine.server.protocol.response_input import ReasoningText
 from hydra_engine.server.protocol.responses import (

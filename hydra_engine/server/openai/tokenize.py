@@ -10,7 +10,7 @@ from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import parse_in_turn, read_request
 from hydra_engine.server.protocol.chat import chat_messages, continues_last, plain_tools, template_options
-from hydra_engine.server.protocol.pixels import pixel_budget
+from hydra_engine.server.protocol.fields import pixel_budget
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from hydra_engine.server.state import client_of, loaded_engine
 

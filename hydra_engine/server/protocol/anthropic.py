@@ -25,9 +25,11 @@ from hydra_engine.server.protocol.fields import (
     GivenFunction,
     MediaUrl,
     Name,
+    ProcessorSettings,
     Schema,
     StopString,
     Text,
+    ThinkingConfig,
     TokenCount,
     ToolName,
     content_of,
@@ -37,8 +39,6 @@ from hydra_engine.server.protocol.fields import (
     schema_grammar,
     unsupported_tool,
 )
-from hydra_engine.server.protocol.pixels import ProcessorSettings
-from hydra_engine.server.protocol.reasoning import ThinkingConfig
 from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse
 

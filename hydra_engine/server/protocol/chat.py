@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions: its request, its answer and the chunks of its stream, in OpenAI's field order.
+"""POST /v1/chat/completions: its request with the parts of messages, its answer and the chunks of its stream, in
+OpenAI's field order.
 
 Does not know how a request is run or when an answer is sent.
 """
@@ -19,32 +20,89 @@ from hydra_engine.core.sampling import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.encoding import Slices
 from hydra_engine.server.http.strict_json import NO_NUL
-from hydra_engine.server.protocol.chat_parts import AnyPart, chat_part
 from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
 from hydra_engine.server.protocol.fields import (
     ArgumentsText,
     CalledName,
     CallId,
     Description,
+    Effort,
     GivenFunction,
+    MediaUrl,
+    ProcessorSettings,
     SamplingFields,
     Schema,
     Text,
+    ThinkingConfig,
     TokenCount,
     ToolName,
     content_of,
+    pixel_budget,
     plain_functions,
     sampling_of,
 )
-from hydra_engine.server.protocol.pixels import ProcessorSettings, pixel_budget
-from hydra_engine.server.protocol.reasoning import Effort, ThinkingConfig
 from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse
 
-Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
+# ---- the parts of a message's content
+
+ImageDetail = Literal["auto", "low", "high", "original"]
+
+
+class TextContent(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: Text
+
+
+class RefusalContent(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    """The refusal of an earlier answer, read as its text."""
+
+    refusal: Text
+
+
+class ImageUrl(msgspec.Struct, frozen=True):
+    url: MediaUrl
+    detail: ImageDetail | None = None
+
+
+class ImageContent(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl | MediaUrl
+
+
+class VideoUrl(msgspec.Struct, frozen=True):
+    url: MediaUrl
+
+
+class VideoContent(msgspec.Struct, frozen=True, tag_field="type", tag="video_url"):
+    """A video in the form of vLLM's server; OpenAI's API has none."""
+
+    video_url: VideoUrl | MediaUrl
+
+
+AnyPart = TextContent | RefusalContent | ImageContent | VideoContent
+
+
+def chat_part(part: AnyPart, where: str) -> call.TextPart | call.MediaPart:
+    if isinstance(part, TextContent):
+        return call.TextPart(part.text)
+    if isinstance(part, RefusalContent):
+        return call.TextPart(part.refusal)
+    if isinstance(part, VideoContent):
+        video, param = part.video_url, f"{where}.video_url"
+        return call.VideoPart(*((video.url, f"{param}.url") if isinstance(video, VideoUrl) else (video, param)))
+    picture, param = part.image_url, f"{where}.image_url"
+    if isinstance(picture, str):
+        return call.ImagePart(picture, param)
+    return call.ImagePart(picture.url, f"{param}.url", detail_of(picture.detail))
+
+
+def detail_of(detail: ImageDetail | None) -> call.Detail:
+    """The engine's `detail`; `original` becomes `high`, the default is `auto`."""
+    return "high" if detail == "original" else detail or "auto"
 
 
 # ---- the request
+
+Variables = Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):

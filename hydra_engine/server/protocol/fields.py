@@ -1,5 +1,6 @@
-"""Fields that the requests of all generating endpoints share: their types with bounds, sampling, structured output, and
-tools. Does not know the other fields of any endpoint, or whether a grammar can be used."""
+"""Fields that the requests of all generating endpoints share: their types with bounds, sampling, structured output,
+tools, reasoning, and limits of pictures. Does not know the other fields of any endpoint, or whether a model, its
+template or a grammar can do what they ask."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
 from hydra_engine.core.call import MAX_CALL_ID_CHARS
 from hydra_engine.core.call import MAX_NAME_CHARS as MAX_CALL_NAME_CHARS
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS, Grammar
-from hydra_engine.core.prompting import MAX_ARGUMENT_CHARS, MAX_TOOL_CHARS, TOOL_NAME, CheckedTools
+from hydra_engine.core.prompting import (
+    MAX_ARGUMENT_CHARS,
+    MAX_PIXELS,
+    MAX_TOOL_CHARS,
+    TOOL_NAME,
+    CheckedTools,
+    PixelBudget,
+)
 from hydra_engine.core.request import Slo
 from hydra_engine.core.sampling import (
     MAX_ALLOWED_TOKENS,
@@ -30,6 +38,7 @@ from hydra_engine.core.sampling import (
 )
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.strict_json import NO_NUL
+from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_schemas import check_parameters
 
 logger = logging.getLogger(__name__)
@@ -373,3 +382,71 @@ def unsupported_tool(param: str, kind: str) -> InvalidRequest:
         param=f"{param}.type",
         code="unsupported_parameter",
     )
+
+
+# ---- reasoning
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Budget = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+
+
+class ThinkingConfig(msgspec.Struct, frozen=True):
+    """Anthropic's `thinking`, and the chat field of DeepSeek, GLM and Kimi. The budget is not enforced; it is only a
+    target in those APIs too."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Budget | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        if self.budget_tokens is not None:
+            log_once("thinking.budget_tokens")
+        return self.type != "disabled"
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True):
+    """`reasoning` of Responses; reasoning is returned in full, never as a summary."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+    @property
+    def wish(self) -> Wish:
+        for name in ("summary", "generate_summary"):
+            if getattr(self, name) is not None:
+                log_once(f"reasoning.{name}")
+        return Wish(effort=self.effort, param="reasoning.effort")
+
+
+# ---- `mm_processor_kwargs`: limits for the number of pixels of each picture of a request
+
+ProcessorSettings = Annotated[dict[str, Any], Meta(max_length=16)]
+PixelCount = Annotated[int, Meta(ge=1, le=MAX_PIXELS)]
+
+
+class _PixelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    min_pixels: PixelCount | None = None
+    max_pixels: PixelCount | None = None
+
+
+def pixel_budget(settings: dict[str, Any] | None) -> PixelBudget:
+    """The pixel limits in `mm_processor_kwargs`, which may hold nothing else. Raises InvalidRequest."""
+    param = "mm_processor_kwargs"
+    names = _PixelSettings.__struct_fields__
+    if other := next((name for name in settings or {} if name not in names), None):
+        raise InvalidRequest(
+            f"{param} may have {' and '.join(names)} only; leave out {other[:64]!r}",
+            param=f"{param}.{other[:64]}",
+            code="unsupported_parameter",
+        )
+    try:
+        chosen = msgspec.convert(settings or {}, _PixelSettings)
+    except msgspec.ValidationError:
+        raise InvalidRequest(
+            f"{' and '.join(names)} of {param} must be integers from 1 to {MAX_PIXELS}", param=param
+        ) from None
+    if chosen.min_pixels is not None and chosen.max_pixels is not None and chosen.min_pixels > chosen.max_pixels:
+        raise InvalidRequest(f"{param}: min_pixels must not exceed max_pixels", param=f"{param}.min_pixels")
+    return PixelBudget(chosen.min_pixels, chosen.max_pixels)

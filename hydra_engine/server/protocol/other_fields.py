@@ -12,7 +12,7 @@ from functools import cache
 
 import msgspec
 
-from hydra_engine.server.protocol import anthropic, chat, chat_parts, fields, reasoning, response_input, responses
+from hydra_engine.server.protocol import anthropic, chat, fields, response_input, responses
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from hydra_engine.server.protocol.top_level import IGNORED, INSTEAD, REFUSED, Harmless
@@ -86,16 +86,16 @@ _OBJECTS: dict[type, OtherNames] = {
         {"tool_name": "use name", **dict.fromkeys(_MEDIA, _AS_PARTS)},
         _CACHE_MARKS | {"annotations", "id", "weight", "provider_specific_fields", "citations", "metadata", "parsed"},
     ),
-    chat_parts.TextContent: _TEXT,
-    chat_parts.RefusalContent: _TEXT,
-    chat_parts.ImageContent: OtherNames(
+    chat.TextContent: _TEXT,
+    chat.RefusalContent: _TEXT,
+    chat.ImageContent: OtherNames(
         {**_PICTURE.refused, "detail": ("auto",)},
         {**_PICTURE.instead, "detail": "use image_url.detail"},
         _PICTURE.ignored,
     ),
-    chat_parts.ImageUrl: _PICTURE,
-    chat_parts.VideoContent: _VIDEO,
-    chat_parts.VideoUrl: _VIDEO,
+    chat.ImageUrl: _PICTURE,
+    chat.VideoContent: _VIDEO,
+    chat.VideoUrl: _VIDEO,
     chat.Tool: OtherNames(
         {**_FUNCTION.refused, "parameters": ()},
         {**_FUNCTION.instead, "parameters": "use function.parameters"},
@@ -133,11 +133,11 @@ _OBJECTS: dict[type, OtherNames] = {
     responses.JsonSchemaFormat: OtherNames({"json_schema": ()}, {"json_schema": "use schema"}),
     responses.ResponseStreamOptions: OtherNames(ignored=frozenset({"include_usage", "continuous_usage_stats"})),
     # reasoning
-    reasoning.ReasoningConfig: OtherNames(
+    fields.ReasoningConfig: OtherNames(
         {"context": ("auto",), "mode": ("standard",), "max_tokens": (), "exclude": (False,), "enabled": ()},
         {"max_tokens": "use effort", "enabled": "use effort"},
     ),
-    reasoning.ThinkingConfig: OtherNames(
+    fields.ThinkingConfig: OtherNames(
         {"clear_thinking": (True,), "keep": ()},
         {"clear_thinking": "use chat_template_kwargs, if the template knows it"},
         frozenset({"block_binding"}),

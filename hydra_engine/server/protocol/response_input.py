@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from hydra_engine.core.call import MAX_PARTS, ChatMessage, ImagePart, PastCalls, TextPart
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.chat_parts import ImageDetail, detail_of
+from hydra_engine.server.protocol.chat import ImageDetail, detail_of
 from hydra_engine.server.protocol.fields import (
     MAX_TEXT_CHARS,
     ArgumentsText,

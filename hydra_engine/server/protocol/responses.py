@@ -23,6 +23,8 @@ from hydra_engine.server.protocol.fields import (
     Description,
     GenerationFields,
     GivenFunction,
+    ProcessorSettings,
+    ReasoningConfig,
     Schema,
     StopStrings,
     Text,
@@ -34,8 +36,6 @@ from hydra_engine.server.protocol.fields import (
     schema_grammar,
     unsupported_tool,
 )
-from hydra_engine.server.protocol.pixels import ProcessorSettings
-from hydra_engine.server.protocol.reasoning import ReasoningConfig
 from hydra_engine.server.protocol.response_input import InputItem, ReasoningText, ShortText, required, turns_of
 from hydra_engine.server.tools.reasoning import Wish
 from hydra_engine.server.tools.tool_calls import ToolUse

@@ -8,9 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from hydra_engine.server.protocol.chat import Messages, Tools, Variables
-from hydra_engine.server.protocol.fields import Name, TokenId
+from hydra_engine.server.protocol.fields import Name, ProcessorSettings, TokenId
 from hydra_engine.server.protocol.fields import Text as PromptText
-from hydra_engine.server.protocol.pixels import ProcessorSettings
 
 MAX_DETOKENIZED = 1 << 18  # ids; about 40 ms, in which no other thread runs
 
