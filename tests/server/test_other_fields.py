@@ -12,8 +12,7 @@ import pytest
 
 from hydra_engine.core.call import ImagePart
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.http.body import parse_request
-from hydra_engine.server.http.unknown_names import check_unknown_names, strict, unknown_names
+from hydra_engine.server.http.body import check_unknown_names, parse_request, strict, unknown_names
 from hydra_engine.server.protocol import fields as protocol_fields
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
@@ -366,7 +365,7 @@ def test_without_unknown_names_nothing_is_taken_apart(monkeypatch: pytest.Monkey
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("hydra_engine.server.http.unknown_names.unknown_names", never)
+    monkeypatch.setattr("hydra_engine.server.http.body.unknown_names", never)
     image = {"type": "image_url", "image_url": {"url": PICTURE}}
     known = {"messages": one_part(image), "tools": [function()], "tool_choice": "none", "stop": ["a"], "n": 2}
     check_unknown_names(json.dumps(known).encode(), ChatCompletionRequest)

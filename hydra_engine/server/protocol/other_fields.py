@@ -1,7 +1,7 @@
 """Tables of fields of other APIs that no struct here has, per body and object: refused ones, with what to use instead,
 and ignored ones, which cannot change the answer.
 
-Does not know how unknown names are found (`http/unknown_names.py`).
+Does not know how unknown names are found (`http/body.py`).
 """
 
 from __future__ import annotations
