@@ -30,7 +30,7 @@ from hydra_engine.engine import Engine
 from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.server.generate import Identity
-from hydra_engine.server.http.encoding import DONE
+from hydra_engine.server.http.answers import DONE
 from hydra_engine.server.http.loop_lag import LoopLag
 from hydra_engine.server.openai.chat import ChatAnswer
 from hydra_engine.server.protocol.chat import ChatCompletionRequest

@@ -31,7 +31,7 @@ from hydra_engine.core.schemas.subschemas import MAX_ID_CHARS
 from hydra_engine.errors import ConfigError, RateLimited, Unavailable
 from hydra_engine.server import state
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import accepting, listening, reading, sse
+from hydra_engine.server.http import accepting, answers, listening, reading
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.http.strict_json import MAX_DEPTH, MAX_VALUES
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
@@ -370,7 +370,7 @@ async def test_a_connection_that_is_used_stays(served: Served, monkeypatch: pyte
 async def test_whoever_does_not_read_a_whole_answer_is_cut_off(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sse, "STALL_S", 0.3)
+    monkeypatch.setattr(answers, "STALL_S", 0.3)
     monkeypatch.setattr(listening, "_SLOWEST_READER", 1 << 30)
     served.engine.answer = "x" * 20_000_000
     with socket.socket() as client:
@@ -392,7 +392,7 @@ async def test_whoever_does_not_read_a_whole_answer_is_cut_off(
 
 @pytest.mark.slow
 async def test_slow_answers_to_patient_readers_arrive(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "STALL_S", 0.2)
+    monkeypatch.setattr(answers, "STALL_S", 0.2)
     served.engine.prefill_s = 0.6
     for stream in (False, True):
         async with served.chat(stream=stream) as response:
@@ -437,8 +437,8 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("connections, idle", (accepting.MAX_CONNECTIONS, int(listening._IDLE_S))),
         ("connections beyond", (accepting.SPARE_PLACES,)),
         ("open files", (accepting.KEPT_DESCRIPTORS,)),
-        ("a stream", (int(sse.STALL_S),)),
-        ("a whole", (int(sse.STALL_S), listening._SLOWEST_READER >> 10)),
+        ("a stream", (int(answers.STALL_S),)),
+        ("a whole", (int(answers.STALL_S), listening._SLOWEST_READER >> 10)),
     ],
 )
 def test_the_table_of_fixed_limits_is_the_code(row: str, numbers: tuple[int, ...]) -> None:

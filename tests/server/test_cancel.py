@@ -129,7 +129,7 @@ async def test_a_slow_body_is_given_up(serve: Serve, caplog: pytest.LogCaptureFi
 async def test_a_slow_reader_is_cut_off(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hydra_engine.server.http.sse.STALL_S", 0.3)
+    monkeypatch.setattr("hydra_engine.server.http.answers.STALL_S", 0.3)
     served.engine.answer = ("x" * 20_000 + " ") * 2_000
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

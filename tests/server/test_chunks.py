@@ -14,7 +14,7 @@ from hydra_engine.core import outputs
 from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.outputs import Piece
 from hydra_engine.server.generate import Identity
-from hydra_engine.server.http.encoding import TextEvents, event
+from hydra_engine.server.http.answers import TextEvents, event
 from hydra_engine.server.openai.chat import ChatAnswer
 from hydra_engine.server.openai.completions import CompletionAnswer
 from hydra_engine.server.protocol.chat import ChatChunk, ChatChunkChoice, ChatCompletionRequest, ChatDelta

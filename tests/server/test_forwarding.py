@@ -16,7 +16,7 @@ from hydra_engine.errors import RequestFailed
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.server import generate
 from hydra_engine.server.http.access import ACCESS, Access
-from hydra_engine.server.http.sse import EventStream
+from hydra_engine.server.http.answers import EventStream
 from tests.server.conftest import Serve, Served, until
 from tests.server.stub import StubEngine
 from tests.server.test_cancel import connect, request_bytes
@@ -119,7 +119,7 @@ async def test_an_error_behind_forwarded_pieces_ends_the_stream(served: Served, 
 async def test_a_slow_reader_of_a_forwarded_stream_is_cut_off(
     served: Served, handles: list[Handle], forwarded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hydra_engine.server.http.sse.STALL_S", 0.3)
+    monkeypatch.setattr("hydra_engine.server.http.answers.STALL_S", 0.3)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", served.port))

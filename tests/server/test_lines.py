@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.errors import RequestFailed
-from hydra_engine.server.http.encoding import ENTRIES
+from hydra_engine.server.http.answers import ENTRIES
 from tests.server.conftest import Served
 
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"

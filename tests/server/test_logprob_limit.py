@@ -25,8 +25,8 @@ from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest, activate
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.preprocess.preprocessor import Prepared
-from hydra_engine.server.http import sse
-from hydra_engine.server.http.encoding import ENTRIES, Slices
+from hydra_engine.server.http import answers
+from hydra_engine.server.http.answers import ENTRIES, Slices
 from hydra_engine.server.protocol import chat as chat_protocol
 from tests.frontend.rig import make_request, tokenizer
 from tests.server.conftest import Serve, Served, chat_body, until
@@ -247,7 +247,7 @@ async def test_completions_with_a_long_prompt_in_slices(served: Served, stream: 
 async def test_whoever_does_not_read_slices_is_cut_off(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sse, "STALL_S", 0.2)
+    monkeypatch.setattr(answers, "STALL_S", 0.2)
     served.engine.pieces = ["x" * 20_000] * 2000
     body = json.dumps(chat_body("a", logprobs=True)).encode()
     _, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)

@@ -32,8 +32,7 @@ from hydra_engine.errors import (
 )
 from hydra_engine.server.http.accepting import PLACES
 from hydra_engine.server.http.access import ACCESS, PROBES, has_anthropic_style, route_of
-from hydra_engine.server.http.encoding import event
-from hydra_engine.server.http.sse import EventStream
+from hydra_engine.server.http.answers import EventStream, event
 from hydra_engine.server.state import REQUEST_ID, STATE
 
 logger = logging.getLogger(__name__)

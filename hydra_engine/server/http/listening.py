@@ -17,11 +17,11 @@ from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.web_protocol import RequestHandler
 
 from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
-from hydra_engine.server.http import sse
+from hydra_engine.server.http import answers
 from hydra_engine.server.http.accepting import PLACES, Acceptor, Places, bind
+from hydra_engine.server.http.answers import COMMENT
 from hydra_engine.server.http.errors import STREAM, error_response, from_http
 from hydra_engine.server.http.reading import PIECE_BYTES, ReadingTurns
-from hydra_engine.server.http.sse import COMMENT
 
 logger = logging.getLogger(__name__)
 
@@ -215,12 +215,12 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Sends a whole answer; a stream has been sent by now (`sse.py` cuts slow readers off)."""
+        """Sends a whole answer; a stream has been sent by now (`answers.py` cuts slow readers off)."""
         if isinstance(resp, web.HTTPException):  # aiohttp's own, for an Expect header
             resp = error_response(from_http(resp), request=request)
         if (self._close or self._places.is_spare(self)) and not resp.prepared:
             resp.force_close()
-        limit_s = sse.STALL_S + (resp.content_length or 0) / _SLOWEST_READER
+        limit_s = answers.STALL_S + (resp.content_length or 0) / _SLOWEST_READER
         try:
             async with asyncio.timeout(limit_s):
                 finished = await super().finish_response(request, resp, start_time)

@@ -18,7 +18,7 @@ from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.prompting import MAX_TOOLS, MAX_VARIABLES, PixelBudget, TemplateOptions
 from hydra_engine.core.sampling import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.http.encoding import Slices
+from hydra_engine.server.http.answers import Slices
 from hydra_engine.server.http.strict_json import NO_NUL
 from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
 from hydra_engine.server.protocol.fields import (

@@ -12,7 +12,7 @@ from hydra_engine import __version__
 from hydra_engine.core import outputs
 from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.outputs import Result
-from hydra_engine.server.http.encoding import Slices
+from hydra_engine.server.http.answers import Slices
 from hydra_engine.telemetry import timeline
 
 FINGERPRINT = f"hydra-{__version__}"

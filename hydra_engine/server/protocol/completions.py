@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType
 from hydra_engine.core.logprobs import TextLogprob, without_candidates
 from hydra_engine.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS_LIMIT, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.http.encoding import Slices
+from hydra_engine.server.http.answers import Slices
 from hydra_engine.server.protocol.common import CompletionHead, Metrics, PromptLogprobs, Usage, finite
 from hydra_engine.server.protocol.fields import MAX_PROMPT_TOKENS, SamplingFields, Text, TokenId, TokenIds, sampling_of
 
