@@ -31,7 +31,7 @@ from hydra_engine.core.schemas.subschemas import MAX_ID_CHARS
 from hydra_engine.errors import ConfigError, RateLimited, Unavailable
 from hydra_engine.server import state
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import accepting, answers, listening, reading
+from hydra_engine.server.http import accepting, answers, listening
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.http.strict_json import MAX_DEPTH, MAX_VALUES
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
@@ -433,7 +433,7 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("headers |", (listening._MAX_HEADER_BYTES >> 10,)),
         ("waiting for headers", (int(listening._HEADERS_S),)),
         ("sizes, extensions", (listening._MAX_FRAMING_BYTES >> 10,)),
-        ("what connections have sent", (reading._LINES_A_TURN, reading.PIECE_BYTES >> 10)),
+        ("what connections have sent", (listening._LINES_A_TURN, listening.PIECE_BYTES >> 10)),
         ("connections, idle", (accepting.MAX_CONNECTIONS, int(listening._IDLE_S))),
         ("connections beyond", (accepting.SPARE_PLACES,)),
         ("open files", (accepting.KEPT_DESCRIPTORS,)),

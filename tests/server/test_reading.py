@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.server.http import listening, reading
-from hydra_engine.server.http.reading import PIECE_BYTES, ReadingTurns
+from hydra_engine.server.http import listening
+from hydra_engine.server.http.listening import PIECE_BYTES, ReadingTurns
 from tests.server.conftest import Served, chat_body
 
 HEAD = (
@@ -50,7 +50,7 @@ class Pieces:
 
 
 async def test_connections_are_parsed_in_turn_and_so_much_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LINES_A_TURN", 90)
+    monkeypatch.setattr(listening, "_LINES_A_TURN", 90)
     turns, parsed = ReadingTurns(), []  # type: ReadingTurns, list[str]
     assert turns.may_parse()
     turns.enqueue(Pieces(turns, "a", 40, 20, parsed))
@@ -94,7 +94,7 @@ async def test_a_storm_of_chunks_takes_its_turns(served: Served, monkeypatch: py
     ticker.cancel()
     assert [status for status, _ in answers] == [200] * 8
     most = max(counted.count(one) for one in set(counted))
-    assert most <= 2 + reading._LINES_A_TURN * 3 // PIECE_BYTES + 1, most
+    assert most <= 2 + listening._LINES_A_TURN * 3 // PIECE_BYTES + 1, most
     assert len(counted) >= 8 * len(raw) // PIECE_BYTES
 
 
