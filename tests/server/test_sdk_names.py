@@ -16,7 +16,7 @@ from msgspec import inspect
 from openai.types import completion_create_params, responses
 from openai.types.chat import completion_create_params as chat_create_params
 
-from hydra_engine.server.http.allowed_values import plain_types
+from hydra_engine.server.http.strict_json import plain_types
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, InputTool, MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest

@@ -23,8 +23,7 @@ from hydra_engine.core.fairness.byte_budget import Lease
 from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
 from hydra_engine.server.http.access import ACCESS
-from hydra_engine.server.http.allowed_values import plain_types
-from hydra_engine.server.http.strict_json import decoder_of, parse
+from hydra_engine.server.http.strict_json import decoder_of, parse, plain_types
 from hydra_engine.server.protocol.fields import log_once
 from hydra_engine.server.protocol.other_fields import other_names_of
 from hydra_engine.server.protocol.top_level import EMPTY, Harmless
