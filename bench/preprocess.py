@@ -30,7 +30,7 @@ from bench.common import Times, card, emit, interleaved
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
-from hydra_engine.models.specs.geometry import shortest_edge_size
+from hydra_engine.models.specs.vision import shortest_edge_size
 from hydra_engine.preprocess.media import pixels
 from hydra_engine.preprocess.media.images import inspected
 from hydra_engine.preprocess.media.payloads import content_of_file, payloads_of

@@ -54,7 +54,7 @@ class VisionInput:
     `arrays[i]` instead: their processor's tensors by name.
 
     A tower calls `checkpoint`, which may wait, between its layers. With `piece_rows` it also calls it inside layers and
-    computes at most that many rows of a layer at a time; see `vision_slices.py`."""
+    computes at most that many rows of a layer at a time; see `layers/vision.py`."""
 
     pixels: tuple[Tensor, ...]
     sources: tuple[tuple[int, int], ...]  # (width, height) of the picture that the user gave

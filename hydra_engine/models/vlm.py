@@ -14,7 +14,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Ops, PagedCache
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.layers.decoder import Decoder
-from hydra_engine.models.layers.vision_packing import Packing, TowerInput, tower_input
+from hydra_engine.models.layers.vision import Packing, TowerInput, tower_input
 from hydra_engine.models.loading.parameters import Demands, Renames, Scope
 
 

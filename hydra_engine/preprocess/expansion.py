@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hydra_engine.core.request import ImageItem, RopeSpan
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec
-from hydra_engine.models.specs.positions import place_spans
+from hydra_engine.models.specs.rope import place_spans
 from hydra_engine.preprocess.media.media import Media, Planned
 from hydra_engine.preprocess.sandbox.texts import Texts
 

@@ -16,7 +16,7 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.roles import Role
 from hydra_engine.models.build import build_model
-from hydra_engine.models.layers.vision_packing import Grid, sizes_of
+from hydra_engine.models.layers.vision import Grid, sizes_of
 from hydra_engine.models.qwen_vl.model import cut_windows, patch_places
 from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory

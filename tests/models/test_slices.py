@@ -19,7 +19,7 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.roles import Role
-from hydra_engine.models.layers.vision_slices import Slices, attention_pieces
+from hydra_engine.models.layers.vision import Slices, attention_pieces
 from hydra_engine.models.transformers_adapter.surgery import call_before_listed
 from hydra_engine.worker.vision.gate import LaneGate
 from tests.examples import examples

@@ -33,8 +33,9 @@ from hydra_engine.models.specs.base import (
     VideoInfo,
     VideoPlan,
     View,
+    no_videos,
 )
-from hydra_engine.models.specs.geometry import no_videos, shortest_edge_size
+from hydra_engine.models.specs.vision import shortest_edge_size
 from hydra_engine.preprocess.preprocessor import Prepared, Preprocessor
 from hydra_engine.preprocess.sandbox import fetch_child, fetch_process
 from hydra_engine.preprocess.sandbox.fetch_child import Ready

@@ -134,8 +134,8 @@ def test_tiled_families_show_one_view_at_low_detail(directory: Any) -> None:
     """Published sizes: tiles of 448 or 336 pixels."""
     from hydra_engine.models.internvl.spec import arrangements_of
     from hydra_engine.models.llava_next.spec import PINPOINTS
-    from hydra_engine.models.minicpmv.slicing_spec import Slicing
-    from hydra_engine.models.specs.geometry import within_budget
+    from hydra_engine.models.minicpmv.spec import Slicing
+    from hydra_engine.models.specs.vision import within_budget
 
     low = AS_CONFIGURED.for_detail("low")
     assert within_budget(arrangements_of(1, 12), low, 448 * 448) == [(1, 1)]

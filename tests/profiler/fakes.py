@@ -16,8 +16,7 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import LanguageLoad, LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View
-from hydra_engine.models.specs.geometry import no_videos
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View, no_videos
 from hydra_engine.profiler.grid import Sizes
 from tests.virtual_clock import VirtualClock
 

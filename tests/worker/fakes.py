@@ -54,8 +54,8 @@ from hydra_engine.models.specs.base import (
     VideoInfo,
     VideoPlan,
     View,
+    no_videos,
 )
-from hydra_engine.models.specs.geometry import no_videos
 from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.vision.gate import LaneGate

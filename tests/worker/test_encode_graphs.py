@@ -26,12 +26,11 @@ from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.vision import PixelRows
-from hydra_engine.models.layers.vision_packing import cumulative_lengths, pad_with_grids, spans_in
+from hydra_engine.models.layers.vision import PixelRows, cumulative_lengths, pad_with_grids, spans_in
 from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.base import ItemPlan, VisionSpec
-from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.models.specs.rope import place_spans
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.worker.memory.working import image_budget, largest_encode
 from hydra_engine.worker.vision.graphs import CAPTURED_PATCHES, EncodeGraphs, captured_sizes

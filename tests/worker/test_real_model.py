@@ -21,8 +21,8 @@ from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.models.build import load_model
 from hydra_engine.models.layers.vision import VisionLayer
-from hydra_engine.models.specs.positions import place_spans
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.models.specs.rope import place_spans
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import plan_memory
 from hydra_engine.worker.ports import Gate

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hydra_engine.models.internvl.spec import InternVlVisionSpec
 from hydra_engine.models.layers.basic import LayerNorm, Mlp
-from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchNames, SquareVision, TowerNames
-from hydra_engine.models.layers.vision_packing import TowerInput
+from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchNames, SquareVision, TowerInput, TowerNames
 from hydra_engine.models.llava.model import LLAVA_RENAMES
 from hydra_engine.models.loading.parameters import Scope
 

@@ -16,16 +16,17 @@ from hydra_engine.models.specs.assemble import ModelFiles, model_spec, with_mode
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation, build_language
 from hydra_engine.models.specs.fields import ELSEWHERE, Fields, read_json_if_present
-from hydra_engine.models.specs.geometry import check_picture, within_budget
 from hydra_engine.models.specs.vision import (
     SquareTowerSpec,
     SquareVisionSpec,
     TowerSpec,
     check_patches,
+    check_picture,
     normalisation,
     processor_settings,
     tower_config,
     tower_shape,
+    within_budget,
 )
 
 MAX_TILES = 1024

@@ -1,31 +1,317 @@
-"""Parts of vision towers: pixel normalisation, patch embedding, pre-norm layers, patch mergers, and whole towers for
-pictures of one size. Pixels arrive on the device as one byte per colour.
+"""Vision towers: the packing of a batch's pictures, the pieces in which an encode runs, and the layers, up to whole
+towers for pictures of one size. Pixels arrive on the device as one byte per colour.
 
-Weight names are parameters, because the towers differ in little else. Does not know how a user's picture became
-pictures of this size.
+Packing: integers are computed on the host, sized for the batch or for a given capacity, so that a tower's launches can
+be captured once and replayed for other pictures. A batch is filled up to the capacity with padding pictures at its end:
+they attend only to themselves, and their features are not read.
+
+Pieces: a vision step can wait between them, at layers and inside large ones. Waiting never changes a result.
+Computation inside a layer is cut by rows (or heads), so with deterministic ops the cuts change no result either. The
+cost of a piece: without `piece_rows` a layer of the whole batch. With `piece_rows` that many rows of a layer's
+products, or attention of some segments or heads with about as many (query, key) pairs as those products have
+multiplications; one head of one picture is not cut.
+
+Layers: weight names are parameters, because the towers differ in little else.
+
+Does not know caches, what a wait is for, or how a user's picture became pictures of a tower's size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Rotary, Segments
+from hydra_engine.backend.base import PackedPlan, Rotary, Segments
+from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.attention import PackedAttention
 from hydra_engine.models.layers.basic import GatedMlp, LayerNorm, Linear, Mlp, RmsNorm, Weight
-from hydra_engine.models.layers.vision_packing import Packing, TowerInput
-from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import PreprocessSpec
 from hydra_engine.models.specs.vision import SquareTowerSpec, SquareVisionSpec, TowerSpec
+
+T = TypeVar("T")
+Mix = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+
+
+class AttentionPiece(NamedTuple):
+    """Segments [first, last) and heads [head, head_end) of a packed batch."""
+
+    first: int
+    last: int
+    head: int
+    head_end: int
+
+
+class Slices:
+    """Runs computations in pieces, with `checkpoint` called between them. `piece_rows`: most rows of a layer in one
+    piece; 0: layers are not cut."""
+
+    def __init__(self, checkpoint: Callable[[], None], piece_rows: int = 0) -> None:
+        self.checkpoint = checkpoint
+        self._piece_rows = piece_rows
+
+    def with_checkpoints(self, parts: Iterable[T]) -> Iterator[T]:
+        """Yields the parts of a tower, with a checkpoint before each and one after the last: n parts make n + 1 pieces,
+        the work before the first and after the last included."""
+        for part in parts:
+            self.checkpoint()
+            yield part
+        self.checkpoint()
+
+    def rows(self, compute: Callable[..., Tensor], *tensors: Tensor, group: int = 1) -> Tensor:
+        """Computes compute(*tensors) in pieces of nearly equal size. Rows of the result depend only on the same rows of
+        the tensors, or on the same `group` adjacent rows."""
+        results = self._pieces(compute, tensors, group)
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def row_pairs(self, compute: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Does what `rows` does, for a function with two results."""
+        results = self._pieces(compute, tensors, group=1)
+        if len(results) == 1:
+            return results[0]
+        first, second = zip(*results, strict=True)
+        return torch.cat(first), torch.cat(second)
+
+    def _pieces(self, compute: Callable[..., T], tensors: Sequence[Tensor], group: int) -> list[T]:
+        count = tensors[0].shape[0]
+        num_pieces = -(-count // self._piece_rows) if self._piece_rows else 1
+        num_pieces = min(num_pieces, count // group)
+        if num_pieces <= 1:
+            return [compute(*tensors)]
+        ends = [count // group * i // num_pieces * group for i in range(num_pieces + 1)]
+        results = []
+        for begin, end in pairwise(ends):
+            if begin:
+                self.checkpoint()
+            results.append(compute(*(tensor[begin:end] for tensor in tensors)))
+        return results
+
+    def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
+        """Computes mix(q, k, v, cu_seqlens), [P, H, D], in pieces of segments and heads, which do not interact
+        (`Ops.attention_packed`). Planned segments (`PackedPlan`) are never cut."""
+        num_rows, num_heads, head_dim = q.shape
+        # As much work as products with the 9 C * C weights after attention:
+        # R * 9 C * C = pairs * heads * 2 D, with C = H * D.
+        most = self._piece_rows * 9 * num_heads * num_heads * head_dim // 2
+        if not most or num_rows <= self._piece_rows or isinstance(cu_seqlens, PackedPlan):
+            return mix(q, k, v, cu_seqlens)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for piece in attention_pieces(cu_seqlens, num_heads, most):
+            self.checkpoint()
+            rows = slice(cu_seqlens[piece.first], cu_seqlens[piece.last])
+            heads = slice(piece.head, piece.head_end)
+            bounds = [end - rows.start for end in cu_seqlens[piece.first : piece.last + 1]]
+            out[rows, heads] = mix(q[rows, heads], k[rows, heads], v[rows, heads], bounds)
+        self.checkpoint()
+        return out
+
+
+def attention_pieces(cu_seqlens: Sequence[int], num_heads: int, most: int) -> Iterator[AttentionPiece]:
+    """Yields pieces with at most `most` (query, key) pairs over all their heads, or a single head if one has more. The
+    heads of a run of segments are divided as equally as possible."""
+    runs: list[tuple[int, int, int]] = []  # segments [first, last) and the pairs of one head
+    for segment, (begin, end) in enumerate(pairwise(cu_seqlens)):
+        first, pairs = segment, (end - begin) ** 2
+        if runs and (runs[-1][2] + pairs) * num_heads <= most:
+            first, _, earlier = runs.pop()
+            pairs += earlier
+        runs.append((first, segment + 1, pairs))
+    for first, last, pairs in runs:
+        num_pieces = -(-num_heads // max(most // max(pairs, 1), 1))
+        for head, head_end in pairwise(num_heads * i // num_pieces for i in range(num_pieces + 1)):
+            yield AttentionPiece(first, last, head, head_end)
+
+
+Grid = tuple[int, int, int]  # (time, rows, columns) in patches; time is 1 for every item
+
+_MAX_SPANS = 64  # of pictures in a padded batch, padding not counted
+_FILLERS = 2  # pictures of padding at most
+
+
+class Packing(NamedTuple):
+    """The layout of a batch, exact or padded to a capacity. All batches of one capacity have arrays of the same
+    lengths."""
+
+    num_patches: int
+    num_features: int  # rows of the tower's output, padding last
+    indices: tuple[Int64s, ...]  # in the tower's own order
+    bounds: tuple[Int64s, ...]  # cu_seqlens of each kind of attention; padded with empty segments up to the capacity
+    longest: tuple[int, ...]  # upper bound of a segment's length, by kind
+    end: int = 0  # more than the largest row or column of a patch in its picture
+
+
+@dataclass(frozen=True, slots=True)
+class TowerInput:
+    """The inputs of a tower. Everything that depends on the pictures is in the tensors."""
+
+    patches: Tensor  # [P, values] uint8
+    indices: tuple[Tensor, ...]  # int64, as `Packing.indices`
+    segments: tuple[Segments, ...]
+    end: int
+    slices: Slices
+
+
+def tower_input(
+    packing: Packing, batch: VisionInput, cut: Callable[[Sequence[Tensor], Tensor], None], num_values: int
+) -> TowerInput:
+    """Builds the input of a batch that is computed eagerly: segments stay on the host. `cut` and `num_values` are the
+    tower's."""
+    if batch.send is not None:
+        indices = batch.send(packing.indices)
+    else:
+        indices = tuple(torch.from_numpy(index).to(batch.slots.device) for index in packing.indices)
+    patches = torch.empty((packing.num_patches, num_values), dtype=torch.uint8, device=batch.slots.device)
+    cut(batch.pixels, patches)
+    return TowerInput(
+        patches,
+        indices,
+        tuple(bounds.tolist() for bounds in packing.bounds),
+        packing.end,
+        Slices(batch.checkpoint, batch.piece_rows),
+    )
+
+
+def spans_in(capacity: int, granule: int) -> int:
+    """Number of segments, padding included, of `capacity` patches in pictures of at least `granule` patches."""
+    return min(capacity // granule, _MAX_SPANS) + _FILLERS
+
+
+def pad_with_grids(grids: Sequence[Grid], capacity: int, merge: int) -> list[Grid] | None:
+    """Appends at most two padding grids, about square, so that all have `capacity` patches together. `capacity` is a
+    multiple of merge * merge, as is every grid's number of patches. None if the grids do not fit."""
+    left = capacity - sum(rows * columns for _, rows, columns in grids)
+    if left < 0 or len(grids) > min(capacity // merge**2, _MAX_SPANS):
+        return None
+    height = 4 * merge
+    wide = left // (height * merge) * merge
+    rest = left - height * wide
+    fillers: list[Grid] = [(1, height, wide), (1, merge, rest // merge)]
+    return [*grids, *(filler for filler in fillers if filler[2])]
+
+
+def cumulative_lengths(lengths: Sequence[int] | Int64s, capacity: int = 0) -> Int64s | None:
+    """Returns cu_seqlens of segments of these lengths, padded with empty segments to `capacity` of them (0: no
+    padding). None if there are more."""
+    count = len(lengths)
+    if capacity and count > capacity:
+        return None
+    bounds = np.zeros(max(count, capacity) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1 : count + 1])
+    bounds[count + 1 :] = bounds[count]
+    return bounds
+
+
+def pack_pictures(grids: Sequence[Grid], capacity: int, merge: int) -> tuple[list[Grid], Packing] | None:
+    """Packs pictures of any size, one segment each, padded to `capacity` patches (0: no padding); `indices` are left
+    empty. Sides are multiples of `merge` patches, and merge * merge patches make a feature. None if the pictures do
+    not fit."""
+    fitted = pad_with_grids(grids, capacity, merge) if capacity else list(grids)
+    if fitted is None:
+        return None
+    sizes = sizes_of(fitted)
+    bounds = cumulative_lengths(sizes, spans_in(capacity, merge**2) if capacity else 0)
+    if bounds is None:
+        return None
+    num_patches = sum(sizes)
+    longest = num_patches if capacity else max(sizes)
+    end = longest_side(capacity, merge) if capacity else max(max(grid) for grid in fitted)
+    return fitted, Packing(num_patches, num_patches // merge**2, (), (bounds,), (longest,), end)
+
+
+def sizes_of(grids: Sequence[Grid]) -> list[int]:
+    """Number of patches of each picture."""
+    return [rows * columns for _, rows, columns in grids]
+
+
+def longest_side(capacity: int, merge: int) -> int:
+    """Longest side, in patches, of a picture that fills the capacity: one row of tokens."""
+    return capacity // merge
+
+
+def in_merge_order(grid: Tensor, merges: Sequence[int]) -> Tensor:
+    """Reorders [rows, columns, ...] to [rows * columns, ...] so that the patches that merge are contiguous at every
+    level, and every merge is a view. `merges`: the factor of each merge along a side, last merge first."""
+    return _in_levels(grid, merges).reshape(-1, *grid.shape[2:])
+
+
+def _in_levels(grid: Tensor, merges: Sequence[int]) -> Tensor:
+    """Returns `in_merge_order` as a view, with two dimensions for each level of merging."""
+    count = len(merges)
+    levels = grid.unflatten(1, (-1, *merges)).unflatten(0, (-1, *merges))
+    pairs = [axis for level in range(count + 1) for axis in (level, count + 1 + level)]
+    rest = range(2 * (count + 1), levels.dim())
+    return levels.permute(*pairs, *rest)
+
+
+def cut_in_merge_order(
+    pixels: Sequence[Tensor], patches: Tensor, patch_size: int, merges: Sequence[int], depth: int = 1
+) -> None:
+    """Cuts uint8 [pictures, height, width, 3] of each span into `patches`, uint8 [P, depth * patch * patch * 3]
+    contiguous, with one copy per span. A single picture is repeated in all `depth` temporal positions."""
+    begin = 0
+    for pictures in pixels:
+        cut = pictures.unflatten(2, (-1, patch_size)).unflatten(1, (-1, patch_size))
+        levels = _in_levels(cut.permute(1, 3, 0, 2, 4, 5), merges)  # [.., pictures, patch, patch, 3]
+        end = begin + cut.shape[1] * cut.shape[3]
+        patches[begin:end].view(*levels.shape[:-4], depth, *levels.shape[-3:]).copy_(levels)
+        begin = end
+    assert begin == patches.shape[0], "as many patches as the plan says"
+
+
+_QK_NORM_EPS = 1e-6  # no config names it
+
+
+class PackedAttention:
+    """Bidirectional attention within packed segments: a row attends to all rows of its own segment.
+
+    `qkv` names the checkpoint's input projections, one (fused) or three, with biases if `qkv_bias`; `out` names the
+    output projection, which always has a bias. `qk_norm` names two RMS norms of whole queries and keys, applied before
+    the split into heads; `out_scale` names a vector with a factor per output (layer scale)."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        num_channels: int,
+        num_heads: int,
+        *,
+        qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        out: str = "out_proj",
+        qkv_bias: bool = True,
+        qk_norm: tuple[str, str] | None = None,
+        out_scale: str | None = None,
+    ) -> None:
+        self._ops = scope.ops
+        self._num_channels = num_channels
+        self._num_heads = num_heads
+        self._scale = (num_channels // num_heads) ** -0.5
+        parts = {name: 3 * num_channels // len(qkv) for name in qkv}
+        self.project = Linear(scope, parts, num_channels, bias=qkv_bias)
+        self._norms = tuple(RmsNorm(scope.child(name), num_channels, _QK_NORM_EPS) for name in qk_norm or ())
+        self.out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
+
+    def mix(self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices) -> Tensor:
+        """Attention on the output of `project`, [P, 3 * C] -> [P, C], the input of `out`. `rotary` is applied to
+        queries and keys, in one launch unless they are normalised."""
+        q, k, v = projected.unflatten(1, (3, self._num_heads, -1)).unbind(1)  # each [P, H, D]
+        if self._norms:
+            q, k = (norm(part.flatten(1)).view(q.shape) for norm, part in zip(self._norms, (q, k), strict=True))
+        if rotary is not None and self._norms:
+            q, k = self._ops.rotate(q, *rotary), self._ops.rotate(k, *rotary)
+        elif rotary is not None:
+            heads = projected.unflatten(1, (3 * self._num_heads, -1))
+            q, k = self._ops.rotate(heads[:, : 2 * self._num_heads], *rotary).chunk(2, dim=1)
+        return slices.attention(self._attend, q, k, v, cu_seqlens).view(-1, self._num_channels)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
+        return self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)
 
 
 class PixelNormaliser:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hydra_engine.models.layers.basic import Mlp
-from hydra_engine.models.layers.vision import LayerNames, PatchNames, SquareVision, TowerNames
-from hydra_engine.models.layers.vision_packing import TowerInput
+from hydra_engine.models.layers.vision import LayerNames, PatchNames, SquareVision, TowerInput, TowerNames
 from hydra_engine.models.loading.parameters import Renames, Scope
 from hydra_engine.models.specs.vision import SquareVisionSpec
 

@@ -15,14 +15,15 @@ from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_la
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
 from hydra_engine.models.specs.fields import ELSEWHERE, MAX_LAYERS, Fields
-from hydra_engine.models.specs.geometry import check_picture, shortest_edge_size
 from hydra_engine.models.specs.vision import (
     SquareTowerSpec,
     SquareVisionSpec,
     TowerSpec,
     check_patches,
+    check_picture,
     normalisation,
     processor_settings,
+    shortest_edge_size,
     tower_config,
     tower_shape,
 )

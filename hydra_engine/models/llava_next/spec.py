@@ -23,8 +23,7 @@ from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
 from hydra_engine.models.specs.fields import ELSEWHERE, Fields
-from hydra_engine.models.specs.geometry import check_picture, within_budget
-from hydra_engine.models.specs.vision import SquareVisionSpec, normalisation
+from hydra_engine.models.specs.vision import SquareVisionSpec, check_picture, normalisation, within_budget
 
 Size = tuple[int, int]  # width, height
 PINPOINTS: tuple[Size, ...] = ((672, 336), (336, 672), (672, 672), (336, 1008), (1008, 336))  # transformers' default

@@ -14,17 +14,21 @@ from torch import Tensor
 from hydra_engine.backend.base import PackedPlan, Segments
 from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput, no_checkpoint
-from hydra_engine.models.layers.attention import PackedAttention
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, Weight
-from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, link_norms
-from hydra_engine.models.layers.vision_packing import (
+from hydra_engine.models.layers.vision import (
+    LayerNames,
+    PackedAttention,
     Packing,
+    PatchMerger,
+    PatchProjection,
+    Slices,
     TowerInput,
+    VisionLayer,
     cut_in_merge_order,
     in_merge_order,
+    link_norms,
     pack_pictures,
 )
-from hydra_engine.models.layers.vision_slices import Slices
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
 

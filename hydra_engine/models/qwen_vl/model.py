@@ -21,14 +21,18 @@ from hydra_engine.core.plans import Int64s
 from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, RmsNorm, Weight
 from hydra_engine.models.layers.rotary import GrowingTable
-from hydra_engine.models.layers.vision import LayerNames, PatchMerger, PatchProjection, VisionLayer, link_norms
-from hydra_engine.models.layers.vision_packing import (
+from hydra_engine.models.layers.vision import (
     Grid,
+    LayerNames,
     Packing,
+    PatchMerger,
+    PatchProjection,
     TowerInput,
+    VisionLayer,
     cumulative_lengths,
     cut_in_merge_order,
     in_merge_order,
+    link_norms,
     longest_side,
     pack_pictures,
     sizes_of,

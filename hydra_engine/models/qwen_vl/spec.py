@@ -13,16 +13,20 @@ from typing import NamedTuple
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import CheckpointError, InvalidImage
-from hydra_engine.models.qwen_vl.frames_spec import FrameSampling, TimedFrames, as_float32, frame_sampling, timed_frames
 from hydra_engine.models.qwen_vl.geometry_spec import (
     PICTURES,
+    FrameSampling,
     PatchGeometry,
     PixelLimits,
+    TimedFrames,
+    as_float32,
     budgeted_size,
+    frame_sampling,
     max_image_tokens,
     patch_geometry,
     pixel_limits,
     smart_resize,
+    timed_frames,
 )
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language, with_model_type
 from hydra_engine.models.specs.base import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
-from hydra_engine.models.specs.geometry import no_videos
+from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.quantization import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -258,6 +258,10 @@ class TowerAttention(NamedTuple):
     head_dim: int
     picture: int  # rows of a whole one, at most
     window: int = 0
+
+
+def no_videos() -> InvalidRequest:
+    return InvalidRequest("this model takes no videos; send pictures instead", code="video_not_supported")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,25 @@
-"""Rotary settings of a text config: both generations of layouts, scaling types, sections of multimodal positions.
+"""Rotary positions: the settings of a text config, and the multimodal positions of a prompt with spans, in integers.
 
-Returns the settings as numbers; `models/layers/rotary.py` turns them into angles.
+Reads both generations of layouts, scaling types and sections of multimodal positions, and returns the settings as
+numbers; `models/layers/rotary.py` turns them into angles.
+
+Multimodal positions (M-RoPE; Qwen2-VL, section 2.1): text advances all three axes alike. A span begins at the next
+position, from which its rows, columns and temporal patches count. The next text, or generated token, follows the
+largest position on any axis. In transformers 5.3 to 5.23 text after a video follows its rows and columns only, so
+results differ if a video lasts longer than it is wide. The models were trained with the paper's rule, which is
+implemented here.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hydra_engine.core.request import RopeSpan
 from hydra_engine.errors import CheckpointError
+from hydra_engine.models.specs.base import ItemPlan
 from hydra_engine.models.specs.fields import ELSEWHERE, LARGEST, Fields
 
 logger = logging.getLogger(__name__)
@@ -157,3 +167,18 @@ def _interleaved(values: Fields, of_type: bool) -> bool:
     if values.flag("mrope_interleaved", of_type) is not of_type:
         raise values.wrong_value("mrope_interleaved", f"{str(of_type).lower()} for this text model type")
     return of_type
+
+
+def place_spans(spans: Sequence[tuple[int, ItemPlan]]) -> tuple[tuple[RopeSpan, ...], int]:
+    """Returns the positions of `spans`, (first token in the prompt, plan) in order, and the offset from a token's index
+    to its position after the last span."""
+    placed: list[RopeSpan] = []
+    end = origin = following = 0  # index after the last span; its origin; position of the next token
+    for start, item in spans:
+        if not item.continues:
+            origin = following + start - end
+            following = origin
+        following = max(following, origin + max(item.rows, item.columns, item.time + 1))
+        end = start + item.num_tokens
+        placed.append(RopeSpan(origin + item.time, origin, origin, item.columns, following - end))
+    return tuple(placed), following - end

@@ -14,7 +14,7 @@ import msgspec
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, View, VisionSpec
-from hydra_engine.models.specs.geometry import check_picture
+from hydra_engine.models.specs.vision import check_picture
 
 FAMILY = "transformers"
 # An array of every payload besides those for the model: the token ids of the span, [num_tokens] int64.

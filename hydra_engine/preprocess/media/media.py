@@ -24,8 +24,7 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo
-from hydra_engine.models.specs.geometry import no_videos
+from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, no_videos
 from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
 from hydra_engine.preprocess.media.fetch import MediaFetcher
 from hydra_engine.preprocess.media.names import Resolve

@@ -12,7 +12,7 @@ from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.request import ImageItem, Request, RopeSpan
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.models.specs.base import ItemPlan
-from hydra_engine.models.specs.positions import place_spans
+from hydra_engine.models.specs.rope import place_spans
 from hydra_engine.worker.ports import PromptPositions
 
 

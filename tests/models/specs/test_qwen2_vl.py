@@ -19,8 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, ConfigError, InvalidImage
-from hydra_engine.models.qwen_vl.frames_spec import FRAMES
-from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits
+from hydra_engine.models.qwen_vl.geometry_spec import FRAMES, PixelLimits
 from hydra_engine.models.qwen_vl.spec import Qwen2VisionSpec
 from hydra_engine.models.specs.base import ModelSpec, VideoInfo
 from hydra_engine.models.specs.registry import load_spec

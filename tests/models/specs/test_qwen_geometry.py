@@ -11,8 +11,7 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as processors_resize
 
 from hydra_engine.errors import InvalidImage
-from hydra_engine.models.qwen_vl.frames_spec import FRAMES, FrameSampling
-from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, max_image_tokens, smart_resize
+from hydra_engine.models.qwen_vl.geometry_spec import FRAMES, FrameSampling, PixelLimits, max_image_tokens, smart_resize
 from hydra_engine.models.specs.base import VideoInfo
 
 
