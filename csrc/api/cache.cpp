@@ -1,6 +1,6 @@
 // Entry points of the paged caches: methods of one object per cache, so that a call passes few integers.
 // Slots and rows are checked here, before anything is written. Addresses, shapes and dtypes of the other arguments are
-// the Python wrapper's duty (hydra_engine/backend/cpu/cache.py).
+// the Python wrapper's duty (hydra_engine/backend/cpu/ops.py).
 #include "cpu/cache/cache.h"
 
 #include "api/api.h"

@@ -19,8 +19,7 @@ import torch
 
 from hydra_engine.backend import devices
 from hydra_engine.backend.base import Backend, OpChoice, Ops
-from hydra_engine.backend.cpu.device import CpuDevice, usable_cores
-from hydra_engine.backend.cpu.lanes import set_torch_threads
+from hydra_engine.backend.cpu.device import CpuDevice, set_torch_threads, usable_cores
 from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Shapes, choose_by_name
 from hydra_engine.backend.cuda.lanes import priorities, priority_note
 from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension

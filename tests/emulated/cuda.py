@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend import devices, select
-from hydra_engine.backend.cpu import lanes
+from hydra_engine.backend.cpu import device as cpu_host
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cuda import attention as cuda_attention
@@ -54,7 +54,7 @@ WITH_TORCH = (
 # What is measured at start is small here, and measured once.
 MEASURED = {"CACHE_BYTES": 1 << 16, "NUM_ROWS": 2, "CHUNK": 16, "TOWER_ROWS": 64, "LAUNCHES": 1, "REPLAYS": 1}
 WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split, staging)
-WITH_THREADS = (lanes, cuda_split, gate, language)
+WITH_THREADS = (cpu_host, cuda_split, gate, language)
 MULTIPROCESSORS = 8
 
 
@@ -262,7 +262,7 @@ def emulated_cuda(*, total_bytes: int = 1 << 32, clock: Clock | None = None) -> 
         if clock is not None:
             for module in WITH_THREADS:
                 patch.setattr(module, "threading", clock.time.threading)
-            patch.setattr(lanes, "queue", clock.time.queue)
+            patch.setattr(cpu_host, "queue", clock.time.queue)
             patch.setattr(worker, "SimpleQueue", clock.time.queue.SimpleQueue)
             patch.setattr(cuda_graphs, "_CAPTURING", clock.time.threading.Lock())
         for module in WITH_TORCH:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hydra_engine import _C
-from hydra_engine.backend.cpu.device import CpuDevice
-from hydra_engine.backend.cpu.lanes import ThreadLane
+from hydra_engine.backend.cpu.device import CpuDevice, ThreadLane
 from hydra_engine.backend.select import create_backend
 
 
@@ -72,7 +71,7 @@ def test_a_job_that_raises_kills_the_lane_loudly(caplog: pytest.LogCaptureFixtur
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 
-    with caplog.at_level(logging.CRITICAL, logger="hydra_engine.backend.cpu.lanes"):
+    with caplog.at_level(logging.CRITICAL, logger="hydra_engine.backend.cpu.device"):
         lane.submit(broken)
         lane._thread.join(10)
     assert isinstance(lane.error, ZeroDivisionError)

@@ -1,31 +1,308 @@
-"""`Ops` on the native extension. Importing this needs hydra_engine._C; `select.py` checks first.
+"""`Ops` on the native extension: caches, recurrent states, sampling, attention. Importing this needs hydra_engine._C;
+`select.py` checks first.
 
-Has attention; csrc/cpu/attention decides how its work is divided and which instructions run. Matrix products and norms
-are in linear.py, caches in cache.py, recurrent states in delta_rule.py, sampling in
-sampling.py.
+Checks shapes, dtypes and strides, and passes addresses. The extension checks contents (slots, block ids, rows) before
+anything is written; csrc/cpu decides how work is divided and which instructions run. Matrix products and norms are in
+linear.py.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.base import AttentionPlan, MixedRows, OpChoice, PackedPlan, PagedCache, Segments
+from hydra_engine.backend.base import (
+    Adjustments,
+    AttentionPlan,
+    DeltaInputs,
+    HeadNorms,
+    MixedRows,
+    OpChoice,
+    PackedPlan,
+    PagedCache,
+    Rotary,
+    SamplingTensors,
+    Segments,
+    StateCache,
+    StateRows,
+)
 from hydra_engine.backend.composed import ComposedOps
-from hydra_engine.backend.cpu import delta_rule as native_delta
 from hydra_engine.backend.cpu import linear as native_linear
-from hydra_engine.backend.cpu import sampling as native_sampling
-from hydra_engine.backend.cpu.cache import CacheOps
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.cpu.recording import RecordedDecode
-from hydra_engine.backend.reference.ops import ALL_OPS
+from hydra_engine.backend.reference.ops import ALL_OPS, ReferenceOps
+
+_NO_ADDRESS = 0
+
+
+def desc_arguments(cache: PagedCache) -> tuple[int, int, int, int, int, int, int, int]:
+    """Arguments of the extension's cache descriptor."""
+    checks.check_new_cache(cache)
+    data = cache.data
+    num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
+    dtype = DTYPE_CODES[cache.row_dtype]
+    return data.data_ptr(), num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim, dtype
+
+
+class CacheOps:
+    """The cache ops of `Ops`; one `_C.CacheDesc` per cache, made at first use and dropped with its tensor."""
+
+    def __init__(self) -> None:
+        self._descs: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def desc(self, cache: PagedCache) -> Any:
+        key = id(cache.data)
+        entry = self._descs.get(key)
+        if entry is None:
+            # Removed when the tensor dies, so a reused id never finds the old descriptor.
+            forget = weakref.ref(cache.data, lambda _: self._descs.pop(key, None))
+            entry = self._descs[key] = forget, self._new_desc(cache)
+        return entry[1]
+
+    def _new_desc(self, cache: PagedCache) -> Any:
+        return _C.CacheDesc(*desc_arguments(cache), cache.scales is not None)
+
+    def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        desc = self.desc(cache)
+        tokens, strides = checks.check_write(cache, layer, rows, slots)
+        first = rows[0].data_ptr()
+        if len(rows) == 1:
+            desc.write(layer, first, strides[0], _NO_ADDRESS, 0, slots.data_ptr(), tokens)
+        else:
+            desc.write(layer, first, strides[0], rows[1].data_ptr(), strides[1], slots.data_ptr(), tokens)
+
+    def rope_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        desc = self.desc(cache)
+        q_stride, k_stride, v_stride, cos_stride, sin_stride = checks.check_rope(q, k, v, rotary, cache, layer, slots)
+        tokens, num_heads, dim = shape = q.shape
+        normed: tuple[int, int, float] | tuple[()] = ()
+        if norms is not None:
+            checks.check_head_norms(norms, dim, q.dtype)
+            q_norm, k_norm = (_NO_ADDRESS if weight is None else weight.data_ptr() for weight in norms[:2])
+            normed = q_norm, k_norm, norms.eps
+        cos, sin = rotary
+        out = q.new_empty(shape)
+        desc.rope_and_write(
+            layer,
+            q.data_ptr(),
+            q_stride,
+            num_heads,
+            k.data_ptr(),
+            k_stride,
+            v.data_ptr(),
+            v_stride,
+            cos.data_ptr(),
+            cos_stride,
+            sin.data_ptr(),
+            sin_stride,
+            slots.data_ptr(),
+            tokens,
+            out.data_ptr(),
+            *normed,
+        )
+        return out
+
+    def merge_image_tokens(
+        self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
+    ) -> None:
+        desc = self.desc(cache)
+        count = checks.check_merge(hidden, rows, cache, slots, plane)
+        desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0], plane > 0)
+
+    def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        if cache.scales is not None:
+            return ReferenceOps().gather_cache(cache, layer, index, slots)
+        desc = self.desc(cache)
+        count = checks.check_indices("slots", slots)
+        shape = cache.data.shape
+        out = cache.data.new_empty((count, shape[4], shape[5]))
+        desc.gather(layer, index, slots.data_ptr(), count, out.data_ptr())
+        return out
+
+    def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
+        source_desc, target_desc = self.desc(source), self.desc(target)
+        count = checks.check_copy(source, target, pairs)
+        source_desc.copy_to(target_desc, pairs.data_ptr(), count)
+
+
+_Rows = tuple[int, int, int, int, int, int, int, int, int]
+
+
+class StateOps:
+    """The ops of `Ops` on recurrent states: causal convolution, gated delta rule, and the gates after them."""
+
+    @staticmethod
+    def plan_states(rows: StateRows) -> StateRows:
+        """Returns `rows`: CPU kernels read them directly."""
+        return rows
+
+    @staticmethod
+    def plan_decode_states(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:  # noqa: ARG004
+        """Raises ValueError, as `NativeOps.plan_decode`: launches of these ops are never captured."""
+        raise ValueError(
+            "plan_decode_states: expected ops that plan without contents; these check places before they run"
+        )
+
+    @staticmethod
+    def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+        checks.check_conv(x, weight, cache, rows)
+        out = x.new_empty(x.shape)
+        _C.causal_conv(
+            (x.data_ptr(), x.stride(0)),
+            weight.data_ptr(),
+            cache.conv.data_ptr(),
+            _rows(rows, x.shape[0], cache.conv, layer),
+            weight.shape[0],
+            weight.shape[1],
+            out.data_ptr(),
+            DTYPE_CODES[x.dtype],
+        )
+        return out
+
+    @staticmethod
+    def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+        checks.check_delta(inputs, cache, rows)
+        q, k, v, a, b, rates, shift = inputs
+        out = v.new_empty(v.shape)
+        _C.delta_rule(
+            (q.data_ptr(), q.stride(0)),
+            (k.data_ptr(), k.stride(0)),
+            (v.data_ptr(), v.stride(0)),
+            (a.data_ptr(), a.stride(0)),
+            (b.data_ptr(), b.stride(0)),
+            rates.data_ptr(),
+            shift.data_ptr(),
+            cache.recurrent.data_ptr(),
+            _rows(rows, v.shape[0], cache.recurrent, layer),
+            (q.shape[1], v.shape[1], q.shape[2], v.shape[2]),
+            out.data_ptr(),
+            DTYPE_CODES[v.dtype],
+        )
+        return out
+
+    @staticmethod
+    def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        strides, gate_strides = checks.check_gate(x, gate)
+        checks.check_norm_weight(weight, x, wide=False)
+        (tokens, heads, dim), dtype = x.shape, DTYPE_CODES[x.dtype]
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+        addresses = x.data_ptr(), strides, weight.data_ptr(), gate.data_ptr(), gate_strides, out.data_ptr()
+        _C.gated_rms_norm(*addresses, tokens, heads, dim, eps, dtype)
+        return out
+
+    @staticmethod
+    def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+        strides, gate_strides = checks.check_gate(x, gate)
+        (tokens, heads, dim), dtype = x.shape, DTYPE_CODES[x.dtype]
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+        addresses = x.data_ptr(), strides, gate.data_ptr(), gate_strides, out.data_ptr()
+        _C.sigmoid_mul(*addresses, tokens, heads, dim, dtype)
+        return out
+
+
+def _rows(rows: StateRows, tokens: int, states: Tensor, layer: int) -> _Rows:
+    return (
+        rows.cu_q.data_ptr(),
+        rows.starts.data_ptr(),
+        rows.read_slots.data_ptr(),
+        rows.write_slots.data_ptr(),
+        rows.starts.shape[0],
+        tokens,
+        states.shape[0],
+        states.shape[1],
+        layer,
+    )
+
+
+class SamplingOps:
+    """The sampling ops of `Ops`, multithreaded over rows (csrc/cpu/sampling).
+
+    Computed in float64, with the rules of worker/language/sampler.py. Logits are float32 or float64, and results that
+    are logits have their dtype: float64 logits are not rounded on the way, so tokens are those of the sampler."""
+
+    @staticmethod
+    def best_tokens(logits: Tensor) -> Tensor:
+        """`Ops.best_tokens`."""
+        rows, columns = checks.check_logits(logits)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        _C.best_of_rows(logits.data_ptr(), logits.stride(0), rows, columns, tokens.data_ptr())
+        return tokens
+
+    @staticmethod
+    def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """`Ops.sample`. The columns of numbers may be float64, as logits may be then."""
+        rows, _ = checks.check_sample(logits, sampling)
+        numbers = (sampling.temperatures, sampling.top_p, sampling.min_p, sampling.numbers)
+        temperatures, top_p, min_p, drawn = (column.double().contiguous() for column in numbers)
+        top_k = sampling.top_k.contiguous()
+        tokens, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+        columns = (temperatures, top_k, top_p, min_p, drawn, tokens, finite)
+        _C.sample(*_described(logits), *(column.data_ptr() for column in columns))
+        return tokens, finite
+
+    @staticmethod
+    def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
+        """`Ops.adjust_logits`."""
+        checks.check_adjustments(logits, adjustments)
+        begins, ends, ids, values, penalties, counted, counts, masked, masks = (
+            part.contiguous() for part in adjustments
+        )
+        out = torch.empty(logits.shape, dtype=logits.dtype)
+        _C.adjust_logits(
+            *_described(logits),
+            begins.data_ptr(),
+            ends.data_ptr(),
+            ids.data_ptr(),
+            values.data_ptr(),
+            len(ids),
+            penalties.data_ptr(),
+            counted.data_ptr(),
+            counts.data_ptr(),
+            len(counts),
+            masked.data_ptr(),
+            masks.data_ptr(),
+            len(masks),
+            out.data_ptr(),
+        )
+        return out
+
+    @staticmethod
+    def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
+        """`Ops.score_tokens`. `numbers` have the logits' dtype."""
+        rows, _ = checks.check_scores(logits, tokens, num_top)
+        tokens, num_top = tokens.contiguous(), num_top.contiguous()
+        numbers = torch.full((rows, 3 + max_top), float("nan"), dtype=logits.dtype)
+        places = torch.full((rows, 1 + max_top), -1, dtype=torch.int32)
+        columns = (tokens.data_ptr(), num_top.data_ptr(), max_top, numbers.data_ptr(), places.data_ptr())
+        _C.score_tokens(*_described(logits), *columns)
+        return numbers, places
+
+
+def _described(logits: Tensor) -> tuple[int, int, int, int, bool]:
+    return logits.data_ptr(), logits.stride(0), *logits.shape, logits.dtype is torch.float64
+
 
 _COPIES = ("write_cache", "merge_image_tokens", "gather_cache", "copy_blocks")
 _MATRIX_PRODUCTS = ("linear", "attention_paged", "attention_packed")
 
 
-class NativeOps(CacheOps, ComposedOps):
+class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
     """`Ops` of backend/base.py on the native extension."""
 
     name = "native"
@@ -38,17 +315,7 @@ class NativeOps(CacheOps, ComposedOps):
     layer_norm = staticmethod(native_linear.layer_norm)
     act_and_mul = staticmethod(native_linear.act_and_mul)
     rotate = staticmethod(native_linear.rotate)
-    gated_rms_norm = staticmethod(native_delta.gated_rms_norm)
-    sigmoid_mul = staticmethod(native_delta.sigmoid_mul)
-    plan_states = staticmethod(native_delta.plan_states)
-    plan_decode_states = staticmethod(native_delta.plan_decode_states)
-    causal_conv = staticmethod(native_delta.causal_conv)
-    delta_rule = staticmethod(native_delta.delta_rule)
     recorded = staticmethod(RecordedDecode)
-    best_tokens = staticmethod(native_sampling.best_tokens)
-    sample = staticmethod(native_sampling.sample)
-    adjust_logits = staticmethod(native_sampling.adjust_logits)
-    score_tokens = staticmethod(native_sampling.score_tokens)
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)

@@ -1,4 +1,4 @@
-"""Paged caches on a CUDA device, by the native extension: the counterpart of cpu/cache.py, with the same checks.
+"""Paged caches on a CUDA device, by the native extension: the counterpart of cpu/ops.py, with the same checks.
 
 Work is launched on torch's current stream of the cache's device; nothing waits for it. Slots and rows in host memory
 are checked before the launch and sent along. Slots and rows on the device are for callers that checked them once per
@@ -19,8 +19,8 @@ from torch import Tensor
 from hydra_engine import _C
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import SCALE_BYTES, HeadNorms, PagedCache, Rotary
-from hydra_engine.backend.cpu.cache import CacheOps, desc_arguments
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
+from hydra_engine.backend.cpu.ops import CacheOps, desc_arguments
 from hydra_kernels.quantized_cache import rope_and_write_quantized, write_quantized
 
 _HOST = -1  # in place of a device's number: see `_C.CudaCacheDesc`

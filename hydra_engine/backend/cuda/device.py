@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cpu.device import CpuDevice
-from hydra_engine.backend.cpu.lanes import ThreadLane, set_torch_threads
+from hydra_engine.backend.cpu.device import CpuDevice, ThreadLane, set_torch_threads
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cpu.shared_memory import map_pool
 from hydra_engine.backend.cuda import ipc as cuda_ipc

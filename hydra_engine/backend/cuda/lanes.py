@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from hydra_engine.backend.cpu.lanes import Job, ThreadLane
+from hydra_engine.backend.cpu.device import Job, ThreadLane
 
 logger = logging.getLogger(__name__)
 

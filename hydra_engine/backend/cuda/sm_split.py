@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from hydra_engine import _C
-from hydra_engine.backend.cpu.lanes import Job
+from hydra_engine.backend.cpu.device import Job
 from hydra_engine.backend.cuda.lanes import CudaLane
 from hydra_engine.errors import BackendError, ConfigError
 
