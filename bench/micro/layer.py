@@ -25,7 +25,7 @@ from bench.micro.machine import on_gpu
 from bench.micro.steps import BLOCK
 from bench.micro.subject import run_ops
 from hydra_engine.backend.base import Backend, DeferredNorm, PackedLinear, PagedCache
-from hydra_engine.backend.composed import ComposedOps
+from hydra_engine.backend.reference.ops import ComposedOps
 
 QUICK_ROWS, FULL_ROWS = (1, 8, 16, 64), (1, 2, 4, 8, 16, 32, 64)
 SMALL_ROWS = (1, 8)  # of a processor

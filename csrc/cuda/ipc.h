@@ -1,5 +1,5 @@
 // Device memory that other processes can map. Mechanism only: who may open what, and when it is closed, is decided in
-// hydra_engine/backend/cuda/ipc.py.
+// hydra_engine/backend/cuda/shared_memory.py.
 #pragma once
 
 #include <cstdint>

@@ -24,13 +24,14 @@ from hydra_engine.backend.cpu import device as cpu_host
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cuda import attention as cuda_attention
-from hydra_engine.backend.cuda import attention_kept, attention_timing, ipc, staging
+from hydra_engine.backend.cuda import attention_timing
 from hydra_engine.backend.cuda import cache as cuda_cache
 from hydra_engine.backend.cuda import copies as cuda_copies
 from hydra_engine.backend.cuda import device as cuda_host
 from hydra_engine.backend.cuda import graphs as cuda_graphs
 from hydra_engine.backend.cuda import lanes as cuda_lanes
 from hydra_engine.backend.cuda import ops as cuda
+from hydra_engine.backend.cuda import shared_memory as cuda_memory
 from hydra_engine.backend.cuda import sm_split as cuda_split
 from hydra_engine.backend.device import PeerMemory, SharedMemory
 from hydra_engine.core.pools import PoolExport
@@ -48,12 +49,12 @@ from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE, Present, new, pinned
 
 WITH_TORCH = (
-    *(attention_kept, attention_timing, cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes),
+    *(attention_timing, cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes),
     *(cuda_split, select),
 )
 # What is measured at start is small here, and measured once.
 MEASURED = {"CACHE_BYTES": 1 << 16, "NUM_ROWS": 2, "CHUNK": 16, "TOWER_ROWS": 64, "LAUNCHES": 1, "REPLAYS": 1}
-WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split, staging)
+WITH_EXTENSION = (cuda_cache, cuda_copies, cuda_split, cuda_memory)
 WITH_THREADS = (cpu_host, cuda_split, gate, language)
 MULTIPROCESSORS = 8
 
@@ -206,7 +207,7 @@ class Torch:
 class SharedDevicePool:
     """`SharedMemory` of backend/device.py, in the host's, which only emulated devices map."""
 
-    transport = ipc.TRANSPORT
+    transport = cuda_memory.TRANSPORT
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -228,7 +229,7 @@ def share(self: cuda_host.CudaDevice, num_bytes: int) -> Any:
 
 
 def open_peer(self: cuda_host.CudaDevice, export: PoolExport, descriptor: int) -> PeerMemory:
-    if export.transport != ipc.TRANSPORT:
+    if export.transport != cuda_memory.TRANSPORT:
         return _OPEN_PEER(self, export, descriptor)
     if os.environ.get(NO_PEER_ACCESS):
         raise TransferError("a peer's memory cannot be mapped: CUDA error 217 (cudaErrorPeerAccessUnsupported)")

@@ -11,7 +11,7 @@ import torch
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.cuda import cache as cuda_cache
-from hydra_engine.backend.cuda import ipc as cuda_ipc
+from hydra_engine.backend.cuda import shared_memory as cuda_memory
 from hydra_engine.errors import TransferError
 
 
@@ -23,21 +23,21 @@ def refusal(call: Any, *args: Any) -> str:
     return ""
 
 
-def pull(pool: cuda_ipc.OpenedPool, handle: bytes, shape: list[int], pairs: Any) -> dict[str, Any]:
-    again = cuda_ipc.PEER_POOLS.open(handle, pool.num_bytes, 0)
+def pull(pool: cuda_memory.OpenedPool, handle: bytes, shape: list[int], pairs: Any) -> dict[str, Any]:
+    again = cuda_memory.PEER_POOLS.open(handle, pool.num_bytes, 0)
     count = torch.Size(shape).numel() * 4
     theirs = PagedCache(pool.tensor()[:count].view(torch.float32).view(shape))
     ours = PagedCache(torch.zeros([9, *shape[1:]], device="cuda:0"))
     cuda_cache.CudaCacheOps(torch.device("cuda:0")).copy_blocks(theirs, ours, torch.tensor(pairs))
     torch.cuda.synchronize()
-    return {"opened_once": again is pool and len(cuda_ipc.PEER_POOLS) == 1, "blocks": ours.data.cpu().tolist()}
+    return {"opened_once": again is pool and len(cuda_memory.PEER_POOLS) == 1, "blocks": ours.data.cpu().tolist()}
 
 
 def main() -> None:
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
     first = json.loads(stream.readline())
     handle, num_bytes = base64.b64decode(first["handle"]), first["nbytes"]
-    pools = cuda_ipc.PEER_POOLS
+    pools = cuda_memory.PEER_POOLS
     answer: dict[str, Any] = {"larger_than_the_pool": refusal(pools.open, handle, 2 * num_bytes, 0)}
     pool = pools.open(handle, num_bytes, 0)
     answer |= pull(pool, handle, first["shape"], first["pairs"])

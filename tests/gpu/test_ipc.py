@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_engine.backend.cuda import ipc as cuda_ipc
+from hydra_engine.backend.cuda import shared_memory as cuda_memory
 from hydra_engine.backend.select import create_backend
 from hydra_engine.errors import TransferError
 from tests.worker import staging
@@ -23,7 +23,7 @@ PAIRS = [[5, 0], [2, 8], [0, 3]]
 
 
 def test_a_peer_maps_a_pool_once_and_pulls_blocks(cuda: torch.device) -> None:
-    pool = cuda_ipc.DevicePool(torch.Size(SHAPE).numel() * 4, 0)
+    pool = cuda_memory.DevicePool(torch.Size(SHAPE).numel() * 4, 0)
     assert pool.num_bytes == 2 << 20 and not pool.tensor().any()
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
     ours, theirs = socket.socketpair()
@@ -56,14 +56,14 @@ def test_a_peer_maps_a_pool_once_and_pulls_blocks(cuda: torch.device) -> None:
 
 
 def test_a_process_does_not_open_its_own_handles(cuda: torch.device) -> None:
-    pool = cuda_ipc.DevicePool(100, 0)
+    pool = cuda_memory.DevicePool(100, 0)
     with pytest.raises(TransferError, match="of this process"):
-        cuda_ipc.PEER_POOLS.open(pool.handle, pool.num_bytes, 0)
+        cuda_memory.PEER_POOLS.open(pool.handle, pool.num_bytes, 0)
 
 
 def test_an_error_of_cuda_says_what_and_where(cuda: torch.device) -> None:
     with pytest.raises(RuntimeError, match=r"CUDA error 2 .*out of memory.*cudaMalloc.*csrc/cuda/ipc\.cpp:\d+"):
-        cuda_ipc.DevicePool(1 << 50, 0)
+        cuda_memory.DevicePool(1 << 50, 0)
 
 
 @pytest.mark.parametrize(

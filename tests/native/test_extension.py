@@ -143,7 +143,7 @@ def test_importing_the_module_loads_no_driver() -> None:
 @pytest.mark.skipif(has_driver(), reason="a driver is installed")
 def test_without_a_driver_the_probe_and_every_call_say_so() -> None:
     from hydra_engine.backend import devices
-    from hydra_engine.backend.cuda import ipc as cuda_ipc
+    from hydra_engine.backend.cuda import shared_memory as cuda_memory
 
     found = devices.probe()
     assert found.status == "no_driver" and "libcuda.so.1" in found.problem
@@ -154,7 +154,7 @@ def test_without_a_driver_the_probe_and_every_call_say_so() -> None:
         lambda: _C.cuda_allocate(unit, 0),
         lambda: _C.cuda_ipc_open(bytes(64), unit, 0),
         lambda: _C.cuda_check_faults(0),
-        lambda: cuda_ipc.DevicePool(1, 0),
+        lambda: cuda_memory.DevicePool(1, 0),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=r"CUDA cannot be used: no NVIDIA driver .*libcuda\.so\.1"):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from hydra_engine.backend.cuda.ipc import PeerPools, PoolHandle
+from hydra_engine.backend.cuda.shared_memory import PeerPools, PoolHandle
 from hydra_engine.errors import TransferError
 
 PEER = os.getpid() + 1

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hydra_engine.backend.cuda import flashinfer_attention, flashinfer_kernels
 from hydra_engine.backend.cuda.flashinfer_kernels import FlashKernels
-from hydra_engine.backend.reference.attention import causal
+from hydra_engine.backend.reference.ops import causal
 
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "flashinfer_signatures.json").read_text())
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hydra_engine.backend import select
 from hydra_engine.backend.base import PagedCache
-from hydra_engine.backend.cuda import attention_kept as kept
 from hydra_engine.backend.cuda import attention_timing
 from hydra_engine.backend.cuda.attention_choice import (
     DECODES,
@@ -329,7 +328,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChosenAttent
 
     def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Any) -> Measured:
         counted.append("measured")
-        return Measured({"decodes": {"triton": 2.0, "flashinfer": 1.0}}, {}, kept.utc_date())
+        return Measured({"decodes": {"triton": 2.0, "flashinfer": 1.0}}, {}, attention_timing.utc_date())
 
     monkeypatch.setattr(attention_timing, "measure", measure)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -406,11 +405,11 @@ def test_numbers_that_nobody_measured_are_refused(
 ) -> None:
     machine(tmp_path)
     (file,) = tmp_path.glob("attention-*.json")
-    body = kept.profile_file.read(file)
+    body = attention_timing.profile_file.read(file)
     assert body is not None
     changed = msgspec.json.decode(body)
     changed["measured"]["seconds"]["decodes"] = seconds
-    kept.profile_file.write(file, msgspec.json.encode(changed))
+    attention_timing.profile_file.write(file, msgspec.json.encode(changed))
     assert machine(tmp_path)[1] == 1 and len(caplog.records) == 1
 
 

@@ -15,8 +15,13 @@ from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, PackedPlan, PagedCache
 from hydra_engine.backend.cuda.attention import CudaAttention
-from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention, Wrappers
-from hydra_engine.backend.cuda.flashinfer_graphs import Kind, pages_of, workspace_bytes
+from hydra_engine.backend.cuda.flashinfer_attention import (
+    FlashInferAttention,
+    Kind,
+    Wrappers,
+    pages_of,
+    workspace_bytes,
+)
 from hydra_engine.backend.reference.ops import ReferenceOps
 from tests.ops.flashinfer_library import NUM_SMS, Event, Library, install, send
 

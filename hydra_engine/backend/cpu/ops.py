@@ -32,11 +32,10 @@ from hydra_engine.backend.base import (
     StateCache,
     StateRows,
 )
-from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.cpu import linear as native_linear
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.cpu.recording import RecordedDecode
-from hydra_engine.backend.reference.ops import ALL_OPS, ReferenceOps
+from hydra_engine.backend.reference.ops import ALL_OPS, ComposedOps, ReferenceOps
 
 _NO_ADDRESS = 0
 

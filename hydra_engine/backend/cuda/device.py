@@ -17,12 +17,11 @@ from torch import Tensor
 from hydra_engine.backend.cpu.device import CpuDevice, ThreadLane, set_torch_threads
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cpu.shared_memory import map_pool
-from hydra_engine.backend.cuda import ipc as cuda_ipc
 from hydra_engine.backend.cuda.copies import CudaFetch, CudaMark, Sender, failure
 from hydra_engine.backend.cuda.graphs import GraphPools
 from hydra_engine.backend.cuda.lanes import CudaLane
+from hydra_engine.backend.cuda.shared_memory import PEER_POOLS, TRANSPORT, DevicePool, PeerStaging, StagingPool
 from hydra_engine.backend.cuda.sm_split import SplitDevice
-from hydra_engine.backend.cuda.staging import PeerStaging, StagingPool
 from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.core.units import size
@@ -104,7 +103,7 @@ class CudaDevice:
 
     def share(self, num_bytes: int) -> SharedMemory:
         try:
-            return cuda_ipc.DevicePool(num_bytes, self._index)
+            return DevicePool(num_bytes, self._index)
         except RuntimeError as error:
             raise ResourceError(
                 f"{self.name} has no {size(num_bytes)} for caches that other instances read; lower "
@@ -122,9 +121,9 @@ class CudaDevice:
         """Maps host memory too, unpinned: it is as large as a CPU instance's caches."""
         if export.transport == HOST_TRANSPORT:
             return map_pool(descriptor, export.num_bytes)
-        if export.transport != cuda_ipc.TRANSPORT:
+        if export.transport != TRANSPORT:
             raise TransferError(f"memory of transport {export.transport[:20]!r} cannot be mapped by a GPU")
-        return cuda_ipc.PEER_POOLS.open(export.handle, export.num_bytes, self._index)
+        return PEER_POOLS.open(export.handle, export.num_bytes, self._index)
 
     # ---- asynchronous work
 

@@ -27,7 +27,6 @@ from hydra_engine.backend.base import (
     SamplingTensors,
     StateRows,
 )
-from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.cuda import delta_rule as cuda_states
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
@@ -47,7 +46,7 @@ from hydra_engine.backend.cuda.tower_attention import TowerAttention
 from hydra_engine.backend.cuda.tower_attention import kernels as tower_kernels
 from hydra_engine.backend.device import Send
 from hydra_engine.backend.quantized import QuantizedWeight
-from hydra_engine.backend.reference.ops import ALL_OPS
+from hydra_engine.backend.reference.ops import ALL_OPS, ComposedOps
 from hydra_engine.backend.reference.sampling import best_tokens
 from hydra_kernels.activation import act_and_mul, sigmoid_mul
 from hydra_kernels.fused_linear import can_norm, gated_linear, rope_linear

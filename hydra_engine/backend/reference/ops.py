@@ -1,13 +1,14 @@
 """The ops in plain torch with float32 accumulation: the oracle of the tests, and the fallback without the extension.
 
 Written to be read; each docstring is the formula. Rows are computed in tiles of fixed shape, padded at the end: torch's
-matrix product always sees the same shape, so a row's result does not depend on the other rows of the call. Does not
-know threads, memory layouts of weights or any processor.
+matrix product always sees the same shape, so a row's result does not depend on the other rows of the call. Fused ops
+are sequences of plain ones (`ComposedOps`), also for implementations that gain nothing from fusing them. Does not know
+threads, memory layouts of weights or any processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -20,24 +21,129 @@ from hydra_engine.backend.base import (
     Activation,
     AttentionPlan,
     Decode,
+    DeferredNorm,
     DeltaInputs,
     HeadNorms,
     MixedRows,
     OpChoice,
+    Ops,
     PackedLinear,
     PackedPlan,
     PagedCache,
     Rotary,
+    RowNorm,
     Segments,
     StateCache,
     StateRows,
+    apply_deferred_norm,
 )
-from hydra_engine.backend.composed import ComposedOps
 from hydra_engine.backend.quantized import QuantizedWeight, reference_product
 from hydra_engine.backend.reference import delta_rule
-from hydra_engine.backend.reference.attention import causal, padded, tiles
 from hydra_engine.backend.reference.delta_rule import by_vectors
 from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, sample, score_tokens
+
+
+def concat_linear(
+    linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]
+) -> Tensor:
+    if len(weights) == 1:
+        return linear(x, weights[0])
+    return torch.cat([linear(x, part) for part in weights], dim=1)
+
+
+class ComposedOps:
+    """A base class with the fused ops of `Ops` (backend/base.py)."""
+
+    width_step = 1
+
+    def pixel_rows(self: Ops, pixels: Tensor, table: Tensor, width: int) -> Tensor:
+        rows = table.gather(0, pixels.reshape(-1, 3).to(torch.int64)).view(pixels.shape)
+        return rows if width == pixels.shape[1] else F.pad(rows, (0, width - pixels.shape[1]))
+
+    def linear_add_rms_norm(
+        self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        return self.add_rms_norm(self.linear(x, linear), residual, weight, eps)
+
+    def linear_add_norm(
+        self: Ops, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
+    ) -> tuple[Tensor, Tensor]:
+        total = self.linear(x, linear, residual=residual)
+        if norm.bias is None:
+            return self.rms_norm(total, norm.weight, norm.eps), total
+        return self.layer_norm(total, norm.weight, norm.bias, norm.eps), total
+
+    def linear_act_and_mul(
+        self: Ops, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation
+    ) -> Tensor:
+        return self.act_and_mul(concat_linear(self.linear, apply_deferred_norm(self, x), weights), act)
+
+    def linear_rope_and_write(
+        self: Ops,
+        x: Tensor | DeferredNorm,
+        weights: Sequence[PackedLinear],
+        rotary: Rotary,
+        cache: PagedCache,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        num_kv_heads, dim = cache.data.shape[4:]
+        rows = concat_linear(self.linear, apply_deferred_norm(self, x), weights)
+        num_heads = rows.shape[1] // dim
+        # Instead of unflatten and split, whose Python takes longer than the views.
+        heads = rows.view(rows.shape[0], num_heads, dim)
+        q, k, v = heads.split_with_sizes((num_heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        return self.rope_and_write(q, k, v, rotary, cache, layer, slots, norms)
+
+
+_QUERY_TILE = 32
+_KEY_TILE = 128  # keys per step of the running softmax, aligned to position 0
+
+
+def causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float) -> Tensor:
+    """Causal attention of one request by a running softmax over key tiles: [Q, Hq, D] float32.
+
+    q: [Q, Hq, D] at positions first_position + i; keys, values: [Hkv, context, D] float32. A tile that is masked for a
+    query leaves its result unchanged, bit for bit (weights 0, rescaling factor 1), so queries may share a call with
+    others that see more.
+    """
+    num_queries, num_heads, dim = q.shape
+    group = num_heads // keys.shape[0]
+    out = torch.empty(num_queries, num_heads, dim)
+    for begin, end in tiles(num_queries, _QUERY_TILE):
+        tile = padded(q[begin:end].float(), _QUERY_TILE).transpose(0, 1).contiguous()
+        position = torch.arange(begin, begin + _QUERY_TILE)[:, None] + first_position
+        top = torch.full((num_heads, _QUERY_TILE, 1), float("-inf"))
+        total = torch.zeros(num_heads, _QUERY_TILE, 1)
+        sums = torch.zeros(num_heads, _QUERY_TILE, dim)
+        for first, last in tiles(first_position + end, _KEY_TILE):
+            key, value = (
+                F.pad(x[:, first:last], (0, 0, 0, _KEY_TILE - (last - first))).repeat_interleave(group, dim=0)
+                for x in (keys, values)
+            )
+            scores = torch.bmm(tile, key.transpose(1, 2)) * scale
+            scores.masked_fill_(torch.arange(first, first + _KEY_TILE) > position, float("-inf"))
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights = by_vectors(torch.exp, scores - new_top)
+            shrink = by_vectors(torch.exp, top - new_top)
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            sums = sums * shrink + torch.bmm(weights, value)
+            top = new_top
+        out[begin:end] = (sums / total).transpose(0, 1)[: end - begin]
+    return out
+
+
+def tiles(count: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
+
+
+def padded(rows: Tensor, count: int) -> Tensor:
+    """Copies `rows` as float32 to fresh memory of `count` rows, so that torch sees one shape and one alignment."""
+    padded = torch.zeros((count, *rows.shape[1:]), dtype=torch.float32)
+    padded[: rows.shape[0]] = rows
+    return padded
+
 
 ALL_OPS = (
     "linear",
