@@ -178,7 +178,7 @@ class GenerationCall:
     A text prompt goes through the chat template as a user's message, unless it is `raw`. Raw text and token ids contain
     one placeholder for each picture and video. `slo`: the request's own limits. `priority`: smaller is more urgent.
     Calls with different `cache_salt` share no cached blocks or features. `client`: the key of fair turns
-    (`core/fairness/turns.py`). Without a `request_id` the engine assigns one.
+    (`core/fairness.py`). Without a `request_id` the engine assigns one.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
 from hydra_engine.core.call import ChatMessage, GenerationCall, Role, TextPart
-from hydra_engine.core.fairness.worker_pool import WorkerPool
+from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan

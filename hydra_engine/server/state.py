@@ -24,8 +24,7 @@ from typing import Self
 from aiohttp import web
 
 from hydra_engine.config import ServerConfig
-from hydra_engine.core.fairness.byte_budget import ByteBudget
-from hydra_engine.core.fairness.worker_pool import WorkerPool
+from hydra_engine.core.fairness import ByteBudget, WorkerPool
 from hydra_engine.errors import HydraError, RateLimited, RequestAborted, Unavailable
 from hydra_engine.server.port import EnginePort
 from hydra_engine.telemetry.metrics import Metrics

@@ -1,6 +1,6 @@
 """Preprocessing in the frontend process: template, tokens, decoding and resizing of pictures.
 
-A pool of threads, as in `core/fairness/worker_pool.py`, on the cores of the host. A picture that was decoded lately is
+A pool of threads, as in `core/fairness.py`, on the cores of the host. A picture that was decoded lately is
 not decoded again (`--pixel-cache-mib`).
 """
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from PIL import Image
 
 from hydra_engine.config import EngineConfig, MediaConfig
-from hydra_engine.core.fairness.byte_budget import ByteBudget, Lease
+from hydra_engine.core.fairness import ByteBudget, Lease
 from hydra_engine.errors import ConfigError, InvalidImage, InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
 from hydra_engine.preprocess.media import fetch, sources
 from hydra_engine.preprocess.media.fetch import MediaFetcher

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.config import MediaConfig
-from hydra_engine.core.fairness.byte_budget import ByteBudget
+from hydra_engine.core.fairness import ByteBudget
 from hydra_engine.errors import EngineClosed, InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
 from hydra_engine.preprocess.media import fetch
 from hydra_engine.preprocess.media.fetch import MediaFetcher

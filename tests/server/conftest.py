@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from hydra_engine.config import ServerConfig
-from hydra_engine.core.fairness.byte_budget import ByteBudget
+from hydra_engine.core.fairness import ByteBudget
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.state import STATE, Lifecycle

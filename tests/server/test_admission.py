@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from hydra_engine.config import MediaConfig, SchedulerConfig, ServerConfig
-from hydra_engine.core.fairness.byte_budget import ByteBudget
+from hydra_engine.core.fairness import ByteBudget
 from hydra_engine.core.grammar import MAX_GRAMMAR_CHARS
 from hydra_engine.core.prompting import MAX_JSON_VALUES, MAX_TOOL_CHARS, MAX_TOOL_VALUES, MAX_TOOLS
 from hydra_engine.core.sampling import (

@@ -17,8 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from yarl import URL
 
 from hydra_engine.config import MediaConfig
-from hydra_engine.core.fairness.byte_budget import Lease
-from hydra_engine.core.fairness.turns import Turns
+from hydra_engine.core.fairness import Lease, Turns
 from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
 from hydra_engine.preprocess.media.names import Names, Resolve

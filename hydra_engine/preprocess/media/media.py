@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 from hydra_engine.clock import Clock
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.call import ImagePart, MediaPart, VideoPart
-from hydra_engine.core.fairness.byte_budget import ByteBudget, Lease
-from hydra_engine.core.fairness.turns import Turns
-from hydra_engine.core.fairness.worker_pool import WorkerPool
+from hydra_engine.core.fairness import ByteBudget, Lease, Turns, WorkerPool
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from hydra_engine.core.fairness.turns import Turns
+from hydra_engine.core.fairness import Turns
 from hydra_engine.errors import Unavailable
 
 MAX_WAITING = 16384  # lookups; one client may have half

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra_engine.core.fairness.worker_pool import WorkerPool
+from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidRequest, Unavailable

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hydra_engine.core.call import Role
-from hydra_engine.core.fairness.worker_pool import WorkerPool
+from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.processes import launch
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest, RequestFailed, Unavailable

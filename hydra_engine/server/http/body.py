@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import inspect
 
-from hydra_engine.core.fairness.byte_budget import Lease
+from hydra_engine.core.fairness import Lease
 from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
 from hydra_engine.server.http.access import ACCESS

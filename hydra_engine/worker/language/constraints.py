@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hydra_engine.core.fairness.turns import FairQueue
+from hydra_engine.core.fairness import FairQueue
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import ReadyResult
 from hydra_engine.core.processes.heap import trim_heap

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from hydra_engine.core.fairness.turns import FairQueue
+from hydra_engine.core.fairness import FairQueue
 from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.worker.boundary import run_guarded
 from hydra_engine.worker.language.sampler import Constraint, TokenHistory

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hydra_engine.core.fairness.turns import FairQueue
+from hydra_engine.core.fairness import FairQueue
 
 FOLDER = "SIEGE_TURNS"  # the variable that names the folder where instances write
 MAX_EVENTS = 200_000

@@ -1,8 +1,17 @@
-"""Fair turns: the rule by which clients share a resource that they wait for.
+"""Resources that clients share, and fair rules for them: bytes, slots, threads.
 
-While a job is the next one of its client, at most one job of each other client starts before it; of the clients that
-may start, the one with the least used time is first. So no client waits longer because another sends many jobs, and a
-client with long jobs delays mainly itself. Does not know what the jobs are.
+`ByteBudget` bounds the bytes that clients make the process hold. What does not fit is refused at once instead of
+waiting, so no holder ever waits for more.
+
+`FairQueue` and `Turns` are the rule by which clients share a resource that they wait for: while a job is the next one
+of its client, at most one job of each other client starts before it; of the clients that may start, the one with the
+least used time is first. So no client waits longer because another sends many jobs, and a client with long jobs delays
+mainly itself.
+
+`WorkerPool` runs work that must not run on the event loop in threads, in fair turns, with a bounded queue. Decoding and
+tokenising release the interpreter lock for most of their time; parsing does not.
+
+Does not know what the bytes, jobs and work are.
 """
 
 from __future__ import annotations
@@ -11,17 +20,81 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
-from hydra_engine.errors import Unavailable
+from hydra_engine.errors import EngineClosed, Unavailable
 
 HALF_LIFE_S = 60.0  # after which a client's used time counts half
 MAX_CLIENTS = 10_000  # clients remembered at once
 
 J = TypeVar("J")
+T = TypeVar("T")
+
+
+class ByteBudget:
+    """A budget of `most` bytes in which the leases of one client never hold more than they leave free: one client alone
+    gets at most half, each of two a third, and a new client always finds space. Not thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held = 0
+        self._held_by: dict[str, int] = {}  # bytes by client, without zeros
+
+    def fits(self, num_bytes: int, client: str | None = None) -> bool:
+        """True if `num_bytes` more fit. `client` None: only the total is checked, not a client's share."""
+        left = self.max_bytes - self.held - num_bytes
+        return left >= (0 if client is None else self._held_by.get(client, 0) + num_bytes)
+
+    def lease(self, client: str | None = None) -> Lease:
+        return Lease(self, client)
+
+    def change(self, num_bytes: int, client: str | None) -> None:
+        """Adds `num_bytes` (or subtracts, if negative). Called by leases only."""
+        self.held += num_bytes
+        if client is not None:
+            now = self._held_by.get(client, 0) + num_bytes
+            if now:
+                self._held_by[client] = now
+            else:
+                self._held_by.pop(client, None)
+
+
+class Lease:
+    """The bytes that one user holds. `release` returns all of them and may be called again."""
+
+    __slots__ = ("_budget", "client", "held")
+
+    def __init__(self, budget: ByteBudget, client: str | None) -> None:
+        self._budget = budget
+        self.client = client
+        self.held = 0
+
+    def fits(self, num_bytes: int) -> bool:
+        """True if `reserve` would succeed."""
+        return self._budget.fits(num_bytes, self.client)
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Takes bytes; False, and nothing taken, if they do not fit."""
+        if not self.fits(num_bytes):
+            return False
+        self._budget.change(num_bytes, self.client)
+        self.held += num_bytes
+        return True
+
+    def release(self) -> None:
+        self._budget.change(-self.held, self.client)
+        self.held = 0
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @dataclass(slots=True)
@@ -213,3 +286,85 @@ class Turns:
     def _may_begin(self, client: str) -> bool:
         num_running = self._queue.running(client)
         return not self._keeps_free or not num_running or num_running < self._num_free
+
+
+_Place = tuple[Turns, str]  # (turns, client)
+
+
+class WorkerPool:
+    """A thread pool owned by one event loop. `close` drops waiting work and does not wait for running work."""
+
+    def __init__(self, name: str, *, num_workers: int, max_waiting: int, noun: str) -> None:
+        """`noun`: what is worked on, in the plural, for error messages. `max_waiting`: jobs of all clients; one client
+        alone gets half of them."""
+        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
+        self._threads = Turns(noun, num_slots=num_workers, max_waiting=max_waiting)
+        self._waits: set[asyncio.Timeout] = set()
+        self._closed = False
+
+    async def run(self, client: str, work: Callable[..., T], *args: object, turns: Turns | None = None) -> T:
+        """Runs `work(*args)` in a thread and returns its result. With `turns`, first takes a slot there, and returns
+        both together. Cancelling removes waiting work from the queue; running work continues, its result is dropped,
+        and it keeps its thread. Raises Unavailable if a queue is full, EngineClosed after `close`."""
+        places = [(self._threads, client)]
+        if turns is not None:  # waits beside the client's other work, so that it does not keep the place from others
+            places = [(turns, client), (self._threads, f"{client}\0")]
+        await self._take(places)
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = self._executor.submit(work, *args)
+        job.add_done_callback(partial(_in_thread, partial(_end, result, places, time.monotonic()), result.get_loop()))
+        return await result
+
+    def close(self) -> None:
+        self._closed = True
+        self._executor.shutdown(wait=False)
+        for wait in self._waits:
+            wait.reschedule(0.0)
+        self._waits.clear()
+
+    async def _take(self, places: Sequence[_Place]) -> None:
+        """Takes all slots in order, or none if that fails. Raises EngineClosed also while it waits."""
+        if self._closed:
+            raise _closed()
+        num_taken = 0
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                for turns, client in places:
+                    await turns.acquire(client)
+                    num_taken += 1
+            if self._closed:  # closed just as it was given a slot
+                raise _closed()
+        except BaseException as error:
+            _give_back(places[:num_taken], 0.0)
+            if isinstance(error, TimeoutError):
+                raise _closed() from None
+            raise
+        finally:
+            self._waits.discard(wait)
+
+
+def _in_thread(end: Callable[[Future[T]], None], loop: asyncio.AbstractEventLoop, job: Future[T]) -> None:
+    """Calls `end` on the event loop when a job's thread is done."""
+    with suppress(RuntimeError):  # the loop has ended, and with it the waiting caller
+        loop.call_soon_threadsafe(end, job)
+
+
+def _end(result: asyncio.Future[T], places: Sequence[_Place], begun_s: float, job: Future[T]) -> None:
+    _give_back(places, time.monotonic() - begun_s)
+    if result.done():  # the caller was cancelled
+        return
+    error = job.exception()
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(job.result())
+
+
+def _give_back(places: Sequence[_Place], used_s: float) -> None:
+    for turns, client in places:
+        turns.release(client, used_s)
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine was closed before the request was read")
