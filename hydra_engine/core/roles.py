@@ -1,5 +1,5 @@
-"""Roles and topologies: the stages of an instance, the instances of a deployment, and checks that they can serve a
-model.
+"""Roles and states of instances: the stages of an instance, the instances of a deployment, checks that they can serve a
+model, and what the rest of the engine sees of each.
 
 An error for a topology suggests a similar one that works. Does not know models or machines: the checks receive what a
 model needs and which devices exist.
@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Flag
+from enum import Flag, StrEnum
 from itertools import groupby
 
+from hydra_engine.core.messages import InstanceSummary, Status
 from hydra_engine.errors import ConfigError
 
 
@@ -266,3 +267,29 @@ def _shown(text: str) -> str:
 
 def _refused(text: str, why: str) -> ConfigError:
     return ConfigError(f"topology {_shown(text)}: {why}", param="topology")
+
+
+class Condition(StrEnum):
+    STARTING = "starting"  # for the first time, or again after a death
+    READY = "ready"
+    SILENT = "silent"  # no message for too long: it gets no work, and is killed if that continues
+    DRAINING = "draining"  # it finishes its requests and gets no new ones
+    FAILED = "failed"  # its starts have failed and it is not started again
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceState:
+    """The state of an instance. `role`: the stages that it serves now; `loaded`: those that it has weights for; both as
+    letters. `restarts` counts its deaths."""
+
+    name: str
+    role: str
+    loaded: str
+    condition: Condition
+    incarnation: int
+    restarts: int = 0
+    pid: int | None = None
+    reason: str = ""  # why it is not ready
+    status: Status | None = None
+    summary: InstanceSummary | None = None

@@ -20,7 +20,6 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.instances import Condition
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Abort,
@@ -36,7 +35,7 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import Departure, FinishReason, Result
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role
+from hydra_engine.core.roles import Condition, Role
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable, from_info
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.poison_guard import PoisonGuard
