@@ -17,7 +17,7 @@ from hydra_engine.worker.language.batches import sent_input, step_rows
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, part_of, request_ids_of
 from hydra_engine.worker.ports import PromptPositions, WorkerRequest
-from hydra_engine.worker.vision.batches import vision_input, vision_slots
+from hydra_engine.worker.vision.lane import vision_input, vision_slots
 from tests.worker.fakes import Decode, FakeOps, Rig, Row, make_picture, make_request, plan_of
 
 CPU = CpuDevice(1)

@@ -13,7 +13,7 @@ from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import DecodeRows, LanguagePlan
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.worker.language.mask_turns import ALONE_S, STEP_S, MaskTurns
+from hydra_engine.worker.language.constraints import ALONE_S, STEP_S, MaskTurns
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.language.slot_table import SlotTable
 from tests.worker.test_constraints import request_of

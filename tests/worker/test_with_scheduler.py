@@ -17,7 +17,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.roles import EPD
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
-from hydra_engine.worker.language.mask_turns import MaskTurns
+from hydra_engine.worker.language.constraints import MaskTurns
 from hydra_engine.worker.language.slot_table import SlotTable, lacks_one_token
 from tests.scheduler.audit import check
 from tests.worker.fakes import BLOCK, NAN_TOKEN, POISON_TOKEN, Rig, make_request

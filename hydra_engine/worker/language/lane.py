@@ -27,8 +27,8 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.blank_steps import warm_language
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, run_guarded_step
 from hydra_engine.worker.language.batches import StepParts
+from hydra_engine.worker.language.constraints import MaskTurns
 from hydra_engine.worker.language.graphs import StepGraphs, default_sizes, mixed_sizes
-from hydra_engine.worker.language.mask_turns import MaskTurns
 from hydra_engine.worker.language.slot_table import DeviceSlotTable, SlotOwners, SlotTable, StateTable, part_of
 from hydra_engine.worker.language.step import AsynchronousStep, PendingSamples, Samples, SynchronousStep
 from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest

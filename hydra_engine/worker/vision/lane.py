@@ -1,34 +1,39 @@
 """The vision lane: a plan -> features in the image cache -> a result, and the lane's thread with its graphs.
 
-A picture that makes the tower raise, or whose features are not finite, fails alone. With a gate the tower waits between
-its pieces while the running language step has no allowance left. On an asynchronous device an encode is replayed if a
-graph fits, and the next is launched before it has been computed; one more thread waits for the results, in order.
-Does not know where pixels come from.
+The images of a step are built and sent to the device in one go. A picture that makes the tower raise, or whose features
+are not finite, fails alone. With a gate the tower waits between its pieces while the running language step has no
+allowance left. On an asynchronous device an encode is replayed if a graph fits, and the next is launched before it has
+been computed; one more thread waits for the results, in order. Does not know where pixels come from.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Backend, PagedCache
-from hydra_engine.backend.device import Fetch
+from hydra_engine.backend.device import Device, Fetch
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.plans import EncodeItem, VisionPlan, VisionResult
+from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan, VisionResult
+from hydra_engine.core.request import ImageItem
 from hydra_engine.errors import ErrorInfo
+from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.blank_steps import warm_vision
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, not_finite, run_guarded_step
 from hydra_engine.worker.memory.working import image_budget, largest_encode
 from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
-from hydra_engine.worker.vision.batches import vision_input, vision_slots
 from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 
 
@@ -187,3 +192,47 @@ class VisionLane:
         num_blocks, planes, _, block_size, _, width = features.shape
         rows = features.permute(1, 0, 3, 2, 4, 5).reshape(planes, num_blocks * block_size, width)[:, : item.num_tokens]
         return torch.stack(torch.aminmax(rows))
+
+
+def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Int64s:
+    """Image cache slots of the features of all items, in order."""
+    return np.concatenate([item.slots(block_size) for item in items])
+
+
+def vision_input(
+    images: Sequence[ImageItem],
+    payloads: Sequence[PixelPayload],
+    slots: Int64s,
+    device: Device,
+) -> VisionInput:
+    """Builds the model's input and sends it to the device. `payloads[i]` belongs to `images[i]`; `slots` come from
+    `vision_slots`."""
+    plain = not payloads[0].arrays
+    given = [{"pixels": _pictures(payload)} if plain else _arrays(payload) for payload in payloads]
+    sent_slots, *sent = device.send((slots, *chain.from_iterable(arrays.values() for arrays in given)))
+    values = iter(sent)
+    arrays = tuple({name: next(values) for name in arrays} for arrays in given)
+    return VisionInput(
+        pixels=tuple(named["pixels"] for named in arrays) if plain else (),
+        sources=tuple((image.width, image.height) for image in images),
+        grids=tuple(image.grid for image in images),
+        slots=sent_slots,
+        arrays=() if plain else arrays,
+        send=device.send,
+    )
+
+
+def _pictures(payload: PixelPayload) -> npt.NDArray[np.uint8]:
+    """Pixels [pictures, height, width, 3]. Copied, because bytes are read-only."""
+    flat = np.frombuffer(payload.data, dtype=np.uint8).copy()
+    return flat.reshape(payload.count, payload.height, payload.width, 3)
+
+
+def _arrays(payload: PixelPayload) -> dict[str, npt.NDArray[np.generic]]:
+    arrays, begin = {}, 0
+    for layout in payload.arrays:
+        dtype, count = np.dtype(layout.dtype), math.prod(layout.shape)
+        values = np.frombuffer(payload.data, dtype=dtype, count=count, offset=begin).reshape(layout.shape)
+        arrays[layout.name] = values.copy()
+        begin += count * dtype.itemsize
+    return arrays
