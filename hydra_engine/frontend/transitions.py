@@ -38,8 +38,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.roles import Condition, Role
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable, from_info
 from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.poison_guard import PoisonGuard
-from hydra_engine.frontend.request import RUNNING, Attempt, Charge, Job, Phase, RequestInFlight
+from hydra_engine.frontend.request import RUNNING, Attempt, Charge, Job, Phase, PoisonGuard, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad, Instances, Send, missing_for_good
 from hydra_engine.frontend.routing.router import Router
 
@@ -270,7 +269,7 @@ class Dispatcher:
         """Shows plain next tokens, which are nearly all, without the table; fires TOKENS for the others. With the table
         a streamed token costs the server 10 % more (bench.frontend)."""
         columns = message.request_ids, message.positions, message.token_ids
-        find, time_s, late = cast(dict[int, RequestInFlight], self.by_id).get, message.time_s, message.late
+        find, time_s, late = cast("dict[int, RequestInFlight]", self.by_id).get, message.time_s, message.late
         for number, position, token_id in zip(*columns, strict=True):
             in_flight = find(number)
             if in_flight is None or number in late or not in_flight.is_plain_next_token(name, number, position):
