@@ -25,8 +25,7 @@ from hydra_engine.core.plans import LanguageLoad, LanguagePlan, LanguageResult, 
 from hydra_engine.profiler.calibrate import Site, calibrate
 from hydra_engine.profiler.fit import fit
 from hydra_engine.scheduler.budget import PendingWork
-from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
-from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
+from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets, PartitionChoice
 from hydra_engine.worker.vision import gate as gates
 from tests.emulated.clock import Clock, Line, Work
 from tests.profiler.fakes import SIZES, SquareVision

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hydra_engine.transfer.offers import Source, valid_word
-from hydra_engine.transfer.pulls import MAX_UNCLAIMED, Destination
-from hydra_engine.transfer.records import Records
+from hydra_engine.transfer.pulls import MAX_UNCLAIMED, Destination, Records
 from hydra_engine.transfer.staging import Staging
 
 

@@ -6,8 +6,7 @@ import math
 
 from hydra_engine.transfer.messages import Ack, More, Offer, Renew, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
-from hydra_engine.transfer.pulls import Committed, Destination, Gone, PullEvent
-from hydra_engine.transfer.records import Pull
+from hydra_engine.transfer.pulls import Committed, Destination, Gone, Pull, PullEvent
 from tests.transfer.nodes import Running
 from tests.transfer.world import World
 

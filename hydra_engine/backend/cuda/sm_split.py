@@ -5,7 +5,7 @@ split, so the smaller of two language parts lies inside the larger one. They are
 run on every SM. Partition 0 is the whole device, on the lanes' ordinary streams. Only SMs are divided; bandwidth and L2
 are not. A lane's jobs stay in order when it changes partition: its new stream waits for the old one. Only the language
 and the vision lane are moved. Does not know what a job does, nor which split is best: each language step says that
-(scheduler/latency/partition_choice.py).
+(scheduler/latency/latency_budget.py).
 """
 
 from __future__ import annotations

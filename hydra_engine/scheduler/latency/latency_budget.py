@@ -18,9 +18,10 @@ from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.correction import Correction, Kind, kind_of
-from hydra_engine.scheduler.latency.partition_choice import PartitionChoice
 from hydra_engine.scheduler.step_stats import Window
 
+LOOK = 8  # steps after which the other partitions are rated again
+GAIN = 1.05  # multiple of the current rate that another partition has to exceed
 MIN_SHARE = 0.2  # share of the slack that prefill and vision each get at least while both have work
 MIN_VISION = 0.05  # share of the limit that vision gets beside every step, even if decodes alone fill it
 MIN_CHUNK = 16  # tokens; with fewer a waiting prefill counts as starved
@@ -412,3 +413,34 @@ def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low:
         else:
             above = count
     return below
+
+
+class PartitionChoice:
+    """The choice of a device partition for the next language step, among `count`: number 0, the whole device, where
+    vision runs beside it for some seconds and then waits, or a part of it, where vision runs beside it all along on the
+    rest.
+
+    SpaceServe (section 4.3) divides the SMs once, before it serves. Here the partition follows from the work: few
+    decodes finish in time on a small part, many do not. A change costs little, since only the next launches wait for
+    the last ones, but an encode in flight stays on its partition; so another partition has to be clearly better.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.partition = 0
+        self._count = count
+        self._steps = LOOK
+
+    def choose(self, rate: Callable[[int], float]) -> int:
+        """The partition of the step that is being planned. `rate(p)`: work done per second on partition p, the work
+        measured in seconds that it takes alone; 0 if the step would miss its limit. If all rates are 0, it is the
+        undivided device, where vision waits."""
+        self._steps += 1
+        present = rate(self.partition)
+        if present and self._steps < LOOK:
+            return self.partition
+        self._steps = 0
+        rates = [present if number == self.partition else rate(number) for number in range(self._count)]
+        best = max(range(self._count), key=rates.__getitem__)
+        if rates[best] > GAIN * present or not present:
+            self.partition = best
+        return self.partition

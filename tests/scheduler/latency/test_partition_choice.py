@@ -16,8 +16,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Slowdowns
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import PendingWork
-from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
-from hydra_engine.scheduler.latency.partition_choice import GAIN, LOOK, PartitionChoice
+from hydra_engine.scheduler.latency.latency_budget import GAIN, LOOK, LatencyBudgets, PartitionChoice
 from tests.scheduler.machine import SimulatedMachine, Step, Traffic, make_surface
 
 LIMIT = 0.04
