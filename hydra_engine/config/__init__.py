@@ -6,7 +6,6 @@ dashes), `aliases` (names of the option in other engines), `choices`, `kind` ("s
 "json": an object, as text or written out; "file" and "folder": paths), `secret` (never shown).
 """
 
-from hydra_engine.config.cluster import ClusterConfig
 from hydra_engine.config.engine import (
     DEFAULT_REQUESTS,
     DEFAULT_TOKENS,
@@ -14,7 +13,9 @@ from hydra_engine.config.engine import (
     MAX_PRIORITY,
     SHAPES,
     CacheConfig,
+    ClusterConfig,
     EngineConfig,
+    MediaConfig,
     SchedulerConfig,
     config_from_options,
 )
@@ -28,7 +29,6 @@ from hydra_engine.config.environment import (
 )
 from hydra_engine.config.fields import MAX_LIMIT_S, parse_seconds
 from hydra_engine.config.hub import find_model
-from hydra_engine.config.media import MediaConfig
 from hydra_engine.config.server import ServerConfig
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""The configuration of the engine: `EngineConfig` with its parts `SchedulerConfig` and `CacheConfig`."""
+"""The configuration of the engine: `EngineConfig` with its parts, of several instances together (`ClusterConfig`), of
+pictures and videos (`MediaConfig`), of the scheduler and of caches."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hydra_engine.config.cluster import ClusterConfig
 from hydra_engine.config.environment import user_folder
 from hydra_engine.config.fields import (
     KV_DTYPE_NAMES,
@@ -23,7 +23,6 @@ from hydra_engine.config.fields import (
     positive,
 )
 from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
-from hydra_engine.config.media import MediaConfig
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError
@@ -32,6 +31,90 @@ DEMO_MODEL = "demo"
 SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b")  # models that ship without weights, for load_format random
 DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # limits of a language step on a CPU
 MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Several instances together: where requests go, how blocks move, when an instance is lost. Durations are in
+    seconds."""
+
+    router: str = opt(
+        "least-loaded",
+        "least-loaded: done soonest; affinity: the instance that has seen the prompt or picture, unless it is much "
+        "busier; round-robin",
+        choices=("least-loaded", "affinity", "round-robin"),
+    )
+    lease_s: float = opt(10.0, "blocks offered to another instance are withdrawn if it is silent for this long")
+    suspect_s: float = opt(2.0, "an instance that is silent for this long gets no work; its requests move to others")
+    fence_s: float = opt(10.0, "an instance that is silent for this long is killed and restarted")
+    recovery_s: float = opt(5.0, "how long a request waits for an instance that can continue it before it fails")
+    max_attempts: int = opt(3, "most attempts of a request whose instance dies")
+    steal_decodes: bool = opt(
+        True, "instances that encode and decode take over decodes of busy ones while they have nothing to encode"
+    )
+    prefetch_features: bool = opt(
+        True, "an instance that prefills fetches features of pictures while their requests still wait for their turn"
+    )
+    early_kv: bool = opt(
+        True, "KV leaves for the instance that decodes behind each chunk of a prefill, and not when all is computed"
+    )
+    transport: str = opt(
+        "auto",
+        "how blocks move between instances. auto: they are read where they are, or through pinned host memory where "
+        "devices cannot map each other's memory; host: always through host memory",
+        choices=("auto", "host"),
+    )
+    check_transfers: bool = opt(False, "compare checksums of all blocks that move between instances (slow)")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        positive(self, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Limits of pictures and videos, checked before bytes are read or pixels decoded."""
+
+    max_images: int = opt(16, "most images of one request")
+    max_image_bytes: int = opt(20 << 20, "most bytes of one encoded image")
+    max_image_pixels: int = opt(40_000_000, "most pixels of one image, known from its header")
+    max_aspect_ratio: float = opt(200.0, "longest side over shortest side of an image")
+    max_videos: int = opt(1, "most videos of one request; 0: none")
+    max_video_bytes: int = opt(64 << 20, "most bytes of one encoded video")
+    max_video_frames: int = opt(7200, "most frames of one video, counted in its file")
+    max_video_pixels: int = opt(4_000_000_000, "most pixels of all frames of one video together")
+    fetch_timeout_s: float = opt(10.0, "total time to fetch one image by URL")
+    max_fetched_bytes: int = opt(
+        1 << 30,
+        "most bytes of fetched images and videos that are not decoded yet, half of them for one client; above it 503",
+    )
+    allow_private_media: bool = opt(False, "also fetch images from private network addresses")
+    allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
+    allowed_media_path: str | None = opt(
+        None,
+        "folder below which file:// images may be read by the server",
+        aliases=("allowed-local-media-path",),
+        kind="folder",
+    )
+    local_files: bool = opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
+    decode_workers: int = opt(2, "threads that decode and resize images")
+    pixel_cache_mib: int = opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: off")
+    min_pixels: int | None = opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
+    max_pixels: int | None = opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
+
+    def __post_init__(self) -> None:
+        positive(self, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
+        positive(self, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
+        if self.max_fetched_bytes < 2 * max(self.max_image_bytes, self.max_video_bytes):
+            raise ConfigError(
+                "max_fetched_bytes must be at least twice max_image_bytes and max_video_bytes, for a client gets half",
+                param="max_fetched_bytes",
+            )
+        if self.allowed_media_path is not None and not self.allowed_media_path.strip():
+            raise ConfigError("allowed_media_path must name a folder", param="allowed_media_path")
+        low, high = self.min_pixels, self.max_pixels
+        if (low is not None and low < 1) or (high is not None and high < (low or 1)):
+            raise ConfigError("min_pixels and max_pixels must be at least 1 and in order", param="max_pixels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
