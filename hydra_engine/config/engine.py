@@ -1,5 +1,5 @@
-"""The configuration of the engine: `EngineConfig` with its parts, of several instances together (`ClusterConfig`), of
-pictures and videos (`MediaConfig`), of the scheduler and of caches."""
+"""The configuration of the engine: `EngineConfig` with its parts `SchedulerConfig`, `CacheConfig`, `ClusterConfig` and
+`MediaConfig`."""
 
 from __future__ import annotations
 

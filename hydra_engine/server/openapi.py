@@ -20,8 +20,7 @@ from hydra_engine.server.http.access import has_anthropic_style
 from hydra_engine.server.http.auth import ADMIN_PATHS, KEYS, OPEN_PATHS, OVERVIEW_PATHS, PAGE_FILES
 from hydra_engine.server.http.errors import AnthropicErrorAnswer, ErrorAnswer
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
-from hydra_engine.server.protocol.other_fields import other_names_of
-from hydra_engine.server.protocol.top_level import EMPTY, Harmless
+from hydra_engine.server.protocol.other_fields import EMPTY, Harmless, other_names_of
 
 Json = dict[str, Any]
 

@@ -21,10 +21,9 @@ from hydra_engine.server.http.listening import listen
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
-from hydra_engine.server.protocol.other_fields import other_names_of
+from hydra_engine.server.protocol.other_fields import IGNORED, REFUSED, other_names_of
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from hydra_engine.server.protocol.top_level import IGNORED, REFUSED
 from tests.examples import examples
 from tests.server.conftest import Serve
 from tests.server.stub import StubEngine

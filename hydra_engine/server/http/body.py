@@ -25,8 +25,7 @@ from hydra_engine.errors import InvalidRequest, PayloadTooLarge, RequestTimeout,
 from hydra_engine.server.http.access import ACCESS
 from hydra_engine.server.http.strict_json import decoder_of, parse, plain_types
 from hydra_engine.server.protocol.fields import log_once
-from hydra_engine.server.protocol.other_fields import other_names_of
-from hydra_engine.server.protocol.top_level import EMPTY, Harmless
+from hydra_engine.server.protocol.other_fields import EMPTY, Harmless, other_names_of
 from hydra_engine.server.state import CONFIG, STATE, client_of
 
 MIN_RATE = 1024  # bytes per second while a body arrives

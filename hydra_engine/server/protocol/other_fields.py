@@ -1,21 +1,315 @@
-"""Tables of fields of other APIs that no struct here has, per body and object: refused ones, with what to use instead,
-and ignored ones, which cannot change the answer.
+"""Tables of fields of other APIs that no struct here has, per body and object: refused ones, because they would change
+the answer unless they have a neutral value, with what to use instead, and ignored ones, which cannot change it.
 
 Does not know how unknown names are found (`http/body.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import msgspec
 
 from hydra_engine.server.protocol import anthropic, chat, fields, response_input, responses
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from hydra_engine.server.protocol.top_level import IGNORED, INSTEAD, REFUSED, Harmless
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+# Values without effect, besides those of EMPTY; or a function that returns True for one.
+Harmless = tuple[Any, ...] | Callable[[Any], bool]
+
+# ---- the top level of a body: refused by all routes that generate or count, except fields that the request's type has
+
+
+def _only_clears_thinking(value: Any) -> bool:
+    """True if the edits only clear earlier thinking, which the chat template keeps or drops by itself."""
+    edits = value.get("edits") if isinstance(value, dict) else None
+    return value == {"edits": []} or (
+        isinstance(edits, list)
+        and value.keys() == {"edits"}
+        and all(isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_") for edit in edits)
+    )
+
+
+_TOP_LEVEL = "send its fields at the top level of the body"
+REFUSED: dict[str, Harmless] = {
+    # of OpenAI's and Anthropic's APIs
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": (),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "reasoning": (),
+    "thinking": ({"type": "disabled"},),
+    "moderation": (),
+    "image": ({"context_compression": "auto"}, {"context_compression": "disabled"}),
+    "prompt": (),
+    "messages": (),
+    "input": (),
+    "instructions": (),
+    "system": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "stop": (),
+    "stop_sequences": (),
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "include": (),
+    "text": ({"format": {"type": "text"}},),
+    "output_config": (),
+    "output_format": (),
+    "tools": (),
+    "tool_choice": ("none", "auto", {"type": "auto"}, {"type": "none"}),
+    "background": (False,),
+    "conversation": (),
+    "previous_response_id": (),
+    "truncation": ("disabled",),
+    "context_management": _only_clears_thinking,
+    "mcp_servers": (),
+    "container": (),
+    "compaction": (),
+    "thread": ({"type": "create"},),
+    "disable_parallel_tool_use": (False,),
+    # of vLLM
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "mm_processor_kwargs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (),
+    "documents": (),
+    "bad_words": (),
+    "truncate_prompt_tokens": (-1,),
+    "truncation_side": (),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "return_routed_experts": (False,),
+    "logprob_token_ids": (),
+    "detokenize": (True,),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "lora_path": (),
+    "logits_processors": (),
+    "thinking_token_budget": (),
+    "vllm_xargs": (),
+    "media_io_kwargs": (),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "structural_tag": (),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": (),
+    # of SGLang
+    "input_ids": (),
+    "sampling_params": (),
+    "stop_regex": (),
+    "no_stop_trim": (False,),
+    "sampling_seed": (),
+    "custom_logit_processor": (),
+    "custom_params": (),
+    "session_params": (),
+    "extra_key": (),
+    "images_config": (),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "use_audio_in_video": (False,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "return_hidden_states": (False,),
+    "return_logprob": (False,),
+    "top_logprobs_num": (0,),
+    "logprob_start_len": (-1,),
+    "token_ids_logprob": (),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "image_data": (),
+    # of llama.cpp
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "return_tokens": (False,),
+    "repeat_penalty": (1, 1.0),
+    "repeat_last_n": (-1, 64),
+    "penalize_nl": (True,),
+    "typical_p": (1, 1.0),
+    "typ_p": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "top_a": (0, 0.0),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "samplers": (),
+    "dynatemp_range": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "top_n_sigma": (-1, -1.0),
+    "adaptive_target": (-1, -1.0),
+    "t_max_predict_ms": (0, -1),
+    "t_max_prompt_ms": (0, -1),
+    "n_indent": (0,),
+    "grammar": (),
+    "grammar_lazy": (False,),
+    "grammar_triggers": (),
+    "preserved_tokens": (),
+    "parse_tool_calls": (True,),
+    "generation_prompt": (),
+    "lora": (),
+    "multimodal_data": (),
+    # of Ollama
+    "options": (),
+    "format": (),
+    "raw": (False,),
+    "template": (),
+    "context": (),
+    "images": (),
+    "num_predict": (-1,),
+    "num_ctx": (),
+    # of TGI and transformers
+    "inputs": (),
+    "parameters": (),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "max_length": (),
+    "min_length": (0,),
+    "do_sample": (True,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "no_repeat_ngram_size": (0,),
+    "eos_token_id": (),
+    "suppress_tokens": (),
+    "bad_words_ids": (),
+    "penalty_alpha": (0, 0.0),
+    "watermark": (False,),
+    "top_n_tokens": (0,),
+    "decoder_input_details": (False,),
+    "return_full_text": (False,),
+    "truncate": (False,),
+    "adapter_id": (),
+    "tool_prompt": (),
+    "guideline": (),
+    # of others
+    "extra_body": (),
+    "enable_thinking": (),
+    "random_seed": (),
+    "safe_prompt": (False,),
+    "enable_search": (False,),
+    "search_options": (),
+    "search_parameters": (),
+    "vl_high_resolution_images": (False,),
+    "plugins": (),
+    "transforms": (),
+    "deferred": (False,),
+    "prompt_truncate_len": (),
+    "context_length_exceeded_behavior": ("error",),
+}
+_MAX_TOKENS = ("max_tokens", "max_output_tokens")
+_CONTENT = ("messages[].content", "input[].content")
+_NEVER_CUT = "a prompt is never cut: shorten it and leave this out"
+# name -> the end of the error about it, or fields of which the first that the request has is named
+INSTEAD: dict[str, str | tuple[str, ...]] = {
+    "repeat_penalty": ("repetition_penalty",),
+    "grammar": ("structured_outputs.grammar",),
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length"), _MAX_TOKENS),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _MAX_TOKENS),
+    "min_new_tokens": ("min_tokens",),
+    "min_length": ("min_tokens",),
+    "enable_thinking": ("chat_template_kwargs.enable_thinking",),
+    "images": _CONTENT,
+    "image_data": _CONTENT,
+    "multimodal_data": _CONTENT,
+    "prompt": ("messages", "input"),
+    "messages": ("input", "prompt"),
+    "input": ("messages", "prompt"),
+    "inputs": ("messages", "prompt", "input"),
+    "input_ids": ("prompt",),
+    "system": ("instructions", "messages[] with the role system"),
+    "instructions": ("system", "messages[] with the role system"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "logprobs": ("top_logprobs",),
+    "top_logprobs": ("logprobs",),
+    "n_probs": ("top_logprobs", "logprobs"),
+    "top_n_tokens": ("top_logprobs", "logprobs"),
+    "top_logprobs_num": ("top_logprobs", "logprobs"),
+    "return_logprob": ("logprobs", "top_logprobs"),
+    "include": ("logprobs",),
+    "logprob_start_len": ("prompt_logprobs",),
+    "decoder_input_details": ("prompt_logprobs",),
+    "return_full_text": ("echo",),
+    "return_tokens": ("return_token_ids",),
+    "return_prompt_token_ids": ("return_token_ids",),
+    "text": ("output_config.format", "response_format"),
+    "format": ("output_config.format", "text.format", "response_format"),
+    "output_config": ("text.format", "response_format"),
+    "output_format": ("text.format", "response_format"),
+    "guided_json_object": ("response_format",),
+    "guided_whitespace_pattern": ("structured_outputs.whitespace_pattern",),
+    "parallel_tool_calls": ("tool_choice.disable_parallel_tool_use",),
+    "disable_parallel_tool_use": ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    "no_stop_trim": ("include_stop_str_in_output",),
+    "sampling_seed": ("seed",),
+    "random_seed": ("seed",),
+    "extra_key": ("cache_salt",),
+    "num_return_sequences": ("n",),
+    "eos_token_id": ("stop_token_ids",),
+    "do_sample": "use temperature 0 for the most likely tokens",
+    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch"), ("mm_processor_kwargs.max_pixels",)),
+    "vl_high_resolution_images": ("mm_processor_kwargs.max_pixels",),
+    **dict.fromkeys(("options", "parameters", "sampling_params", "extra_body"), _TOP_LEVEL),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncate", "prompt_truncate_len"), _NEVER_CUT),
+}
+
+# Labels, hints about speed, cost and location, and parameters of samplers that are refused where they are turned on.
+IGNORED = frozenset(
+    {
+        # of OpenAI's and Anthropic's APIs
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "prediction", "verbosity", "max_tool_calls", "access_programs", "stream_options"),
+        *(
+            "parallel_tool_calls",
+            "cache_control",
+            "speed",
+            "inference_geo",
+            "diagnostics",
+            "billing_policy",
+            "fallbacks",
+        ),
+        *("fallback_credit_token", "user_profile_id", "workspace_id", "betas", "anthropic_beta"),
+        "anthropic_version",
+        # of vLLM and SGLang
+        *("session_id", "stream_interval", "data_parallel_rank", "return_token_offsets", "return_mm_kwargs", "rid"),
+        *("routed_experts_prompt_start", "guided_decoding_backend", "routed_dp_rank", "disagg_prefill_dp_rank"),
+        *("return_cached_tokens_details", "log_metrics"),
+        # of llama.cpp
+        *("cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "timings_per_token", "return_progress"),
+        *("verbose", "response_fields", "sse_ping_interval", "speculative.n_max", "speculative.n_min"),
+        *(
+            "speculative.p_min",
+            "speculative.type",
+            "dynatemp_exponent",
+            "xtc_threshold",
+            "mirostat_tau",
+            "mirostat_eta",
+        ),
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "adaptive_decay"),
+        # of others
+        *("keep_alive", "use_cache", "details", "provider", "models", "route", "usage", "perf_metrics_in_response"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
