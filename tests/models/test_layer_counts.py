@@ -24,7 +24,7 @@ from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.build import build_model, check_layers, load_model
 from hydra_engine.models.layers import decoder, vision
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.models.transformers_adapter import counts
+from hydra_engine.models.transformers_adapter import load as generic
 from hydra_engine.preprocess.model_files import find_model_files
 from tests.models.conftest import CheckpointFactory
 from tests.models.quantized.written import METHODS, write_checkpoint
@@ -233,7 +233,7 @@ def test_models_of_transformers_are_counted(
 
 def test_modules_of_transformers_are_counted_while_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a config multiplies."""
-    monkeypatch.setattr(counts, "_FREE", 20)
+    monkeypatch.setattr(generic, "_FREE", 20)
     built: list[Any] = []
 
     def parts() -> Any:
@@ -242,7 +242,7 @@ def test_modules_of_transformers_are_counted_while_they_are_built(monkeypatch: p
             yield built[-1]
 
     message = "more than 100 modules, and the weights hold 10 tensors"
-    with pytest.raises(CheckpointError, match=message), counts.bounded_modules(10):
+    with pytest.raises(CheckpointError, match=message), generic.bounded_modules(10):
         torch.nn.ModuleList(parts())
     assert len(built) == 101
     torch.nn.ModuleList([torch.nn.Identity()] * 200)  # not within it

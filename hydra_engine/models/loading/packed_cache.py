@@ -29,7 +29,7 @@ from hydra_engine.backend.cpu.linear import NativeLinear, NativeQuantizedLinear
 from hydra_engine.backend.devices import load_extension
 from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.loading.parameters import Holder, Kept
-from hydra_engine.models.loading.safetensors_file import SafetensorsFile
+from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsFile
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from hydra_engine.models.loading.formats.compressed_tensors import CompressedTen
 from hydra_engine.models.loading.formats.float8 import Float8
 from hydra_engine.models.loading.formats.gptq import Awq, Gptq
 from hydra_engine.models.loading.formats.parts import Format, Parts
-from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
-from hydra_engine.models.loading.safetensors_file import TensorEntry
+from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint, TensorEntry
 from hydra_engine.models.specs.quantization import AWQ, COMPRESSED, FP8, GPTQ, Quantization
 
 _FORMATS: dict[str, Callable[[Quantization], Format]] = {

@@ -30,8 +30,7 @@ from hydra_engine.models.build import build_model, vision_class
 from hydra_engine.models.loading.checkpoint import StoredTensor, list_names
 from hydra_engine.models.loading.quantize import quantized_matrix
 from hydra_engine.models.loading.quantized_checkpoint import QuantizedCheckpoint
-from hydra_engine.models.loading.safetensors_checkpoint import INDEX, SINGLE, SafetensorsCheckpoint
-from hydra_engine.models.loading.safetensors_file import FLOATS
+from hydra_engine.models.loading.safetensors_checkpoint import FLOATS, INDEX, SINGLE, SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite, check_names
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.fields import read_json

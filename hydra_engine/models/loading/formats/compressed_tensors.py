@@ -28,7 +28,7 @@ from hydra_engine.models.loading.formats.parts import (
     ungrouped,
     unpacked,
 )
-from hydra_engine.models.loading.safetensors_file import TensorEntry
+from hydra_engine.models.loading.safetensors_checkpoint import TensorEntry
 from hydra_engine.models.specs.quantization import Quantization
 
 _PACKED = "weight_packed"

@@ -29,7 +29,7 @@ from hydra_engine.models.loading.formats.parts import (
     ungrouped,
     unpacked,
 )
-from hydra_engine.models.loading.safetensors_file import TensorEntry
+from hydra_engine.models.loading.safetensors_checkpoint import TensorEntry
 from hydra_engine.models.specs.quantization import Quantization
 
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where the eight outputs of a word stand, from the lowest bits

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import MIN_GROUP, QuantizedWeight
 from hydra_engine.models.loading.checkpoint import StoredTensor
-from hydra_engine.models.loading.safetensors_file import FLOATS, TensorEntry
+from hydra_engine.models.loading.safetensors_checkpoint import FLOATS, TensorEntry
 from hydra_engine.models.specs.quantization import ROW, Quantization
 
 SCALES = tuple(FLOATS)
