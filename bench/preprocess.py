@@ -31,7 +31,7 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
 from hydra_engine.models.specs.vision import shortest_edge_size
-from hydra_engine.preprocess.media import pixels
+from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.images import inspected
 from hydra_engine.preprocess.media.payloads import content_of_file, payloads_of
 from hydra_engine.preprocess.sandbox.decoders import Decoders
@@ -117,7 +117,7 @@ def prepare(target: Target, size: tuple[int, int], decoders: Decoders) -> Case:
         return payload
 
     def here(job: ImageJob) -> bytes:
-        return pixels.render([pixels.decode(job.container)], job.views, job.resample)
+        return images.render([images.decode(job.container)], job.views, job.resample)
 
     def theirs(**options: Any) -> Any:
         image = Image.open(io.BytesIO(data)).convert("RGB")
@@ -129,14 +129,14 @@ def prepare(target: Target, size: tuple[int, int], decoders: Decoders) -> Case:
         difference = float(np.abs(found - expected.astype(float)).max())
         if difference > 1:
             raise SystemExit(f"{target.name}, {size}: pixels differ by {difference} grey levels")
-    container, decoded = inspected(data, LIMITS), pixels.decode(inspected(data, LIMITS))
-    out = np.empty(pixels.num_bytes(plan.views), np.uint8)
+    container, decoded = inspected(data, LIMITS), images.decode(inspected(data, LIMITS))
+    out = np.empty(images.num_bytes(plan.views), np.uint8)
     candidates: dict[str, Callable[[], object]] = {
         "served": lambda: ours(decoders.render),
         "in process": lambda: ours(here),
         "transformers": theirs,
-        "decode": lambda: pixels.decode(container),
-        "resize": lambda: pixels.render_into([decoded], plan.views, SPEC.resample, out),
+        "decode": lambda: images.decode(container),
+        "resize": lambda: images.render_into([decoded], plan.views, SPEC.resample, out),
     }
     return Case(candidates, len(data), difference)
 
@@ -182,7 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     decoders = Decoders()
-    print(f"ms of a core per picture, resize: {pixels.describe()}; best of many [median]")
+    print(f"ms of a core per picture, resize: {images.describe()}; best of many [median]")
     names = ("served", "in process", "decode", "resize", "transformers")
     print(f"{'':28}" + "".join(f"{name:>18}" for name in names) + f"{'latency':>9}{'ratio':>7}{'off':>4}")
     results = []
@@ -200,7 +200,7 @@ def main() -> None:
                 )
     finally:
         decoders.close()
-    emit({"bench": "preprocess", "resize": pixels.describe(), "results": results, "card": card()})
+    emit({"bench": "preprocess", "resize": images.describe(), "results": results, "card": card()})
 
 
 if __name__ == "__main__":

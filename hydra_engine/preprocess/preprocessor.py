@@ -22,11 +22,9 @@ from hydra_engine.core.request import Request, Slo
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults, SamplingParams
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ModelSpec, ProcessorSpec, VideoInfo
-from hydra_engine.preprocess.expansion import Expansion
 from hydra_engine.preprocess.media.media import Media, MediaLoader
 from hydra_engine.preprocess.media.names import Resolve
-from hydra_engine.preprocess.placing import place_in_ids, without_texts
-from hydra_engine.preprocess.prompt_tokens import PromptTokens
+from hydra_engine.preprocess.prompt_tokens import Expansion, PromptTokens, place_in_ids, without_texts
 from hydra_engine.preprocess.sandbox.grammars import Grammars
 from hydra_engine.preprocess.sandbox.texts import MAX_WAITING_TEXTS, OwnTexts, Texts
 from hydra_engine.preprocess.text.chat import ChatTemplate

@@ -129,7 +129,7 @@ TRANSFER = "hydra_engine.transfer"
 ONE_INSTANCE = ("scheduler", "worker")
 HOOKS = "instance/hooks.py"
 # The only file outside the backend that calls the extension, for pictures.
-PICTURES_IN_C = "preprocess/media/pixels.py"
+PICTURES_IN_C = "preprocess/media/images.py"
 # Compares the devices that a topology names with those of the driver: may import this module of the backend, which does
 # not import torch itself.
 ASKS_FOR_DEVICES = ("frontend/routing/placement.py", "hydra_engine.backend")

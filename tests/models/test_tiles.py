@@ -18,8 +18,8 @@ from hydra_engine.models.llava_next.model import LlavaNextVision
 from hydra_engine.models.loading.parameters import Renames
 from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.preprocess.media.images import render
 from hydra_engine.preprocess.media.payloads import content_of_image, payloads_of
-from hydra_engine.preprocess.media.pixels import render
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import picture
 from tests.models.families.cases import CASES

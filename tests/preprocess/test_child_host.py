@@ -13,9 +13,8 @@ import msgspec
 import pytest
 
 from hydra_engine.errors import CheckpointError, EngineClosed, HydraError, Unavailable
-from hydra_engine.preprocess.sandbox import child_process
-from hydra_engine.preprocess.sandbox.child_host import ChildHost
-from hydra_engine.preprocess.sandbox.child_process import ChildDied
+from hydra_engine.preprocess.sandbox import child_host
+from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
 
 CHILD = """
 import os, signal, socket, sys, time
@@ -131,7 +130,7 @@ def test_a_child_ended_from_outside_is_no_fault_of_its_job(
     make: Make, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     """The job is done by the next one, if nobody ends that as well."""
-    monkeypatch.setattr(child_process, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(child_host, "_LOOK_SECONDS", 0.01)
     before = open_descriptors()
     host = make(f"os.kill(os.getpid(), {int(sent)})")
     with pytest.raises(Unavailable, match="were stopped, killed"):
@@ -145,7 +144,7 @@ def test_a_child_ended_from_outside_is_no_fault_of_its_job(
 
 @pytest.mark.slow
 def test_a_child_without_a_processor_is_no_fault_of_its_job(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "longest_wait_s", lambda pid, before: 0.2)
+    monkeypatch.setattr(child_host, "longest_wait_s", lambda pid, before: 0.2)
     with pytest.raises(Unavailable, match="given no time"):
         make("time.sleep(60)").run({"text": "bad"}, 0.3)
 
@@ -173,7 +172,7 @@ def test_a_child_that_does_not_start(
     make: Make, monkeypatch: pytest.MonkeyPatch, starting: str, error: type[HydraError]
 ) -> None:
     before = open_descriptors()
-    monkeypatch.setattr(child_process, "START_SECONDS", 0.5 if "sleep" in starting else 30)
+    monkeypatch.setattr(child_host, "START_SECONDS", 0.5 if "sleep" in starting else 30)
     host = make(starting=starting)
     for work in (host.start, lambda: host.run({"text": ""}, 10)):
         with pytest.raises(

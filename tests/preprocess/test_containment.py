@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from hydra_engine.core.processes.launch import PARENT
-from hydra_engine.preprocess.sandbox import child_process, seccomp
+from hydra_engine.preprocess.sandbox import child_host, containment
 from hydra_engine.preprocess.sandbox.child_host import ChildHost
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.grammars import Grammars
@@ -171,14 +171,15 @@ def test_every_thread_of_every_kind_of_child_is_contained() -> None:
 
 
 def test_a_machine_without_a_filter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seccomp.platform, "machine", lambda: "vax")
-    assert seccomp.install_filter(network=False) == "there is no filter for vax"
+    monkeypatch.setattr(containment.platform, "machine", lambda: "vax")
+    assert containment.install_filter(network=False) == "there is no filter for vax"
 
 
 def test_a_child_without_a_filter_works_and_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    child_process.warn_uncontained.cache_clear()
+    child_host.warn_uncontained.cache_clear()
     code = (
-        "from hydra_engine.preprocess.sandbox import seccomp; seccomp.install_filter = lambda **_: 'old kernel'" + CHILD
+        "from hydra_engine.preprocess.sandbox import containment; containment.install_filter = lambda **_: 'old kernel'"
+        + CHILD
     )
     for _ in range(2):
         host = ChildHost("try", [sys.executable, "-c", code], Answer)

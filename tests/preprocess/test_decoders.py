@@ -12,7 +12,7 @@ from PIL import Image
 from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage, Unavailable
 from hydra_engine.models.specs.base import View
-from hydra_engine.preprocess.media import pixels
+from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.images import inspected
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.image_child import ImageJob
@@ -52,7 +52,7 @@ def job(data: bytes, views: tuple[View, ...] = SQUARE, resample: str = "bicubic"
 
 
 def expected(data: bytes, views: tuple[View, ...] = SQUARE, resample: str = "bicubic") -> bytes:
-    return pixels.render([pixels.decode(inspected(data, MediaConfig()))], views, resample)
+    return images.render([images.decode(inspected(data, MediaConfig()))], views, resample)
 
 
 def is_running(pid: int) -> bool:

@@ -11,10 +11,9 @@ import pytest
 from PIL import Image
 
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media import pixels
+from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.containers import inspect
-from hydra_engine.preprocess.media.images import inspected
-from hydra_engine.preprocess.media.pixels import PIL_ERRORS, to_rgb
+from hydra_engine.preprocess.media.images import PIL_ERRORS, inspected, to_rgb
 from tests.preprocess.test_images import FILES, LIMITS, Encode, Picture, png, png_chunk, refused, rgb
 
 CLIP = random.Random(1).randbytes(1 << 20)
@@ -34,7 +33,7 @@ def test_what_follows_a_picture_changes_nothing(encoded: Encode, picture: Pictur
     further = encoded(picture(32, 16, seed=1), "JPEG", progressive=True)
     for trailer in (b"trailing bytes \xff\x00", b"\0" * 99, b"\xff" * 99, b"\xff\xda" * 99, CLIP, data, further + CLIP):
         container = inspected(data + trailer, LIMITS)
-        assert np.array_equal(pixels.decode(container), rgb(data))
+        assert np.array_equal(images.decode(container), rgb(data))
         if format not in ("BMP", "GIF"):  # which are as long as they were
             assert container.data == inspected(data, LIMITS).data
 
@@ -55,7 +54,7 @@ def test_the_clip_of_a_motion_photo_is_no_part_of_the_picture(
     data = encoded(picture(160, 120).convert(mode), "JPEG", **options)
     container = inspected(data + CLIP * 6, LIMITS)
     assert container.data.endswith(b"\xff\xd9") and len(container.data) <= len(data)
-    assert np.array_equal(pixels.decode(container), as_pillow(data + CLIP * 6))
+    assert np.array_equal(images.decode(container), as_pillow(data + CLIP * 6))
 
 
 def test_of_several_pictures_in_a_file_the_first_is_shown(encoded: Encode, picture: Picture) -> None:

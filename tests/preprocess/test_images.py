@@ -13,7 +13,7 @@ from PIL import Image, ImageFile
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media import pixels
+from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.containers import inspect
 from hydra_engine.preprocess.media.images import from_pil, inspected, upright_size
 
@@ -24,7 +24,7 @@ LEAKS = re.compile(r"0x[0-9a-f]{4}|BytesIO|<|/|PIL|Traceback")
 
 
 def decode(data: bytes, limits: MediaConfig) -> Image.Image:
-    return Image.fromarray(pixels.decode(inspected(data, limits)))
+    return Image.fromarray(images.decode(inspected(data, limits)))
 
 
 def probed(data: bytes) -> tuple[int, int]:
@@ -216,7 +216,7 @@ def test_damaged_jpegs_are_judged_as_pillow_does(
 ) -> None:
     """The fast decoder is believed only where it finds nothing wrong, and then Pillow finds the same pixels."""
     whole, rng, num_fast = encoded(picture(40, 30), "JPEG", **options), random.Random(5), 0
-    fast = pixels._decode_jpeg
+    fast = images._decode_jpeg
     for _ in range(400):
         damaged = bytearray(whole)
         for _ in range(rng.randint(1, 4)):
@@ -230,8 +230,8 @@ def test_damaged_jpegs_are_judged_as_pillow_does(
         if found is not None:
             num_fast += 1
             with monkeypatch.context() as patch:
-                patch.setattr(pixels, "_decode_jpeg", lambda container: None)
-                assert np.array_equal(pixels.decode(container._replace(orientation=1)), found)
+                patch.setattr(images, "_decode_jpeg", lambda container: None)
+                assert np.array_equal(images.decode(container._replace(orientation=1)), found)
     assert num_fast > 10
 
 

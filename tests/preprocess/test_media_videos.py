@@ -17,7 +17,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.media.pixels import num_bytes
+from hydra_engine.preprocess.media.images import num_bytes
 from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer

@@ -13,11 +13,9 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from hydra_engine.config import MediaConfig
-from hydra_engine.preprocess.media import pixels
-from hydra_engine.preprocess.media.containers import inspect
-from hydra_engine.preprocess.media.images import from_pil, inspected, upright_size
-from hydra_engine.preprocess.media.orientation import orientation_of
-from hydra_engine.preprocess.media.pixels import PIL_ERRORS
+from hydra_engine.preprocess.media import images
+from hydra_engine.preprocess.media.containers import inspect, orientation_of
+from hydra_engine.preprocess.media.images import PIL_ERRORS, from_pil, inspected, upright_size
 from tests.preprocess.test_images import png, png_chunk
 
 LIMITS = MediaConfig()
@@ -168,7 +166,7 @@ def test_a_picture_stands_as_in_transformers_as_a_file_and_opened_by_pillow(case
     for orientation in range(10):
         data = CASES[case](orientation)
         expected = as_pillow(data)
-        assert np.array_equal(pixels.decode(inspected(data, LIMITS)), expected), orientation
+        assert np.array_equal(images.decode(inspected(data, LIMITS)), expected), orientation
         assert upright_size(inspect(data)) == expected.shape[1::-1]
         with Image.open(io.BytesIO(data)) as image:
             assert np.array_equal(from_pil(image, LIMITS), expected), orientation
@@ -192,7 +190,7 @@ def test_what_a_caller_says_of_its_picture_counts(encoded: Encode) -> None:
     info = PngImagePlugin.PngInfo()
     info.add_itxt("XML:com.adobe.xmp", xmp(5).decode(), zip=True)
     data = encoded(PICTURE, "PNG", pnginfo=info)
-    assert np.array_equal(pixels.decode(inspected(data, LIMITS)), as_pillow(data))
+    assert np.array_equal(images.decode(inspected(data, LIMITS)), as_pillow(data))
 
 
 def damaged_exif(rng: random.Random) -> bytes:
@@ -224,7 +222,7 @@ def test_damaged_exif_is_read_as_pillow_does() -> None:
         except PIL_ERRORS:
             expected = 1
         found = orientation_of(exif, packet)
-        assert found == (expected if expected in pixels._TRANSPOSITIONS else 1), (exif, packet)
+        assert found == (expected if expected in images._TRANSPOSITIONS else 1), (exif, packet)
         seen.add(found)
     assert seen == set(range(1, 9))
 

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from hydra_engine import _C
-from hydra_engine.preprocess.media import pixels
-from hydra_engine.preprocess.media.pixels import RESAMPLING, Pixels, Window, describe, resize_into
+from hydra_engine.preprocess.media import images
+from hydra_engine.preprocess.media.images import RESAMPLING, Pixels, Window, describe, resize_into
 
 FEATURES = {"scalar": None, "avx2": "avx2", "avx512": "avx512_vnni"}
 LEVELS = [level for level, feature in FEATURES.items() if feature is None or feature in _C.cpu_features()]
@@ -103,7 +103,7 @@ def test_nothing_behind_the_source_is_read() -> None:
     code = """
 import ctypes, mmap, numpy as np
 from hydra_engine import _C
-from hydra_engine.preprocess.media.pixels import Window, resize_into
+from hydra_engine.preprocess.media.images import Window, resize_into
 page, pages = mmap.PAGESIZE, 8
 memory = mmap.mmap(-1, page * (pages + 1))
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -127,8 +127,8 @@ def test_without_the_extension_pillow_does_the_same(monkeypatch: pytest.MonkeyPa
     for resample in RESAMPLING:
         native = resized(source, (40, 90), resample, window)
         with monkeypatch.context() as patch:
-            patch.setattr(pixels, "_C", None)
-            patch.setattr(pixels, "_PROBLEM", "not built", raising=False)
+            patch.setattr(images, "_C", None)
+            patch.setattr(images, "_PROBLEM", "not built", raising=False)
             assert np.array_equal(resized(source, (40, 90), resample, window), native)
             assert describe() == "Pillow: the native extension cannot be loaded (not built); run `make build`"
     assert describe() == f"native, {_C.isa()}"

@@ -17,7 +17,7 @@ from PIL import Image
 from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo, View
-from hydra_engine.preprocess.media import pixels
+from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.images import inspected as inspected_image
 from hydra_engine.preprocess.media.payloads import content_of_frames
 from hydra_engine.preprocess.media.videos import VideoJob, check_video, info_of_frames, inspected
@@ -106,7 +106,7 @@ def test_views_of_frames_are_those_of_pictures(decoders: Decoders) -> None:
     data = video()
     views = (WHOLE._replace(source=1), View((30, 20), (16, 16), (-5, -1), (8, 8), 0), WHOLE)
     everything = all_frames(data)
-    expected = pixels.render([everything[2], everything[9]], views, "lanczos")
+    expected = images.render([everything[2], everything[9]], views, "lanczos")
     assert decoders.render(VideoJob(data, (2, 9), views, "lanczos")) == expected
 
 
@@ -348,14 +348,14 @@ def test_without_pyav_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 def test_pictures_are_frames(decoders: Decoders, encoded: Callable[..., bytes], picture: Callable[..., Any]) -> None:
-    images = [picture(40, 30, seed=seed) for seed in range(4)]
-    files = [encoded(image, format) for image, format in zip(images, ("PNG", "WEBP", "BMP", "PNG"), strict=True)]
+    pictures = [picture(40, 30, seed=seed) for seed in range(4)]
+    files = [encoded(image, format) for image, format in zip(pictures, ("PNG", "WEBP", "BMP", "PNG"), strict=True)]
     info = info_of_frames([(40, 30)] * 4, 2.0, LIMITS)
     assert info == VideoInfo(40, 30, 4, 2.0)
     chosen = (0, 2, 3)
     views = tuple(WHOLE._replace(source=source) for source in range(3))
     containers = tuple(inspected_image(files[index], LIMITS) for index in chosen)
-    expected = pixels.render([pixels.decode(container) for container in containers], views, "bicubic")
+    expected = images.render([images.decode(container) for container in containers], views, "bicubic")
     assert decoders.render(FramesJob(containers, views, "bicubic")) == expected
     broken = containers[1]._replace(data=containers[1].data[:100])
     with pytest.raises(InvalidImage, match="the image cannot be decoded"):

@@ -20,6 +20,7 @@ from hydra_engine.core.prompting import PixelBudget
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.base import MediaPlan, VideoInfo, VisionSpec
 from hydra_engine.preprocess.media import images, videos
+from hydra_engine.preprocess.media.images import render
 from hydra_engine.preprocess.media.payloads import (
     Payloads,
     content_of_file,
@@ -28,7 +29,6 @@ from hydra_engine.preprocess.media.payloads import (
     payloads_of,
     plan_digest,
 )
-from hydra_engine.preprocess.media.pixels import render
 from hydra_engine.preprocess.media.sources import DataUrl, InMemory, LocalFile, read_local
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.image_child import FramesJob, ImageJob

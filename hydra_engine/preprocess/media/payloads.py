@@ -20,13 +20,13 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.errors import HydraError, from_info
 from hydra_engine.models.specs.base import MediaPlan, PreprocessSpec, View
-from hydra_engine.preprocess.media.pixels import num_bytes
+from hydra_engine.preprocess.media.images import num_bytes
 
 _DIGEST_VERSION = b"hydra-image-2"
 
 
 def payloads_of(data: bytes, content: bytes, plan: MediaPlan, spec: PreprocessSpec) -> tuple[PixelPayload, ...]:
-    """Returns one payload per item of the plan, in order. `data` is the result of `pixels.render` for the plan's
+    """Returns one payload per item of the plan, in order. `data` is the result of `images.render` for the plan's
     views."""
     assert len(data) == num_bytes(plan.views)
     source = plan_digest(content, plan.views, spec)

@@ -22,8 +22,7 @@ from hydra_engine.core.processes.launch import command, parent_variable
 from hydra_engine.core.units import describe_exit
 from hydra_engine.errors import EngineClosed, RequestError, Unavailable
 from hydra_engine.preprocess.sandbox.bounded_http import Get
-from hydra_engine.preprocess.sandbox.child_host import environment
-from hydra_engine.preprocess.sandbox.child_process import warn_uncontained
+from hydra_engine.preprocess.sandbox.child_host import environment, warn_uncontained
 from hydra_engine.preprocess.sandbox.fetch_child import (
     MAX_MESSAGE_BYTES,
     Ask,

@@ -18,8 +18,7 @@ from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import is_installed
 from hydra_engine.guidance.reasons import TOO_COMPLEX
-from hydra_engine.preprocess.sandbox.child_host import ChildHost
-from hydra_engine.preprocess.sandbox.child_process import ChildDied
+from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
 from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict
 
 ANSWER_SECONDS = 20.0  # the child's own limit is CPU time; this one ends a child that sleeps

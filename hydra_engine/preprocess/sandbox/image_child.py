@@ -14,7 +14,7 @@ from PIL import Image
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.specs.base import VideoInfo, View
 from hydra_engine.preprocess.media.containers import Container
-from hydra_engine.preprocess.media.pixels import decode, num_bytes, render_into
+from hydra_engine.preprocess.media.images import decode, num_bytes, render_into
 from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
 
 MEMORY_BYTES = 1 << 30  # of address space; a WebP of 40 million pixels with transparency needs nine tenths of it

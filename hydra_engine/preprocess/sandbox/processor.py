@@ -17,8 +17,7 @@ from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidImage, from_info
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ProcessorSpec, View
 from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
-from hydra_engine.preprocess.sandbox.child_host import ChildHost
-from hydra_engine.preprocess.sandbox.child_process import ChildDied
+from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
 from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed
 
 ANSWER_SECONDS = 60.0  # for a picture

@@ -1,7 +1,8 @@
 """The text child: `python -m hydra_engine.preprocess.sandbox.text_child FD SETUP` renders and tokenises prompts.
 
 Templates and tokenizers are programs by the model's author. They can harm this process only: loading them and each
-prompt have limits of CPU time and memory, and reaching one ends the process or the prompt.
+prompt have limits of CPU time and memory, and reaching one ends the process or the prompt. Prompts come as JSON, with
+media reduced to their positions.
 """
 
 from __future__ import annotations
@@ -12,19 +13,104 @@ import signal
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from hydra_engine.core.call import ChatMessage, Role, ToolCall
+from hydra_engine.core.call import ChatMessage, ImagePart, MediaPart, Role, TextPart, ToolCall, VideoPart
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError, ErrorInfo, InvalidRequest
+from hydra_engine.models.specs.base import ItemPlan, MediaPlan
 from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
 from hydra_engine.preprocess.text.tokenizer import TokenizerParts, load_tokenizer
-from hydra_engine.preprocess.text.wire import options_of, plans_of, prompt_of
 from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
+
+_MEDIA = {"image": ImagePart, "video": VideoPart}
+_SPAN = ItemPlan(0, 0, 0, 0, 0, (0, 0, 0))
+
+
+def as_json(value: Any) -> bytes:
+    """Encodes plain JSON, tuples and mappings of all kinds; keeps lone surrogates."""
+    return json.dumps(value, default=dict).encode()
+
+
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """The fields from which `prompt_of` makes the same prompt, without media."""
+    return {
+        "messages": [_message_fields(message) for message in prompt.messages],
+        "text": prompt.text,
+        "num_chars": prompt.num_chars,
+        "add_special_tokens": prompt.add_special_tokens,
+        "param": prompt.param,
+        "template": option_fields(prompt.template),
+    }
+
+
+def prompt_of(fields: Mapping[str, Any]) -> Prompt:
+    return Prompt(
+        [],
+        tuple(_message_of(**message) for message in fields["messages"]),
+        text=fields["text"],
+        num_chars=fields["num_chars"],
+        add_special_tokens=fields["add_special_tokens"],
+        param=fields["param"],
+        template=options_of(fields["template"]),
+    )
+
+
+def option_fields(options: TemplateOptions) -> dict[str, Any]:
+    return {
+        "tools": options.tools,
+        "variables": options.variables,
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+        "add_special_tokens": options.add_special_tokens,
+    }
+
+
+def options_of(fields: Mapping[str, Any]) -> TemplateOptions:
+    return TemplateOptions(**fields)
+
+
+def plan_fields(plans: Sequence[MediaPlan]) -> list[list[str | None]]:
+    """Lists of texts, with None for each span."""
+    return [[part if isinstance(part, str) else None for part in plan.parts] for plan in plans]
+
+
+def plans_of(fields: Sequence[Sequence[str | None]]) -> list[MediaPlan]:
+    return [MediaPlan((), tuple(_SPAN if part is None else part for part in parts)) for parts in fields]
+
+
+def _message_fields(message: ChatMessage) -> dict[str, Any]:
+    content = message.content
+    return {
+        "role": message.role,
+        "content": content if isinstance(content, str) else [_part_fields(part) for part in content],
+        "param": message.param,
+        "calls": [(call.name, call.arguments, call.id) for call in message.tool_calls],
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "others": message.others,
+    }
+
+
+def _part_fields(part: TextPart | MediaPart) -> tuple[str, str]:
+    return ("text", part.text) if isinstance(part, TextPart) else (part.kind, part.param)
+
+
+def _message_of(*, content: Any, calls: Sequence[Any], **fields: Any) -> ChatMessage:
+    return ChatMessage(
+        content=content if isinstance(content, str) else tuple(_part_of(*part) for part in content),
+        tool_calls=tuple(ToolCall(name, arguments, id, "tool_calls") for name, arguments, id in calls),
+        **fields,
+    )
+
+
+def _part_of(kind: str, value: str) -> TextPart | MediaPart:
+    return TextPart(value) if kind == "text" else _MEDIA[kind](None, value)
+
 
 LOAD_CPU_SECONDS = 30.0  # for the tokenizer; 150,000 tokens take one or two
 PROBE_CPU_SECONDS = 5.0  # for some short conversations

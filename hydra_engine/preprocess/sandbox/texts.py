@@ -19,11 +19,20 @@ from hydra_engine.core.processes import launch
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest, RequestFailed, Unavailable
 from hydra_engine.models.specs.base import MediaPlan
-from hydra_engine.preprocess.sandbox.child_host import ChildHost
-from hydra_engine.preprocess.sandbox.child_process import ChildDied
-from hydra_engine.preprocess.sandbox.text_child import Job, Method, Setup, Written, cpu_seconds, too_much
+from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox.text_child import (
+    Job,
+    Method,
+    Setup,
+    Written,
+    as_json,
+    cpu_seconds,
+    option_fields,
+    plan_fields,
+    prompt_fields,
+    too_much,
+)
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from hydra_engine.preprocess.text.wire import as_json, option_fields, plan_fields, prompt_fields
 from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
 MAX_WAITING_TEXTS = 1024  # in each of two queues; one client may have half

@@ -21,7 +21,7 @@ from av.video.stream import VideoStream
 
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.specs.base import VideoInfo
-from hydra_engine.preprocess.media.pixels import Pixels, num_bytes, render_into, upright_pixels
+from hydra_engine.preprocess.media.images import Pixels, num_bytes, render_into, upright_pixels
 from hydra_engine.preprocess.media.videos import ProbeJob, VideoJob, broken_video
 from hydra_engine.preprocess.sandbox.child_loop import Memory, serve
 from hydra_engine.preprocess.sandbox.image_child import Decoded, limit_memory

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from hydra_engine.core.call import ChatMessage, MediaPart, Role
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, ProcessorSpec
-from hydra_engine.preprocess.placing import place_in_text
 from hydra_engine.preprocess.text.chat import ChatTemplate
 from hydra_engine.preprocess.text.quoting import Quoting
 from hydra_engine.preprocess.text.template_files import read_template
@@ -119,3 +118,26 @@ class Writer:
 
     def generation_prompt(self, options: TemplateOptions, role: Role) -> str:
         return self.template_for(options).generation_prompt(options, role)
+
+
+def place_in_text(
+    text: str,
+    plans: Sequence[MediaPlan],
+    processor: ProcessorSpec,
+    tokenizer: Tokenizer,
+    *,
+    quoting: Quoting | None = None,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Returns the token ids of `text`, in which each placeholder is replaced by the texts and image tokens of a plan.
+    `text` has one placeholder per picture and no image tokens, all spelled for `quoting` if given."""
+    image_token = tokenizer.token(processor.image_token_id)
+    spelled = (lambda own: own) if quoting is None else quoting.spell
+    encode = tokenizer.encode if quoting is None else quoting.encode
+    pieces = text.split(spelled(processor.placeholder))
+    assert image_token is not None and len(pieces) == len(plans) + 1, "placeholders were counted"
+    written = [pieces[0]]
+    for plan, piece in zip(plans, pieces[1:], strict=True):
+        texts = [part if isinstance(part, str) else image_token for part in plan.parts]
+        written += [*map(spelled, texts), piece]
+    return encode("".join(written), add_special_tokens=add_special_tokens)

@@ -24,7 +24,7 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.core.request import RopeSpan
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, VideoInfo
 from hydra_engine.models.specs.rope import place_spans
-from hydra_engine.preprocess.media.pixels import render
+from hydra_engine.preprocess.media.images import render
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.models.driver import Driver, Request, Span
 from tools.miniatures import make_tiny

@@ -26,7 +26,7 @@ from transformers.video_utils import VideoMetadata
 from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
 from hydra_engine.models.minicpmv.spec import MAX_ASPECT, MiniCpmVisionSpec, Slicing, one_frame_a_second
 from hydra_engine.models.specs.base import DeltaShape, ItemPlan, MediaPlan, VideoInfo
-from hydra_engine.preprocess.media.pixels import render
+from hydra_engine.preprocess.media.images import render
 from tests.models.specs.model_dirs import Json, ModelDir, Size, awkward_sizes, changed
 
 # openbmb/MiniCPM-V-4.6 as published.
