@@ -1,8 +1,11 @@
-"""The interface to llguidance: compiles a grammar for a tokenizer file, and tells which tokens may come next.
+"""The interface to llguidance: compiles a grammar for a tokenizer file, tells which tokens may come next, and words
+llguidance's errors for the grammar's author.
 
 Used where a grammar is checked (a child of the frontend process) and where it is enforced (an instance), so that both
-compile the same thing under the same limits. llguidance is imported with the first grammar. Does not know requests,
-time limits or processes.
+compile the same thing under the same limits. A tokenizer makes a special token of each text that spells one; text that
+a grammar forces is meant as text, `<s>` in HTML for example, so it is made of other tokens here. Reasons leave out
+llguidance's internal state, and what this package adds around a grammar. llguidance is imported with the first grammar.
+Does not know requests, time limits or processes.
 """
 
 from __future__ import annotations
@@ -17,12 +20,117 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.grammar import Grammar
-from hydra_engine.guidance.reasons import reason_of, rephrase
 from hydra_engine.guidance.sources import source_of
-from hydra_engine.guidance.tokens import load_tokens
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+
+class PlainTokenizer:
+    """Tokenises forced text without special tokens, for llguidance's `TokenizerWrapper`."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, file: Path, eos_token_ids: Sequence[int]) -> None:
+        """Loads the tokenizer. Raises ValueError if llguidance cannot read it."""
+        from llguidance import LLTokenizer
+
+        base = LLTokenizer(str(file))
+        decode = base.decode_bytes
+        self._base = base
+        self._pieces = {id: decode([id]) for id in range(base.vocab_size) if base.is_special_token(id)}
+        self.eos_token_ids = [id for id in eos_token_ids if id < base.vocab_size]
+        if not self.eos_token_ids:
+            raise ValueError("none of these end-of-sequence tokens is in the vocabulary")
+        self.eos_token_id = self.eos_token_ids[0]
+        self.special_token_ids = [*self._pieces]
+        # An id without a name is spelled by its number; no text contains it.
+        self.tokens = [
+            b"" if (content := decode([id])) == b"<[%d]>" % id and id not in self._pieces else content
+            for id in range(base.vocab_size)
+        ]
+        self.specials = {content.decode(): id for id, content in self._pieces.items() if content}
+
+    def __call__(self, text: str) -> list[int]:
+        ids = self._base.tokenize_str(text)
+        if self._pieces.keys().isdisjoint(ids):
+            return ids
+        plain: list[int] = []
+        for id in ids:
+            plain += self._base.greedy_tokenize(self._pieces[id].decode()) if id in self._pieces else [id]
+        # Some special tokens remove the white space around them.
+        return plain if self._base.decode_bytes(plain) == text.encode() else self._base.greedy_tokenize(text)
+
+
+def load_tokens(file: Path, eos_token_ids: Sequence[int]) -> tuple[LLTokenizer, dict[str, int]]:
+    """Returns (tokenizer, special tokens by text). Ids that the tokenizer does not have end nothing. Raises ValueError
+    if llguidance cannot read it."""
+    from llguidance import LLTokenizer
+
+    plain = PlainTokenizer(file, eos_token_ids)
+    tokenizer = LLTokenizer(plain, eos_token=plain.eos_token_ids)  # type: ignore[arg-type]
+    plain.tokens.clear()  # the tokenizer has copied them
+    return tokenizer, plain.specials
+
+
+TOO_COMPLEX = "it is too complex; make it smaller or less nested"
+NO_TEXT = "no text fits it"
+MAX_REASON_CHARS = 200
+
+_INNER_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
+# llguidance's words for a limit of its own that was reached.
+_LIMIT_WORDS = re.compile(r"fuel|limits\.|too many|too large|too complex|current row has|lexer error:", re.IGNORECASE)
+_NAMED = re.compile(r"Token range end|^Value ")  # exceptions, which name a number of the grammar
+_PHRASES = [
+    (re.compile(pattern, re.DOTALL), words)
+    for pattern, words in (
+        (r"^Unimplemented keys: \[(?P<keys>.*)\]", r"these keywords of its schema are not supported: \g<keys>"),
+        (
+            r"^oneOf constraints are not supported.*",
+            "oneOf is supported only where no value can fit two of its branches; use anyOf, or branches that differ by "
+            "a const",
+        ),
+        (r"^Unsatisfiable schema: ", "no value fits the schema: "),
+        (r"^Expected f64 for '(\w+)', got (.*)", r"\1 must be a number, not \2"),
+        (
+            r"^Expected positive integer for '(\w+)', got (.*)",
+            r"\1 must be a whole number that is not negative, not \2",
+        ),
+        (r"^Expected (\w+) for '(\w+)', got (.*)", r"\2 must be of the type \1, not \3"),
+        (r"^Unknown format: (.*)", r"the format \1 is not supported; leave it out, or use a pattern"),
+        (r"^patternProperty regexes (.*) are not disjoint", r"the patternProperties \1 could match the same name"),
+        (r"^invalid multiple of", "multipleOf must be greater than 0"),
+        (r"^unknown field (.*)", r"x-guidance has the unknown field \1"),
+        (
+            r".*lookarounds not supported yet.*",
+            r"look-around is not supported, nor are \\b and, inside of the expression, ^ and $",
+        ),
+        (r".*Token range end too large.*", "this model has no token of such an id"),
+        (r"^Value (.*) for '(.*)' is too large", r"\2 must be smaller than \1"),
+        (r"^(?:at )?(\d+)\((\d+)\): lexer error", r"line \1, column \2: nothing in Lark's form begins like this"),
+        (r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: "),
+        (r"[;,] (?:following (?:special tokens )?are available|expected one of).*", ""),
+    )
+]
+
+
+def reason_of(text: str) -> str:
+    """The reason in one bounded line, of an error text of llguidance."""
+    if _LIMIT_WORDS.search(text) and not _NAMED.search(text):
+        return TOO_COMPLEX
+    if text.startswith("NoExtension"):
+        return NO_TEXT
+    inner = _INNER_ERROR.search(text)  # the regex parser's error, below its drawing
+    return rephrase(inner[1] if inner else text)
+
+
+def rephrase(text: str) -> str:
+    words = text.partition("\n")[0]
+    for pattern, phrase in _PHRASES:
+        words = pattern.sub(phrase, words)
+    return words if len(words) <= MAX_REASON_CHARS else words[: MAX_REASON_CHARS - 3] + "..."
+
 
 _STATE = "\n<state>\n"  # precedes llguidance's internal state in an error text
 _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')

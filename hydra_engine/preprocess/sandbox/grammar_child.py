@@ -18,8 +18,7 @@ import numpy as np
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.guidance.guide import GrammarError, Guide
-from hydra_engine.guidance.reasons import NO_TEXT
+from hydra_engine.guidance.guide import NO_TEXT, GrammarError, Guide
 from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
 
 CPU_SECONDS = 1.0  # per grammar; ordinary ones take a few milliseconds

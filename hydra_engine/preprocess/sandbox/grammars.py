@@ -16,8 +16,7 @@ from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidRequest, Unavailable
-from hydra_engine.guidance.guide import is_installed
-from hydra_engine.guidance.reasons import TOO_COMPLEX
+from hydra_engine.guidance.guide import TOO_COMPLEX, is_installed
 from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
 from hydra_engine.preprocess.sandbox.grammar_child import NO_TOKENIZER, Setup, Verdict
 
