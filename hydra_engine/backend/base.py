@@ -1,7 +1,7 @@
 """The device interface: `Ops`, which compute, and `Device` (device.py): memory, lanes, copies, graphs.
 
-All code above backend/ is written against this file and device.py; nothing there imports torch.cuda. Made by
-`select.create_backend`:
+All code above backend/ is written against this file and device.py; nothing there imports torch.cuda.
+`select.create_backend` makes both:
 
     backend = create_backend("cpu", torch.float32)
     weight = backend.ops.pack_linear(torch.randn(64, 32))               # [num_out, K]
@@ -15,6 +15,9 @@ Shape legend, used in every docstring of the package:
 Ops are batch-invariant when `Ops.deterministic` is true: row t of a result depends only on the inputs of row t (and,
 for attention, on the request's own context), not on the other rows of the call, nor on how a prompt was cut into
 chunks. The engine's promise "same seed, same text, whatever else is in the batch" rests on this.
+
+Ops whose plan is "capturable" read lengths and block tables on the device when they run, so a CUDA graph of them serves
+other contents of the same tensors. Implementations that divide their work on the host cannot do that.
 """
 
 from __future__ import annotations
@@ -33,10 +36,9 @@ from hydra_engine.backend.device import Device, SharedMemory
 from hydra_engine.backend.quantized import QuantizedWeight
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "quick_gelu"]
-# Gives a plan the contents of its tensors: called before its first use and before each replay of a launch that was
-# captured with it, in the same thread and on the same stream. Takes num_context [B] and block_tables [b, w], int32, of
-# the first b <= B rows and w <= W blocks; rows after b are padding, with a context of 1 in block 0. Raises ValueError
-# if the captured launch cannot compute these contents.
+# Plans again on the host, before the first use and before each replay of a graph, in the same thread and on the same
+# stream. Takes num_context [B] and block_tables [b, w], int32, of the first b <= B rows and w <= W blocks; rows after b
+# are padding, with a context of 1 in block 0. Raises ValueError if the captured launch cannot compute these contents.
 Refresh = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], None]
 
 
@@ -147,7 +149,7 @@ class AttentionPlan:
     max_q: int
     max_context: int
     native: Any = None  # the implementation's own data, opaque
-    refresh: Refresh | None = None  # of `plan_decode`, if the implementation plans from the tensors' contents
+    refresh: Refresh | None = None  # set by `plan_decode` if the implementation plans on the host
 
 
 class MixedRows(NamedTuple):
@@ -193,7 +195,7 @@ class StateCache:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The tokens of a step by recurrent state, int64 vectors.
+    """The rows of a step for layers with recurrent states, int64 vectors.
 
     Row r has tokens [cu_q[r], cu_q[r + 1]), the first of them at position starts[r] of its request. It continues the
     state in read_slots[r] (no state if starts[r] is 0, whatever the slot holds) and leaves its state in write_slots[r],
@@ -221,11 +223,11 @@ class States(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Cache slots and plans of a step: where its layers read and write what they keep of the rows."""
+    """The inputs that all layers of a decoder share: cache slots, attention plan, rows of recurrent states."""
 
     slots: Tensor  # [T] int64, KV-cache slot of each token
     attention: AttentionPlan
-    states: States | None = None  # of models with recurrent layers
+    states: States | None = None  # None: the model has no recurrent layers
 
 
 class SamplingTensors(NamedTuple):
@@ -245,8 +247,7 @@ LOWEST_LOGIT = float(np.finfo(np.float32).min)  # of masked tokens: their weight
 class Adjustments(NamedTuple):
     """Biases, penalties and masks that `Ops.adjust_logits` applies, on the device of the logits.
 
-    Order and meaning are in worker/language/sampler.py. Entries that a row refers to must be valid: they are not
-    checked.
+    Order and meaning are in worker/language/sampler.py. Indices into the lists and tables are not checked.
     """
 
     bias_begins: Tensor  # [B] int32: row b has the biases [bias_begins[b], bias_ends[b]) of these lists
@@ -309,8 +310,7 @@ Decode = Callable[[Tensor, Tensor, Tensor, PagedCache, StepInputs], Tensor]
 
 
 class PackedLinear(Protocol):
-    """A weight in the memory layout of its implementation, by `Ops.pack_linear`. The original is not needed any
-    more."""
+    """A weight that `Ops.pack_linear` copied to the memory layout of its implementation."""
 
     num_out: int
     num_in: int
@@ -334,7 +334,7 @@ class Ops(Protocol):
 
     name: str
     deterministic: bool
-    width_step: int  # layers pad rows between two products with zeros to a multiple of this many numbers
+    width_step: int  # layers zero-pad the width between two products (that of an MLP) to a multiple of this
 
     def choices(self) -> tuple[OpChoice, ...]:
         """The implementation of each op on this machine, with the reason."""
@@ -465,7 +465,7 @@ class Ops(Protocol):
         """Prepares a step of one token per row from device tensors, [B] int64, which are read at launch time:
         capturable.
 
-        A row whose `write_slots` is -1 leaves no state. Raises ValueError if the implementation plans from contents.
+        A row whose `write_slots` is -1 leaves no state. Raises ValueError if the implementation plans on the host.
         """
         ...
 
@@ -551,8 +551,8 @@ class Ops(Protocol):
         """Plans a step of one token per row from device tensors, which are read at launch time: capturable.
 
         num_context: [B], block_tables: [B, W], int32. A context may be as long as W blocks; `max_context` of the plan
-        is 0, since only the cache knows S. If the plan has a `refresh`, each use computes the contents that it was last
-        given. Raises ValueError if the implementation plans from contents.
+        is 0, since only the cache knows S. If the plan has a `refresh`, ops use the contents of its last call instead.
+        Raises ValueError if the implementation plans on the host and has no `refresh`.
         """
         ...
 
@@ -561,7 +561,7 @@ class Ops(Protocol):
         `plan_decode`.
 
         num_tokens: T of the step, at least B. Tokens after the last row's are padding, with undefined results. Raises
-        ValueError if the implementation plans from contents.
+        ValueError if the implementation plans on the host.
         """
         ...
 
@@ -577,7 +577,7 @@ class Ops(Protocol):
         """Plans segments from a device tensor, [segments + 1] int32, which is read at launch time: capturable.
 
         At launch it must rise from 0 to the number of rows, with no segment longer than `max_length`. Raises ValueError
-        if the implementation plans from contents.
+        if the implementation plans on the host.
         """
         ...
 
@@ -593,8 +593,8 @@ class Ops(Protocol):
     def recorded(self, decode: Decode) -> Decode:
         """Returns `decode`, or an equivalent with the same bits and less host time between ops.
 
-        For one lane; a result is valid until the next call. `decode` must only launch these ops, take rows of tables
-        and join columns, and its launches must depend on the shapes of its inputs alone.
+        For one lane; a result is valid until the next call. `decode` must only call these ops, index rows of tables and
+        concatenate columns, and which calls it makes must depend on the shapes of its inputs alone.
         """
         ...
 
@@ -628,10 +628,10 @@ class Ops(Protocol):
         [B, 1 + max_top] int32).
 
         logits: [B, V] float32, on a CPU also float64; tokens: [B] int64, the sampled ones; num_top: [B] int32, at most
-        `most`, -1 for rows that need no log probabilities. numbers: logit of the token, largest logit, sum of exp(logit
-        - largest), then the num_top largest logits. places: rank of the token (1 is best), then the ids of the largest
-        logits. Order: logit descending, id ascending. Entries after num_top, and rows that are not finite, are
-        undefined.
+        `max_top`, -1 for rows that need no log probabilities. numbers: logit of the token, largest logit, sum of
+        exp(logit - largest), then the num_top largest logits. places: rank of the token (1 is best), then the ids of
+        the largest logits. Order: logit descending, id ascending. Entries after num_top, and rows that are not finite,
+        are undefined.
         """
         ...
 

@@ -174,7 +174,7 @@ def _check_angles(name: str, angles: Tensor, shape: tuple[int, int]) -> int:
 
 
 def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int) -> int:
-    """Returns M."""
+    """Returns the number of rows that are merged."""
     shape = cache.data.shape
     check_cache(cache, plane, num_tensors=1)
     width = shape[4] * shape[5]

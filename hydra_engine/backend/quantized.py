@@ -127,7 +127,7 @@ class QuantizedWeight:
 
     @property
     def stack_key(self) -> tuple[object, ...]:
-        """A key: weights with equal keys can be stacked."""
+        """The format as a key: weights with equal keys can be `stacked`."""
         scale_dtype = self.scales.dtype  # int8: two levels
         return self.num_bits, self.is_float, self.num_in, self.group_size, self.offsets is None, scale_dtype
 
@@ -200,7 +200,7 @@ class QuantizedWeight:
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenates the outputs of weights, which must have equal `form`."""
+    """Concatenates the outputs of weights, which must have equal `stack_key`."""
     if len(parts) == 1:
         return parts[0]
     return QuantizedWeight(

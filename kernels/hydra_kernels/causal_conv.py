@@ -49,8 +49,8 @@ def _inputs(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs of the tokens `at` of a row that begins at `begin`: from the row itself, from the old state for negative
-    `at`, or 0 below `oldest`."""
+    """Loads the inputs at positions `at` of a row that begins at `begin`: from the row itself, from the old state for
+    negative positions, or 0 below `oldest`."""
     here = tl.load(x + (begin + at) * stride_x + channel, mask=real & (at >= 0), other=0.0)
     past = tl.load(old + (at + TAPS - 1) * CHANNELS + channel, mask=real & (at < 0) & (at >= oldest), other=0.0)
     return tl.where(at < 0, past, here)

@@ -107,8 +107,8 @@ def packed_attention(
     rising from 0 to P, with no segment longer than `max_length`; empty segments are legal. one_tile: makes a segment's
     result independent of the lengths of the other segments. search: for segments that are mostly much shorter than
     `max_length`, or known to the device only: launches programs for as many tiles as P rows can have, not for the
-    longest segment times the number of segments. tma: uses the Hopper kernel, if `tma_attention.takes` k and v. Reads
-    nothing back from the device.
+    longest segment times the number of segments. tma: uses the Hopper kernel, if `tma_attention.can_read` allows it for
+    k and v. Reads nothing back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):

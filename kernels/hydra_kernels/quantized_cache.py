@@ -43,8 +43,8 @@ def _turned(
     PADDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """rotate(rms_norm(x)) of heads in halves. cos, sin: of their token. norm None: no norm. The normed value is rounded
-    to DTYPE, as a separate norm would store it."""
+    """Returns rotate(rms_norm(x)) of heads in halves. cos, sin: of their token. norm None: no norm. The normed value is
+    rounded to DTYPE, as a separate norm would store it."""
     column = tl.arange(0, PADDED)
     inside = column < HALF
     if norm is not None:

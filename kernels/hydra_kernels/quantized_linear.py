@@ -159,7 +159,7 @@ def _numbers(
 
 
 @triton.jit
-def _of_groups(
+def _group_entries(
     source: tl.tensor,
     column: tl.tensor,
     k0: tl.tensor,
@@ -242,9 +242,9 @@ def _quantized_linear_kernel(
                 mask = inside[:, None] & (word < WIDTH)
                 piece = tl.load(source + word, mask=mask, other=0, eviction_policy=EVICTION)
                 if GROUPS > 1:
-                    scale = _of_groups(scales, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
+                    scale = _group_entries(scales, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
                     if offsets is not None:
-                        offset = _of_groups(offsets, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
+                        offset = _group_entries(offsets, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
                 for part in tl.static_range(PARTS):
                     k = k0 + part * PART + tl.arange(0, PART)[None, :]
                     values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)

@@ -72,7 +72,7 @@ def packed_tma_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Arguments and grid as `_packed_kernel`."""
+    """Computes what `packed_attention._packed_kernel` does, with the same arguments and grid."""
     head = tl.program_id(1)
     segment, first_row = tile_of_segment(cu_seqlens, num_segments, ROWS, SEARCH)
     begin = tl.load(cu_seqlens + segment)
@@ -145,7 +145,8 @@ def prefill_tma_kernel(
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Arguments and grid as `_prefill_kernel`, without SEARCH. KEYS divides BLOCK_SIZE."""
+    """Computes what `prefill_attention._prefill_kernel` does, with the same arguments and grid but no SEARCH. KEYS
+    divides BLOCK_SIZE."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin = tl.load(cu_q + request)
     num_rows = (tl.load(cu_q + request + 1) - begin) * GROUP

@@ -308,7 +308,7 @@ def test_planned_segments_are_read_at_each_use(ops: Ops) -> None:
     try:
         plan = ops.plan_packed(cu, 34)
     except ValueError as error:
-        assert "plan_packed: expected ops that plan without contents" in str(error) and ops.name == "native"
+        assert "plan_packed: expected ops that plan on the device" in str(error) and ops.name == "native"
         with pytest.raises(ValueError, match="a plan of other ops"):
             ops.attention_packed(q, k, v, PackedPlan(cu, 34), 0.1)
         return

@@ -28,10 +28,7 @@ Form = tuple[Any, ...]  # arguments of the extension for a packed weight, withou
 
 
 class NativeLinear:
-    """A `PackedLinear` in its dtype and the kernels' layout, about the size of the original, of which nothing is kept.
-
-    dtype: of the rows that it multiplies.
-    """
+    """A `PackedLinear` in the kernels' layout, about the size of the original. `dtype`: of the x that it multiplies."""
 
     __slots__ = ("bias", "data", "dtype", "form", "handle", "num_in", "num_out")
 
@@ -49,8 +46,8 @@ class NativeLinear:
 
     @classmethod
     def from_packed(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeLinear:
-        """A weight over packed bytes: `form` of the packed one, and bytes that begin with its `data`. Raises ValueError
-        if they are too few or not aligned."""
+        """Returns a weight over bytes that were packed before, without a copy. form, bias: those of the packed weight;
+        data: uint8 that begins with its `data`. Raises ValueError if the bytes are too few or not aligned."""
         result = cls.__new__(cls)
         result._keep(form, _part(data, _C.packed_bytes(*form[:3])), bias)
         return result
@@ -86,7 +83,7 @@ class NativeQuantizedLinear:
 
     @classmethod
     def from_packed(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeQuantizedLinear:
-        """A weight over packed bytes, as `NativeLinear.restored`."""
+        """Returns a weight over packed bytes, as `NativeLinear.from_packed`."""
         result = cls.__new__(cls)
         result._keep(form, _part(data, _C.quantized_bytes(*form)), bias)
         return result
@@ -253,6 +250,7 @@ def _activation_code(act: str) -> int:
 
 
 def aligned(num_bytes: int) -> Tensor:
+    """Allocates uninitialised uint8 [num_bytes] at the begin of a cache line."""
     # numpy asks for huge pages from 4 MiB on, which are read faster; torch does not.
     memory = torch.from_numpy(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
     offset = -memory.data_ptr() % _ALIGNMENT
@@ -260,8 +258,8 @@ def aligned(num_bytes: int) -> Tensor:
 
 
 class _Memory:
-    """Memory of packed weights. Small ones are placed one after another in pieces that get huge pages: weights are read
-    once a step, a quarter faster from these. A piece is freed with the last of its weights. Thread-safe."""
+    """An allocator for packed weights. Small ones share pieces of 32 MiB, which get huge pages: weights are read once a
+    step, a quarter faster from these. A piece is freed with the last of its weights. Thread-safe."""
 
     _PIECE = 32 << 20
     _LARGE = 4 << 20

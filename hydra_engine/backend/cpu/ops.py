@@ -153,10 +153,7 @@ class StateOps:
 
     @staticmethod
     def plan_decode_states(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:  # noqa: ARG004
-        """Raises ValueError, as `NativeOps.plan_decode`: launches of these ops are never captured."""
-        raise ValueError(
-            "plan_decode_states: expected ops that plan without contents; these check places before they run"
-        )
+        raise ValueError("plan_decode_states: expected ops that plan on the device; these check slots on the host")
 
     @staticmethod
     def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
@@ -327,10 +324,10 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
         return AttentionPlan(cu_q, num_context, block_tables, native.max_q, native.max_context, native)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        raise ValueError("plan_decode: expected ops that plan without contents; these cut their work by them")
+        raise ValueError("plan_decode: expected ops that plan on the device; these divide work on the host")
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
-        raise ValueError("plan_mixed: expected ops that plan without contents; these cut their work by them")
+        raise ValueError("plan_mixed: expected ops that plan on the device; these divide work on the host")
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         desc, max_blocks = self.desc(cache), plan.block_tables.shape[1]
@@ -340,7 +337,7 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
         return out
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
-        raise ValueError("plan_packed: expected ops that plan without contents; these cut their work by them")
+        raise ValueError("plan_packed: expected ops that plan on the device; these divide work on the host")
 
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         if isinstance(cu_seqlens, PackedPlan):

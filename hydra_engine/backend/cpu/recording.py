@@ -31,7 +31,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 
-class _Kept(NamedTuple):
+class _StepRecording(NamedTuple):
     """A recording with the tensors that its calls read and write."""
 
     calls: _C.Recording
@@ -52,7 +52,7 @@ class RecordedDecode:
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._memory = _Memory()
-        self._kept: dict[int, _Kept] = {}  # by the number of rows
+        self._recordings: dict[int, _StepRecording] = {}  # by the number of rows
         self._recordable = True
 
     def __call__(
@@ -61,13 +61,13 @@ class RecordedDecode:
         rows = token_ids.shape[0]
         if not self._recordable or not 0 < rows <= MAX_ROWS:
             return self._decode(token_ids, positions, angles, cache, step)
-        kept = self._kept.get(rows)
-        if kept is None or not kept.matches(angles, cache, step):
+        recording = self._recordings.get(rows)
+        if recording is None or not recording.matches(angles, cache, step):
             return self._record(token_ids, positions, angles, cache, step)
-        kept.calls.set_inputs([tensor.data_ptr() for tensor in _inputs(token_ids, positions, step)])
-        kept.step.attention.native.become(step.attention.native)
-        kept.calls.replay()
-        return kept.result
+        recording.calls.set_inputs([tensor.data_ptr() for tensor in _inputs(token_ids, positions, step)])
+        recording.step.attention.native.become(step.attention.native)
+        recording.calls.replay()
+        return recording.result
 
     def _record(
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
@@ -93,9 +93,9 @@ class RecordedDecode:
             calls.end()
         if not self._recordable:
             return self._decode(token_ids, positions, angles, cache, step)
-        kept = _Kept(calls, angles, cache, own, inputs, self._memory.reclaim(result))
-        self._kept[token_ids.shape[0]] = kept
-        return kept.result
+        result = self._memory.reclaim(result)
+        self._recordings[token_ids.shape[0]] = _StepRecording(calls, angles, cache, own, inputs, result)
+        return result
 
 
 def _inputs(token_ids: Tensor, positions: Tensor, step: StepInputs) -> tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _taken(self, table: Tensor, dim: int, ids: Tensor) -> Tensor:
-        """Index of the rows of a matrix."""
+        """Computes `index_select` of a matrix's rows."""
         if dim != 0 or table.dim() != 2 or not table.is_contiguous():
             raise _NotRecordableError("an index of other than rows")
         taken = self._memory.empty_like(table.new_empty((checks.check_indices("ids", ids), table.shape[1])))
@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):
         return taken
 
     def _widened(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast of 16 bits to float32."""
+        """Casts 16-bit floats to float32."""
         if dtype is tensor.dtype:
             return tensor
         if dtype is not torch.float32 or tensor.dtype not in _HALVES or not tensor.is_contiguous():
@@ -173,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         return widened
 
     def _joined(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """torch.cat of matrices [T, C] of one dtype along columns."""
+        """Computes torch.cat of matrices [T, C] of one dtype along columns."""
         first = parts[0]
         if dim != 1 or any(part.dim() != 2 or part.stride(1) != 1 or part.dtype is not first.dtype for part in parts):
             raise _NotRecordableError("a joint of other than columns")
@@ -204,7 +204,7 @@ class _Memory:
         return torch.from_numpy(lent)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def reclaim(self, tensor: Tensor) -> Tensor:
-        """The same tensor over memory that may be lent again: valid until the next replay."""
+        """Returns the tensor over the same bytes, without keeping them from reuse: valid until the next replay."""
         piece = self._pieces[tensor.data_ptr()]
         return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 

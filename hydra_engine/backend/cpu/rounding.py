@@ -26,7 +26,7 @@ class _Blocks(NamedTuple):
     num_values: int
     num_groups: int
     num_bits: int
-    block_scales: int = 0  # in two levels: of a block
+    block_scales: int = 0  # float16 scales of a block: 1, or 2 with offsets; 0: its groups have float16 scales
 
 
 GGML_TYPES = {

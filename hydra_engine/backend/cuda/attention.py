@@ -68,8 +68,8 @@ def num_leading_decodes(cu_q: Int32s) -> int:
 class CudaAttention:
     """Triton's attention for a device with `num_sms` SMs.
 
-    send: `Device.send`. num_sms_here: returns the SMs that launches of the calling thread get, if the device is
-    divided. tma_prompts: prompts take the kernel with TMA descriptors.
+    send: `Device.send`. num_sms_here: of a divided device: given `num_sms`, returns the SMs that the calling thread's
+    launches get. tma_prompts: prompts take the kernel with TMA descriptors.
     """
 
     def __init__(
@@ -183,16 +183,16 @@ class CudaAttention:
             k_cache, v_cache = cache.keys_and_values(layer)
             scales = _scales(cache, layer)
             prefill_attention(
-                _behind(q, split),
+                _rest(q, split),
                 k_cache,
                 v_cache,
-                _behind(plan.block_tables, split),
+                _rest(plan.block_tables, split),
                 native.rest_cu_q,
-                _behind(plan.num_context, split),
+                _rest(plan.num_context, split),
                 scale,
                 max_q=native.max_rest_q,
                 max_requests=native.max_prompts,
-                out=_behind(out, split),
+                out=_rest(out, split),
                 tma=self._tma_prompts and native.mixed is None and scales is None and can_read_cache(k_cache, v_cache),
                 scales=scales,
             )
@@ -227,7 +227,7 @@ class CudaAttention:
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float, *, tma: bool = False
     ) -> Tensor:
-        """`Ops.attention_packed`. tma: uses the Hopper kernel, which must take k and v (`tma_attention.takes`)."""
+        """`Ops.attention_packed`. tma: uses the Hopper kernel, if `tma_attention.can_read` allows it for k and v."""
         planned = isinstance(cu_seqlens, PackedPlan)
         if isinstance(cu_seqlens, PackedPlan):
             checks.check_packed_rows(q, k, v)
@@ -268,7 +268,7 @@ def _first(x: Tensor, count: int) -> Tensor:
     return x if x.shape[0] == count else x[:count]
 
 
-def _behind(x: Tensor, count: int) -> Tensor:
+def _rest(x: Tensor, count: int) -> Tensor:
     """x[count:]; x itself for 0, since a view costs as much as all checks of an op."""
     return x[count:] if count else x
 

@@ -121,10 +121,9 @@ def choose_by_time(measured: Measured) -> ChosenAttention:
         for op, uses in USES.items()
         if any(use in measured.seconds for use in uses)
     }
-    told = "; ".join(map(measured.describe, measured.seconds))
-    return ChosenAttention(
-        {use: measured.best(use) for use in measured.seconds}, reasons, f"attention: {told}; {since}" if told else None
-    )
+    found = "; ".join(map(measured.describe, measured.seconds))
+    names = {use: measured.best(use) for use in measured.seconds}
+    return ChosenAttention(names, reasons, f"attention: {found}; {since}" if found else None)
 
 
 def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Heads, deterministic: bool) -> str:
@@ -153,18 +152,17 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
             "triton",
             param="attention_backend",
         )
-    if lacking := _lacking(dtype, heads):
+    if missing := _missing_kernel(dtype, heads):
         raise BackendError(
-            f"attention_backend flashinfer: its kernel {lacking}; install the whole package with nvcc and ninja, or "
+            f"attention_backend flashinfer: its kernel {missing}; install the whole package with nvcc and ninja, or "
             "have `make gpu-wheels` compile it (--kernels), or set attention_backend to triton",
             param="attention_backend",
         )
     return FLASHINFER
 
 
-def _lacking(dtype: torch.dtype, heads: Heads) -> str:
-    """The reason of `FlashKernels.lacks` for the kernels of decodes and prompts; empty if there are kernels for
-    both."""
+def _missing_kernel(dtype: torch.dtype, heads: Heads) -> str:
+    """The reason why a kernel for decodes or prompts is missing; empty if there are kernels for both."""
     kernels = flashinfer_kernels.installed()
     decode = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
     decodes, fa2, fa3 = (kernels.reason_missing(name, dtype, heads.head_dim) for name in (decode, "fa2", "fa3"))

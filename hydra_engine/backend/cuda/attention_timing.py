@@ -279,7 +279,7 @@ def compare(use: str, ours: Attend, candidates: Iterator[Candidate], seconds: Se
 
 
 def cases(cache: PagedCache) -> tuple[Case, ...]:
-    """Use cases of paged attention, bounded by the tokens of the cache."""
+    """The use cases of paged attention that are measured, with contexts that fit the cache."""
     context = min(MAX_CONTEXT, cache.num_blocks // NUM_ROWS * cache.block_size)
     chunk_context = min(CHUNK_CONTEXT, cache.num_blocks * cache.block_size)
     return (
@@ -376,7 +376,7 @@ def tower_rows(tower: Tower, rows: int, dtype: torch.dtype, device: torch.device
 
 
 def prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Attend:
-    """Returns a function that computes the case."""
+    """Plans the case and returns a function that computes its attention, [rows * num_q, Hq, D], of random queries."""
     data = cache.data
     shape = (case.rows * case.num_q, heads.heads, heads.head_dim)
     q = PEAKED * torch.randn(shape, generator=torch.Generator().manual_seed(1))

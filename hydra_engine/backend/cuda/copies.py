@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 def layout(items: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[Part], int]:
-    """Places of parts of these shapes and dtypes in a buffer, and its size in bytes."""
+    """Returns the places of parts of these shapes and dtypes in a buffer, and its size in bytes."""
     kinds = list(items)
     sizes = (prod(shape) * dtype.itemsize for shape, dtype in kinds)
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
@@ -56,7 +56,7 @@ def layout(items: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[P
 
 
 def layout_of(arrays: Sequence[Array]) -> tuple[list[Part], int]:
-    """The layout of arrays. Raises ValueError for a dtype that torch does not have."""
+    """Returns the `layout` of arrays. Raises ValueError for a dtype that torch does not have."""
     for index, array in enumerate(arrays):
         if array.dtype not in _DTYPES:
             wanted = ", ".join(str(dtype) for dtype in _DTYPES)

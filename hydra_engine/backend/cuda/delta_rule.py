@@ -86,7 +86,7 @@ def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaSt
 
 
 def _tiles(counts: npt.NDArray[np.int64], tile: int) -> npt.NDArray[np.int32]:
-    """Tiles [M, 2]; each row has at least one, since its state moves on without tokens too."""
+    """Tiles [M, 2]: row, and first token in the row. A row without tokens has a tile too, which copies its state."""
     per_row = np.maximum(-(-counts // tile), 1)
     rows = np.repeat(np.arange(len(counts)), per_row)
     firsts = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)

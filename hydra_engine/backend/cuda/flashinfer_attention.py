@@ -4,11 +4,10 @@ FlashInfer plans on the host, once per step and kind of layer, into a wrapper th
 its Ampere kernels, which are as fast where memory bounds; prompts and segments can take Hopper kernels ("fa3"). Head
 dims that FlashInfer does not support, and kernels that are neither compiled nor can be, fall back to Triton.
 
-Of decodes in captured graphs `run` is captured, and the host plans before each replay. A graph keeps addresses and
-launch sizes. So pages and schedule are in buffers of a lane, one set per kind of layer, since all kinds of a step are
-planned before the step is replayed; and a plan for other lengths must need the captured launch. Copies to the device
-are ordered by the lane's stream; the pinned copy of the schedule is not, so a wrapper plans again only after it has
-arrived.
+In a captured decode step only `run` is part of the graph; the host plans before each replay. A graph keeps addresses
+and launch sizes. So pages and schedule are in buffers of a lane, one set per kind of layer, since all kinds of a step
+are planned before the step is replayed; and a plan for other lengths must have the captured launch sizes. Copies to the
+device are ordered by the lane's stream. The schedule's pinned source is not: a wrapper plans again only after its copy.
 
 Written for FlashInfer 0.4 to 0.7.2. Importing this needs Triton; the package itself is imported when the class is made.
 """
@@ -127,12 +126,12 @@ class GraphBuffers:
 
     def pages(self, batch: int, max_pages: int) -> tuple[Tensor, Tensor, Tensor]:
         """(indptr [batch + 1], indices of at least `max_pages`, last_page_len [batch]), int32."""
-        self._indptr = self._of(self._indptr, batch + 1)
-        self._indices = self._of(self._indices, max_pages)
-        self._last_page_len = self._of(self._last_page_len, batch)
+        self._indptr = self._grown(self._indptr, batch + 1)
+        self._indices = self._grown(self._indices, max_pages)
+        self._last_page_len = self._grown(self._last_page_len, batch)
         return self._indptr[: batch + 1], self._indices, self._last_page_len[:batch]
 
-    def _of(self, present: Tensor, size: int) -> Tensor:
+    def _grown(self, present: Tensor, size: int) -> Tensor:
         if size <= present.shape[0]:
             return present
         return torch.zeros(size, dtype=torch.int32, device=self._device)
@@ -267,7 +266,7 @@ class Wrappers:
         return wrapper
 
 
-class _OfLane:
+class _LaneWrappers:
     """Wrappers and workspace of one lane. Not shared between lanes: two at once would write to one workspace."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
@@ -354,7 +353,7 @@ class FlashInferAttention:
         return replace(plan, native=native, refresh=native.refresh)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
-        raise ValueError("plan_mixed: expected ops that plan without contents; FlashInfer cuts prompts by them")
+        raise ValueError("plan_mixed: expected ops that plan on the device; FlashInfer divides prompts on the host")
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
         return self._by_triton.plan_packed(cu_seqlens, max_length)
@@ -428,7 +427,7 @@ class FlashInferAttention:
         return self._tiled("auto", q)
 
     def _tiled(self, wanted: str, q: Tensor) -> str | None:
-        """The library's name of the tiled kernels to use; None: Triton."""
+        """The library's name of the kernels to use for prompts or segments; None: Triton."""
         hopper = bool(self._kernels.problem) and self._hopper
         return self._kernels.prompts(wanted, q.dtype, q.shape[2], hopper=hopper) if _fits(q) else None
 
@@ -439,10 +438,10 @@ class FlashInferAttention:
     # ---- wrappers
 
     @property
-    def _lane(self) -> _OfLane:
-        lane: _OfLane | None = getattr(self._of_thread, "lane", None)
+    def _lane(self) -> _LaneWrappers:
+        lane: _LaneWrappers | None = getattr(self._of_thread, "lane", None)
         if lane is None:
-            lane = self._of_thread.lane = _OfLane(self._library, self._device)
+            lane = self._of_thread.lane = _LaneWrappers(self._library, self._device)
         return lane
 
     def _captured(self, kind: Kind, native: GraphPlan) -> Any:

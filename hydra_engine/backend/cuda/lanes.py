@@ -37,7 +37,7 @@ def priorities(lane_priority: str, capability: tuple[int, int] | None) -> dict[s
 
 
 def priority_note(lane_priority: str, capability: tuple[int, int] | None) -> str | None:
-    """A note for the start-up summary if a lane was to go first and does not."""
+    """A note for the start-up summary if this GPU does not get the stream priorities of `lane_priority`, else None."""
     if capability is None or not PRIORITIES[lane_priority] or priorities(lane_priority, capability):
         return None
     return (

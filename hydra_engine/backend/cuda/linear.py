@@ -40,7 +40,7 @@ Implementation = Literal["cublas", "small", "invariant", "scaled"]
 WIDTH_STEP = 8  # numbers of 16 bits in 16 bytes
 SMALL_ROWS = 16  # most rows of the small kernels, which are bound by reading the weight
 
-QUANTIZED_STEPS = (1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)  # rows; one number for each kernel
+QUANTIZED_STEPS = (1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)  # numbers of rows, one for each compiled kernel
 
 
 class CudaLinear(PlainLinear):
@@ -117,7 +117,8 @@ def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) ->
 
 
 def leaves_residual(rows: int, weight: PackedLinear, *, deterministic: bool) -> bool:
-    """True if a residual acts on the rounded product, in a launch of its own."""
+    """True if `linear` would add a residual to cuBLAS's rounded product by a second launch, which a norm can do
+    instead."""
     if not isinstance(weight, CudaLinear) or weight.bias is None or not rows:
         return False
     return implementation(rows, deterministic=deterministic) == "cublas"
@@ -158,7 +159,8 @@ def _quantized(
     *,
     deterministic: bool,
 ) -> Tensor:
-    """Product with a quantised weight. Its first product launches all kernels, so that a warm-up compiles them."""
+    """Multiplies by a quantised weight. The weight's first product launches all its kernels, so that a warm-up compiles
+    them."""
     if not weight.has_been_used and not deterministic:
         weight.has_been_used = True
         for rows in (*QUANTIZED_STEPS, SMALL_ROWS + 1):
@@ -174,8 +176,7 @@ def _quantized(
 
 
 def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activation, residual: Tensor | None) -> Tensor:
-    """A product of bfloat16 rows on FP8 tensor cores. Sums are promoted to float32 on the way (no fast
-    accumulation)."""
+    """Multiplies bfloat16 rows on FP8 tensor cores, with float32 sums (no fast accumulation)."""
     numbers, group_size = weight.weight.words.view(FLOAT8), weight.weight.group_size
     rows, steps = round_rows(x, weight.weight.words.shape[1], group_size)
     product = torch._scaled_mm(rows, numbers.t(), scale_a=steps, scale_b=scales, out_dtype=x.dtype)[: x.shape[0]]

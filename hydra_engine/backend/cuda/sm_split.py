@@ -53,7 +53,7 @@ class Sharing:
             self._open[lane] += 1
 
     def withdrawn(self, lane: str) -> None:
-        """Takes back a submitted job that never begins."""
+        """Uncounts a submitted job that never begins."""
         with self._lock:
             self._open[lane] -= 1
 
@@ -74,11 +74,11 @@ class Sharing:
         with self._lock:
             if lane == LANGUAGE:
                 self._steps += 1
-                place = self._of_step()
+                place = self._step_partition()
             else:
                 shares = self._has_work(LANGUAGE) or self._steps > self._steps_seen
                 self._steps_seen = self._steps
-                place = self._of_encode() if shares else 0
+                place = self._encode_partition() if shares else 0
             self._beginning[lane] = place
             return place
 
@@ -86,27 +86,27 @@ class Sharing:
         """Sets the partition for when both lanes have work. Returns the one of the language lane's present job."""
         with self._lock:
             self._chosen = partition
-            place = self._of_step()
+            place = self._step_partition()
             if self._beginning[LANGUAGE] is not None:
                 self._beginning[LANGUAGE] = place
             return place
 
-    def _of_step(self) -> int:
-        """The partition of a step: the whole device if the vision lane has no work, and while an encode fills the
-        device, since on a part of it the step would wait for the encode's blocks anyway."""
+    def _step_partition(self) -> int:
+        """The partition of a language step: the whole device if the vision lane has no work, and while an encode fills
+        the device, since on a part of it the step would wait for the encode's blocks anyway."""
         if not self._has_work(VISION):
             return 0
         encodes = self._places(VISION)
         parts = [place for place in encodes if place]
         if encodes and not parts:
             return 0
-        return min([self._chosen, *parts], key=self._size) if self._chosen else 0
+        return min([self._chosen, *parts], key=self._num_language_sms) if self._chosen else 0
 
-    def _of_encode(self) -> int:
+    def _encode_partition(self) -> int:
         parts = [place for place in self._places(LANGUAGE) if place]
-        return max([self._chosen, *parts], key=self._size)
+        return max([self._chosen, *parts], key=self._num_language_sms)
 
-    def _size(self, partition: int) -> int:
+    def _num_language_sms(self, partition: int) -> int:
         return self._language_sms[partition - 1] if partition and self._language_sms else partition
 
     def _has_work(self, lane: str) -> bool:
@@ -194,7 +194,7 @@ class SplitLane(CudaLane):
             raise
 
     def close(self) -> None:
-        """Moves to the ordinary stream, which then is ordered after the other streams, and waits for it."""
+        """Moves to the whole device's stream, which is then ordered after those of the partitions, and waits for it."""
         with suppress(RuntimeError):  # closed already, or dead: then nothing that it launched is wanted
             self.submit(lambda: self._track.switch_to(0))
         super().close()

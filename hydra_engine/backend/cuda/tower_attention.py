@@ -44,6 +44,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None) -> dict[str, Kernel]:
+    """Candidates by their names of attention_choice.py."""
 
     def by_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         if isinstance(segments, PackedPlan):
@@ -89,8 +90,8 @@ def _fits(q: Tensor) -> bool:
 
 
 def _length(q: Tensor, segments: Segments) -> int:
-    """The length that all segments have; 0 if lengths differ or are known to the device only, or if cuDNN does not
-    support the heads."""
+    """The common length of all segments; 0 if cuDNN cannot compute them: lengths differ or are known to the device
+    only, or it does not support the heads."""
     if isinstance(segments, PackedPlan) or not _fits(q):
         return 0
     lengths = {end - begin for begin, end in pairwise(segments)}

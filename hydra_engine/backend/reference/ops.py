@@ -52,7 +52,7 @@ def concat_linear(
 
 
 class ComposedOps:
-    """A base class with the fused ops of `Ops` (backend/base.py)."""
+    """A base class that computes the fused ops of `Ops` by the single ones."""
 
     width_step = 1
 
@@ -135,6 +135,7 @@ def causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: 
 
 
 def tiles(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yields [begin, end) of tiles of `size`, the last one shorter."""
     return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 

@@ -21,14 +21,14 @@ from hydra_engine.models.loading.quantize import quantized_matrix
 
 
 class Linear:
-    """A linear layer: act(x @ W^T + bias) + residual. `parts` maps checkpoint names to their numbers of outputs,
-    stacked in order.
+    """A linear layer: act(x @ W^T + bias) + residual. W concatenates the outputs of `parts`, checkpoint names with
+    their numbers of outputs.
 
     `scale` names a checkpoint vector with one factor per output (layer scale); it is multiplied into weights and biases
-    once, at load. `arrange` combines the parts' weights, and likewise their biases, in another order than stacked.
-    `num_in` lists all dimensions but the first if the checkpoint's weight has more than two. Any part may be quantised.
-    `spare_out` zero outputs are appended to each part; `spare_in` zero columns are appended to W, for inputs that are
-    zero in every x."""
+    once, at load. `arrange` joins the parts' weights, and likewise their biases, in place of torch.cat. `num_in` lists
+    all dimensions but the first if the checkpoint's weight has more than two. Any part may be quantised. `spare_out`
+    zero outputs are appended to each part; `spare_in` zero columns are appended to W, for inputs that are zero in every
+    x."""
 
     packed: tuple[PackedLinear, ...]  # one for all parts, unless they are quantised in several ways
 
@@ -93,7 +93,7 @@ class Linear:
         self._pack_if_complete()
 
     def _pack_if_complete(self) -> None:
-        """Packs after the last part has arrived; until then at most one layer's parts exist twice."""
+        """Packs once all parts have arrived, so that while loading only one layer exists both packed and unpacked."""
         weights, vectors = self._weights_arrived, self._vectors_arrived
         if len(weights) < len(self._weights) or len(vectors) < len(self._biases) + (self._scale is not None):
             return
@@ -241,8 +241,8 @@ class LayerNorm:
 
 
 class Head:
-    """The output projection, with logits in float32. Tied heads are filled by the embedding, others have a slot of
-    their own. If matrices are quantised at load, the head gets 8 bits, whatever width they get."""
+    """The output projection, with logits in float32. The embedding fills a tied head. If matrices are quantised at
+    load, the head gets 8 bits, whatever width they get."""
 
     packed: PackedLinear
 

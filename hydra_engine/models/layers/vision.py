@@ -429,7 +429,7 @@ class LayerNames(NamedTuple):
 
 class VisionLayer:
     """A pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). `then` is the first norm of the next
-    layer, if that layer is chained to this one; see `chained`."""
+    layer; see `link_norms`."""
 
     then: LayerNorm | RmsNorm | None = None
 
@@ -473,11 +473,11 @@ class VisionLayer:
             projected = slices.rows(self._attention.project, normed)
         mixed = self._attention.mix(projected, cu_seqlens, rotary, slices)
         if self.then is None:
-            return slices.rows(self._behind_mix, mixed, x), None
+            return slices.rows(self._project_and_mlp, mixed, x), None
         normed, x = slices.row_pairs(partial(self._with_norm, self.then), mixed, x)
         return x, normed
 
-    def _behind_mix(self, mixed: Tensor, residual: Tensor) -> Tensor:
+    def _project_and_mlp(self, mixed: Tensor, residual: Tensor) -> Tensor:
         normed, x = self._norm2.normalise_sum(self._attention.out, mixed, residual)
         return self._mlp(normed, residual=x)
 
