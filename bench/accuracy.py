@@ -21,8 +21,8 @@ from bench.common import card, emit
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import DTYPES, create_backend
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.instances import Role
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import Role
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.models.specs.registry import load_spec

@@ -29,8 +29,8 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Lane
 from hydra_engine.backend.select import create_backend, resolve_dtype, weights_dtype
 from hydra_engine.config import DEMO_MODEL, EngineConfig
+from hydra_engine.core.instances import EPD
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import EPD
 from hydra_engine.errors import BackendError, HydraError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import VisionInput

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _default_concurrency(config: EngineConfig) -> int:
     """Twice the requests that the instances serve at once, which keeps lanes and preprocessing busy; at most half the
     queue."""
-    from hydra_engine.core.roles import Topology
+    from hydra_engine.core.instances import Topology
 
     topology = Topology.parse(config.topology)
     named = zip(topology.names, topology.instances, strict=True)

@@ -39,8 +39,8 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     _raise_descriptor_limit()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
     from hydra_engine.cluster.spawn import COMMAND, Spawned, spawn
+    from hydra_engine.core.instances import Topology
     from hydra_engine.core.processes.privacy import forbid_access_by_others
-    from hydra_engine.core.roles import Topology
 
     if server.api_key or server.api_key_file or server.admin_key:
         forbid_access_by_others()

@@ -14,9 +14,9 @@ from hydra_engine.cluster import wire
 from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.cluster.children import Child
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.instances import Condition, InstanceSpec, InstanceState, Role
 from hydra_engine.core.messages import WIRE_VERSION, InstanceSummary, Loading, Status, ToFrontend
 from hydra_engine.core.processes.status import ProcessStatus
-from hydra_engine.core.roles import Condition, InstanceSpec, InstanceState, Role
 from hydra_engine.errors import HydraError
 
 

@@ -24,6 +24,7 @@ from hydra_engine.cluster.member import PACE, Change, ClusterListener, Exiting, 
 from hydra_engine.cluster.pairs import Names, Pairs
 from hydra_engine.cluster.spawn import COMMAND, Spawned
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.instances import Condition, InstanceState, Role, Topology
 from hydra_engine.core.messages import (
     WIRE_VERSION,
     Failed,
@@ -36,7 +37,6 @@ from hydra_engine.core.messages import (
     ToFrontend,
 )
 from hydra_engine.core.processes.status import process_status
-from hydra_engine.core.roles import Condition, InstanceState, Role, Topology
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
 
 logger = logging.getLogger(__name__)

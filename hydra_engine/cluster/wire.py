@@ -21,9 +21,9 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Role, role_of
 from hydra_engine.core.messages import Submit, ToFrontend, ToInstance
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role, role_of
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Hello, TransferMessage

@@ -23,8 +23,8 @@ from hydra_engine.config.fields import (
     positive,
 )
 from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
+from hydra_engine.core.instances import Role, Topology
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import Role, Topology
 from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"

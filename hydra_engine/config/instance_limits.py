@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from hydra_engine.core.roles import Role, Topology
+from hydra_engine.core.instances import Role, Topology
 from hydra_engine.errors import ConfigError
 
 Limits = Mapping[str, int | float]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
 from hydra_engine.core.ids import BlockHash, FeatureKey
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import ErrorInfo
 
 # (age, number of arrival at this instance): the smaller one is older. Ages hold for all instances, see `Request.age`.

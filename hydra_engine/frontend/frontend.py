@@ -22,6 +22,7 @@ from hydra_engine.cluster.supervisor import Ahead, Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import InstanceState, Topology
 from hydra_engine.core.messages import (
     InstanceSummary,
     LedgerReport,
@@ -33,7 +34,6 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.roles import InstanceState, Topology
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
 from hydra_engine.frontend.active import ActiveRequest, activate, usage_of

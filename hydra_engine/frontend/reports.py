@@ -14,6 +14,7 @@ import msgspec
 
 from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import (
     BudgetReport,
     InstanceSummary,
@@ -23,7 +24,6 @@ from hydra_engine.core.messages import (
     Status,
     TransferReport,
 )
-from hydra_engine.core.roles import Condition, InstanceState
 from hydra_engine.errors import HydraError
 from hydra_engine.frontend.routing.instances import missing_now
 from hydra_engine.frontend.transitions import Dispatcher

@@ -20,6 +20,7 @@ import msgspec
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Condition, Role
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Abort,
@@ -35,7 +36,6 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import Departure, FinishReason, Result
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Condition, Role
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable, from_info
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.request import RUNNING, Attempt, Charge, Job, Phase, PoisonGuard, RequestInFlight

@@ -34,7 +34,7 @@ from hydra_engine.backend.select import (
 )
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, SchedulerConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.ports import ALONE, InstanceContext
 from hydra_engine.models.build import check_layers, load_model

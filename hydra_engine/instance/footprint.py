@@ -14,7 +14,7 @@ import torch
 
 from hydra_engine.backend.select import create_backend, resolve_device, resolve_dtype, weights_dtype
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.roles import EPD, Role, Topology, check_serves, check_states
+from hydra_engine.core.instances import EPD, Role, Topology, check_serves, check_states
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ResourceError
 from hydra_engine.models.specs.base import ModelSpec

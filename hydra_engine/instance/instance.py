@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import (
     Abort,
     Encode,
@@ -39,7 +40,6 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import ConnectorResult, LaneResult, LanguagePlan, ReadyResult, VisionResult
-from hydra_engine.core.roles import Role
 from hydra_engine.errors import RequestError, RequestFailed, Unavailable
 from hydra_engine.instance.ports import MigrationPort
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Encode,
@@ -28,7 +29,6 @@ from hydra_engine.core.messages import (
 from hydra_engine.core.plans import ConnectorResult, LaneResult, LanguagePlan, VisionPlan
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.transfer.messages import TransferMessage
 from hydra_engine.transfer.plans import PullJob, PullPlan, StagingJob
 

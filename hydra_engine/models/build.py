@@ -16,7 +16,7 @@ import torch
 
 from hydra_engine.backend.base import Backend, Ops
 from hydra_engine.backend.select import DTYPES
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.layers.decoder import Decoder
 from hydra_engine.models.loading.checkpoint import Checkpoint

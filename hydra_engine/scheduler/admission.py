@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hydra_engine.core.instances import Role
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role
 from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 
 

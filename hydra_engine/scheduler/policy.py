@@ -15,8 +15,8 @@ from itertools import islice
 from operator import attrgetter
 
 from hydra_engine.core.ids import FeatureKey
+from hydra_engine.core.instances import Role
 from hydra_engine.core.request import ImageItem
-from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, RequestState, Urgency
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 

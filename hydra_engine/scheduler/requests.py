@@ -16,8 +16,8 @@ from hydra_engine.cache.ledger import Ledger
 from hydra_engine.cache.prefix import PrefixCache
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import Ending, ImageProgress, Order, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.decodes import DecodeTable

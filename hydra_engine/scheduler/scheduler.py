@@ -17,11 +17,11 @@ from dataclasses import replace
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
+from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import Finished, LedgerReport, RequestMessage, Status
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ConfigError, ErrorInfo
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue

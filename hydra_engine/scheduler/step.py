@@ -22,8 +22,8 @@ import numpy as np
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId, StepId
+from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguageLoad, LanguagePlan
-from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress, Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch

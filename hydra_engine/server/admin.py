@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from hydra_engine.core.roles import MAX_INSTANCES
+from hydra_engine.core.instances import MAX_INSTANCES
 from hydra_engine.errors import HydraError, InvalidRequest, Unavailable
 from hydra_engine.server.generate import json_response
 from hydra_engine.server.http.body import read_request

@@ -154,7 +154,7 @@ def _effort(arguments: argparse.Namespace) -> Effort:
 def _only(arguments: argparse.Namespace, question: Question) -> list[Candidate]:
     if not arguments.topologies:
         return []
-    from hydra_engine.core.roles import Topology, check_serves
+    from hydra_engine.core.instances import Topology, check_serves
     from hydra_planner.search.candidates import Candidate
     from hydra_planner.simulator.deployment import assign_devices
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hydra_engine.config import EngineConfig, MediaConfig
-from hydra_engine.core.roles import InstanceSpec, Role, Topology
+from hydra_engine.core.instances import InstanceSpec, Role, Topology
 from hydra_planner.hardware.devices import find_device
 from hydra_planner.hardware.roofline import device_kind
 from hydra_planner.papers.models import spec_of

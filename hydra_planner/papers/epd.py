@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cache
 
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.core.roles import Role
 from hydra_engine.errors import ResourceError
 from hydra_planner.papers.deployments import Setup, kind_of
 from hydra_planner.papers.models import spec_of

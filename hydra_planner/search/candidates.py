@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hydra_engine.core.roles import InstanceSpec, Role, Topology
+from hydra_engine.core.instances import InstanceSpec, Role, Topology
 from hydra_planner.search.settings import Setting
 
 _MAX_SPLITS = 24  # of one family: more devices than make these are shared out in larger steps

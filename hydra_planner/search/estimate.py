@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hydra_engine.core.cost import CostSurface
+from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import LanguageLoad
-from hydra_engine.core.roles import Role
 from hydra_planner.search.candidates import Candidate
 from hydra_planner.simulator.costs import DeviceKind
 from hydra_planner.work import DECODES, RequestSeconds, Work, decode_seconds, prefill_seconds, vision_seconds

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from hydra_engine.core.roles import Role, Topology
+from hydra_engine.core.instances import Role, Topology
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_planner.search.candidates import Candidate, candidates
 from hydra_planner.search.estimate import bound_of, seconds_of

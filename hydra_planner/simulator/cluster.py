@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import PeerState, SetRole, ToFrontend, ToInstance
 from hydra_engine.core.options import NICENESS
-from hydra_engine.core.roles import Role
 from hydra_planner.simulator.agenda import Agenda
 from hydra_planner.simulator.links import Links
 from hydra_planner.simulator.machine import Machine

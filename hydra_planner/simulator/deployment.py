@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import InstanceState, Topology
 from hydra_engine.core.messages import (
     LedgerReport,
     QueryLedger,
@@ -24,7 +25,6 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.request import Slo
-from hydra_engine.core.roles import InstanceState, Topology
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.frontend import TICK_S

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
+from hydra_engine.core.instances import Role, role_of
 from hydra_engine.core.messages import ToFrontend, ToInstance
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.core.roles import Role, role_of
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.models.specs.base import DTYPE_BYTES, ModelSpec
 from hydra_engine.worker.memory.limits import with_limits
 from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory

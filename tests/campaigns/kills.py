@@ -25,8 +25,8 @@ from tqdm import tqdm
 from bench.common import card, emit
 from bench.mixed import Mixed, Outcome, agrees, alone, mixture, submit, together
 from hydra_engine import Engine
+from hydra_engine.core.instances import Condition
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.roles import Condition
 from hydra_engine.errors import HydraError
 from tests.campaigns.restless import Footprint, RestlessEngine, footprint
 from tools.miniatures import make_tiny

@@ -9,7 +9,7 @@ import pytest
 
 from hydra_engine.cli.memory import report_lines
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from hydra_engine.core.roles import EPD
+from hydra_engine.core.instances import EPD
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.footprint import Footprints, footprints

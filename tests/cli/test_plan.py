@@ -10,7 +10,7 @@ import pytest
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve
-from hydra_engine.core.roles import EPD
+from hydra_engine.core.instances import EPD
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.profiler.fit import Samples

@@ -13,7 +13,7 @@ import pytest
 from hydra_engine.cluster.member import Pace
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.roles import Condition
+from hydra_engine.core.instances import Condition
 from tests.cluster.recorder import Recorder
 from tests.cluster.stand_in import COMMAND
 

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from hydra_engine.cluster import wire
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
+from hydra_engine.core.instances import Role
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import Abort, Loading, Submit, ToInstance
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.instance.ports import InstanceContext
 from hydra_engine.transfer.messages import Ack, Hello, More, Offer, Refuse, Renew, TransferMessage, Withdraw

@@ -17,8 +17,8 @@ from typing import Any
 
 from bench.mixed import Mixed, Outcome, alone, mixture
 from hydra_engine import Engine
+from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.outputs import Result
-from hydra_engine.core.roles import Condition, InstanceState
 from hydra_engine.errors import HydraError
 from hydra_engine.frontend.handle import Handle
 from tests.engine.conftest import assert_at_rest

@@ -13,8 +13,8 @@ import pytest
 from bench.mixed import Outcome
 from hydra_engine import Engine
 from hydra_engine.cluster.member import InstanceLink, Pace
+from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import SetFault
-from hydra_engine.core.roles import Condition
 from hydra_engine.errors import HydraError
 from tests import faults
 from tests.campaigns.restless import RestlessEngine

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.mixed import Outcome
-from hydra_engine.core.roles import Condition
+from hydra_engine.core.instances import Condition
 from tests import faults
 from tests.campaigns.restless import RestlessEngine
 from tests.engine.faulty import OPTIONS, Rig, few_requests, right_answers, until

@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
+from hydra_engine.core.instances import Topology
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Abort,
@@ -26,7 +27,6 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import DelayCause, Departure, FinishReason, Result, StageSpan
 from hydra_engine.core.request import ImageItem, Request
-from hydra_engine.core.roles import Topology
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ErrorInfo, HydraError
 from hydra_engine.frontend.active import ActiveRequest

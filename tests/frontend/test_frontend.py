@@ -15,6 +15,7 @@ from PIL import Image
 from hydra_engine.cluster.member import ClusterListener, InstanceLink
 from hydra_engine.config import ClusterConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Condition, InstanceState, Role, Topology
 from hydra_engine.core.messages import (
     InstanceSummary,
     LedgerReport,
@@ -27,7 +28,6 @@ from hydra_engine.core.messages import (
     TransferReport,
 )
 from hydra_engine.core.outputs import FinishReason, Result
-from hydra_engine.core.roles import Condition, InstanceState, Role, Topology
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError, EngineClosed, Unavailable
 from hydra_engine.frontend.frontend import Frontend

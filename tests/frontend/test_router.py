@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_engine.core.instances import Condition, Role, Topology
 from hydra_engine.core.messages import Status
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Condition, Role, Topology
 from hydra_engine.frontend.routing.instances import InstanceLoad, missing_for_good, missing_now
 from hydra_engine.frontend.routing.router import REMEMBERED, Route, Router
 from tests.examples import examples

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.core.plans import LanguageLoad
-from hydra_engine.core.roles import Role
 from hydra_engine.frontend.request import Charge
 from hydra_engine.frontend.routing.instances import ALIKE, DECODE_ROW_TOKENS, InstanceLoad, Instances, slowness
 from hydra_engine.frontend.routing.router import Route, Router

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.roles import Condition, lends_decodes
+from hydra_engine.core.instances import Condition, lends_decodes
 from hydra_engine.frontend.routing.decode_stealing import (
     CALM_S,
     FEW_DECODES,

@@ -10,6 +10,7 @@ import pytest
 
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import (
     Abort,
     Delta,
@@ -27,7 +28,6 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
 from hydra_engine.core.request import Request, Slo
-from hydra_engine.core.roles import EPD
 from hydra_engine.instance.instance import LEAD_S, STATUS_PERIOD_S, Instance
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler

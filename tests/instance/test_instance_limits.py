@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from hydra_engine.core.roles import Role, Topology, role_of
+from hydra_engine.core.instances import Role, Topology, role_of
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance.footprint import footprints
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateCache, StateRows, States
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from tests.models.conftest import BACKENDS
 from tests.models.driver import Driver
 from tests.models.families.base import Checkpoints, FamilyCase, Pair, Prompt, Reference, conversations, picture, words

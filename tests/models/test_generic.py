@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from tests.models.conftest import BACKENDS, CheckpointFactory
 from tests.models.generic_pair import Pair, Prompt, picture
 from tests.support_table import record

@@ -23,8 +23,8 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.call import ImagePart
+from hydra_engine.core.instances import EPD
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import EPD
 from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ModelSpec

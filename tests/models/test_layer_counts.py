@@ -18,8 +18,8 @@ from hydra_engine import Engine
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.build import build_model, check_layers, load_model
 from hydra_engine.models.layers import decoder, vision

@@ -19,7 +19,7 @@ from hydra_engine.backend.base import Activation, Backend, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import PlainLinear, ReferenceOps
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint

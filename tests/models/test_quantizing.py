@@ -12,8 +12,8 @@ import torch
 from hydra_engine.backend.quantized import QuantizedWeight, quantized
 from hydra_engine.backend.reference.ops import QuantizedLinear, ReferenceOps
 from hydra_engine.backend.select import create_backend
+from hydra_engine.core.instances import EPD
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.core.roles import EPD
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.layers.basic import Linear

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.models.build import build_model
 from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.qwen_vl.model import Qwen3VlVision

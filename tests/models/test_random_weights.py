@@ -10,7 +10,7 @@ import torch
 
 from hydra_engine import Engine
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.build import build_model, load_model
 from hydra_engine.models.loading.random_weights import fill_random

@@ -21,7 +21,7 @@ from hydra_engine import Engine
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import SHAPES, EngineConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.build import build_model
 from hydra_engine.models.inputs import LanguageInput, VisionInput

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.models.layers.vision import Slices, attention_pieces
 from hydra_engine.models.transformers_adapter.surgery import call_before_listed
 from hydra_engine.worker.vision.gate import LaneGate

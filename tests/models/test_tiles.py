@@ -11,7 +11,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import EPD
+from hydra_engine.core.instances import EPD
 from hydra_engine.models.build import build_model
 from hydra_engine.models.internvl.model import InternVlVision
 from hydra_engine.models.llava_next.model import LlavaNextVision

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.registry import load_spec

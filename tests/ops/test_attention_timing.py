@@ -46,7 +46,7 @@ from hydra_engine.backend.cuda.tower_attention import TowerAttention
 from hydra_engine.backend.devices import ChosenDevice
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.instance import compute_stack
 from hydra_engine.models.specs.registry import load_spec
 from tests.ops.flashinfer_library import NUM_SMS, Library, install, send

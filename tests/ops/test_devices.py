@@ -7,7 +7,7 @@ import torch
 
 from hydra_engine.backend import devices
 from hydra_engine.backend.devices import CudaDeviceInfo, CudaProbe, CudaSupport, choose_device, refusal
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.instance import compute_stack
 from hydra_engine.instance.ports import InstanceContext

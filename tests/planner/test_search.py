@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import Curve
-from hydra_engine.core.roles import EPD, Role, Topology
+from hydra_engine.core.instances import EPD, Role, Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec

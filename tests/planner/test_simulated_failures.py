@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_planner.simulator.cluster import NOTICED_S
 from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.workload.file import WorkloadRequest

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.topology.figures import breakdown, sample_of
+from hydra_engine.core.instances import Topology
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.core.roles import Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.frontend.transitions import Dispatcher

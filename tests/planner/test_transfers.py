@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.config import EngineConfig, SchedulerConfig
+from hydra_engine.core.instances import Topology
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.core.roles import Topology
 from hydra_engine.frontend import transitions
 from hydra_engine.frontend.request import Phase, RequestInFlight
 from hydra_engine.frontend.transitions import TRANSITIONS, Dispatcher, Event

@@ -14,7 +14,7 @@ import numpy as np
 
 from hydra_engine.cache.blocks import BlockTable
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.core.state import ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler.decodes import _ABSENT, DecodeTable, DecodeTimes
 from hydra_engine.scheduler.hooks import Connector

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hydra_engine.cache.blocks import CacheManager
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
 from hydra_engine.scheduler.scheduler import StageScheduler

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hydra_engine import errors
-from hydra_engine.core.roles import Condition
+from hydra_engine.core.instances import Condition
 from tests.server.conftest import Serve, Served
 from tests.server.stub import instances_of
 

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 
 from hydra_engine.config import ServerConfig
+from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import StepReport
 from hydra_engine.core.outputs import StageSpan, Usage
-from hydra_engine.core.roles import Condition
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.page import events as page

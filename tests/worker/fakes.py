@@ -27,6 +27,7 @@ from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, 
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import (
     ChunkRow,
@@ -41,7 +42,6 @@ from hydra_engine.core.plans import (
 )
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import ImageItem, Request
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.sampling import NO_RULES, SamplingParams, TokenRules
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.inputs import LanguageInput, VisionInput

@@ -14,8 +14,8 @@ import torch
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import CacheConfig, EngineConfig
+from hydra_engine.core.instances import Role
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.core.roles import Role
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.transfer.plans import PullJob, PullResult

@@ -19,10 +19,10 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, StepId
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import ImageItem, Request
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.models.build import load_model
 from hydra_engine.models.inputs import VisionInput

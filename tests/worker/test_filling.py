@@ -20,7 +20,7 @@ from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.backend.select import create_backend
 from hydra_engine.cli.summary import start_lines
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance import compute_stack

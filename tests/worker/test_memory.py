@@ -11,7 +11,7 @@ import torch
 
 from hydra_engine.backend.cpu.shared_memory import SharedPool
 from hydra_engine.config import CacheConfig, EngineConfig, MediaConfig, SchedulerConfig
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import DeltaShape

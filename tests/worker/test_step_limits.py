@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hydra_engine.config import EngineConfig, SchedulerConfig
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.units import GIB
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.worker.memory.limits import filled_places, with_limits

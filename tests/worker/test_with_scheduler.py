@@ -10,11 +10,11 @@ import pytest
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
+from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import Delta, Finished, RequestMessage, Tokens
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import EPD
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.language.constraints import MaskTurns

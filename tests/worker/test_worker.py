@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import VisionPlan
-from hydra_engine.core.roles import Role
 from hydra_engine.errors import BackendError
 from hydra_engine.models.inputs import LanguageInput
 from hydra_engine.worker.worker import Worker

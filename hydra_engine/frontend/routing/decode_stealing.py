@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.roles import Role, lends_decodes
+from hydra_engine.core.instances import Role, lends_decodes
 from hydra_engine.frontend.request import Phase, RequestInFlight
 from hydra_engine.frontend.routing.instances import InstanceLoad
 from hydra_engine.frontend.transitions import Dispatcher

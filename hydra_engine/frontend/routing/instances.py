@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Condition, Role
 from hydra_engine.core.messages import Abort, Status, ToInstance
-from hydra_engine.core.roles import Condition, Role
 
 # Share of KV blocks in use from which a new request waits or preempts others.
 NEARLY_FULL = 0.95

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
+from hydra_engine.core.instances import Condition, Role
 from hydra_engine.core.request import ImageItem, Request
-from hydra_engine.core.roles import Condition, Role
 from hydra_engine.frontend.routing.instances import DECODE_ROW_TOKENS, InstanceLoad, prefillers
 
 LEAST_LOADED, AFFINITY, ROUND_ROBIN = "least-loaded", "affinity", "round-robin"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
 
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.frontend.routing.instances import Instances, missing_now
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from torch import Tensor
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.backend.select import DTYPES, create_backend
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
 from hydra_engine.models.build import build_model, vision_class
 from hydra_engine.models.loading.checkpoint import StoredTensor, list_names

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hydra_engine.backend.base import Backend, PagedCache
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.loading.checkpoint import list_names

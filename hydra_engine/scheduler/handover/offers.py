@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import chain
 
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import RequestMessage
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.roles import Role
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.events import (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.state import ParkedRequests, offers_all_kv, remote_kv_of

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hydra_engine.config import DEFAULT_REQUESTS, DEFAULT_TOKENS, EngineConfig, SchedulerConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec
 from hydra_engine.worker.memory.plan import MARGIN_BYTES, Needs
 from hydra_engine.worker.memory.working import estimate

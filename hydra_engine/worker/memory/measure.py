@@ -8,7 +8,7 @@ from functools import partial
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, draw_blank
 from hydra_engine.worker.language.graphs import MixedSize

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.roles import Role
+from hydra_engine.core.instances import Role
 from hydra_engine.models.inputs import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
 from hydra_engine.worker.language.graphs import FEW_TOKENS, MAX_TOKENS, MixedSize, mixed_sizes

@@ -20,7 +20,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.select import create_backend
-from hydra_engine.core.roles import EPD
+from hydra_engine.core.instances import EPD
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.build import load_model, vision_class
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint

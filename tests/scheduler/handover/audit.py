@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.roles import EPD, Role
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.pulls import MAX_IMAGE_PULLS

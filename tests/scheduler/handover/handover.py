@@ -10,9 +10,9 @@ from dataclasses import replace
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import ClusterConfig
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import Finished
 from hydra_engine.core.request import Request
-from hydra_engine.core.roles import Role
 from hydra_engine.core.state import ImageProgress
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.latency.attribution import StepHistory

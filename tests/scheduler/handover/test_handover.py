@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hydra_engine.core.roles import EPD
+from hydra_engine.core.instances import EPD
 from hydra_engine.worker.language.sampler import SamplingState
 from tests.scheduler.handover.handover import (
     A,

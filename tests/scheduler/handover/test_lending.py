@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.outputs import Departure
-from hydra_engine.core.roles import EPD, Role
 from hydra_engine.core.state import RequestPhase
 from hydra_engine.scheduler.handover.connector import STEAL_PATIENCE_S
 from hydra_engine.scheduler.handover.events import KvEvent

@@ -1,5 +1,5 @@
-"""Roles and states of instances: the stages of an instance, the instances of a deployment, checks that they can serve a
-model, and what the rest of the engine sees of each.
+"""Instances: the role of one (the stages that it serves), the topology of a deployment, checks that a topology serves a
+model, and the state of a running instance.
 
 An error for a topology suggests a similar one that works. Does not know models or machines: the checks receive what a
 model needs and which devices exist.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.roles import (
+from hydra_engine.core.instances import (
     EPD,
     MAX_INSTANCES,
     InstanceSpec,
