@@ -1,4 +1,5 @@
-"""Which lane goes first where both compete for cores: throughput of pictures, and a text stream beside a burst of them.
+"""Compares lane priorities where both lanes compete for cores: throughput of pictures, and a text stream beside a
+burst.
 
 For each `lane_priority`: requests with a picture each, all at once; then the gaps between the tokens of one text stream
 while a burst of pictures is encoded and prefilled. `python -m bench.lanes --model DIR --threads 1`. The last line of

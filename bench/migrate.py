@@ -1,9 +1,9 @@
-"""What it costs to move blocks between two instances: a pull through the transfer lane, against a plain copy.
+"""Times moving blocks between two instances: a pull through the transfer lane, against a plain copy.
 
 Two real processes. The source owns pools and control words in shared memory; the target, this one, maps them and pulls.
 Per job, in turns within one run: the pull (blocks anywhere to blocks anywhere, then the word), memcpy block by block
 within this process, and memcpy of as many bytes in one piece; the ceiling is the faster of the two. `+ way` is what it
-takes besides to hand the job to the lane and to learn that it is done. All pages have been touched before. Then the
+takes besides to give the job to the lane and to learn that it is done. All pages have been touched before. Then the
 round trip of an Offer and its Ack over a Unix socket, in the frames of the engine.
 
 KV blocks default to those of a 7B decoder in bf16: 16 tokens, 28 layers, K and V of 4 heads of 128. Feature blocks are
@@ -147,7 +147,8 @@ class Target:
         return self._timed(some, np.array_split(pairs, min(self.threads, len(pairs))))
 
     def copy_at_once(self, kind: PoolKind, pairs: np.ndarray[Any, Any]) -> Took:
-        """From one place to another, each where the first pair says or as far behind it as the end allows."""
+        """Copies as many bytes in one piece, from and to the blocks of the first pair, or earlier ones where the
+        pool ends."""
         source, target = self.local[kind], self.caches[kind]
         size, count = target.block_bytes, len(pairs)
         begins = np.minimum(pairs[0], target.num_blocks - count) * size
@@ -171,7 +172,7 @@ class Target:
 
 
 def check(target: Target, kind: PoolKind, num_blocks: int) -> None:
-    """Every block arrives, which also touches every page that is going to be measured."""
+    """Raises SystemExit unless every block arrives. Touches every page that is measured afterwards."""
     order = np.random.default_rng(0).permutation(num_blocks)
     target.pull(kind, np.stack((np.arange(num_blocks), order), axis=1))
     data = target.caches[kind].data

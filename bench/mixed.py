@@ -52,7 +52,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is compared. Of a request that was given up only the first tokens count."""
+    """Fields that are compared. Of an aborted request only the first tokens count."""
 
     token_ids: tuple[int, ...]
     text: str = ""
@@ -94,7 +94,7 @@ def _request(index: int, tokens: int, rng: random.Random) -> Mixed:
 
 
 def alone(engine: Engine, requests: list[Mixed], side: int = 64) -> list[Outcome]:
-    """One after another, to their ends."""
+    """Outcomes of requests that run one after another, to their ends."""
     return [_outcome(submit(engine, request, side).result(120)) for request in requests]
 
 

@@ -1,7 +1,7 @@
-"""How near quantised products on a processor are to those with the same weights dequantised, where activations have
-outlier channels: of the demo model with one channel behind each norm 2^k times as large, and the weights that read it
-2^k times as small, which is the same function. Mean KL divergence of the logits in nats, over questions and answers:
-of the unquantised model from the engine and from the dequantised weights, and of the latter from the engine.
+"""Error of quantised products on a processor where activations have outlier channels, against the same weights
+dequantised. In the demo model one channel behind each norm is made 2^k times as large, and the weights that read it
+2^k times as small, which is the same function. Mean KL divergences of the logits in nats, over questions and answers:
+the unquantised model to the engine and to the dequantised weights, and the dequantised weights to the engine.
 
 Then what outliers cost: ms of products of one thread, rows of x plain and with six outlier channels.
 

@@ -1,11 +1,11 @@
-"""From the bytes of a JPEG to the pixels that a tower gets, one picture at a time, next to transformers' processors.
+"""Times the way from the bytes of a JPEG to the pixels that a tower gets, one picture at a time, next to transformers'.
 
 Ours ends where the frontend's work ends: header checked, decoded, resized, cut, named, uint8; twice, in this process
 and through the decode child as it is served. Theirs, Pillow and numpy, ends with normalised patches; here the device
 does that. Our decode and resize are shown alone too. Before anything is timed the pixels are compared.
 
 Times are those of a core: what this thread and the decode child together spent on a processor, so that other processes
-of the machine count as little as possible. `latency` is the time on the wall of a picture that is served.
+of the machine count as little as possible. `latency` is the wall-clock time of a picture that is served.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Array = npt.NDArray[Any]
 
 
 class QwenProcessor(Qwen2VLImageProcessorPil):
-    """With one size of result for all pictures, as ours has here: 1024 tokens."""
+    """The processor of transformers with one size of result for all pictures, like ours here: 1024 tokens."""
 
     def resize(self, image: Array, size: SizeDict, resample: Any, factor: int, **more: Any) -> Any:
         square = SizeDict(height=QWEN, width=QWEN)
@@ -99,7 +99,7 @@ def photo(width: int, height: int) -> bytes:
 
 
 class Case(NamedTuple):
-    """One picture: the ways to process it, all with the same pixels, and what was found while comparing them."""
+    """A picture, the ways to process it, all with the same pixels, and what was found while comparing them."""
 
     candidates: dict[str, Callable[[], object]]
     file_bytes: int
@@ -166,7 +166,7 @@ def timed(case: Case, decoders: Decoders, repeats: int) -> dict[str, Times]:
 
 
 def child_seconds(decoders: Decoders) -> float:
-    """What the decode child has spent on a processor."""
+    """Processor seconds that the decode child has spent."""
     (pid,) = decoders.pictures.pids()
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 

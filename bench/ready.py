@@ -1,4 +1,4 @@
-"""How long until `hydra-engine serve` answers, and the most memory that one of its processes holds until then.
+"""Times `hydra-engine serve` until it answers, with the most memory that one of its processes holds until then.
 
 Seconds are from the start of the process to the line that says ready, medians of `--rounds`; `--before` takes turns
 with the source tree of another version. Run it twice: the first time reads the files from the disk. System time is

@@ -1,4 +1,4 @@
-"""What a step costs besides computing: planning, taking back the result, telling the frontend, and the lane's metadata.
+"""Times what a step costs besides computing: planning, taking back the result, telling the frontend, lane metadata.
 
 The real scheduler and the real loop of an instance over a worker that computes nothing: every step comes back at once
 with made-up tokens. Per scenario the medians of one step in microseconds: `plan` and `take_back` (the scheduler),

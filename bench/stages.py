@@ -1,4 +1,4 @@
-"""Each stage alone: encode, prefill and decode of one model, next to what the same run's ceilings allow.
+"""Times each stage alone: encode, prefill and decode of one model, next to what the same run's ceilings allow.
 
 The micro-benchmarks of the three (`bench/micro`) in one document, with the sizes that docs/benchmarks-cpu.md shows and
 without peers. `python -m bench.stages --model DIR --threads 1`; the last line of the output is one JSON document.

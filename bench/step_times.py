@@ -98,7 +98,7 @@ def _vision(axes: Any, surface: CostSurface, samples: Samples) -> None:
 
 
 def _map(figure: Any, axes: Any, profile: Profile, limit_s: float | None) -> None:
-    """What a step of decodes takes with prompt tokens (across) and seconds of vision (up) beside it."""
+    """Draws how long a step of decodes takes with prompt tokens (across) and seconds of vision (up) beside it."""
     surface = profile.surface
     decodes = min(_DECODES, profile.reach.decodes)
     tokens = np.linspace(0, max(profile.reach.rows - decodes, 1), 160)

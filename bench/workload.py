@@ -28,7 +28,7 @@ def pictures(count: int, size: int = 336, seed: int = 0) -> list[Image.Image]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One concurrency level of one system: seconds and tokens per second."""
+    """Results of a system at one concurrency: seconds and tokens per second."""
 
     concurrency: int
     tokens_per_s: float

@@ -9,7 +9,7 @@ from hydra_engine.frontend.call import make_call, prompt_or_messages, with_promp
 
 
 def asked(prompt: Any = None, *, messages: Any = None, images: Any = None, videos: Any = None, **options: Any) -> Any:
-    """As a method of `Engine` makes it of its arguments."""
+    """The call that a method of `Engine` makes of these arguments."""
     call: GenerationCall = make_call(options, SamplingParams())
     return with_prompt(call, prompt_or_messages(prompt, messages), images, videos)
 

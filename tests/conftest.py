@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Hooks and fixtures of all tests."""
 
 import atexit
 import gc
@@ -37,15 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)
 def pytest_folder_by_folder(items: list[pytest.Item]) -> None:
-    """In the order in which they come up: a browser and a process that interprets kernels are shared by a folder, and
-    each process of pytest that meets one of its tests starts its own."""
+    """Keeps each folder's tests together: a browser and a process that interprets kernels are shared by a folder,
+    and each process of pytest that meets one of its tests starts its own."""
     folders = {item.path.parent: None for item in items}
     place = {folder: number for number, folder in enumerate(folders)}
     items.sort(key=lambda item: place[item.path.parent])
 
 
 def pytest_collection_finish() -> None:
-    """What was loaded stays: full collections, which some tests ask for, pass over it."""
+    """Freezes what was loaded: full collections, which some tests ask for, skip it."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # what libraries look for when the interpreter ends
@@ -78,7 +78,8 @@ def what_commands_set() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def started_in_full() -> Iterator[None]:
-    """For those who look at a process from outside: its children are its own, not those of its forkserver."""
+    """Starts processes without the forkserver, for tests that look at a process from outside: its children are its
+    own."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(forkserver.EXEC_VARIABLE, "1")
         yield

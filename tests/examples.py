@@ -1,4 +1,4 @@
-"""How many examples a property is tried with. Every run draws others, so a quick one need not try them all:
+"""Number of examples that a property is tried with. Every run draws others, so a quick one need not try them all:
 
     pytest --hypothesis-profile=thorough
 
@@ -14,7 +14,7 @@ _QUICK = 12  # of a property that does not say how many it wants
 
 
 def register_profiles() -> None:
-    """How long an example takes says how busy the machine is, and speed is what benchmarks are for."""
+    """Sets no deadline: an example's time says how busy the machine is, and speed is what benchmarks are for."""
     settings.register_profile(THOROUGH, deadline=None)
     settings.register_profile("quick", deadline=None, max_examples=_QUICK)
     settings.load_profile("quick")

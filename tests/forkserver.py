@@ -70,7 +70,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Job(NamedTuple):
-    """What one process is to be. `descriptors`: the numbers that the sent ones become."""
+    """A process to be forked. `descriptors`: the numbers that the sent ones become."""
 
     module: str
     arguments: list[str]
@@ -89,7 +89,7 @@ class Reap(NamedTuple):
 
 
 class Forkserver:
-    """Of this process. Started, or forked, before anything is asked of it."""
+    """The client of this process's forkserver. It is started, or forked, before anything is asked of it."""
 
     def __init__(self, pid: int, sock: socket.socket, environment: dict[str, str]) -> None:
         self._pid = pid
@@ -110,13 +110,13 @@ class Forkserver:
         return cls(pid, ours, environment)
 
     def close(self) -> None:
-        """It ends when its socket does."""
+        """Ends the server, by closing its socket."""
         self._socket.close()
         os.waitpid(self._pid, 0)
 
     def has(self, environment: dict[str, str], *, sandboxed: bool) -> bool:
-        """What was imported under its environment is what would be imported under this one. `sandboxed` children
-        compute nothing with what reads these variables."""
+        """True if what was imported under its environment is what would be imported under this one. `sandboxed`
+        children compute nothing with what reads these variables."""
         names = {name for name in {*environment, *self._environment} if name.startswith(_EARLY) and name not in _LATE}
         names = set() if sandboxed else names - {"OMP_WAIT_POLICY"}
         known = {str(ROOT), *sys.path, ""}
@@ -152,7 +152,7 @@ def running() -> Forkserver:
 
 
 def _without_launcher(command: list[str]) -> list[str]:
-    """What is forked is bound to its parent by the server."""
+    """The command without the launcher: the server itself binds a forked child to its parent."""
     is_launched = command[1:3] == ["-m", "hydra_engine.core.processes.launch"]
     return command[:2] + command[3:] if is_launched else command
 
@@ -224,7 +224,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def install() -> None:
-    """From here on, in this process. The server starts with the first process that it can fork."""
+    """Forks processes of this one from now on. The server starts with the first process that it can fork."""
     if EXEC_VARIABLE not in os.environ:
         subprocess.Popen = Popen  # type: ignore[misc]
 

@@ -73,7 +73,8 @@ def _second(setup: Setup) -> list[Part]:
 
 
 def _full(setup: Setup) -> list[Part]:
-    """All sizes. No part keeps seconds for those behind it: what the time does not reach is not run."""
+    """Lists all parts at all sizes. No part reserves time for later ones; parts that the time does not reach are not
+    run."""
     full, (*_, instances) = ("--full",), files_by_kind()
     found = [
         run_tests(setup, Tests("tests-instances", instances, "cuda and not alone", 4, 0.0, 150.0)),
@@ -90,8 +91,8 @@ def _full(setup: Setup) -> list[Part]:
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str], skip: Sequence[str]) -> list[Part]:
-    """Those with one of the words of `only` and none of `skip`; a word is a name or a beginning of one, or a benchmark.
-    ValueError names a word that fits nothing."""
+    """Keeps parts that a word of `only` names and no word of `skip`; a word is a name, the beginning of one, or a
+    benchmark. Raises ValueError for a word that names no part."""
 
     def fits(part: Part, word: str) -> bool:
         return part.name == word or part.name.startswith(f"{word}-") or f"-{word}-" in f"-{part.name}-"

@@ -38,7 +38,7 @@ _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def pinned(names: Iterable[str]) -> list[str]:
-    """With the versions of constraints.txt; a name that has a version keeps it."""
+    """Adds versions from constraints.txt to names without one. Raises SystemExit where it has none either."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     versions = {canonical(name): version for name, _, version in (line.partition("==") for line in lines) if version}
     found = []
@@ -103,7 +103,8 @@ def wheel_of(folder: Path, distribution: str) -> Path | None:
 
 
 def install(modules: Iterable[str], folder: Path, target: Path) -> str:
-    """Those of `modules` that have a wheel in `folder`, into `target`. What pip said if it failed."""
+    """Installs the wheels of `folder` for these modules into `target`; a module without a wheel is skipped. Returns
+    pip's last line if it failed, else ""."""
     wheels = [wheel for module in modules if (wheel := wheel_of(folder, PACKAGES[module][0])) is not None]
     if not wheels:
         return ""

@@ -1,8 +1,8 @@
-"""All micro-benchmarks of this machine one after another, and what they say together. `make bench`.
+"""Runs all micro-benchmarks of this machine one after another and summarises them. `make bench`.
 
-Each runs in a process of its own with a limit of time, so one that fails takes nothing from the others. DIR gets a JSON
-document and a log of each, summary.md and summary.png. `python -m bench.micro [--full] [--only sched,decode]`; a single
-one with its own flags is `python -m bench.micro.NAME`. The exit status is 0 if all of them came to an end.
+Each runs in a process of its own with a time limit, so a failure does not stop the others. DIR gets a JSON document and
+a log of each, summary.md and summary.png. `python -m bench.micro [--full] [--only sched,decode]`; a single one with its
+own flags is `python -m bench.micro.NAME`. The exit status is 0 if all of them came to an end.
 """
 
 from __future__ import annotations

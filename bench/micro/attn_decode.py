@@ -102,7 +102,7 @@ class Paged:
         return both[0], both[1]
 
     def exact(self) -> Tensor:
-        """In float32, of the first layer, request by request."""
+        """Attention of the first layer in float32, request by request."""
         found = []
         for row, context in enumerate(self._case.contexts):
             rows = slice(row, row + 1)
@@ -197,7 +197,7 @@ def by_flashinfer(backend: Backend, case: Case, paged: Paged) -> Callable[[int],
 
 
 def all_layers(device: torch.device, paged: Paged, run: Callable[[int], object]) -> Run:
-    """Once through all layers, in a graph where there are graphs."""
+    """A run through all layers, as one graph where the device has graphs."""
     return captured(device, in_turn(run, paged.layers), paged.layers)
 
 

@@ -1,4 +1,4 @@
-"""What a step writes to its caches: keys and values behind their rotation in one operation, and features of pictures.
+"""Times the cache writes of a step: keys and values after their rotation in one operation, and features of pictures.
 
 The floor is one read and one write of the bytes at the copy bandwidth of the same run; few tokens are bound by the
 launch instead, which is the document's `graph_gap_s`. The peer is the same in unfused torch: rotations, then two writes

@@ -1,4 +1,4 @@
-"""What this machine reaches with nothing else to do: matrix products, copies, reads, and the gap between two kernels.
+"""Ceilings of this machine with nothing else to do: matrix products, copies, reads, and the gap between two kernels.
 
 Every other micro-benchmark measures a short form of this first, because boards and clocks differ from run to run and
 only ratios to the same run mean something. On a GPU with green contexts, matrix products and reads are also measured on

@@ -188,11 +188,11 @@ def _counts(arguments: argparse.Namespace, report: Report, subject: Subject, ima
 def _decodes(
     report: Report, subject: Subject, both: list[Mode], rows: int, context: int
 ) -> tuple[Step, dict[Mode, Run]]:
-    """One step, and how to run it on each part. Where one cannot be had the others are measured all the same.
+    """A step of decodes, and how to run it in each mode. A mode that the device cannot have is left out.
 
-    On fewer multiprocessors contexts are cut into fewer splits, so their sums have another order and another rounding,
-    which every random layer makes larger. So a graph is held closely against the step launched on its own partition,
-    and against that of the whole device no closer than two right results are."""
+    With fewer multiprocessors contexts are cut into fewer splits, so their sums have another order and another
+    rounding, which every random layer makes larger. So a graph must be close to the step launched on its own
+    partition, and only as close to that of the whole device as two right results are."""
     step = subject.language([Row(context - 1)] * rows, subject.kv_cache(rows, context))
     expected, tolerance = step(), noise(subject.spec.language.num_layers)
     if not subject.on_gpu:
@@ -317,7 +317,7 @@ def _one_batch(arguments: argparse.Namespace, report: Report, subject: Subject, 
 
 
 def _merged(prefill: list[Work], decode: list[Work]) -> list[Work]:
-    """Of one step: layers and head read their weights once, attention is each one's own."""
+    """Work of a step that does both: layers and head read their weights once, attention is separate."""
     layers, attention, head = prefill
     others = {part.name: part for part in decode}
     return [

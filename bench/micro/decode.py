@@ -1,8 +1,9 @@
-"""One step of decodes: 1 to 512 requests with 256 to 4096 tokens of context each, as one graph and launch by launch.
+"""Times a step of decodes: 1 to 512 requests with 256 to 4096 tokens of context each, as one graph and launch by
+launch.
 
 `--uneven`: also contexts that differ, one request of eight times the context among others of half of it, and lengths
-that rise evenly with the same mean. `--served-width`: also the graph whose block tables have room for as many tokens as
-the model takes, as an engine's have: it chooses the splits of contexts from that. `--repeat 3` measures one request so
+that rise evenly with the same mean. `--served-width`: also the graph whose block tables have space for as many tokens
+as the model takes, like an engine's: it chooses the splits of contexts from that. `--repeat 3` measures one request so
 many times, with caches and graphs of their own, and `spread` of the row says how far the medians are apart.
 
 Every request has blocks of its own, full of random numbers. The floor is the reading of layers, head and contexts at

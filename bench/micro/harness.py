@@ -298,10 +298,10 @@ class Report:
         peers: Mapping[str, Seconds] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """One measured thing. The floor is that of `work`, part by part under this report's ceilings (with `overlap`:
-        all parts beside each other), or `floor_s` with `formula`, a sentence that says how it follows from `inputs`.
-        `of_floor` is floor over median: 1 is the floor; `of_sustained_floor` the same at the rate of matrix products
-        that the board keeps up. `more` goes into the row as it is. Prints a line, returns the row."""
+        """Adds a measured row, prints a line of it and returns it. The floor is that of `work`, part by part under
+        this report's ceilings (with `overlap`: all parts at the same time), or `floor_s` with `formula`, a sentence
+        that says how it follows from `inputs`. `of_floor` is floor over median: 1 is the floor; `of_sustained_floor`
+        the same at the rate of matrix products that the board keeps up. `more` is added to the row unchanged."""
         row: dict[str, Any] = {"what": what, "inputs": dict(inputs or {})}
         if work:
             assert self.ceilings is not None, "work needs ceilings"

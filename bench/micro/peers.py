@@ -1,7 +1,7 @@
-"""What else a user could run: transformers' own module, and a plain torch decode step over its weights.
+"""Peers that a user could run instead: transformers' own module, and a plain torch decode step over its weights.
 
-The module is built from the same directory, with the very weights that ours has: read from the checkpoint, or drawn
-from the same seed and names. So results can be compared before times are. Does not know floors.
+The module is built from the same directory with the same weights as ours: read from the checkpoint, or drawn from the
+same seed and names. So results can be compared before times are. Does not know floors.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ class StaticDecode:
 
 
 def compiled(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """By torch.compile, whose graphs copy their results."""
+    """Compiles `run` with torch.compile; its graphs copy their results."""
     made: Callable[[], Tensor] = torch.compile(lambda: run(), mode="reduce-overhead", fullgraph=False)
     return made
 
 
 def _features(found: Any) -> Tensor:
-    """Of all pictures together, whatever the release of transformers calls them."""
+    """Features of all pictures in one tensor, from the output of any release of transformers."""
     pooled = getattr(found, "pooler_output", found)
     return torch.cat(list(pooled)) if isinstance(pooled, (tuple, list)) else pooled.flatten(0, -2)
 

@@ -1,6 +1,6 @@
-"""From a JPEG's bytes to a tower's pixels: `bench.preprocess` as a micro-benchmark.
+"""Times the way from a JPEG's bytes to a tower's pixels: `bench.preprocess` as a micro-benchmark.
 
-A row per size and target: seconds of a core of all that the frontend does, through the decode child, next to
+A row per size and target: processor seconds of all that the frontend does, through the decode child, next to
 transformers' processors in the same run. Pixels are compared before anything is timed.
 """
 

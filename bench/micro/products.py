@@ -110,7 +110,7 @@ def _product(backend: Backend, x: Tensor, weights: list[PackedLinear], index: in
 
 
 def activated(plain: Tensor, product: Product) -> Tensor:
-    """What comes behind the product, by torch."""
+    """The activation after the product, in torch."""
     if not product.gated:
         return plain * torch.sigmoid(1.702 * plain)
     gate, up = plain.chunk(2, dim=1)

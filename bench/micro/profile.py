@@ -1,4 +1,4 @@
-"""Which kernels a stage runs: name, launches, microseconds and share of a decode step, a prefill and one encode.
+"""Kernels that a stage runs: name, launches, microseconds and share of a decode step, a prefill and one encode.
 
 Decodes are graph replays and encodes the engine's own graphs where there are graphs. Each stage is timed first and then
 run under torch.profiler, so `seconds` has nothing of the profiler in it; kernel times have a little. Per call a row has
@@ -33,7 +33,7 @@ _NAME_LENGTH, _MAX_KERNELS, _SHOWN = 160, 60, 20
 
 
 class Launch(NamedTuple):
-    """One kernel, copy or fill on the device, or one operation of a processor."""
+    """A kernel, copy or fill on the device, or an operation of a processor."""
 
     name: str
     start_us: float
@@ -139,7 +139,7 @@ def _measure(report: Report, subject: Subject, stage: Stage) -> None:
 
 
 def launches_of(run: Run, device: torch.device, calls: int) -> list[Launch]:
-    """All launches of `calls` calls in the order of their starts."""
+    """Launches of `calls` calls in the order of their starts."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(calls):
@@ -160,7 +160,7 @@ def launches_of(run: Run, device: torch.device, calls: int) -> list[Launch]:
 
 
 def kernels_of(launches: Iterable[Launch], calls: int) -> list[dict[str, Any]]:
-    """By name, longest first: launches and microseconds of one call, and their share of all microseconds."""
+    """Kernels by name, longest first: launches and microseconds of one call, and their share of all microseconds."""
     totals: dict[str, list[float]] = {}
     for launch in launches:
         entry = totals.setdefault(launch.name[:_NAME_LENGTH], [0, 0.0])

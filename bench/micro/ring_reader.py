@@ -34,7 +34,7 @@ class Ring(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """In flight on a multiprocessor, which has one block."""
+        """Bytes in flight on a multiprocessor, which runs one block."""
         return WARPS * self.stages * self.piece_bytes
 
 

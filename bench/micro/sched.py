@@ -1,7 +1,7 @@
-"""What a step costs the processor besides computing: `bench.sched` as a micro-benchmark.
+"""Times what a step costs the processor besides computing: `bench.sched` as a micro-benchmark.
 
-A row per scenario: the loop's turn (plan, take back, tell the frontend) and the lane's metadata, one after the other,
-as they lie between two steps without look-ahead. `python -m bench.sched` has more scenarios and columns.
+A row per scenario: the loop's turn (plan, take back the result, tell the frontend) and the lane's metadata, one after
+the other, as between two steps without look-ahead. `python -m bench.sched` has more scenarios and columns.
 """
 
 from __future__ import annotations

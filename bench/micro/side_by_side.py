@@ -48,7 +48,7 @@ class Beside(NamedTuple):
 
     @property
     def first_s(self) -> float:
-        """From one first work to the next."""
+        """Mean seconds from one run of the first work to the next."""
         return self.whole_s / self.num_firsts
 
     @property

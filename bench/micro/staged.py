@@ -84,7 +84,7 @@ class Pair:
 
 
 def plain_copies(backend: Backend, num_bytes: int, rounds: int) -> dict[str, Seconds]:
-    """As many bytes in one piece to pinned host memory, and from it."""
+    """Times copies of as many bytes in one piece to pinned host memory, and from it."""
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device.torch_device)
     pool = backend.device.stage(num_bytes)
     here = pool.tensor()

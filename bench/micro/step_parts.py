@@ -1,12 +1,12 @@
-"""Where the time of a decode step goes on a processor: matrix products, attention, the other native ops, Python and
-torch around them, the lane's work besides the model, and what lies between two steps.
+"""Parts of a decode step's time on a processor: matrix products, attention, the other native ops, Python and torch
+around them, the lane's work besides the model, and what lies between two steps.
 
-The engine's own instance, scheduler and worker decode `rows` requests in one process; nobody talks to them. A step is
+The engine's own instance, scheduler and worker decode `rows` requests in one process, without a frontend. A step is
 the time between the ends of two steps, and the sum of its parts: `products`, `attention` (or recurrent states) and
 `other ops` are seconds inside the extension, `python` is the rest of the model's forward, `lane` what its lane does
-before and behind the forward (rows, sampling), `between` the instance's turn and the hand-over between both threads.
+before and after the forward (rows, sampling), `between` the instance's turn and the hand-over between both threads.
 `besides` is all but products and attention. Medians of whole steps, whose replay is timed as one call; in other steps,
-in turns with these, its ops are timed one by one, and what each kind took of them is its share of the replay (of more
+in turns with these, its ops are timed one by one, and what each kind took of them is its share of the replay (for more
 rows than are recorded, the time itself).
 `python -m bench.micro.step_parts --model DIR --threads 1 [--quantization int8] [--look-ahead]`.
 """
@@ -193,7 +193,7 @@ class Decodes:
             self._run(3)
 
     def _note(self, result: object) -> None:
-        """In the lane's thread, at the end of a step."""
+        """Records the seconds of a step when it ends; called in the lane's thread."""
         assert isinstance(result, LanguageResult) and not result.failures, result
         lane_s, step_s = result.ended_s - result.started_s, result.ended_s - self._ended_s
         found = {"step": step_s, "between": step_s - lane_s, "lane": lane_s - self._forward_s}
@@ -211,7 +211,8 @@ class Decodes:
         return {name: [step[name] for step in self._steps[1 : steps + 1]] for name in self._steps[1]}
 
     def seconds(self, turns: int) -> dict[str, list[float]]:
-        """Of `_TURN` steps in every turn, by part; all but what ops of one kind take is without timed ops."""
+        """Seconds by part, `_TURN` steps a turn. Parts of `NATIVE` come from steps whose ops are timed, the others
+        from plain ones."""
         found: dict[str, list[float]] = defaultdict(list)
         for _ in range(turns):
             with self._ops.timed():

@@ -25,7 +25,7 @@ BLOCK = 16
 
 
 class Row(NamedTuple):
-    """One request of a language step: `new` tokens behind `start` that are in the cache."""
+    """A request of a language step: `new` tokens after `start` that are in the cache."""
 
     start: int
     new: int = 1
@@ -36,8 +36,8 @@ class Row(NamedTuple):
 
 
 class Step:
-    """One language step. Calling it plans and runs it, as the engine does without graphs, and returns the logits of
-    every request's last token."""
+    """A language step. Calling it plans and runs it, as the engine does without graphs, and returns the logits of every
+    request's last token."""
 
     def __init__(self, subject: Subject, rows: Sequence[Row], cache: PagedCache) -> None:
         language, device = subject.spec.language, subject.device

@@ -1,4 +1,4 @@
-"""One loaded model with what its stages need, on any device: batches of pictures, prompts and decodes, ready to run.
+"""A loaded model with what its stages need, on any device: batches of pictures, prompts and decodes, ready to run.
 
 Inputs are planned from the shapes alone, as `worker/language/batches.py` does from requests: every request has blocks
 of its own, shuffled over the cache, and the cache holds random numbers. Does not know time or floors.
@@ -46,7 +46,8 @@ T = TypeVar("T")
 
 
 def directory_of(name: str) -> Path:
-    """Of a model directory, "demo" or a shape that ships without weights."""
+    """Path of a model directory, of "demo" or of a shape that ships without weights. Raises SystemExit if there is
+    none."""
     directory = EngineConfig(model=name).model_path
     if not directory.is_dir():
         raise SystemExit(f"--model: there is no model {name!r}; give a directory, {DEMO_MODEL!r} or a shape's name")
@@ -75,8 +76,8 @@ def in_lane(lane: Lane, job: Callable[[], T]) -> Future[T]:
 
 
 def noise(num_layers: int) -> float:
-    """How far two right results of so many random layers in 16 bits may be apart, as `agree` counts it: measured
-    against transformers, it grows by one or two hundredths a layer. Two unrelated results are 1.4 apart."""
+    """Distance of two right results of so many random layers in 16 bits, as `agree` counts it. Measured against
+    transformers, it grows by one or two hundredths a layer. Two unrelated results are 1.4 apart."""
     return min(0.5, 0.05 + 0.02 * num_layers)
 
 
@@ -130,7 +131,7 @@ class Subject:
         return sum(row.num_blocks for row in rows) * BLOCK * self.spec.language.kv_bytes_per_token(self.width)
 
     def kv_cache(self, rows: int, tokens: int) -> PagedCache:
-        """For `rows` requests of up to `tokens`."""
+        """A cache for `rows` requests of up to `tokens` tokens."""
         return self.kv_cache_of([Row(0, tokens)] * rows)
 
     def kv_cache_of(self, rows: Iterable[Row]) -> PagedCache:
@@ -230,7 +231,7 @@ def backend_of(arguments: argparse.Namespace, dtype: torch.dtype, sharing: Shari
 
 
 def dtype_of(directory: Path, device: str) -> torch.dtype:
-    """What the engine would compute in."""
+    """The dtype in which the engine would compute."""
     return torch.bfloat16 if device.startswith("cuda") else resolve_dtype("auto", load_spec(directory).dtype)[0]
 
 
@@ -244,7 +245,7 @@ def run_ops(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Ba
 
 
 def run_bench(bench: str, arguments: argparse.Namespace, job: Callable[[Report, Subject], None]) -> None:
-    """As `run_ops`, for every model of the arguments, one at a time."""
+    """Runs `job` like `run_ops`, for every model of the arguments, one at a time and in a lane of its own."""
 
     def in_lane_of_its_own(report: Report, subject: Subject, _: Sharing) -> None:
         _in_own_lane(subject.backend, partial(job, report, subject))
@@ -281,8 +282,8 @@ def run_together(
 
 
 class Sharing(NamedTuple):
-    """How two lanes share a GPU: the priorities of their streams, and the language lane's multiprocessors in each
-    partition."""
+    """Division of a GPU between two lanes: the priorities of their streams, and the language lane's multiprocessors in
+    each partition."""
 
     priority: str = ""  # a key of PRIORITIES; "": as the engine has them
     split: tuple[int, ...] = ()
@@ -317,7 +318,7 @@ def run_models(
 
 
 def _sharing(report: Report, name: str, arguments: argparse.Namespace, wanted: Sharing) -> tuple[Subject, Sharing]:
-    """Without a split where the device cannot be divided so."""
+    """The subject, without a split where the device cannot be divided so, and the sharing that it has."""
     if wanted.split:
         try:
             return create(name, arguments, wanted), wanted

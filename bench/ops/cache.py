@@ -77,7 +77,7 @@ def torch_write(cache: PagedCache, layer: int, k: Tensor, v: Tensor, slots: Tens
 
 
 def torch_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As a model in torch would, in the dtype of x."""
+    """Rotates in the dtype of x, like a model in torch."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -48,7 +48,7 @@ PRECISIONS: dict[str, Callable[[Tensor], Tensor | QuantizedWeight]] = {
 
 
 def random_weight(kind: str, weight: Tensor) -> QuantizedWeight:
-    """Of the shape of `weight`: nothing here quantises to this type."""
+    """Random blocks in the shape of `weight`: nothing here quantises to this type."""
     blocks = torch.from_numpy(random_blocks(kind, *weight.shape)).flatten()
     return decode_in_torch(
         blocks, next(known for known in TENSOR_TYPES.values() if known.name == kind), weight.shape[0]
@@ -116,7 +116,7 @@ def precision_runs(
 
 
 def measure_precisions(num_out: int, num_in: int, cold_bytes: int) -> list[dict[str, Any]]:
-    """Every precision takes its turn in each round, so that their ratios hold on a noisy machine."""
+    """Times all precisions in turns, so that their ratios hold on a noisy machine."""
     weight = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(0)) / num_in**0.5
     copies: dict[str, list[PackedLinear]] = {}
     for name, convert in PRECISIONS.items():

@@ -1,6 +1,6 @@
-"""How each system is started as an OpenAI server, with weights in 16, 8 or 4 bits, and what it then computes in.
+"""Commands that start each system as an OpenAI server, with weights in 16, 8 or 4 bits, and the arithmetic of each.
 
-A peer stands in `build/peers`, where `make peers` puts it, and reads files that `bench.peers.convert` wrote. No system
+A peer is in `build/peers`, where `make peers` installs it, and reads files that `bench.peers.convert` wrote. No system
 may reuse prompts or pictures; each holds 16 requests of at most CONTEXT tokens. Does not know what is measured.
 """
 
@@ -29,8 +29,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all systems get alike. `model`: a Hugging Face folder; `converted`: what `bench.peers.convert` made of it;
-    `features`: the flags of /proc/cpuinfo."""
+    """Settings that all systems share. `model`: a Hugging Face folder; `converted`: what `bench.peers.convert` made
+    of it; `features`: the flags of /proc/cpuinfo."""
 
     model: str
     converted: Path

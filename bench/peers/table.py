@@ -1,4 +1,4 @@
-"""What `bench.compare` prints: a Markdown table of the systems for each number of threads and precision, with the
+"""The output of `bench.compare`: a Markdown table of the systems for each number of threads and precision, with the
 processor and its instruction sets. Does not know how anything is measured."""
 
 from __future__ import annotations

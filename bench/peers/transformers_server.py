@@ -31,7 +31,7 @@ _MAX_BODY_BYTES = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. `out` gets a text for every token, then None, or an exception."""
+    """A request. `out` gets a text for every token, then None, or an exception."""
 
     messages: list[dict[str, Any]]
     images: list[Image.Image]

@@ -1,4 +1,4 @@
-"""One PNG for each mode, from the JSON document alone, so that a document drawn again gives the same picture.
+"""Draws one PNG for each mode from the JSON document alone, so that a document drawn again gives the same picture.
 
 Needs matplotlib (`pip install hydra-engine[bench]`). Does not know how anything was measured.
 """

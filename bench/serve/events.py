@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What one answer said. `stamps[i]` is when the i-th event with tokens was complete, `counts[i]` how many tokens it
+    """A streamed answer. `stamps[i]` is when the i-th event with tokens was complete, `counts[i]` how many tokens it
     brought. `ended`: the stream came to its `[DONE]`."""
 
     stamps: tuple[float, ...]

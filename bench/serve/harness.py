@@ -1,4 +1,5 @@
-"""What all modes do alike: serve, warm up, find limits, run loads in turns, keep records. Does not know the modes."""
+"""The harness of all modes: serves, warms up, finds limits, runs loads in turns, keeps records. Does not know the
+modes."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class Harness:
         return target
 
     def turns(self) -> Iterator[tuple[Server, int]]:
-        """Every server once a round."""
+        """Yields every server once a round, with the round's number."""
         for round_number in range(self.settings.rounds):
             for server in self.settings.servers:
                 yield server, round_number
@@ -84,7 +85,7 @@ class Harness:
 
     @property
     def limits(self) -> Limits:
-        """As given, else multiples of what the first server takes for one request at a time."""
+        """Limits as given, else multiples of what the first server takes for one request at a time."""
         if self._limits is None:
             self._measure_idle()
         assert self._limits is not None

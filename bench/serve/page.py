@@ -17,7 +17,7 @@ def figures(text: str) -> dict[str, float]:
 
 
 def growth(pages: Sequence[tuple[float, str]], name: str) -> float | None:
-    """How much a counter grew from the first page to the last; None where there is no such counter."""
+    """Growth of a counter from the first page to the last; None without such a counter or a second page."""
     if len(pages) < 2:
         return None
     first, last = figures(pages[0][1]), figures(pages[-1][1])

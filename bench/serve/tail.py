@@ -45,7 +45,8 @@ def run(harness: Harness) -> dict[str, Any]:
 
 
 def _num_bursts(harness: Harness, alone: Sequence[Record]) -> int:
-    """As many as begin while the streams, alone, run for their first two thirds; beside pictures they take longer."""
+    """Number of bursts that begin within the first two thirds of the time that the streams take alone; beside pictures
+    they take longer."""
     span_s = max(record.end_s for record in alone) - _SETTLE_S
     return max(int(span_s * 2 / 3 / harness.settings.burst_every_s), 1)
 

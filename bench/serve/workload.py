@@ -42,7 +42,7 @@ _DIALECTS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One request. `pictures`: (width, height, seed) of each."""
+    """A request. `pictures`: (width, height, seed) of each."""
 
     kind: str
     pictures: tuple[tuple[int, int, int], ...]

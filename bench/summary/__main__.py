@@ -1,4 +1,4 @@
-"""What the JSON documents of micro-benchmarks say, side by side: summary.md, and summary.png where matplotlib is.
+"""Summarises the JSON documents of micro-benchmarks: summary.md, and summary.png where matplotlib is installed.
 
 Every row: its time, its floor, the share of the floor's rate, and what is wanted of it (`bench/micro/goals.py`).
 `python -m bench.summary DIR` reads DIR/*.json and writes there.

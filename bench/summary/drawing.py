@@ -1,4 +1,4 @@
-"""One PNG of the rows that have a goal: how much of the moonshot each has reached, and where par lies.
+"""Draws the rows that have a goal as one PNG: how much of the moonshot each has reached, and where par lies.
 
 Needs matplotlib (`pip install hydra-engine[bench]`). Does not know how anything was measured.
 """
@@ -51,7 +51,7 @@ def draw(rows: Sequence[Row], machine: Sequence[str], path: Path) -> None:
 
 
 def _worst(rows: Sequence[Row]) -> list[Row]:
-    """As many as a picture takes, in their order."""
+    """The `_MAX_ROWS` rows with the smallest shares of their goals, in their order."""
 
     def share(row: Row) -> float:
         assert row.goal is not None and row.value is not None

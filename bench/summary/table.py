@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One file: its rows, what was skipped, and where it was measured."""
+    """A file's rows, what was skipped, and where it was measured."""
 
     name: str  # of the file, without .json
     bench: str
@@ -160,7 +160,7 @@ def _steady_state(rows: Sequence[Row]) -> list[str]:
 
 
 def _kernels(row: Row) -> list[str]:
-    """Where a profiler has looked: what ran, longest first."""
+    """Lines on the kernels that a profiler has seen, longest first; none without them."""
     kernels = row.made.get("kernels")
     if not kernels:
         return []

@@ -89,7 +89,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured_card(options: argparse.Namespace) -> dict[str, Any]:
-    """Where and when what is only predicted again was measured."""
+    """The machine and time of the measurements, where only the predictions are new."""
     if options.measured is None:
         return {}
     document = json.loads(options.measured.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What is said of many requests, real or simulated, by their timelines.
+"""Statistics of many requests, real or simulated, from their timelines.
 
 Latencies that are compared between the two count from when a scheduler had the request: what comes before is not what
 topologies differ in.
@@ -21,7 +21,7 @@ _RUNS = frozenset({"encode", "prefill", "decode"})
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. Seconds since a scheduler had it; `phases` since it arrived."""
+    """Times of a request. Seconds since a scheduler had it; `phases` since it arrived."""
 
     ttft_s: float
     tpot_s: float | None

@@ -18,7 +18,7 @@ from hydra_planner.workload.file import Picture, WorkloadRequest
 
 
 class Call(NamedTuple):
-    """As a user of the real engine makes it."""
+    """Arguments of `Engine.submit`."""
 
     prompt: list[int]
     images: list[bytes] | None
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 def rows(workload: Workload, times_s: Sequence[float], content: int = 0) -> list[WorkloadRequest]:
-    """One request for each time. `content` changes pictures, not sizes."""
+    """A request of the workload for each time. `content` changes pictures, not sizes."""
     specs = workload.specs(len(times_s), content)
     return [row_of(spec, time_s) for spec, time_s in zip(specs, times_s, strict=True)]
 
@@ -42,7 +42,7 @@ def row_of(spec: Spec, at_s: float) -> WorkloadRequest:
 
 
 def calls(load: Sequence[WorkloadRequest], maker: RequestMaker) -> list[Call]:
-    """Of all rows of a load, the first one being number 1."""
+    """Calls of all rows of a load, numbered from 1."""
     return [call_of(row, number, maker) for number, row in enumerate(load, start=1)]
 
 

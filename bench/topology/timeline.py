@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, site: Site) -> dict[str, Any]:
 
 
 def _answer(engine: Engine, maker: RequestMaker, number: int, options: argparse.Namespace) -> Result:
-    """Every number has other pictures and words."""
+    """Submits a request and waits for its result. Each `number` has other pictures and words."""
     pictures = tuple(Picture(*_SIZE, 10 * number + place) for place in range(2))
     row = WorkloadRequest(at_s=0.0, prompt_tokens=options.words, output_tokens=options.tokens, pictures=pictures)
     call = call_of(row, number, maker)
@@ -59,7 +59,7 @@ def _answer(engine: Engine, maker: RequestMaker, number: int, options: argparse.
 
 
 def early(timeline: tuple[StageSpan, ...]) -> dict[str, Any]:
-    """How many copies began before the stage that makes what they copy had ended, of how many."""
+    """Counts copies, and those of them that began before the stage that makes their data had ended."""
     found: dict[str, Any] = {}
     for stage, made_by in (("pull_features", "encode"), ("pull_kv", "prefill")):
         ends = [span.end_s for span in timeline if span.stage == made_by]

@@ -49,7 +49,7 @@ _MIN_RANK = 0.9
 
 
 class Times(NamedTuple):
-    """Of one request, seconds; `tpot_s` None of one token."""
+    """Latencies of a request in seconds; `tpot_s` is None for one token."""
 
     ttft_s: float
     tpot_s: float | None
@@ -79,7 +79,7 @@ def _load(options: argparse.Namespace, rate: float, count: int, content: int = 0
 
 
 def _rates(options: argparse.Namespace, site: Site) -> list[float]:
-    """At which lanes have so many seconds of work a second, with decodes in batches of four."""
+    """Rates at which the lanes have `LOADS` seconds of work a second, with decodes in batches of four."""
     (device,) = site.devices.values()
     surface, found = device.costs.surface, list(works(site.spec, _load(options, 1.0, options.requests)))
     each_s = mean(
@@ -89,8 +89,8 @@ def _rates(options: argparse.Namespace, site: Site) -> list[float]:
 
 
 def _calibrated(options: argparse.Namespace, site: Site) -> Site:
-    """With what a profile does not have: preprocessing, copies and messages, of requests that come one by one to an
-    idle deployment which hands their KV on."""
+    """Adds what a profile does not have: preprocessing, copies and messages, measured with requests that come one by
+    one to an idle deployment which hands their KV on."""
     load, content = _load(options, 0.2, _IDLE, _WARM_UP + 1), _WARM_UP + 1
     spans: dict[bool, list[float]] = {True: [], False: []}
     pixels, timelines = [], []
@@ -124,7 +124,7 @@ def _copy_rate(timelines: Sequence[Sequence[StageSpan]], copied: int, pull_s: fl
 
 
 def _wait_for_copy(timelines: Sequence[Sequence[StageSpan]]) -> float:
-    """From the end of a prefill to the start of the copy of its KV, on which way there is one message; the median."""
+    """Median time from the end of a prefill to the start of the copy of its KV; one message lies between them."""
     waits = []
     for timeline in timelines:
         start_s = next(s.start_s for s in timeline if s.stage == "pull_kv")
@@ -148,7 +148,7 @@ def _kept(options: argparse.Namespace, site: Site) -> tuple[list[dict[str, Any]]
 def _measured_points(
     topologies: Sequence[str], rates: Sequence[float], options: argparse.Namespace, site: Site
 ) -> list[dict[str, Any]]:
-    """One for each topology and rate, with the times of all requests of all rounds."""
+    """Measures a point for each topology and rate, with the times of all requests of all rounds."""
     points: list[dict[str, Any]] = [
         {"topology": topology, "rate": rate, "place": place, "seconds": 0.0, "speeds": [], "measured": []}
         for topology in topologies

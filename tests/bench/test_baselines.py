@@ -147,7 +147,7 @@ def test_pictures_and_text_through_an_instance(scheduler: type[StageScheduler]) 
 
 @pytest.mark.slow
 def test_every_baseline_answers_as_the_engine_does(tmp_path: Path) -> None:
-    """With limits, so that it is measured too."""
+    """Latency limits make it measure step times too."""
     flags = f"--tpot-slo 100ms --ttft-slo 2s --profile-dir {tmp_path}"
     url = "data:image/jpeg;base64," + base64.b64encode(jpeg(224, 224, 1)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]

@@ -1,4 +1,4 @@
-"""What runs beside decodes without end: the steady-state gain from the rates of both, and what could be gained."""
+"""Steady-state gain of work beside decodes that never end, from the rates of both, and the best possible gain."""
 
 from __future__ import annotations
 

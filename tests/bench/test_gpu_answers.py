@@ -1,4 +1,4 @@
-"""What documents of the decisive call say to its questions, and that each of its commands is one that there is."""
+"""Answers to the questions of the decisive call from its documents; each of its commands exists."""
 
 from __future__ import annotations
 

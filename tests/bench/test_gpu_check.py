@@ -64,7 +64,7 @@ def test_what_says_most_in_a_second_comes_first(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("call", ["first", "second", "decide"])
 def test_the_seconds_of_a_call_fit_its_budget(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Each part gets what is planned for it, whatever the others take."""
+    """A part gets what is planned for it, whatever the others take."""
     monkeypatch.setattr(runs, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
     found = parts(call)
     beyond = {part.name for part in parts("second")} if call == "first" else set()
@@ -74,7 +74,7 @@ def test_the_seconds_of_a_call_fit_its_budget(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_the_sanitizer_leaves_out_a_test_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that would allocate while it captures."""
+    """The test would allocate while it captures."""
     monkeypatch.setattr(runs, "sanitizer", lambda machine: "/usr/bin/compute-sanitizer")
     (part,) = [part for part in parts("first") if part.name == "sanitizer"]
     path, _, test = part.command[part.command.index("--deselect") + 1].partition("::")
@@ -82,7 +82,7 @@ def test_the_sanitizer_leaves_out_a_test_that_there_is(monkeypatch: pytest.Monke
 
 
 def test_every_benchmark_of_a_gpu_is_in_a_call() -> None:
-    """By the words of the commands; each module exists, and so does every model."""
+    """Reads the words of the commands; modules and models of them exist too."""
     said = {word for call in ("first", "second", "decide") for part in parts(call) for word in part.command}
     said |= {bench for word in said for bench in word.split(",")}
     said |= {word.removeprefix("bench.micro.") for word in said}
@@ -199,7 +199,7 @@ def test_packages_are_those_of_the_project_with_the_versions_that_it_asks_for(mo
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, *flags: str, **machine: Any) -> str:
-    """Of a machine with a GPU on which a module is missing."""
+    """Last line of a check on a machine with a GPU on which a module is missing."""
     monkeypatch.setitem(PACKAGES, "no_such_module_here", ("no-such-module", "an example"))
     monkeypatch.setattr(wheels, "FOLDER", tmp_path / ".whl")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -309,7 +309,7 @@ def make_wheel(folder: Path, name: str, version: str, *, requires: str = "") -> 
 
 @pytest.mark.slow
 def test_what_is_missing_is_installed_from_its_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By pip, without a network, beside what is there and not into it."""
+    """Runs pip without a network; the target is a folder of its own."""
     monkeypatch.setitem(PACKAGES, "no_such_module_here", ("no-such.module_here", "an example"))
     requires = "Requires-Dist: numpy>=2\nRequires-Dist: tornado; extra == 'web'\n"
     wheel = make_wheel(tmp_path / ".whl", "no_such_module_here", "1.2", requires=requires)
@@ -357,7 +357,7 @@ def test_a_build_that_leaves_cuda_out_fails_where_it_is_asked_for(
 
 
 def test_the_runtime_of_torch_will_do(build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As nvidia-cuda-runtime lays it out, and only that of nvcc's CUDA."""
+    """Files lie as nvidia-cuda-runtime has them; only the runtime of nvcc's CUDA is taken."""
     monkeypatch.setenv("NVCC", compiler(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for name in ("cu12", "cu13"):

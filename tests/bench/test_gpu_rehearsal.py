@@ -33,7 +33,7 @@ def start(folder: Path, parts: str, *flags: str) -> subprocess.Popen[str]:
 
 
 class Kept:
-    """What a check has left in its folder, with every byte of the archive read."""
+    """Files that a check has left in its folder, with every byte of the archive read."""
 
     def __init__(self, folder: Path) -> None:
         self.files = dict(sizes(folder))
@@ -49,7 +49,7 @@ class Kept:
 
 
 def sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """Of a check that runs too: what it is just writing is under its own name a moment later."""
+    """Names and sizes of files. A running check renames what it has written: a file that is gone is skipped."""
     for path in folder.iterdir():
         with suppress(FileNotFoundError):
             yield path.name, path.stat().st_size
@@ -108,7 +108,7 @@ def test_what_goes_wrong_is_named_and_takes_nothing_from_the_rest(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_decisive_call_goes_on_where_parts_hang_fail_and_are_killed(tmp_path: Path) -> None:
-    """Every other part runs, the archive knows of each before the next begins, and nothing is left running."""
+    """The other parts run, the archive knows of each before the next begins, and nothing is left running."""
     folder = tmp_path / "out"
     check = start(folder, "-", "--decide")
     said, _ = check.communicate(timeout=120)
@@ -161,7 +161,7 @@ def test_a_build_without_cuda_ends_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_archive_is_whole(tmp_path: Path) -> None:
-    """By a signal that nothing can be done about, too: the last archive is there."""
+    """SIGKILL, which no handler sees, leaves the last archive too."""
     order = random.Random(17)
     for turn in range(12):
         folder, number = tmp_path / f"out{turn}", order.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

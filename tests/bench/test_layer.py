@@ -1,4 +1,4 @@
-"""What the kernels of a decoder layer take alone, beside the whole layer."""
+"""Seconds of a decoder layer's kernels alone, beside the whole layer."""
 
 from __future__ import annotations
 

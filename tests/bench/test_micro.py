@@ -257,7 +257,7 @@ def test_contexts_that_differ_have_blocks_of_their_own(form: str, contexts: list
 
 
 def test_two_lanes_run_at_once() -> None:
-    """Each waits for the other inside its work, so both come to an end only if they run together."""
+    """Both works wait for each other inside, so they come to an end only if they run together."""
     device = CpuDevice(1)
     vision, language, met = device.lane("vision"), device.lane("language"), threading.Barrier(2)
     try:
@@ -363,7 +363,7 @@ def test_kernels_are_added_up_by_name_and_gaps_are_between_neighbours() -> None:
 
 @pytest.mark.slow
 def test_a_benchmark_that_fails_takes_nothing_from_the_next_over_one_model(tmp_path: Path) -> None:
-    """Whose documents say which had begun, also where a process ends at once."""
+    """The document of each says that it had begun, also where a process ends at once."""
     seen: list[tuple[str, bool]] = []
 
     def job(flags: argparse.Namespace, report: Report, backend: Any) -> None:

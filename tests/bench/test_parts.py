@@ -148,7 +148,7 @@ def test_signals_mean_afterwards_what_they_meant_before(tmp_path: Path, number: 
 
 
 def limits(folder: Path, *parts: Part, budget_s: float) -> list[int]:
-    """What the parts were given, by what was said."""
+    """Seconds that the parts were given, read from the output."""
     _, said = run(folder, *parts, budget_s=budget_s)
     return [int(line.rpartition("at most ")[2].split()[0]) for line in said.splitlines() if "at most" in line]
 

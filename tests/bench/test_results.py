@@ -1,4 +1,4 @@
-"""What the modes make of records, the pictures, and one run from the command line to the document."""
+"""Results of the modes from records, the pictures, and one run from the command line to the document."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_trace_places_requests_by_their_first_token(tmp_path: Path) -> None:
 
 
 def document() -> dict[str, Any]:
-    """One with every mode, as a run writes it."""
+    """A document with every mode, as a run writes it."""
     record = flow("pope", 0.0, 0.65, 0.1, 5, metrics=served(1.0, *TIMELINE))
     point = {"rate": 1.0, **summary([record], Limits(1, 1))}
     curve = {"points": [point, {**point, "rate": 2.0, "attainment": 0.5}], "goodput": asdict(Goodput(1.2, "exact"))}

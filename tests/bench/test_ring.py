@@ -151,7 +151,8 @@ def test_what_bulk_copies_cannot_read_is_refused(words: torch.Tensor) -> None:
 
 
 def test_a_ring_that_reads_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one multiprocessor buffers come round, which a read by all of so few words does not show."""
+    """A small ring on one multiprocessor reuses buffers; a read of so few words by all of them would not show the
+    error."""
     words, asked = torch.arange(1 << 12, dtype=torch.int32), []
 
     def read(words: torch.Tensor, num_sms: int, held_kib: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ def test_early_copies_are_those_that_began_before_what_they_copy_was_complete() 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `hydra-engine profile --output` writes it, of a made-up machine."""
+    """A profile of a made-up machine, in the form that `hydra-engine profile --output` writes."""
     identity = {"model": "m", "device": "cpu", "processor": "made up", "cores": 2, "threads": 2, "dtype": "bfloat16"}
     identity |= {"lane_priority": "balanced", "backend": "b", "deterministic": True, "sliced": True, "block_size": 16}
     body = {

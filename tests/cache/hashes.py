@@ -12,6 +12,6 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 def hashes_of(manager: CacheManager[Holder], holder: Holder) -> list[BlockHash | None]:
-    """In the order of its blocks, None for a block without one; empty if it holds nothing."""
+    """Hashes in the order of the holder's blocks, None for a block without one; empty if it holds nothing."""
     table = manager.tables.get(holder)
     return [] if table is None else [manager._pool._keys[block] for block in table.blocks()]

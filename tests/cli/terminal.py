@@ -53,7 +53,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def until(self, words: str) -> str:
-        """What is shown up to and with `words`, since the last call; codes left out."""
+        """Text up to and with `words` since the last call, without escape codes."""
         deadline_s = time.monotonic() + _TIMEOUT_S
         while (found := self._take(words)) is None:
             assert time.monotonic() < deadline_s and self._read(deadline_s), (

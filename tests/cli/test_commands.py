@@ -1,4 +1,4 @@
-"""Every command as a person types it: in a process once, and in this one for what differs."""
+"""Commands as a person types them: in a process once, and in this one for what differs."""
 
 from __future__ import annotations
 

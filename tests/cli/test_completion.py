@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def completions(source: Path, line: str) -> set[str]:
-    """What bash offers for the last word of `line`, asked through the function that the script registers."""
+    """Words that bash offers for the last word of `line`, through the function that the script registers."""
     words = line.split(" ")
     code = (
         f"source {source}\ncomplete -p hydra-engine >/dev/null || exit 3\n"

@@ -1,4 +1,5 @@
-"""What other packages add is found in a source tree, which may not be installed, and among installed distributions."""
+"""Entry points of other packages are found in a source tree, which may not be installed, and in installed
+distributions."""
 
 from __future__ import annotations
 

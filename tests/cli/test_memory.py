@@ -45,7 +45,7 @@ def test_each_role_holds_what_it_needs_and_nothing_else() -> None:
 
 
 def test_an_encoder_s_device_holds_a_twentieth() -> None:
-    """As the paper has it for its models: 78 to 96 percent less for encoding, 4 to 22 for prefill."""
+    """The paper's figures for its models: 78 to 96 percent less for encoding, 4 to 22 for prefill."""
     result = found(LLAVA, "E+P+D", kv_cache_gib=4)
     for one, whole in zip(result.instances, result.wholes, strict=True):
         assert whole is not None and whole.role == EPD.letters

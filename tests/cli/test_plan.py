@@ -33,7 +33,7 @@ SURFACE = CostSurface(
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """Of the demo model on a made-up processor."""
+    """A profile of the demo model on a made-up processor."""
     model = model_identity(EngineConfig().model_path)
     identity = Identity(model, "cpu", "made up", 2, 1, "balanced", "float32", "b", True, True, 16, "0")
     path = tmp_path / "profile.json"

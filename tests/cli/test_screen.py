@@ -1,4 +1,4 @@
-"""What `chat` shows of an answer."""
+"""Output of `chat` for an answer."""
 
 from __future__ import annotations
 

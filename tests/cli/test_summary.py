@@ -1,4 +1,4 @@
-"""What the start-up summary says, of one instance and of several, and the line below an answer about limits."""
+"""The start-up summary, of one instance and of several, and the line below an answer about limits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ GIB = 1 << 30
 
 
 def instance(name: str, role: str, **changes: Any) -> InstanceSummary:
-    """Of a decoder of 13 GiB, a tower of one, and caches where the role has them."""
+    """The summary of an instance with a decoder of 13 GiB, a tower of 1 GiB, and the caches that the role needs."""
     vision = GIB if "E" in role else 0
     language = 13 * GIB if set(role) & {"P", "D"} else 0
     kv_blocks = 512 if language else 0

@@ -1,4 +1,4 @@
-"""What torch believes of captures on an emulated device, which it is not told when one fails."""
+"""torch's view of captures on an emulated device, which is not notified when one fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Captures:
         self.draws = True
 
     def end(self, pool: Pool) -> None:
-        """Of a capture that went well."""
+        """Ends a capture that succeeded."""
         self._cuda_endAllocateToPool(0, pool)
         self.pinned.remove(pool)
         self.draws = False

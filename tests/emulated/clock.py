@@ -33,7 +33,7 @@ SHORTEST_S = 1e-9  # of a kernel's work
 
 
 class Work(NamedTuple):
-    """What a kernel computes and moves. `is_dependent`: it is launched to begin early, and lets the next one do so."""
+    """Costs of a kernel. `is_dependent`: it is launched to begin early, and lets the next one do so."""
 
     flop: float = 0.0
     num_bytes: float = 0.0
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """One H200, by the ceilings and assumptions of the benchmarks' notes."""
+    """An H200, by the ceilings and assumptions of the benchmarks' notes."""
 
     flop_per_s: float = 790e12
     bytes_per_s: float = 4.3e12
@@ -57,7 +57,7 @@ class Machine:
     wake_s: float = 10e-6  # from a mark on the device to the thread that waits for it
 
     def alone_s(self, work: Work, share: float = 1.0) -> float:
-        """Of a kernel on that share of the multiprocessors, without its gap."""
+        """Seconds of a kernel on that share of the multiprocessors, without its gap."""
         reads = min(1.0, share / self.read_share)
         return max(work.flop / self.flop_per_s / share, work.num_bytes / self.bytes_per_s / reads)
 
@@ -72,7 +72,7 @@ class Mark:
 
 
 class _Order(NamedTuple):
-    """What follows begins behind the mark."""
+    """Orders the line's later items after the mark."""
 
     issued_s: float
     mark: Mark
@@ -91,7 +91,7 @@ class _Kernel:
 
 
 class Line:
-    """What was issued to a stream and is not over. `multiprocessors`: of its own, 0: the device's, which it shares.
+    """Items issued to a stream that are not over. `multiprocessors`: of its own, 0: the device's, which it shares.
     `priority`: the smaller, the earlier its blocks begin."""
 
     def __init__(self, multiprocessors: int, priority: int = 0) -> None:
@@ -131,7 +131,7 @@ class Clock:
     # ---- threads
 
     def now(self) -> float:
-        """As in hydra_engine/clock.py."""
+        """Seconds of the calling thread, for hydra_engine/clock.py."""
         return self.time.now()
 
     def launch(self, line: Line, work: Work) -> None:
@@ -152,7 +152,7 @@ class Clock:
         return mark
 
     def order(self, line: Line, behind: Mark) -> None:
-        """What is launched on the line from now on begins behind the mark."""
+        """Launches on the line from now on begin after the mark."""
         line.add_point(_Order(self.now(), behind))
 
     def wait(self, mark: Mark) -> None:
@@ -167,7 +167,7 @@ class Clock:
     # ---- the device
 
     def advance(self, until_s: float) -> bool:
-        """As `Outside` of virtual_time.py says."""
+        """Implements `Outside.advance` of virtual_time.py."""
         while not self._settle():
             running = [(line, line.running) for line in self._lines if line.running is not None]
             kernels = [kernel for _, kernel in running if kernel is not None]
@@ -186,7 +186,7 @@ class Clock:
         return True
 
     def _settle(self) -> bool:
-        """What happens now: kernels end and begin, marks are reached. Whether a thread was woken."""
+        """Applies the events of this time: kernels end and begin, marks are reached. True if a thread was woken."""
         woken = changed = False
         while not changed:
             changed = True
@@ -211,8 +211,8 @@ class Clock:
         return woken
 
     def _wait_s(self, line: Line, begins: _Kernel) -> float:
-        """For blocks of others to end. One that begins early has had its places as those of its own stream fell free,
-        unless another stream was as good."""
+        """Seconds until blocks of other streams end. A kernel that begins early took its places as those of its own
+        stream became free, unless another stream has the same priority or goes first."""
         if line.multiprocessors:
             return 0.0
         others = [other.running for other in self._lines if other is not line and not other.multiprocessors]
@@ -224,7 +224,7 @@ class Clock:
         return min(self.machine.block_s, max(left, default=0.0))
 
     def _rates(self, lines: Sequence[Line], kernels: Sequence[_Kernel]) -> list[float]:
-        """Of its whole work, a second, each."""
+        """Rates of the kernels, in shares of their whole work per second."""
         machine = self.machine
         shared = [kernel for line, kernel in zip(lines, kernels, strict=True) if not line.multiprocessors]
         shares = [

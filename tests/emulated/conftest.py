@@ -1,4 +1,4 @@
-"""What tests of an emulated device share: the device, and what the engine is known to wait for on it.
+"""Fixtures of an emulated device, and the places where the engine may wait for it.
 
 Torch takes the emulated device for the one of the process, which a process with a GPU must not have: there these tests
 are left out, as tests/gpu has the device itself.

@@ -60,7 +60,7 @@ MULTIPROCESSORS = 8
 
 
 class TorchCuda:
-    """In place of torch.cuda."""
+    """Stands in for torch.cuda."""
 
     def __init__(self, present: Streams) -> None:
         self._streams = present
@@ -164,13 +164,13 @@ class TorchCuda:
 
 
 def _check_device(device: Any) -> None:
-    """As torch refuses it."""
+    """Raises torch's error for a device that is not CUDA."""
     if isinstance(device, torch.device) and device != DEVICE:
         raise ValueError(f"Expected a cuda device, but got: {device}")
 
 
 class TorchC:
-    """In place of torch._C."""
+    """Stands in for torch._C."""
 
     def __init__(self, present: Streams) -> None:
         self._streams = present
@@ -183,7 +183,7 @@ class TorchC:
 
 
 class Torch:
-    """In place of torch in files that name CUDA."""
+    """Stands in for torch in files that name CUDA."""
 
     def __init__(self, present: Streams) -> None:
         self.cuda = TorchCuda(present)
@@ -290,7 +290,7 @@ def emulated_cuda(*, total_bytes: int = 1 << 32, clock: Clock | None = None) -> 
 
 
 def backend_modules() -> list[ModuleType]:
-    """Those of CUDA that are loaded."""
+    """Loaded modules of the CUDA backend."""
     return [module for name, module in [*sys.modules.items()] if name.startswith(f"{cuda.__package__}.")]
 
 

@@ -80,7 +80,7 @@ class Trace:
 
 
 class CUDAGraph:
-    """As torch.cuda.CUDAGraph."""
+    """Emulates torch.cuda.CUDAGraph."""
 
     def __init__(self, streams: Streams) -> None:
         self.trace = Trace(streams)
@@ -105,7 +105,7 @@ class CUDAGraph:
 
 
 class Capturing:
-    """As torch.cuda.graph."""
+    """Emulates torch.cuda.graph."""
 
     def __init__(self, streams: Streams, graph: CUDAGraph, stream: Stream, pool: Pool | None) -> None:
         assert stream is not streams.default, "the default stream cannot be captured"

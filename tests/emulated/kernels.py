@@ -50,7 +50,7 @@ _inside = threading.local()  # of a function that has a reference, and how it la
 
 
 class Launches:
-    """In place of a Triton kernel: `kernel[grid](..)` looks at what it is given."""
+    """Stands in for a Triton kernel: `kernel[grid](..)` checks its arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -166,7 +166,7 @@ def _quantized_linear(
     act: Any = "none",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """With the dequantised weight in float32."""
+    """Multiplies with the dequantised weight in float32."""
     packed = OPS.pack_linear(dequantized(weight), bias)
     added = None if residual is None else residual.float()
     wide = OPS.linear(x.float(), packed, act=act, residual=added)
@@ -174,7 +174,8 @@ def _quantized_linear(
 
 
 def _round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """In the order of words, with rows of zeros up to a multiple of 4 where steps are those of groups."""
+    """Rounded rows as words in the kernels' order, with rows of zeros up to a multiple of 4 where steps are those of
+    groups."""
     by_rows = group_size == x.shape[1]
     numbers, steps = rounded_rows(x, group_size)
     missing = 0 if by_rows else -x.shape[0] % 4
@@ -414,8 +415,8 @@ FLOAT32 = DTYPE_CODES[torch.float32]
 
 
 class CacheDesc:
-    """In place of `_C.CudaCacheDesc`: that of the processor, on the same addresses. Lanes use different blocks of a
-    cache at once, so who comes behind whom is known of blocks; those of attention are not looked at."""
+    """Stands in for `_C.CudaCacheDesc`: the processor's descriptor on the same addresses. Lanes use different blocks
+    of a cache at once, so accesses are ordered by block; those of attention are not checked."""
 
     def __init__(self, *args: int) -> None:
         *shape, self._device = args
@@ -443,7 +444,8 @@ class CacheDesc:
         self._do(stream, gather, read=self._of(slots, count))
 
     def copy_to(self, stream: int, target: CacheDesc, pairs: int, count: int) -> None:
-        """Of the source nothing is asked: it is another process's. What goes to the host arrives late."""
+        """Copies blocks. Reads of the source are not checked: it is another process's. Copies to the host arrive
+        late."""
         numbers = numbers_at(pairs, 2 * count)
         kept = (ctypes.c_int64 * len(numbers))(*numbers)
         copy = partial(self._copy, target, kept, count)
@@ -462,7 +464,7 @@ class CacheDesc:
 
     @staticmethod
     def write_through(plane: Tensor, slots: Tensor) -> None:
-        """What a kernel writes to a plane [N, S, H, D] of a cache, by its slots."""
+        """Records that a kernel writes to these slots of a plane [N, S, H, D] of a cache."""
         streams = Present.streams
         blocks = Present.blocks.setdefault(plane.memory.storage.data_ptr(), {})  # type: ignore[attr-defined]
         for block in {slot // plane.shape[1] for slot in slots.held.tolist() if slot >= 0}:  # type: ignore[attr-defined]
@@ -503,7 +505,7 @@ def numbers_at(address: int, count: int) -> list[int]:
 
 
 class Extension:
-    """In place of `_C` in files of the backend that use its CUDA half."""
+    """Stands in for `_C` in files of the backend that use its CUDA half."""
 
     CudaCacheDesc = CacheDesc
 
@@ -523,7 +525,7 @@ class Extension:
     def cuda_unpin(self, address: int, device: int) -> None: ...
 
     def cuda_split_streams(self, device: int, counts: Any, language: int, vision: int, spread: bool) -> list[Any]:
-        """In groups of one multiprocessor."""
+        """Splits in groups of one multiprocessor."""
         every = range(self._multiprocessors)
         order = [*every[::2], *every[1::2]] if spread else [*every]
         splits = []

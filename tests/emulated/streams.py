@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
     @property
     def function(self) -> str:
-        """Without the line, which moves: "worker/language/step.py PromptScoring._take"."""
+        """The place without its line number, which moves: "worker/language/step.py PromptScoring._take"."""
         file, _, rest = self.place.partition(":")
         return f"{file} {rest.partition(' ')[2]}"
 
@@ -80,7 +80,7 @@ class Streams:
 
     @contextmanager
     def having_device(self) -> Iterator[None]:
-        """As `has_device`, inside."""
+        """Sets `has_device` for the calling thread inside."""
         before = getattr(self._of_thread, "has_device", False)
         self._of_thread.has_device = True
         try:
@@ -189,7 +189,7 @@ class Stream:
             return self.issued
 
     def is_behind(self, other: Stream, number: int) -> bool:
-        """Whether what is issued here now comes after that launch of another stream."""
+        """True if what is issued here now comes after that launch of another stream."""
         return other is self or other.done >= number or self.behind.get(other, 0) >= number
 
     def complete(self, number: int) -> None:
@@ -235,7 +235,7 @@ class Stream:
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """Emulates torch.cuda.Event."""
 
     def __init__(self, streams: Streams, *, enable_timing: bool = False) -> None:
         self._streams = streams

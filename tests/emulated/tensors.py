@@ -60,7 +60,8 @@ class Present:
     @classmethod
     @contextmanager
     def captured_in(cls, pool: Pool) -> Iterator[None]:
-        """What is taken inside is the pool's, which keeps it while a graph has the pool, unless the capture fails."""
+        """Gives allocations inside to the pool, which keeps them while a graph has the pool, unless the capture
+        fails."""
         peak_bytes, before = cls.peak_bytes, cls.used_bytes
         cls.used_bytes = cls.peak_bytes = before - pool.num_bytes
         more = 0
@@ -104,7 +105,7 @@ class Accesses:
 
 
 class Memory(Accesses):
-    """One allocation, and which stream it belongs to."""
+    """An allocation, and the stream that owns it."""
 
     def __init__(self, storage: Storage, *, lasting: bool = False) -> None:
         super().__init__(Present.streams)

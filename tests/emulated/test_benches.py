@@ -104,7 +104,7 @@ def run(streams: Streams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
 
 @pytest.fixture(params=["llava", "qwen2_vl", "qwen2_5_vl"])
 def model(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> str:
-    """Without weights, as on a machine that has none."""
+    """A model directory without weights, as on a machine that has none."""
     without = shutil.ignore_patterns("*.safetensors")
     return str(shutil.copytree(models(request.param), tmp_path / "tiny", ignore=without))
 
@@ -129,7 +129,7 @@ def test_decode_attention(run: Run) -> None:
 
 @pytest.mark.slow
 def test_prompts_and_towers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate is tried; torch's do not run on this device, which the document says."""
+    """Tries every candidate; torch's do not run on this device, which the document says."""
     monkeypatch.setattr(attn_prefill, "SHAPES", {"GQA": (4, 2, 64)})
     tower = attn_prefill.Layers(Tower(2, 80, 24, 8), 4, 28)
     monkeypatch.setattr(attn_prefill, "TOWERS", {"tiny": tower})

@@ -26,7 +26,7 @@ PRODUCT = Work(flop=7.9e10, num_bytes=1e6)  # 100 us
 
 
 def waited(clock: Clock, line: Line) -> float:
-    """When the device has done all that was launched there."""
+    """Seconds at which the device has done all that was launched there."""
     mark = clock.record(line)
     clock.wait(mark)
     assert mark.done_s is not None and clock.now() >= mark.done_s
@@ -52,7 +52,7 @@ def test_a_thread_that_waits_goes_on_when_the_device_has_come_there() -> None:
 
 
 def beside(multiprocessors: tuple[int, int], *works: list[Work]) -> list[float]:
-    """When each of two streams has done its works, launched at once."""
+    """Seconds at which each of two streams has done its works, launched at once."""
     clock = Clock()
     with clock.time:
         lines = [clock.line(count) for count in multiprocessors]
@@ -113,7 +113,7 @@ def kernels(about: list[tuple[float, int]], layers: int, alone_s: float, work: C
 
 
 def slowed(firsts: list[Work], steps: list[Work], priority: int, machine: Machine = MACHINE) -> tuple[float, float]:
-    """How many times as long as alone each takes, while both follow each other without end."""
+    """Slowdown of each of two streams while both run their works without end, against each alone."""
     clock, ended = Clock(machine), list[float]()
 
     def endless(line: Line, works: list[Work], most: float) -> Iterator[int]:
@@ -152,8 +152,8 @@ def slowed(firsts: list[Work], steps: list[Work], priority: int, machine: Machin
     ],
 )
 def test_a_stream_that_goes_first_slows_the_other_as_it_was_measured(run: str, what: str, block_s: float) -> None:
-    """On an H200, whose benchmark gave tokens the higher priority. Steps of 8 rows are kernels that begin early, those
-    of 64 mostly products that do not."""
+    """Compares with an H200, whose benchmark gave tokens the higher priority. Steps of 8 rows are kernels that begin
+    early, those of 64 mostly products that do not."""
     found, few = measured(run, what), "B=8" in what
     step_s = found["peers"]["alone"]["median"]
     first_s = found["inputs"]["whole_s"] / found["inputs"]["firsts"] / found["first_slowdown"]

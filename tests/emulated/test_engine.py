@@ -148,7 +148,7 @@ def test_flashinfer_reads_no_int8(models: Models) -> None:
 
 @pytest.mark.slow
 def test_ops_of_sixteen_bits(streams: Streams, models: Models) -> None:
-    """Those that promise no equal tokens round elsewhere, which few of the requests notice."""
+    """Ops without a promise of equal tokens round elsewhere, which few of the requests notice."""
     model_dir = models("qwen2_5_vl")
     wanted = expected(model_dir, **SIXTEEN_BITS)
     options = SMALL | FORMS["graphs"] | {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 6}

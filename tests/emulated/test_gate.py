@@ -138,7 +138,7 @@ def test_a_step_has_its_allowance_and_one_piece_beside_it(
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS, pieces=st.lists(SECONDS, min_size=1, max_size=30))
 def test_pieces_that_are_not_as_expected(steps: list[tuple[float, float]], pieces: list[float]) -> None:
-    """Each may take longer than all before it did."""
+    """A piece may take longer than all before it did."""
     with lanes() as both:
         both.run(lambda: both.encode(pieces), lambda: [both.step(*step) for step in steps] and None)
     longest_s = max(pieces) + GAPS_S

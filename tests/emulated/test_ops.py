@@ -1,4 +1,4 @@
-"""What the ops of the CUDA backend launch on the emulated device."""
+"""Launches of the CUDA backend's ops on the emulated device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_logits_of_many_rows_are_one_launch(
 
 @pytest.mark.usefixtures("streams")
 def test_kernels_on_a_cache_in_host_memory_are_refused() -> None:
-    """By a sentence that says what to change, before torch says that such memory has no stream."""
+    """The error says what to change, before torch says that such memory has no stream."""
     cache, other = (PagedCache(torch.zeros(2, 1, 2, 4, 1, 8)) for _ in range(2))
     features = PagedCache(torch.zeros(2, 1, 1, 4, 1, 8))
     ops, slots, row = CudaCacheOps(), torch.tensor([0]), torch.zeros(1, 1, 8)

@@ -232,7 +232,7 @@ def surface() -> CostSurface:
 
 
 def best_kept(surface: CostSurface, *phases: Phase) -> Served:
-    """On the partition that encodes most and keeps the limit."""
+    """Figures of the partition that encodes most and keeps the limit."""
     served = [serve(surface, partition, *phases) for partition in range(1 + len(SPLITS))]
     return max(found for found in served if not found.late)
 

@@ -91,7 +91,7 @@ class Busy:
 
     @property
     def idle_s(self) -> float:
-        """Of the device, behind the first kernel that took longer than 10 us."""
+        """Idle seconds of the device after the first kernel that took longer than 10 us."""
         spans = self.line.spans
         first = next(index for index, (begin, end) in enumerate(spans) if end - begin > 10e-6)
         return sum(after - before for (_, before), (after, _) in pairwise(spans[first:]))

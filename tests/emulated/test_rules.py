@@ -83,7 +83,7 @@ with torch.device("meta"):
 
 @pytest.mark.slow
 def test_what_comes_behind_it_in_a_process_finds_torch_as_it_was() -> None:
-    """In a process of its own: torch lists its constructors once, and transformers loads models with that list."""
+    """Runs in a process of its own: torch lists its constructors once, and transformers loads models with that list."""
     done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=120)
     assert done.stdout == "meta\n", done.stderr
 

@@ -1,5 +1,5 @@
-"""Every step of up to 2048 tokens is one graph on an emulated device, pictures included: the tokens are those of steps
-that are launched op by op, launches are counted, and so is what the graphs take of the device's memory."""
+"""Steps of up to 2048 tokens are one graph on an emulated device, pictures included: the tokens are those of steps that
+are launched op by op, launches are counted, and so is what the graphs take of the device's memory."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def started(models: Models) -> tuple[InstanceSummary, list[tuple[int, ...]]]:
 
 @pytest.mark.slow
 def test_graphs_take_what_is_kept_free_for_them(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the largest captured step computes in, which is most of it here: of a graph itself the emulated device knows
-    no bytes."""
+    """Counts the memory in which the largest captured step computes, which is most of it here: the emulated device
+    knows no bytes of a graph itself."""
     for name in ("GRAPH_BYTES", "MIXED_GRAPH_BYTES", "ENCODE_GRAPH_BYTES"):
         monkeypatch.setattr(working, name, 0)
     seen: list[working.WorkingMemory] = []

@@ -54,7 +54,7 @@ LAYER_OF_ROWS = [*LAYER[:3], NORM, *LAYER[3:], NORM]
 def test_a_layer_of_a_captured_decode_has_five_launches_and_two_norms_of_several_rows(
     on_device: Rigs, models: Models, replays: list[CUDAGraph], family: str
 ) -> None:
-    """It had ten: norms, rotation, the joint of split contexts and the activation were launches of their own."""
+    """A layer had ten launches when norms, rotation, the joint of split contexts and the activation had their own."""
     rig = on_device(family)
     together = expected(models(family), special=False)
     assert rig.generate(*requests(rig, 10)) == together
@@ -90,8 +90,9 @@ def test_tokens_are_those_of_a_processor(
 def test_steps_are_launched_while_the_device_does_nothing(
     on_device: Rigs, models: Models, streams: Streams, replays: list[CUDAGraph], special: bool
 ) -> None:
-    """What steps and results lie in is not used again before it was read. With rows of log probabilities, penalties
-    and masks a decode replays as well, and what they need behind it; all that is sent lies in buffers of two steps."""
+    """Buffers of steps and results are not used again before they were read. With rows of log probabilities,
+    penalties and masks a decode replays as well, with what they need after it; all that is sent lies in buffers of
+    two steps."""
     rig = on_device("llava")
     made = requests(rig, 10, special=special)
     streams.working.clear()

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 
 class Outside(Protocol):
-    """What happens while threads wait, in the same time."""
+    """A source of events in the same time while threads wait."""
 
     def advance(self, until_s: float) -> bool:
         """Lets happen what happens up to `until_s`, but nothing behind the first event that wakes a thread; whether
@@ -115,7 +115,7 @@ class VirtualTime:
         return me.was_woken
 
     def wake(self, member: Member, at_s: float) -> None:
-        """At that time, or when it began to wait if that is later."""
+        """Wakes a waiting thread at that time, or when it began to wait if that is later."""
         assert member.waits_in is not None
         member.waits_in.remove(member)
         member.waits_in, member.was_woken = None, True
@@ -131,7 +131,7 @@ class VirtualTime:
 
     @contextmanager
     def part_of(self, member: Member) -> Iterator[None]:
-        """In a new thread: waits for its first turn, and leaves with the last."""
+        """Runs a new thread's part: waits for its first turn, and leaves with the last."""
         member.turn.acquire()
         self._of_thread.member = member
         try:
@@ -171,7 +171,7 @@ class VirtualTime:
 
 
 class Lock:
-    """As threading.Lock, and as RLock: a thread that has it may take it again."""
+    """Emulates threading.Lock and RLock: a thread that has it may take it again."""
 
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
@@ -206,7 +206,7 @@ class Lock:
 
 
 class Condition(Lock):
-    """As threading.Condition with a lock of its own."""
+    """Emulates threading.Condition with a lock of its own."""
 
     def __init__(self, time: VirtualTime) -> None:
         super().__init__(time)
@@ -233,7 +233,7 @@ class Condition(Lock):
 
 
 class Event:
-    """As threading.Event."""
+    """Emulates threading.Event."""
 
     def __init__(self, time: VirtualTime) -> None:
         self._changed = Condition(time)
@@ -260,7 +260,7 @@ class Event:
 
 
 class SimpleQueue:
-    """As queue.SimpleQueue."""
+    """Emulates queue.SimpleQueue."""
 
     def __init__(self, time: VirtualTime) -> None:
         self._changed = Condition(time)
@@ -278,7 +278,7 @@ class SimpleQueue:
 
 
 class Thread:
-    """As threading.Thread, which starts at the time of the thread that starts it. What it raises, `join` raises."""
+    """Emulates threading.Thread; it starts at the time of the thread that starts it. `join` raises what it raised."""
 
     def __init__(
         self,

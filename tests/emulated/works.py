@@ -1,5 +1,5 @@
-"""What a launch on the emulated device computes and moves, from the shapes of what it is given and makes: the costs of
-`clock.Machine`. Products and attention count multiplications; all else is bytes."""
+"""Cost of a launch on the emulated device, from the shapes of its inputs and results, in the units of `clock.Machine`.
+Products and attention count multiplications; all else is bytes."""
 
 from __future__ import annotations
 

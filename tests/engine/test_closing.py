@@ -138,7 +138,7 @@ def test_at_the_interpreters_exit(tiny_model: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_is_told_so_and_the_engine_goes_on(make_engine: EngineFactory) -> None:
-    """In every call that would wait for threads that a fork leaves behind; what has ended can be read."""
+    """Calls that would wait for threads that a fork leaves behind raise; what has ended can be read."""
     engine = make_engine()
     before, running = engine.generate("Hello", **ASKED), engine.submit("Hello", **LONG)
     ended = engine.submit("Hello", **ASKED)

@@ -84,7 +84,7 @@ async def test_a_fastapi_application_answers_and_shuts_down() -> None:
 
 
 async def test_the_notebooks_cells_run_under_a_running_loop() -> None:
-    """As IPython runs them: in one namespace, with `await`, and with what the last line is shown."""
+    """Emulates IPython: one namespace, `await`, and the value of the last line is shown."""
     notebook = json.loads((EXAMPLES / "timelines.ipynb").read_text(encoding="utf-8"))
     names: dict[str, Any] = {}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -104,7 +104,7 @@ IN_THE_LOOP += [("ep_d", "d0", "dst.after_reserve"), ("e_p_d", "p0", "dst.after_
 def test_an_exception_in_the_loop_of_an_instance_ends_it_loudly(
     rig: Rig, name: str, point: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is a bug, and what the instance believes to hold cannot be trusted any more; so it begins anew."""
+    """An exception in the loop is a bug, and the instance's state cannot be trusted any more; so it starts anew."""
     assert strike(rig, name, point, "raise", "times=1"), "the fault was not met"
     assert f"instance {name} ended with exit code 1" in caplog.text
 

@@ -34,7 +34,7 @@ def test_the_same_answers_as_from_the_directory(make_engine: EngineFactory, tiny
 
 @pytest.mark.slow
 def test_internvl_answers_alike_where_its_template_knows_text_only(make_engine: EngineFactory, tmp_path: Path) -> None:
-    """As the files of published models have it, which are made from checkpoints without a template for pictures."""
+    """Files of published models are like this: made from checkpoints without a template for pictures."""
     directory, plain = tmp_path / "origin", tmp_path / "plain"
     make_tiny("internvl", directory, seed=7)
     shutil.copytree(directory, plain)

@@ -133,7 +133,7 @@ def test_a_cancelled_request_gives_its_slot_back(make_engine: EngineFactory, hyb
 def test_a_step_that_raised_is_run_again(
     make_engine: EngineFactory, hybrid_model: Path, golden: list[tuple[int, ...]], monkeypatch: Any, point: str
 ) -> None:
-    """What a step had written before it raised is not read by the rows that are run again."""
+    """State that a step had written before it raised is not read by the rows that are run again."""
     faults.enable(monkeypatch)
     engine = make_engine(model=hybrid_model, token_budget=32)
     doomed, handle = engine.frontend.open_handle()

@@ -31,7 +31,7 @@ def cuda() -> torch.device:
 
 @pytest.fixture
 def synchronous(cuda: torch.device) -> Iterator[None]:
-    """Every launch is waited for, so that what a kernel met is raised by its own call."""
+    """Waits after every launch, so that an error in a kernel is raised by its own call."""
     before = _C.cuda_synchronous()
     _C.set_cuda_synchronous(True)
     yield

@@ -118,7 +118,7 @@ class Server:
         return [p.pid for p in self.family() if p.state != "Z" and module in processes.command(p.pid)]
 
     async def state(self, *, reset: bool = False, within_s: float = 60.0) -> dict[str, Any]:
-        """What `tests.campaigns.siege.server` counts. Raises TimeoutError where the loop does not answer."""
+        """Counters of `tests.campaigns.siege.server`. Raises TimeoutError if its loop does not answer."""
         answer = await self.client("bob").get("/siege" + "?reset=1" * reset, within_s=within_s)
         shown: dict[str, Any] = json.loads(answer.body)
         return shown

@@ -82,7 +82,7 @@ def test_a_plan_does_not_read_its_tensors_again(side: Side) -> None:
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_plan_of_decodes_reads_what_is_there_when_it_is_used(side: Side, exact: bool) -> None:
-    """As a captured step does it: tensors at fixed addresses, longer than needed, rows that fill up the batch."""
+    """Imitates a captured step: tensors at fixed addresses, longer than needed, rows that fill up the batch."""
     ops = side.exact if exact else side.ops
     steps = [make_step([(1, n) for n in contexts], HEADS[0], 4, torch.float32) for contexts in ((9, 70), (33, 1))]
     width = max(step.block_tables.shape[1] for step in steps) + 3
@@ -102,7 +102,7 @@ def test_a_plan_of_decodes_reads_what_is_there_when_it_is_used(side: Side, exact
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_plan_of_mixed_rows_reads_what_is_there_when_it_is_used(side: Side, exact: bool) -> None:
-    """As a captured step does it: decodes beside prompts, decodes alone, a prompt alone; rows and tokens behind them
+    """Imitates a captured step: decodes beside prompts, decodes alone, a prompt alone; rows and tokens after them
     fill up the bucket."""
     ops, num_rows, num_tokens = side.exact if exact else side.ops, 6, 48
     steps = [make_step(rows, HEADS[0], 4, torch.float32) for rows in MIXED]

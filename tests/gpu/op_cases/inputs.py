@@ -1,4 +1,4 @@
-"""What the cases are compared with and computed of."""
+"""Inputs of the cases, and the reference for their results."""
 
 from __future__ import annotations
 

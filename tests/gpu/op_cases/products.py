@@ -150,7 +150,7 @@ def test_a_row_of_an_exact_linear_with_a_quantized_weight_does_not_depend_on_the
 
 
 def float8_weight(num_out: int, num_in: int, group_size: int) -> QuantizedWeight:
-    """Where groups are smaller than rows, 128 outputs share their scales."""
+    """A float8 weight. If groups are smaller than rows, 128 outputs share their scales."""
     values = random(num_out, num_in, seed=1).to(FLOAT8)
     scales = random(-(-num_out // BLOCK), num_in // group_size, seed=5).abs() * num_in**-0.5
     if group_size < num_in:
@@ -243,7 +243,7 @@ def test_sums_stay_float32_when_a_product_is_split(side: Side) -> None:
 @pytest.mark.quick("[5]", "[0]")
 @pytest.mark.parametrize("rows", [0, 1, 5, SMALL_ROWS + 1])
 def test_products_and_gated_activations(side: Side, rows: int) -> None:
-    """In one launch or in two, of one weight or of two, of which one is quantised."""
+    """Uses one launch or two, and one weight or two, of which one is quantised."""
     gate, up = quantized_weight(4, 64, offsets=False), random(56, 256, dtype=torch.float16, seed=6) * 0.1
     bias = random(112, dtype=torch.float16, seed=2)
     x = strided(random(rows, 256, dtype=torch.float16, seed=3))

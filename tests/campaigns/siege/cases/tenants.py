@@ -1,4 +1,4 @@
-"""Nothing of one key reaches another: every route of the OpenAPI document and of the page, asked by bob."""
+"""No data of one API key reaches another: bob asks every route of the OpenAPI document and of the page."""
 
 from __future__ import annotations
 
