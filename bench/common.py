@@ -80,6 +80,14 @@ def interleaved(
     return {name: Times(median(values), min(values), tuple(values)) for name, values in seconds.items()}
 
 
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """Writes atomically: if the process is killed, the file has this document or the previous one. Makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
+
+
 def emit(document: dict[str, Any]) -> None:
     """Prints the result as the last line of the output."""
     print(json.dumps(document), flush=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import socket
 import subprocess
 import sys
@@ -32,7 +31,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.common import ROOT, card, emit
+from bench.common import ROOT, card, emit, write_document
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
@@ -311,7 +310,7 @@ def main() -> None:
         return
     document = run(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_document(options.json, document)
     emit(document)
 
 

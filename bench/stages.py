@@ -7,10 +7,13 @@ without peers. `python -m bench.stages --model DIR --threads 1`; the last line o
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from bench.micro import decode, encode, prefill
 from bench.micro.harness import Report, parse
 from bench.micro.subject import Subject, run_bench
+
+Options = Callable[[argparse.ArgumentParser], None]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +25,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace, report: Report, subject: Subject) -> None:
-    def asked(**sizes: str) -> argparse.Namespace:
-        return argparse.Namespace(**vars(arguments) | {"no_peers": True, "compile": False} | sizes)
+    def with_sizes(options: Options, **sizes: str) -> argparse.Namespace:
+        """The options of one of the three: its defaults, what was given here, and these sizes."""
+        return argparse.Namespace(**vars(parse(None, options, ())) | vars(arguments) | {"no_peers": True} | sizes)
 
-    encode.measure(asked(counts=arguments.images), report, subject)
-    prefill.measure(asked(rows="1", tokens=arguments.prompts), report, subject)
-    decode.measure(asked(rows=arguments.batches, contexts=arguments.context), report, subject)
+    encode.measure(with_sizes(encode.options, counts=arguments.images), report, subject)
+    prefill.measure(with_sizes(prefill.options, rows="1", tokens=arguments.prompts), report, subject)
+    decode.measure(with_sizes(decode.options, rows=arguments.batches, contexts=arguments.context), report, subject)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.common import ROOT, card, emit
+from bench.common import ROOT, card, emit, write_document
 from bench.frontend.client import Streams, request_bytes
 
 KINDS = ("front", "naive", "socket")
@@ -182,7 +182,7 @@ def main() -> None:
     options = parse()
     document = run(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_document(options.json, document)
     emit(document)
 
 

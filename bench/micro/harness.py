@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
-import os
 import sys
 import time
 import traceback
@@ -30,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.common import card, emit
+from bench.common import card, emit, write_document
 from bench.micro.floors import Ceilings, Work, overlap_s, serial_s
 from bench.micro.machine import Power, device_card, on_gpu
 from hydra_engine.backend.cuda.graphs import GraphPools
@@ -341,12 +339,9 @@ class Report:
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
     def _write(self, *, complete: bool = False) -> dict[str, Any]:
-        """Writes atomically: if the process is killed, the file has this document or the previous one."""
         document = self.document() | {"complete": complete}
         if self._json is not None:
-            fresh = self._json.with_name(f".{self._json.name}.{os.getpid()}")
-            fresh.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            os.replace(fresh, self._json)
+            write_document(self._json, document)
         return document
 
     @functools.cached_property

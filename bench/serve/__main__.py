@@ -16,7 +16,7 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from bench.common import card, emit
+from bench.common import card, emit, write_document
 from bench.serve import ablation, breakdown, budget, curve, tail
 from bench.serve.harness import Harness, say
 from bench.serve.options import Settings, settings_from
@@ -49,7 +49,7 @@ def main() -> int:
         for path in drawing.draw(document, settings.pictures):
             say(f"picture: {path}")
     if settings.output is not None:
-        settings.output.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        write_document(settings.output, document)
     emit(document)
     return 0
 
