@@ -9,5 +9,5 @@ StepId = NewType("StepId", int)
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes, BLAKE2b over the chain of blocks before it
 ImageDigest = NewType(
     "ImageDigest", bytes
-)  # 32 bytes, BLAKE2b over the processed picture, see preprocess/media/payloads.py
+)  # 32 bytes, BLAKE2b over the processed picture, see preprocess/media/opening.py
 FeatureKey = NewType("FeatureKey", bytes)  # key of an image's features in the cache, see cache/prefix.py

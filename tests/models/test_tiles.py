@@ -19,7 +19,7 @@ from hydra_engine.models.loading.parameters import Renames
 from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.images import render
-from hydra_engine.preprocess.media.payloads import content_of_image, payloads_of
+from hydra_engine.preprocess.media.opening import content_of_image, payloads_of
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import picture
 from tests.models.families.cases import CASES

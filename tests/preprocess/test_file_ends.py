@@ -12,8 +12,7 @@ from PIL import Image
 
 from hydra_engine.errors import InvalidImage
 from hydra_engine.preprocess.media import images
-from hydra_engine.preprocess.media.containers import inspect
-from hydra_engine.preprocess.media.images import PIL_ERRORS, inspected, to_rgb
+from hydra_engine.preprocess.media.images import PIL_ERRORS, inspect, inspected, to_rgb
 from tests.preprocess.test_images import FILES, LIMITS, Encode, Picture, png, png_chunk, refused, rgb
 
 CLIP = random.Random(1).randbytes(1 << 20)

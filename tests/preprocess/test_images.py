@@ -14,8 +14,7 @@ from PIL import Image, ImageFile
 from hydra_engine.config import MediaConfig
 from hydra_engine.errors import InvalidImage
 from hydra_engine.preprocess.media import images
-from hydra_engine.preprocess.media.containers import inspect
-from hydra_engine.preprocess.media.images import from_pil, inspected, upright_size
+from hydra_engine.preprocess.media.images import from_pil, inspect, inspected, upright_size
 
 LIMITS = MediaConfig()
 Encode = Callable[..., bytes]

@@ -14,8 +14,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.preprocess.media import images
-from hydra_engine.preprocess.media.containers import inspect, orientation_of
-from hydra_engine.preprocess.media.images import PIL_ERRORS, from_pil, inspected, upright_size
+from hydra_engine.preprocess.media.images import PIL_ERRORS, from_pil, inspect, inspected, orientation_of, upright_size
 from tests.preprocess.test_images import png, png_chunk
 
 LIMITS = MediaConfig()

@@ -8,7 +8,8 @@ import pytest
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.errors import InvalidImage
-from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, await_payloads
+from hydra_engine.preprocess.media.media import PixelCache, await_payloads
+from hydra_engine.preprocess.media.opening import Payloads
 
 
 def payloads(size: int, name: int = 0) -> Payloads:

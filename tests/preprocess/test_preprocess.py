@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
 from hydra_engine.preprocess.media.images import num_bytes, render
-from hydra_engine.preprocess.media.payloads import content_of_file, content_of_image, payloads_of, plan_digest
+from hydra_engine.preprocess.media.opening import content_of_file, content_of_image, payloads_of, plan_digest
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SPEC = PreprocessSpec("bicubic", 1 / 255, MEAN, STD, "test")

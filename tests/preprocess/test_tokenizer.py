@@ -146,7 +146,7 @@ def test_the_whole_room_runs_without_torch(model_dir: Path) -> None:
 import sys, asyncio
 from PIL import Image
 from hydra_engine.preprocess import preprocessor
-from hydra_engine.preprocess.media import containers, fetch, images, payloads
+from hydra_engine.preprocess.media import fetch, images, media, opening
 from hydra_engine.preprocess.text import chat, detokenize
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 tokenizer = load_tokenizer({str(model_dir)!r})

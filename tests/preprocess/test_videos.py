@@ -19,11 +19,10 @@ from hydra_engine.errors import InvalidImage, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo, View
 from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.images import inspected as inspected_image
-from hydra_engine.preprocess.media.payloads import content_of_frames
-from hydra_engine.preprocess.media.videos import VideoJob, check_video, info_of_frames, inspected
+from hydra_engine.preprocess.media.opening import check_video, content_of_frames, info_of_frames, inspected_video
 from hydra_engine.preprocess.sandbox import video_child
 from hydra_engine.preprocess.sandbox.decoders import Decoders
-from hydra_engine.preprocess.sandbox.image_child import FramesJob
+from hydra_engine.preprocess.sandbox.image_child import FramesJob, VideoJob
 
 LIMITS = MediaConfig()
 FORMATS = {
@@ -92,7 +91,7 @@ def decoders() -> Iterator[Decoders]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_says_what_it_is_and_gives_its_frames(decoders: Decoders, name: str) -> None:
-    data = inspected(video(name), LIMITS)
+    data = inspected_video(video(name), LIMITS)
     assert decoders.probe_video(data) == VideoInfo(64, 48, 12, 10.0)
     wanted = (0, 3, 3, 7, 11)
     views = tuple(View.whole(64, 48, source) for source in range(len(wanted)))
@@ -155,7 +154,7 @@ def test_covers_of_music_and_audio_are_no_videos(decoders: Decoders) -> None:
         for packet in (*stream.encode(silence), *stream.encode()):
             container.mux(packet)
     with pytest.raises(InvalidImage, match="video cannot be decoded"):
-        decoders.probe_video(inspected(file.getvalue(), LIMITS))
+        decoders.probe_video(inspected_video(file.getvalue(), LIMITS))
 
 
 # ---- hostile files
@@ -175,7 +174,7 @@ def test_covers_of_music_and_audio_are_no_videos(decoders: Decoders) -> None:
 )
 def test_other_formats_are_refused_by_their_first_bytes(data: bytes) -> None:
     with pytest.raises(InvalidImage) as caught:
-        inspected(data, LIMITS)
+        inspected_video(data, LIMITS)
     assert caught.value.code == "unsupported_video_format"
 
 
@@ -326,9 +325,9 @@ def test_what_a_child_says_is_checked() -> None:
 
 def test_bytes_frames_and_pixels_have_limits() -> None:
     data = video()
-    assert inspected(data, MediaConfig(max_video_bytes=len(data))) is data
+    assert inspected_video(data, MediaConfig(max_video_bytes=len(data))) is data
     with pytest.raises(InvalidImage, match="the video is larger than") as caught:
-        inspected(data, MediaConfig(max_video_bytes=len(data) - 1))
+        inspected_video(data, MediaConfig(max_video_bytes=len(data) - 1))
     assert caught.value.code == "video_too_large"
     info = VideoInfo(64, 48, 12, 10.0)
     check_video(info, MediaConfig(max_video_frames=12, max_video_pixels=64 * 48 * 12))
@@ -339,9 +338,9 @@ def test_bytes_frames_and_pixels_have_limits() -> None:
 
 
 def test_without_pyav_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hydra_engine.preprocess.media.videos.find_spec", lambda name: None)
+    monkeypatch.setattr("hydra_engine.preprocess.media.opening.find_spec", lambda name: None)
     with pytest.raises(InvalidRequest, match=r"install PyAV \(hydra-engine\[video\]\)"):
-        inspected(video(), LIMITS)
+        inspected_video(video(), LIMITS)
 
 
 # ---- videos that come as pictures

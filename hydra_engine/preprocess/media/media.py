@@ -8,6 +8,8 @@ are decoded in child processes, once per content. Does not know prompts, tokens 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -21,13 +23,12 @@ from hydra_engine.core.fairness import ByteBudget, Lease, Turns, WorkerPool
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
-from hydra_engine.errors import InvalidRequest
+from hydra_engine.errors import HydraError, InvalidRequest, from_info
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, no_videos
 from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
 from hydra_engine.preprocess.media.fetch import MediaFetcher
 from hydra_engine.preprocess.media.names import Resolve
-from hydra_engine.preprocess.media.opening import Frames, Opened, Opener
-from hydra_engine.preprocess.media.payloads import Payloads, PixelCache, await_payloads
+from hydra_engine.preprocess.media.opening import Frames, Opened, Opener, Payloads
 from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, with_path_in_errors
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
@@ -307,3 +308,93 @@ async def _all_or_none(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- the cache of pixels
+
+
+class PixelCache:
+    """An LRU cache of processed pictures, bounded by the bytes of their pixels (0: off). Requests that need the same
+    picture at the same time decode it once. Thread-safe; no thread waits for another's decoding. Never keeps a
+    failure."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, Payloads] = OrderedDict()
+        self._num_bytes = 0
+        self._making: dict[bytes, Future[Payloads]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def get(self, key: bytes) -> Payloads | None:
+        with self._lock:
+            return self._known(key)
+
+    def get_or_make(self, key: bytes, make: Callable[[], Payloads]) -> Payloads | Future[Payloads]:
+        """Returns the payloads, or a future for `await_payloads` if another thread is making them. An exception of
+        `make` reaches all who wait for this key; the next call makes it again."""
+        if self.max_bytes == 0:
+            return make()
+        with self._lock:
+            known = self._known(key) or self._making.get(key)
+            if known is not None:
+                return known
+            mine = self._making[key] = Future()
+            mine.set_running_or_notify_cancel()  # so that a waiter cannot cancel it for others
+        return self._make(key, mine, make)
+
+    def clear(self) -> None:
+        """Drops all entries; those being made are still added later."""
+        with self._lock:
+            self._entries.clear()
+            self._num_bytes = 0
+
+    def _known(self, key: bytes) -> Payloads | None:
+        known = self._entries.get(key)
+        if known is not None:
+            self._entries.move_to_end(key)
+        return known
+
+    def _make(self, key: bytes, promise: Future[Payloads], make: Callable[[], Payloads]) -> Payloads:
+        try:
+            payloads = make()
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            promise.set_exception(_copy(error))
+            raise
+        with self._lock:
+            del self._making[key]
+            self._keep(key, payloads)
+        promise.set_result(payloads)
+        return payloads
+
+    def _keep(self, key: bytes, payloads: Payloads) -> None:
+        size = _size_of(payloads)
+        if size > self.max_bytes:
+            return
+        self._entries[key] = payloads
+        self._num_bytes += size
+        while self._num_bytes > self.max_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self._num_bytes -= _size_of(dropped)
+
+
+async def await_payloads(promise: Future[Payloads]) -> Payloads:
+    """Awaits payloads made in another thread."""
+    try:
+        return await asyncio.wrap_future(promise)
+    except HydraError as error:
+        raise _copy(error) from error
+
+
+def _copy(error: BaseException) -> BaseException:
+    """Copies a HydraError, since every request sets its own `param`."""
+    return from_info(error.info()) if isinstance(error, HydraError) else error
+
+
+def _size_of(payloads: Payloads) -> int:
+    return sum(len(payload.data) for payload in payloads)

@@ -1,38 +1,44 @@
 """Opens pictures and videos without decoding them: size and format by a header or a probe, the plan that follows, and a
-function that makes their pixels.
+function that makes their payloads.
 
-Blocking, for worker threads. Does not know turns or other requests.
+An untrusted video is recognised by its first bytes here and parsed in a child process only; the child's answer is
+checked like any other input. A list of pictures is a video too. Payloads are uint8 pixels, one per span of features,
+which the tower normalises on its device. A digest names the source and plan of the features, not the pixels: the
+compressed file is hashed, not its decoded form. Blocking, for worker threads. Does not know turns or other requests.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from PIL import Image
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import ImageDigest
+from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.prompting import PixelBudget
-from hydra_engine.errors import InvalidRequest
-from hydra_engine.models.specs.base import MediaPlan, VideoInfo, VisionSpec
-from hydra_engine.preprocess.media import images, videos
-from hydra_engine.preprocess.media.images import render
-from hydra_engine.preprocess.media.payloads import (
-    Payloads,
-    content_of_file,
-    content_of_frames,
-    content_of_image,
-    payloads_of,
-    plan_digest,
-)
+from hydra_engine.core.units import size
+from hydra_engine.errors import InvalidImage, InvalidRequest
+from hydra_engine.models.specs.base import MediaPlan, PreprocessSpec, VideoInfo, View, VisionSpec
+from hydra_engine.preprocess.media import images
+from hydra_engine.preprocess.media.images import broken_video, check_size, num_bytes, render
 from hydra_engine.preprocess.media.sources import DataUrl, InMemory, LocalFile, read_local
 from hydra_engine.preprocess.sandbox.decoders import Decoders
-from hydra_engine.preprocess.sandbox.image_child import FramesJob, ImageJob
+from hydra_engine.preprocess.sandbox.image_child import FramesJob, ImageJob, VideoJob
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor
+
+_MAX_FPS = 1000.0
+_EBML = b"\x1a\x45\xdf\xa3"  # Matroska and WebM
+_DIGEST_VERSION = b"hydra-image-2"
+
+Payloads = tuple[PixelPayload, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +107,9 @@ class Opener:
 
     def _video(self, data: bytes, salt: str) -> Opened:
         """Probes the video in a child process; this process parses nothing of the file."""
-        info = videos.check_video(self._decoders.probe_video(videos.inspected(data, self._limits)), self._limits)
+        info = check_video(self._decoders.probe_video(inspected_video(data, self._limits)), self._limits)
         video = self._vision.plan_video(info)
-        job = videos.VideoJob(data, video.frames, video.media.views, self._vision.preprocess.resample)
+        job = VideoJob(data, video.frames, video.media.views, self._vision.preprocess.resample)
         content = content_of_frames([content_of_file(data)], video.frames)
         pixels = partial(self._decoders.render, job)
         return self._opened("video", info[:2], video.media, content, pixels, salt, len(data), video=info)
@@ -118,7 +124,7 @@ class Opener:
             for value, is_file in zip(values, are_files, strict=True)
         ]
         sizes = [images.upright_size(picture) if any(are_files) else picture.size for picture in pictures]
-        info = videos.info_of_frames(sizes, frames.fps, self._limits)
+        info = info_of_frames(sizes, frames.fps, self._limits)
         video, resample = self._vision.plan_video(info), self._vision.preprocess.resample
         chosen, views = [pictures[index] for index in video.frames], video.media.views
         if any(are_files):
@@ -162,3 +168,117 @@ class Opener:
 def _key(digest: bytes, salt: str) -> bytes:
     """The cache key for requests with this salt, whatever its length."""
     return hashlib.blake2b(digest + salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
+# ---- limits of videos
+
+
+def inspected_video(data: bytes, limits: MediaConfig) -> bytes:
+    """Returns the file if a child may parse it. Raises InvalidImage, and InvalidRequest if this server decodes no
+    videos."""
+    if len(data) > limits.max_video_bytes:
+        raise InvalidImage(f"the video is larger than {size(limits.max_video_bytes)}", code="video_too_large")
+    if not _is_known(data):
+        raise InvalidImage(
+            "the video has an unsupported format; supported: MP4, MOV, WEBM, MKV, AVI, GIF",
+            code="unsupported_video_format",
+        )
+    if find_spec("av") is None:
+        raise InvalidRequest(
+            "this server decodes no video files; install PyAV (hydra-engine[video]) or send the frames as images",
+            code="video_not_supported",
+        )
+    return data
+
+
+def check_video(info: VideoInfo, limits: MediaConfig) -> VideoInfo:
+    """Returns what a child has found in a file if it may be decoded. Raises InvalidImage."""
+    if info.num_frames < 1 or not (math.isfinite(info.fps) and 0 < info.fps <= _MAX_FPS):
+        raise broken_video("it has no frames or no frame rate")
+    check_size(info.width, info.height, limits)
+    _check_length(info, limits)
+    return info
+
+
+def info_of_frames(sizes: Sequence[tuple[int, int]], fps: float, limits: MediaConfig) -> VideoInfo:
+    """Describes a video given as pictures of these upright sizes, at `fps`. Raises InvalidImage."""
+    if not sizes:
+        raise broken_video("it has no frames")
+    if len(set(sizes)) > 1:
+        raise InvalidImage("the frames of a video must all have the same size", code="video_decode_failed")
+    info = VideoInfo(*sizes[0], num_frames=len(sizes), fps=fps)
+    _check_length(info, limits)
+    return info
+
+
+def _check_length(info: VideoInfo, limits: MediaConfig) -> None:
+    if info.num_frames > limits.max_video_frames:
+        raise _too_large(f"{info.num_frames} frames; at most {limits.max_video_frames}")
+    if info.num_frames * info.width * info.height > limits.max_video_pixels:
+        raise _too_large(
+            f"{info.num_frames} frames of {info.width} x {info.height} pixels; "
+            f"at most {limits.max_video_pixels} pixels in total"
+        )
+
+
+def _too_large(what: str) -> InvalidImage:
+    return InvalidImage(f"the video has {what} are allowed", code="video_too_large")
+
+
+def _is_known(data: bytes) -> bool:
+    if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
+        return True
+    return data.startswith((_EBML, b"GIF87a", b"GIF89a")) or (data.startswith(b"RIFF") and data[8:12] == b"AVI ")
+
+
+# ---- payloads and their digests
+
+
+def payloads_of(data: bytes, content: bytes, plan: MediaPlan, spec: PreprocessSpec) -> tuple[PixelPayload, ...]:
+    """Returns one payload per item of the plan, in order. `data` is the result of `images.render` for the plan's
+    views."""
+    assert len(data) == num_bytes(plan.views)
+    source = plan_digest(content, plan.views, spec)
+    payloads = []
+    begin = 0
+    for index, item in enumerate(plan.items):
+        end = begin + item.num_pictures * item.width * item.height * 3
+        # Positions are included: KV depends on them, and KV blocks are keyed by these digests.
+        place = (item.rows, item.columns, item.time, int(item.continues))
+        geometry = struct.pack("<10q", index, item.width, item.height, *item.grid, *place)
+        digest = ImageDigest(_digest((_DIGEST_VERSION, source, geometry, b"%d" % item.num_pictures)))
+        payloads.append(PixelPayload(digest, item.width, item.height, data[begin:end], item.num_pictures))
+        begin = end
+    assert begin == len(data)
+    return tuple(payloads)
+
+
+def plan_digest(content: bytes, views: tuple[View, ...], spec: PreprocessSpec) -> bytes:
+    """32 bytes that name all payloads of one source under one plan; also their cache key."""
+    numbers = [number for v in views for number in (*v.resize, *v.canvas, *v.corner, *v.tile, v.source)]
+    packed = struct.pack(f"<{len(numbers)}q", *numbers)
+    return _digest((_DIGEST_VERSION, spec.identity.encode(), spec.resample.encode(), content, packed))
+
+
+def content_of_file(data: bytes) -> bytes:
+    """32 bytes that name an encoded picture."""
+    return _digest((b"file", data))
+
+
+def content_of_image(image: Image.Image) -> bytes:
+    """32 bytes that name a decoded picture."""
+    return _digest((b"image", image.mode.encode(), b"%d" % image.width, b"%d" % image.height, image.tobytes()))
+
+
+def content_of_frames(contents: Sequence[bytes], frames: Sequence[int]) -> bytes:
+    """32 bytes that name chosen frames of a video. `contents`: the file's digest, or one for each chosen picture."""
+    return _digest((b"frames", b"".join(contents), struct.pack(f"<{len(frames)}q", *frames)))
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    """BLAKE2b-256 over every part with its length, so that no two tuples collide by concatenation."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.specs.base import VideoInfo
-from hydra_engine.preprocess.media.containers import broken_image
-from hydra_engine.preprocess.media.images import num_bytes
-from hydra_engine.preprocess.media.videos import ProbeJob, VideoJob, broken_video
+from hydra_engine.preprocess.media.images import broken_image, broken_video, num_bytes
 from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
-from hydra_engine.preprocess.sandbox.image_child import Decoded, FramesJob, ImageJob
+from hydra_engine.preprocess.sandbox.image_child import Decoded, FramesJob, ImageJob, ProbeJob, VideoJob
 
 ANSWER_SECONDS = 30.0  # for a picture; the child's own limit is CPU time, this one ends a child that sleeps
 VIDEO_ANSWER_SECONDS = 180.0

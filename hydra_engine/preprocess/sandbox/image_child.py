@@ -13,8 +13,7 @@ from PIL import Image
 
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.specs.base import VideoInfo, View
-from hydra_engine.preprocess.media.containers import Container
-from hydra_engine.preprocess.media.images import decode, num_bytes, render_into
+from hydra_engine.preprocess.media.images import Container, decode, num_bytes, render_into
 from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
 
 MEMORY_BYTES = 1 << 30  # of address space; a WebP of 40 million pixels with transparency needs nine tenths of it
@@ -32,6 +31,22 @@ class FramesJob(msgspec.Struct, frozen=True, array_like=True, tag="frames"):
     """A request for views of several pictures; `View.source` is an index into `containers`."""
 
     containers: tuple[Container, ...]
+    views: tuple[View, ...]
+    resample: str
+
+
+class ProbeJob(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+    """A request for a video's size, frame count and frame rate."""
+
+    data: bytes
+
+
+class VideoJob(msgspec.Struct, frozen=True, array_like=True, tag="video"):
+    """A request for views of frames of a video: `View.source` is an index into `frames`, whose numbers never
+    decrease."""
+
+    data: bytes
+    frames: tuple[int, ...]
     views: tuple[View, ...]
     resample: str
 

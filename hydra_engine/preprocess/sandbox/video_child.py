@@ -21,10 +21,9 @@ from av.video.stream import VideoStream
 
 from hydra_engine.errors import InvalidImage
 from hydra_engine.models.specs.base import VideoInfo
-from hydra_engine.preprocess.media.images import Pixels, num_bytes, render_into, upright_pixels
-from hydra_engine.preprocess.media.videos import ProbeJob, VideoJob, broken_video
+from hydra_engine.preprocess.media.images import Pixels, broken_video, num_bytes, render_into, upright_pixels
 from hydra_engine.preprocess.sandbox.child_loop import Memory, serve
-from hydra_engine.preprocess.sandbox.image_child import Decoded, limit_memory
+from hydra_engine.preprocess.sandbox.image_child import Decoded, ProbeJob, VideoJob, limit_memory
 
 MEMORY_BYTES = 3 << 30  # of address space: a decoder of large frames keeps up to 16 of them
 CPU_SECONDS = 60  # per video
