@@ -16,8 +16,8 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.outputs import Piece, Result, StageSpan
 from hydra_engine.core.request import Request
 from hydra_engine.errors import HydraError, RequestAborted
-from hydra_engine.frontend.active import activate
 from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.request import activate
 from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.preprocess.preprocessor import SEED_MASK, Prepared
 from hydra_engine.preprocess.text.tokenizer import Tokenizer

@@ -36,14 +36,14 @@ from hydra_engine.core.messages import (
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
-from hydra_engine.frontend.active import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.choices import Choices
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.progress import JointProgress, OnProgress
 from hydra_engine.frontend.reports import LedgerQueries, StatusTable, Watch
+from hydra_engine.frontend.request import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
-from hydra_engine.frontend.routing.instances import missing_for_good
 from hydra_engine.frontend.routing.placement import Placement, check_fits, plan_switches, switch_roles
+from hydra_engine.frontend.routing.router import missing_for_good
 from hydra_engine.frontend.routing.stand_ins import StandIns
 from hydra_engine.frontend.transitions import RETRY_AFTER_S, Dispatcher, Report
 from hydra_engine.models.specs.registry import load_spec

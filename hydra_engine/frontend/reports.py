@@ -25,7 +25,7 @@ from hydra_engine.core.messages import (
     TransferReport,
 )
 from hydra_engine.errors import HydraError
-from hydra_engine.frontend.routing.instances import missing_now
+from hydra_engine.frontend.routing.router import missing_now
 from hydra_engine.frontend.transitions import Dispatcher
 
 _SILENT_S = 5.0  # without a report this long an instance hangs; it sends several a second

@@ -37,10 +37,17 @@ from hydra_engine.core.messages import (
 from hydra_engine.core.outputs import Departure, FinishReason, Result
 from hydra_engine.core.request import Request
 from hydra_engine.errors import HydraError, RequestAborted, RequestFailed, Unavailable, from_info
-from hydra_engine.frontend.active import ActiveRequest
-from hydra_engine.frontend.request import RUNNING, Attempt, Charge, Job, Phase, PoisonGuard, RequestInFlight
-from hydra_engine.frontend.routing.instances import InstanceLoad, Instances, Send, missing_for_good
-from hydra_engine.frontend.routing.router import Router
+from hydra_engine.frontend.request import (
+    RUNNING,
+    ActiveRequest,
+    Attempt,
+    Charge,
+    Job,
+    Phase,
+    PoisonGuard,
+    RequestInFlight,
+)
+from hydra_engine.frontend.routing.router import InstanceLoad, Instances, Router, Send, missing_for_good
 
 logger = logging.getLogger(__name__)
 

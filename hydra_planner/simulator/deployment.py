@@ -26,8 +26,8 @@ from hydra_engine.core.messages import (
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.request import Slo
 from hydra_engine.errors import ConfigError
-from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.frontend import TICK_S
+from hydra_engine.frontend.request import ActiveRequest
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.routing.placement import Switch, plan_switches
 from hydra_planner.records import Record

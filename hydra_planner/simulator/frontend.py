@@ -9,8 +9,8 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Delta, Tokens
 from hydra_engine.core.outputs import Piece
 from hydra_engine.core.request import Request
-from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.request import ActiveRequest
 from hydra_engine.frontend.transitions import Dispatcher, Event
 
 

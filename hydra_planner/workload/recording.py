@@ -27,8 +27,8 @@ from hydra_planner.workload.recorder import WorkloadRecorder
 if TYPE_CHECKING:
     from hydra_engine.core.outputs import Result
     from hydra_engine.engine import Engine
-    from hydra_engine.frontend.active import ActiveRequest
     from hydra_engine.frontend.frontend import Frontend
+    from hydra_engine.frontend.request import ActiveRequest
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from hydra_engine.core.outputs import DelayCause, Departure, FinishReason, Resul
 from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ErrorInfo, HydraError
-from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.reports import StatusTable
+from hydra_engine.frontend.request import ActiveRequest
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.transitions import Dispatcher
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer

@@ -9,7 +9,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import Abort, StageReport, Submit
 from hydra_engine.core.outputs import DelayCause, StageSpan
 from hydra_engine.errors import RequestFailed
-from hydra_engine.frontend.active import MAX_LATE
+from hydra_engine.frontend.request import MAX_LATE
 from tests.frontend.rig import Rig, token
 from tests.frontend.several import ABORT, LENGTH, MOVED, STOP, attempt, decoding, prefilled
 from tests.frontend.test_router import status

@@ -22,7 +22,7 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import Delta, ToFrontend, Tokens
 from hydra_engine.core.outputs import FinishReason, Result, StageSpan
 from hydra_engine.core.request import Request, Slo
-from hydra_engine.frontend.active import ActiveRequest
+from hydra_engine.frontend.request import ActiveRequest
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.telemetry.metrics import FinishedRequests

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hydra_engine.core.messages import Tokens
 from hydra_engine.core.outputs import FinishReason, Piece
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.frontend.active import ActiveRequest
 from hydra_engine.frontend.handle import Handle
-from hydra_engine.frontend.request import RequestInFlight
+from hydra_engine.frontend.request import ActiveRequest, RequestInFlight
 from hydra_engine.frontend.transitions import Dispatcher, Event
 from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer
 from tests.examples import examples

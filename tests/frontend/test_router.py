@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.instances import Condition, Role, Topology
 from hydra_engine.core.messages import Status
 from hydra_engine.core.request import Request
-from hydra_engine.frontend.routing.instances import InstanceLoad, missing_for_good, missing_now
-from hydra_engine.frontend.routing.router import REMEMBERED, Route, Router
+from hydra_engine.frontend.routing.router import REMEMBERED, InstanceLoad, Route, Router, missing_for_good, missing_now
 from tests.examples import examples
 from tests.frontend.rig import make_request
 

@@ -10,8 +10,15 @@ from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.frontend.request import Charge
-from hydra_engine.frontend.routing.instances import ALIKE, DECODE_ROW_TOKENS, InstanceLoad, Instances, slowness
-from hydra_engine.frontend.routing.router import Route, Router
+from hydra_engine.frontend.routing.router import (
+    ALIKE,
+    DECODE_ROW_TOKENS,
+    InstanceLoad,
+    Instances,
+    Route,
+    Router,
+    slowness,
+)
 from hydra_engine.scheduler.step_stats import SpeedMeter
 from tests.examples import examples
 from tests.frontend.rig import make_request

@@ -19,8 +19,8 @@ from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason, Piece, Result
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.frontend.active import activate
 from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.request import activate
 from hydra_engine.preprocess.preprocessor import Prepared
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 from hydra_engine.server.generate import Answer, Identity

@@ -22,8 +22,8 @@ from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError
-from hydra_engine.frontend.active import ActiveRequest, activate
 from hydra_engine.frontend.handle import Handle
+from hydra_engine.frontend.request import ActiveRequest, activate
 from hydra_engine.preprocess.preprocessor import Prepared
 from hydra_engine.server.http import answers
 from hydra_engine.server.http.answers import ENTRIES, Slices
