@@ -13,7 +13,6 @@ from aiohttp import web
 from hydra_engine.config import ServerConfig
 from hydra_engine.server import admin, generate, info, openapi
 from hydra_engine.server.anthropic import messages
-from hydra_engine.server.http.accepting import PLACES, Places, max_connections
 from hydra_engine.server.http.access import add_headers, install_tracer, request_middleware
 from hydra_engine.server.http.auth import KEYS, SALT_SECRET, KeyRing, auth_middleware
 from hydra_engine.server.http.body import body_middleware
@@ -27,8 +26,11 @@ from hydra_engine.server.state import (
     CONFIG,
     ENGINE,
     MODEL_NAME,
+    PLACES,
     STATE,
+    Places,
     ServerState,
+    max_connections,
 )
 
 

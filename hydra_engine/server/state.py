@@ -1,5 +1,5 @@
-"""State that requests share: typed keys, limits of clients, bytes of bodies, running generations and their end,
-metrics.
+"""State that requests share: typed keys, limits of clients, places of connections, bytes of bodies, running generations
+and their end, metrics.
 
 A client is the holder of an API key; without keys it is the peer address of the connection, for IPv6 the /64 network
 that one customer usually has. Headers that name another address are ignored. Beyond its limits a client gets 429, while
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import math
 import re
+import resource
 import time
 import uuid
 from collections import OrderedDict
@@ -19,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from aiohttp import web
 
@@ -29,8 +31,14 @@ from hydra_engine.errors import HydraError, RateLimited, RequestAborted, Unavail
 from hydra_engine.server.port import EnginePort
 from hydra_engine.telemetry.metrics import Metrics
 
+logger = logging.getLogger(__name__)
+
 MAX_CLIENTS = 10_000  # whose state is kept at once
 MAX_WAITING_BODIES = 4096  # queued for the thread that parses large ones; one client may have half
+MAX_CONNECTIONS = 4096
+KEPT_DESCRIPTORS = 256  # reserved, not for connections; at most two thirds of all
+SPARE_PLACES = 32  # above the limit, for health probes
+_EPISODE_S = 60.0  # repeats within this are logged once
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 ENGINE = web.AppKey[EnginePort]("engine")
@@ -118,6 +126,92 @@ class ClientLimits:
             if idle is None:
                 return
             del self._clients[idle]
+
+
+# ---- places of connections
+
+
+def max_connections() -> int:
+    """The number of connections that the limit of open files allows."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, max(limit - KEPT_DESCRIPTORS, limit // 3)))
+
+
+class Occupant(Protocol):
+    def close_at_once(self) -> None:
+        """Closes the connection at once."""
+        ...
+
+
+class Places:
+    """The connections of a server. If all places are taken, a new connection replaces the one that has been idle for
+    longest, or takes a spare place if all are busy."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_spare = min(SPARE_PLACES, max(1, limit // 4))
+        self._open: set[Occupant] = set()
+        self._spare: set[Occupant] = set()
+        self._idle: OrderedDict[Occupant, None] = OrderedDict()  # wait for headers, longest idle first
+        self._full = Episode()
+
+    def is_spare(self, occupant: object) -> bool:
+        return occupant in self._spare
+
+    def add(self, occupant: Occupant) -> None:
+        self._open.add(occupant)
+        if len(self._open) > self.limit:
+            self._full.warn("%d connections are open, which is the limit: idle ones are closed", self.limit)
+            self.close_idle(1)
+            num_over = len(self._open) - self.limit
+            if num_over > self.num_spare:
+                self._remove(occupant)
+                occupant.close_at_once()
+                return
+            if num_over > 0:
+                self._spare.add(occupant)
+        self._idle[occupant] = None
+
+    def discard(self, occupant: Occupant) -> None:
+        self._remove(occupant)
+
+    def mark_idle(self, occupant: Occupant) -> None:
+        """Marks a connection as idle: it waits for its client's next request."""
+        if occupant in self._open:
+            self._idle[occupant] = None
+
+    def mark_busy(self, occupant: Occupant) -> None:
+        self._idle.pop(occupant, None)
+
+    def close_idle(self, limit: int) -> int:
+        """Closes up to `limit` idle connections, the longest idle first; returns the number closed."""
+        num_closed = 0
+        while self._idle and num_closed < limit:
+            occupant, _ = self._idle.popitem(last=False)
+            self._remove(occupant)
+            occupant.close_at_once()
+            num_closed += 1
+        return num_closed
+
+    def _remove(self, occupant: Occupant) -> None:
+        self._open.discard(occupant)
+        self._spare.discard(occupant)
+        self._idle.pop(occupant, None)
+
+
+class Episode:
+    """A rate limit for a warning: repeats within 60 s of the last occurrence are not logged."""
+
+    def __init__(self) -> None:
+        self._latest_s = float("-inf")
+
+    def warn(self, words: str, *values: object) -> None:
+        now = time.monotonic()
+        if now - self._latest_s > _EPISODE_S:
+            logger.warning(words, *values)
+        self._latest_s = now
 
 
 # ---- generations that run
@@ -215,6 +309,7 @@ class ServerState:
 
 
 STATE = web.AppKey("state", ServerState)
+PLACES = web.AppKey("places", Places)
 
 
 def make_request_id(client_id: str | None) -> str:

@@ -31,7 +31,7 @@ from hydra_engine.core.schemas.subschemas import MAX_ID_CHARS
 from hydra_engine.errors import ConfigError, RateLimited, Unavailable
 from hydra_engine.server import state
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import accepting, answers, listening
+from hydra_engine.server.http import answers, listening
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.http.strict_json import MAX_DEPTH, MAX_VALUES
 from hydra_engine.server.protocol.chat import MAX_MESSAGES, MAX_PARTS
@@ -434,9 +434,9 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
         ("waiting for headers", (int(listening._HEADERS_S),)),
         ("sizes, extensions", (listening._MAX_FRAMING_BYTES >> 10,)),
         ("what connections have sent", (listening._LINES_A_TURN, listening.PIECE_BYTES >> 10)),
-        ("connections, idle", (accepting.MAX_CONNECTIONS, int(listening._IDLE_S))),
-        ("connections beyond", (accepting.SPARE_PLACES,)),
-        ("open files", (accepting.KEPT_DESCRIPTORS,)),
+        ("connections, idle", (state.MAX_CONNECTIONS, int(listening._IDLE_S))),
+        ("connections beyond", (state.SPARE_PLACES,)),
+        ("open files", (state.KEPT_DESCRIPTORS,)),
         ("a stream", (int(answers.STALL_S),)),
         ("a whole", (int(answers.STALL_S), listening._SLOWEST_READER >> 10)),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hydra_engine.server.http import listening
-from hydra_engine.server.http.accepting import PLACES
+from hydra_engine.server.state import PLACES
 from tests.server.conftest import Serve, Served, chat_body, until
 
 QUESTION = {"messages": [{"role": "user", "content": "one two three"}]}

@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from hydra_engine.server.http import accepting
-from hydra_engine.server.http.accepting import PLACES, Acceptor, Places, max_connections
+from hydra_engine.server import state
+from hydra_engine.server.http import listening
+from hydra_engine.server.http.listening import Acceptor
+from hydra_engine.server.state import PLACES, Places, max_connections
 from tests.server.conftest import Serve, Served, until
 
 PROBE = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -27,7 +29,7 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @pytest.fixture
 async def small(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Served:
     """A server with eight places and two spare ones."""
-    monkeypatch.setattr(accepting, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(state, "MAX_CONNECTIONS", 8)
     return await serve()
 
 
@@ -159,7 +161,7 @@ class NoDescriptors:
 async def test_without_descriptors_it_waits_and_says_so_once(
     error: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accepting, "_WAIT_S", 0.001)
+    monkeypatch.setattr(listening, "_WAIT_S", 0.001)
     places, idle, made = Places(8), Occupant(), asyncio.Event()
 
     class Made(asyncio.Protocol):

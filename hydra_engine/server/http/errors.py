@@ -30,10 +30,9 @@ from hydra_engine.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from hydra_engine.server.http.accepting import PLACES
 from hydra_engine.server.http.access import ACCESS, PROBES, has_anthropic_style, route_of
 from hydra_engine.server.http.answers import EventStream, event
-from hydra_engine.server.state import REQUEST_ID, STATE
+from hydra_engine.server.state import PLACES, REQUEST_ID, STATE
 
 logger = logging.getLogger(__name__)
 

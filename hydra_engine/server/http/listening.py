@@ -1,17 +1,20 @@
 """Sockets and connections: serves an application on an address.
 
-Bytes from connections are parsed a piece at a time, in rotation, and up to a limit per turn of the event loop, so that
-no input can block other connections for longer. A line costs far more than a byte, because each header, each chunk and
-each end of one is a line. Does not know routes, signals or what is served.
+New connections are accepted while places are free (`state.py:Places`), and wait while there are no file descriptors.
+Their bytes are parsed a piece at a time, in rotation, and up to a limit per turn of the event loop, so that no input
+can block other connections for longer. A line costs far more than a byte, because each header, each chunk and each end
+of one is a line. Does not know routes, signals or what is served.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,9 +24,9 @@ from aiohttp.web_protocol import RequestHandler
 
 from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
 from hydra_engine.server.http import answers
-from hydra_engine.server.http.accepting import PLACES, Acceptor, Places, bind
 from hydra_engine.server.http.answers import COMMENT
 from hydra_engine.server.http.errors import STREAM, error_response, from_http
+from hydra_engine.server.state import PLACES, Episode, Places
 
 logger = logging.getLogger(__name__)
 
@@ -311,6 +314,106 @@ class Connection(RequestHandler):
             response = error_response(RequestFailed("internal error"))
         response.force_close()
         return response
+
+
+# ---- accepting
+
+_CLOSED_AT_ONCE = 16
+_WAIT_S = 0.05  # until the next try, when there are no descriptors
+_NOT_NOW = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Acceptor:
+    """An acceptor of connections on listening sockets, which it owns."""
+
+    def __init__(self, sockets: Iterable[socket.socket], make: Callable[[], asyncio.Protocol], places: Places) -> None:
+        self.sockets = tuple(sockets)
+        self._make = make
+        self._places = places
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._short = Episode()
+
+    def start(self) -> None:
+        self._pause = None
+        for sock in self.sockets:
+            self._loop.add_reader(sock, self._accept, sock)
+
+    def close(self) -> None:
+        """Stops accepting and closes the sockets. Idempotent."""
+        if self._pause is not None:
+            self._pause.cancel()
+        for task in self._opening:
+            task.cancel()
+        for sock in self.sockets:
+            if sock.fileno() >= 0:
+                self._loop.remove_reader(sock)
+            sock.close()
+
+    def _accept(self, sock: socket.socket) -> None:
+        for _ in range(self._places.num_spare):  # in one turn of the loop, so refused ones are closed by the next
+            try:
+                connection, _ = sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue  # its client has disconnected
+            except OSError as error:
+                if error.errno not in _NOT_NOW:
+                    raise
+                self._wait(error)
+                return
+            connection.setblocking(False)
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make, connection)
+        except OSError as error:
+            logger.debug("a connection ended before it began: %s", error)
+            connection.close()
+
+    def _wait(self, error: OSError) -> None:
+        """Pauses accepting until there are descriptors again; new connections wait in the system's queue."""
+        self._short.warn("new connections wait: %s; idle ones are closed to make room", (error.strerror or "").lower())
+        for sock in self.sockets:
+            self._loop.remove_reader(sock)
+        self._places.close_idle(_CLOSED_AT_ONCE)
+        self._pause = self._loop.call_later(_WAIT_S, self.start)
+
+
+async def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Opens sockets that listen on all addresses of the host. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            try:
+                sock = socket.socket(family, kind, protocol)
+            except OSError:
+                continue  # the system has no such addresses
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(backlog)
+            sock.setblocking(False)
+        if not sockets:
+            raise OSError(errno.EAFNOSUPPORT, "no address can be listened on")
+    except OSError:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
+
+
+# ---- serving
 
 
 @dataclass(frozen=True, slots=True)
