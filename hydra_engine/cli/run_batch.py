@@ -87,7 +87,7 @@ async def _answer_all(
 
     from hydra_engine.engine import Engine
     from hydra_engine.server.app import build_app
-    from hydra_engine.server.http.auth import KeyRing
+    from hydra_engine.server.http.access_control import KeyRing
     from hydra_engine.server.openai.batch import serving
 
     num_lines = await asyncio.to_thread(_count, source)

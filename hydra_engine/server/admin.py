@@ -1,8 +1,8 @@
 """The admin routes: read and change the topology while requests are served, clear the caches, and read the trace of all
 clients' requests.
 
-The routes exist only if an admin key is configured (`auth.py`). Does not know how instances change their roles or clear
-their caches.
+The routes exist only if an admin key is configured (`access_control.py`). Does not know how instances change their
+roles or clear their caches.
 """
 
 from __future__ import annotations

@@ -20,11 +20,9 @@ from hydra_engine.config import ServerConfig, environment_admin_key, environment
 from hydra_engine.core.outputs import Result
 from hydra_engine.entry_points import load_entry_points
 from hydra_engine.errors import ConfigError
-from hydra_engine.server import load_log
+from hydra_engine.server import loggers
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http import access
-from hydra_engine.server.http.auth import KEYS, KeyRing
-from hydra_engine.server.http.cors import is_loopback
+from hydra_engine.server.http.access_control import KEYS, KeyRing, is_loopback
 from hydra_engine.server.http.listening import CLOSE_S, SWITCH_S, Listening, listen
 from hydra_engine.server.port import EnginePort
 from hydra_engine.server.state import STATE, Lifecycle, ServerState
@@ -68,7 +66,7 @@ async def serve(
     """
     app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
     if config.access_log != "off":
-        access.enable_access_log(config.access_log)
+        loggers.enable_access_log(config.access_log)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app[KEYS])
     listening = await listen(app, config.host, config.port)
     signals, recording = _Signals(), None
@@ -135,7 +133,7 @@ async def _run(
     logger.info("ready on %s", url)
     if ready is not None:
         ready(url)
-    lines = contextlib.nullcontext() if config.disable_log_stats else load_log.load_lines(engine)
+    lines = contextlib.nullcontext() if config.disable_log_stats else loggers.load_lines(engine)
     async with lines:
         well = await _until_signal_or_loss(engine, signals)
     if not well:

@@ -25,7 +25,7 @@ import pytest
 from hydra_engine import log
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import ConfigError, Unavailable
-from hydra_engine.server.http import access
+from hydra_engine.server import loggers
 from tests.server.conftest import Serve, Served, chat_body, until
 from tests.server.test_cancel import request_bytes
 
@@ -38,14 +38,14 @@ Lines = Callable[[], list[dict[str, Any]]]
 def lines() -> Iterator[Lines]:
     """JSON lines so far."""
     stream = io.StringIO()
-    access.enable_access_log("json")
-    (handler,) = access.access_log.handlers
+    loggers.enable_access_log("json")
+    (handler,) = loggers.access_log.handlers
     assert isinstance(handler, logging.StreamHandler)
     handler.setStream(stream)
     yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    access.access_log.handlers.clear()
-    access.access_log.propagate = True
-    access.access_log.setLevel(logging.NOTSET)
+    loggers.access_log.handlers.clear()
+    loggers.access_log.propagate = True
+    loggers.access_log.setLevel(logging.NOTSET)
 
 
 def ask(served: Served, headers: dict[str, str], text: str, **fields: Any) -> Any:
@@ -78,17 +78,15 @@ async def test_a_line_says_who_asked_for_how_much(serve: Serve, lines: Lines, tm
 
 async def test_health_probes_leave_no_line(serve: Serve, lines: Lines, caplog: pytest.LogCaptureFixture) -> None:
     served = await serve(access_log="json", enable_log_requests=True)
-    caplog.set_level(logging.INFO, "hydra_engine.server.http.access")
+    caplog.set_level(logging.INFO, "hydra_engine.server.loggers")
     caplog.handler.setLevel(logging.INFO)
-    logging.getLogger("hydra_engine.server.http.access").addHandler(caplog.handler)
+    logging.getLogger("hydra_engine.server.loggers").addHandler(caplog.handler)
     for path in ("/livez", "/health", "/ready", "/ping", "/version"):
         async with served.http.get(served.url + path) as response:
             assert response.status == 200
     assert [line["route"] for line in lines()] == ["/version"]
-    logging.getLogger("hydra_engine.server.http.access").removeHandler(caplog.handler)
-    assert {record.args[2] for record in caplog.records if record.name == "hydra_engine.server.http.access"} == {
-        "/version"
-    }
+    logging.getLogger("hydra_engine.server.loggers").removeHandler(caplog.handler)
+    assert {record.args[2] for record in caplog.records if record.name == "hydra_engine.server.loggers"} == {"/version"}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -21,7 +21,7 @@ from hydra_engine.config import SECRET_VARIABLES, ServerConfig
 from hydra_engine.errors import ConfigError
 from hydra_engine.server import runner
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http.auth import KEYS, MAX_KEY_CHARS, MAX_KEYS, KeyRing
+from hydra_engine.server.http.access_control import KEYS, MAX_KEY_CHARS, MAX_KEYS, KeyRing
 from hydra_engine.server.http.listening import listen
 from tests.server.conftest import Serve, chat_body
 from tests.server.stub import StubEngine
@@ -180,7 +180,7 @@ async def test_names_are_in_logs_and_metrics_and_keys_are_nowhere(
         async with served.get("/metrics", headers={"Authorization": f"Bearer {key}"}) as response:
             page = await response.text()
         assert ('client="alice"' in page) is shown and "hush" not in page
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("server.http.access")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("server.loggers")]
     assert [line.endswith(" for alice") for line in lines] == [True, False, False]
     assert "hush" not in caplog.text
     config = ServerConfig(api_key=("hush-c",), admin_key="hush-d")

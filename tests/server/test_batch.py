@@ -15,7 +15,7 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.errors import RequestFailed, ResourceError, Unavailable
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http.auth import KeyRing
+from hydra_engine.server.http.access_control import KeyRing
 from hydra_engine.server.openai.batch import MAX_ID_CHARS, serving
 from tests.server.stub import StubEngine
 

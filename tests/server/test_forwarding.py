@@ -15,8 +15,8 @@ from hydra_engine.core.outputs import FinishReason, Piece, RequestMetrics, Resul
 from hydra_engine.errors import RequestFailed
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.server import generate
-from hydra_engine.server.http.access import ACCESS, Access
 from hydra_engine.server.http.answers import EventStream
+from hydra_engine.server.loggers import ACCESS, Access
 from tests.server.conftest import Serve, Served, until
 from tests.server.stub import StubEngine
 from tests.server.test_cancel import connect, request_bytes

@@ -158,7 +158,7 @@ async def test_one_log_line_per_request(serve: Serve, caplog: pytest.LogCaptureF
             assert response.status == 200
         async with served.get("/no%0awhere/secret") as response:
             assert response.status == 404
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("http.access")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("server.loggers")]
     assert len(lines) == 2
     assert lines[0].startswith("r9 POST /v1/chat/completions 200 ")
     assert " GET unknown 404 " in lines[1]

@@ -12,8 +12,8 @@ import pytest
 
 from hydra_engine import log
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
-from hydra_engine.server import load_log
-from hydra_engine.server.load_log import Load
+from hydra_engine.server import loggers
+from hydra_engine.server.loggers import Load
 from tests.server.conftest import until
 from tests.server.stub import StubEngine, example_status
 
@@ -26,11 +26,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(log.JsonFormatter("front"))
-    monkeypatch.setattr(load_log.logger, "handlers", [handler])
-    monkeypatch.setattr(load_log.logger, "propagate", False)
-    monkeypatch.setattr(load_log, "EVERY_S", 0.01)
+    monkeypatch.setattr(loggers.load_log, "handlers", [handler])
+    monkeypatch.setattr(loggers.load_log, "propagate", False)
+    monkeypatch.setattr(loggers, "EVERY_S", 0.01)
     yield stream
-    load_log.logger.setLevel(logging.NOTSET)
+    loggers.load_log.setLevel(logging.NOTSET)
 
 
 def ended(prompt: int, cached: int, images: int = 0, cached_images: int = 0) -> Result:
@@ -96,8 +96,8 @@ async def test_lines_are_vllms_words_or_facts_until_the_server_ends(
     said: io.StringIO, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = StubEngine(status=example_status(num_running=2, num_waiting=0))
-    load_log.logger.addHandler(caplog.handler)
-    async with load_log.load_lines(engine):
+    loggers.load_log.addHandler(caplog.handler)
+    async with loggers.load_lines(engine):
         engine.report(ended(10, 5))
         await until(lambda: bool(said.getvalue()))
     count = len(said.getvalue().splitlines())

@@ -29,13 +29,13 @@ from tests.server.test_cancel import request_bytes
 SCRIPT = """
 import asyncio, json, logging, sys
 from hydra_engine.config import ServerConfig
-from hydra_engine.server import load_log
+from hydra_engine.server import loggers
 from hydra_engine.server.runner import serve
 from tests.server.stub import StubEngine, example_status
 
 logging.basicConfig(level=logging.INFO)
 options = json.loads(sys.argv[1])
-load_log.EVERY_S = options.get("load_every_s", load_log.EVERY_S)
+loggers.EVERY_S = options.get("load_every_s", loggers.EVERY_S)
 engine = StubEngine(**options["engine"], status=example_status())
 
 async def start():

@@ -20,7 +20,7 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.errors import ConfigError, Unavailable
 from hydra_engine.server.app import build_app
-from hydra_engine.server.http.access import TRACER
+from hydra_engine.server.loggers import TRACER
 from hydra_engine.telemetry import otel
 from tests.server.conftest import Serve, Served, chat_body
 from tests.server.stub import StubEngine

@@ -24,8 +24,8 @@ from hydra_engine.server.generate import (
     respond,
     with_tool_dialect,
 )
+from hydra_engine.server.http.access_control import cache_salt
 from hydra_engine.server.http.answers import json_event
-from hydra_engine.server.http.auth import cache_salt
 from hydra_engine.server.http.body import parse_in_turn, read_request
 from hydra_engine.server.protocol.anthropic import (
     CountTokensRequest,

@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from hydra_engine.core.schemas.numbers import encode_long
-from hydra_engine.server.http.access import ACCESS
+from hydra_engine.server.loggers import ACCESS
 from hydra_engine.server.state import REQUEST_ID
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from msgspec import inspect
 from hydra_engine.core.fairness import Lease
 from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable, UnsupportedMediaType
-from hydra_engine.server.http.access import ACCESS
 from hydra_engine.server.http.strict_json import decoder_of, parse, plain_types
+from hydra_engine.server.loggers import ACCESS
 from hydra_engine.server.protocol.fields import log_once
 from hydra_engine.server.protocol.other_fields import EMPTY, Harmless, other_names_of
 from hydra_engine.server.state import CONFIG, STATE, client_of

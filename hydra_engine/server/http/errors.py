@@ -30,8 +30,8 @@ from hydra_engine.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from hydra_engine.server.http.access import ACCESS, PROBES, has_anthropic_style, route_of
 from hydra_engine.server.http.answers import EventStream, event
+from hydra_engine.server.loggers import ACCESS, PROBES, has_anthropic_style, route_of
 from hydra_engine.server.state import PLACES, REQUEST_ID, STATE
 
 logger = logging.getLogger(__name__)

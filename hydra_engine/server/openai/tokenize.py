@@ -7,7 +7,7 @@ from aiohttp import web
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.generate import check_model, json_response
-from hydra_engine.server.http.auth import cache_salt
+from hydra_engine.server.http.access_control import cache_salt
 from hydra_engine.server.http.body import parse_in_turn, read_request
 from hydra_engine.server.protocol.chat import chat_messages, continues_last, plain_tools, template_options
 from hydra_engine.server.protocol.fields import pixel_budget
