@@ -219,13 +219,18 @@ class EmulatedBuild(IncrementalBuild):
 
 
 setup(
-    packages=[*find_packages(include=["hydra_engine*", "hydra_planner*"]), "hydra_kernels"],
+    packages=[
+        *find_packages(include=["hydra_engine*", "hydra_planner*", "hydra_chat*", "hydra_quantizer*"]),
+        "hydra_kernels",
+    ],
     package_dir={"hydra_kernels": "kernels/hydra_kernels"},
     package_data={
         "hydra_engine": ["*.pyi", "py.typed"],
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],
         "hydra_engine.models": ["shapes/*/*"],
         "hydra_planner": ["py.typed"],
+        "hydra_chat": ["py.typed"],
+        "hydra_quantizer": ["py.typed"],
         "hydra_planner.hardware": ["*.json"],
         "hydra_engine.server.page": ["static/**/*"],
     },

@@ -19,10 +19,12 @@ from hydra_engine.entry_points import load_entry_points
 
 
 class Command(NamedTuple):
-    """`help`: the line in the list of commands. `module`: the one with its `add_options` and `run`."""
+    """`help`: the line in the list of commands. `module`: the one with its `add_options` and `run`. `follows`: the
+    command above it in the list; empty for the end."""
 
     help: str
     module: str
+    follows: str = ""
 
 
 _OWN = {
@@ -30,28 +32,27 @@ _OWN = {
     for name, text in {
         "serve": "start the OpenAI-compatible server on a model",
         "generate": "answer one question, with or without pictures, with an embedded engine",
-        "chat": "chat with a running server in the terminal",
         "run-batch": "answer a file of requests in OpenAI's batch format with an embedded engine",
         "demo": "answer four questions with the shipped model, with timelines",
         "bench": "run a benchmark of the source tree: ops, stages, serving",
-        "profile": "measure step times on this machine, save them, and print what a latency limit allows",
-        "quantize": "write a checkpoint again with its decoder in 8 or 4 bits, as compressed-tensors stores it",
         "memory": "print the memory of each instance of a topology and what its role saves; loads no weights",
         "config": "print the effective configuration and the source of each value",
         "doctor": "print hardware, libraries and the implementation of each operation; also called env",
         "completion": "print a completion script for bash, zsh or fish",
     }.items()
 }
-_BEFORE_OTHERS = 6  # of these commands come before those of other packages in the list
 _ALIASES = {"env": "doctor"}
 
 
 @cache
 def _all() -> dict[str, Command]:
     """Also the commands of other packages, which takes a while to find."""
-    own = list(_OWN.items())
+    listed = list(_OWN)
     others: dict[str, Command] = load_entry_points("hydra_engine.commands")
-    return dict([*own[:_BEFORE_OTHERS], *others.items(), *own[_BEFORE_OTHERS:]])
+    for name, command in sorted(others.items()):
+        listed.insert(listed.index(command.follows) + 1 if command.follows in listed else len(listed), name)
+    found = _OWN | others
+    return {name: found[name] for name in listed}
 
 
 def command_of(word: str) -> str | None:
@@ -84,10 +85,10 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=f"hydra-engine {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers: dict[str, Parser] = {}
-    for name, (text, _) in (_OWN if only in _OWN else _all()).items():
+    for name, listed in (_OWN if only in _OWN else _all()).items():
         aliases = [alias for alias, target in _ALIASES.items() if target == name]
-        description = text[0].upper() + text[1:] + "."
-        command = subparsers.add_parser(name, aliases=aliases, help=text, description=description)
+        description = listed.help[0].upper() + listed.help[1:] + "."
+        command = subparsers.add_parser(name, aliases=aliases, help=listed.help, description=description)
         if only in (None, name):
             _module(name).add_options(command)
         parsers |= dict.fromkeys((name, *aliases), command)

@@ -5,8 +5,15 @@ from hydra_engine.cli.commands import Command
 PLAN = Command(
     "find the topology that keeps latency limits at the highest rate or the least cost, in simulated time",
     "hydra_planner.commands.plan",
+    follows="bench",
 )
 REPRODUCE = Command(
     "repeat the experiments of the papers that the engine builds on, by simulation and closed forms",
     "hydra_planner.commands.reproduce",
+    follows="plan",
+)
+PROFILE = Command(
+    "measure step times on this machine, save them, and print what a latency limit allows",
+    "hydra_planner.commands.profile",
+    follows="plan",
 )

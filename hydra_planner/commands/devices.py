@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hydra_engine import log
 from hydra_engine.backend import devices
-from hydra_engine.cli.profile import progress_line
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.profiler.other_load import busy_note
+from hydra_planner.commands.profile import progress_line
 
 if TYPE_CHECKING:
     from hydra_engine.profiler.start import StepCosts

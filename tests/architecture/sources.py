@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("hydra_engine", "hydra_planner", "kernels", "tools")  # packages, and tools that follow their rules
+PACKAGES = ("hydra_engine", "hydra_planner", "hydra_chat", "hydra_quantizer")
+SHIPPED = (*PACKAGES, "kernels", "tools")  # packages, and tools that follow their rules
 
 
 @cache

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from tests.architecture.sources import ROOT, files_in, nodes_of
+from tests.architecture.sources import PACKAGES, ROOT, files_in, nodes_of
 
 
 def modules() -> dict[str, str]:
     """Files below the root by the names under which they are imported."""
     found = {}
-    for path in files_in("hydra_engine", "hydra_planner"):
+    for path in files_in(*PACKAGES):
         name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         found[name] = path.relative_to(ROOT).as_posix()
     return found

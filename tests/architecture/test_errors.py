@@ -7,12 +7,12 @@ import ast
 import pytest
 
 from hydra_engine import errors
-from tests.architecture.sources import files_in, nodes_of
+from tests.architecture.sources import PACKAGES, files_in, nodes_of
 
 
 def codes_in_the_code() -> dict[str, str]:
     found: dict[str, str] = {}
-    for path in files_in("hydra_engine", "hydra_planner"):
+    for path in files_in(*PACKAGES):
         for node in nodes_of(path):
             if not isinstance(node, ast.keyword) or node.arg != "code" or not isinstance(node.value, ast.Constant):
                 continue

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT, files_in, nodes_of, text_of, tree_of
+from tests.architecture.sources import PACKAGES, ROOT, files_in, nodes_of, text_of, tree_of
 
 PACKAGE = ROOT / "hydra_engine"
-BESIDE = ROOT / "hydra_planner"  # a package that uses the engine, which does not import it
+BESIDE = tuple(name for name in PACKAGES if name != PACKAGE.name)  # they use the engine, which does not import them
 
 # Each folder (or module beside them) may import itself and what is listed here, which only holds names above it.
 BASE = {"errors", "clock", "log"}
@@ -95,6 +95,8 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "cli",
     },
+    "hydra_chat": BASE | {"core", "config", "cli"},
+    "hydra_quantizer": BASE | {"core", "config", "specs", "backend", "models", "cli"},
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
 }
@@ -116,7 +118,7 @@ TORCH_FREE = {
         "preprocess",
         "cluster",
     ),
-    *("frontend", "engine", "server", "cli", "profiler", "hydra_planner", "transfer"),
+    *("frontend", "engine", "server", "cli", "profiler", "hydra_planner", "hydra_chat", "transfer"),
 }
 TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}
 # Folders and files that only some deployments need: `HOOKS` attaches them.
@@ -142,11 +144,11 @@ MAX_FOLDER_FILES = 20
 
 
 def modules() -> tuple[Path, ...]:
-    return files_in(PACKAGE.name, BESIDE.name)
+    return files_in(*PACKAGES)
 
 
 def name_of(path: Path) -> str:
-    """The path below hydra_engine; of the package beside it, with its name."""
+    """The path below hydra_engine; of the packages beside it, with their names."""
     return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
@@ -190,7 +192,7 @@ def forbidden_imports(path: Path) -> Iterator[str]:
     for module, line in imports_of(path):
         if module.split(".")[0] in OUTSIDE:
             yield f"{name_of(path)}:{line} imports {module}: no part of the package"
-        if module.split(".")[0] not in ("hydra_engine", BESIDE.name):
+        if module.split(".")[0] not in PACKAGES:
             continue
         target = folder_named(tuple(module.removeprefix("hydra_engine.").split(".")))
         target = "" if target == "hydra_engine" else target

@@ -40,9 +40,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         sys.modules.pop(name, None)
 
 
-def test_the_planner_adds_its_commands_to_the_tree() -> None:
+def test_the_packages_beside_the_engine_add_their_commands_to_the_tree() -> None:
     found = load_entry_points(GROUP)
-    assert list(found) == ["plan", "reproduce"] and all(isinstance(command, Command) for command in found.values())
+    assert sorted(found) == ["chat", "plan", "profile", "quantize", "reproduce"]
+    assert all(isinstance(command, Command) for command in found.values())
     assert load_entry_points("hydra_engine.nothing") == {}
 
 

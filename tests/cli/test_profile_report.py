@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.cli.profile import mean_start, profile_lines
 from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.profiler.calibrate import Site, calibrate
 from hydra_engine.profiler.fit import Samples, allowance, fit
 from hydra_engine.profiler.store import Identity, Profile, Reach
+from hydra_planner.commands.profile import mean_start, profile_lines
 from tests.profiler.fakes import SIZES, SURFACE, FakeLanes, SquareVision, decodes, prompt
 
 IDENTITY = Identity("abc", "cpu", "a processor", 2, 2, "throughput", "bfloat16", "native", True, False, 16, "0.1.0")

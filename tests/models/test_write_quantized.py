@@ -14,7 +14,7 @@ from torch import Tensor
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, ConfigError
-from hydra_engine.models.loading.write_quantized import write_quantized
+from hydra_quantizer.writer import write_quantized
 from tests.models.conftest import CheckpointFactory
 from tests.models.driver import Driver
 from tests.models.quantized.written import METHODS, edit_config, write_checkpoint

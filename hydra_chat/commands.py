@@ -8,8 +8,8 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-from hydra_engine.cli.talk.conversation import Attachment, Conversation, Turn, attachment
-from hydra_engine.cli.talk.screen import Screen
+from hydra_chat.conversation import Attachment, Conversation, Turn, attachment
+from hydra_chat.screen import Screen
 from hydra_engine.errors import ConfigError
 
 HELP = """\

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from hydra_chat.client import Answer, Client, ServerError
+from hydra_chat.commands import COMMANDS, Commands, Next
+from hydra_chat.conversation import Conversation
+from hydra_chat.prompt import Prompt
+from hydra_chat.screen import Screen
 from hydra_engine.cli.options import sampling_from
 from hydra_engine.cli.summary import timeline_lines
-from hydra_engine.cli.talk.client import Answer, Client, ServerError
-from hydra_engine.cli.talk.commands import COMMANDS, Commands, Next
-from hydra_engine.cli.talk.conversation import Conversation
-from hydra_engine.cli.talk.prompt import Prompt
-from hydra_engine.cli.talk.screen import Screen
 from hydra_engine.core.outputs import SloReport, StageSpan
 from hydra_engine.errors import ConfigError
 

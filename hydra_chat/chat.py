@@ -34,8 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` of other commands needs none of it.
-    from hydra_engine.cli.talk.client import Client, ServerError
-    from hydra_engine.cli.talk.session import Session
+    from hydra_chat.client import Client, ServerError
+    from hydra_chat.session import Session
 
     keys = environment_api_keys()
     client = Client(arguments.url, arguments.api_key or (keys[0] if keys else None))

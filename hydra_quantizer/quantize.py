@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.model!r} is a GGUF file, which is served as it is; quantize reads safetensors"
         )
     folder, out = find_model(EngineConfig(model=arguments.model)).model_path, Path(arguments.out)
-    writer: Any = import_module("hydra_engine.models.loading.write_quantized")  # loads torch
+    writer: Any = import_module("hydra_quantizer.writer")  # loads torch
     # None: a bar only on a terminal
     with tqdm(desc="quantizing", unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
 
