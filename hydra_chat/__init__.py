@@ -5,4 +5,4 @@ A package beside the engine, in the same wheel: it uses the engine's settings an
 
 from hydra_engine.cli.commands import Command
 
-CHAT = Command("chat with a running server in the terminal", "hydra_chat.chat", follows="generate")
+CHAT = Command("chat with a running server in the terminal", "hydra_chat.chat", position=21)

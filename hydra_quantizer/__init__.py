@@ -8,5 +8,5 @@ from hydra_engine.cli.commands import Command
 QUANTIZE = Command(
     "write a checkpoint again with its decoder in 8 or 4 bits, as compressed-tensors stores it",
     "hydra_quantizer.quantize",
-    follows="profile",
+    position=54,
 )

@@ -19,27 +19,31 @@ from hydra_engine.entry_points import load_entry_points
 
 
 class Command(NamedTuple):
-    """`help`: the line in the list of commands. `module`: the one with its `add_options` and `run`. `follows`: the
-    command above it in the list; empty for the end."""
+    """`help`: its line in the list of commands. `module`: the one with its `add_options` and `run`. `position`: its
+    place in the list, in which the engine's commands have 10, 20, ..; the default is the end."""
 
     help: str
     module: str
-    follows: str = ""
+    position: int = 1000
 
 
 _OWN = {
-    name: Command(text, f"hydra_engine.cli.{name.replace('-', '_')}")
-    for name, text in {
-        "serve": "start the OpenAI-compatible server on a model",
-        "generate": "answer one question, with or without pictures, with an embedded engine",
-        "run-batch": "answer a file of requests in OpenAI's batch format with an embedded engine",
-        "demo": "answer four questions with the shipped model, with timelines",
-        "bench": "run a benchmark of the source tree: ops, stages, serving",
-        "memory": "print the memory of each instance of a topology and what its role saves; loads no weights",
-        "config": "print the effective configuration and the source of each value",
-        "doctor": "print hardware, libraries and the implementation of each operation; also called env",
-        "completion": "print a completion script for bash, zsh or fish",
-    }.items()
+    "serve": Command("start the OpenAI-compatible server on a model", "hydra_engine.cli.serve", 10),
+    "generate": Command(
+        "answer one question, with or without pictures, with an embedded engine", "hydra_engine.cli.generate", 20
+    ),
+    "run-batch": Command(
+        "answer a file of requests in OpenAI's batch format with an embedded engine", "hydra_engine.cli.run_batch", 30
+    ),
+    "demo": Command("answer four questions with the shipped model, with timelines", "hydra_engine.cli.demo", 40),
+    "bench": Command("run a benchmark of the source tree: ops, stages, serving", "hydra_engine.cli.bench", 50),
+    "config": Command("print the effective configuration and the source of each value", "hydra_engine.cli.config", 60),
+    "doctor": Command(
+        "print hardware, libraries and the implementation of each operation; also called env",
+        "hydra_engine.cli.doctor",
+        70,
+    ),
+    "completion": Command("print a completion script for bash, zsh or fish", "hydra_engine.cli.completion", 80),
 }
 _ALIASES = {"env": "doctor"}
 
@@ -47,12 +51,8 @@ _ALIASES = {"env": "doctor"}
 @cache
 def _all() -> dict[str, Command]:
     """Also the commands of other packages, which takes a while to find."""
-    listed = list(_OWN)
-    others: dict[str, Command] = load_entry_points("hydra_engine.commands")
-    for name, command in sorted(others.items()):
-        listed.insert(listed.index(command.follows) + 1 if command.follows in listed else len(listed), name)
-    found = _OWN | others
-    return {name: found[name] for name in listed}
+    found: dict[str, Command] = _OWN | load_entry_points("hydra_engine.commands")
+    return dict(sorted(found.items(), key=lambda item: item[1].position))
 
 
 def command_of(word: str) -> str | None:

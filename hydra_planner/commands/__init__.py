@@ -5,15 +5,20 @@ from hydra_engine.cli.commands import Command
 PLAN = Command(
     "find the topology that keeps latency limits at the highest rate or the least cost, in simulated time",
     "hydra_planner.commands.plan",
-    follows="bench",
+    position=51,
 )
 REPRODUCE = Command(
     "repeat the experiments of the papers that the engine builds on, by simulation and closed forms",
     "hydra_planner.commands.reproduce",
-    follows="plan",
+    position=52,
 )
 PROFILE = Command(
     "measure step times on this machine, save them, and print what a latency limit allows",
     "hydra_planner.commands.profile",
-    follows="plan",
+    position=53,
+)
+MEMORY = Command(
+    "print the memory of each instance of a topology and what its role saves; loads no weights",
+    "hydra_planner.commands.memory",
+    position=55,
 )

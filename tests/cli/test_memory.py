@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hydra_engine.cli.memory import report_lines
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError, ResourceError
-from hydra_engine.instance.footprint import Footprints, footprints
 from hydra_engine.models.specs.registry import load_spec
+from hydra_planner.commands.memory import report_lines
+from hydra_planner.footprint import Footprints, footprints
 from tests.cli.conftest import Here
 from tools.miniatures import make_tiny
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.instances import Role, Topology, role_of
 from hydra_engine.errors import ConfigError
-from hydra_engine.instance.footprint import footprints
+from hydra_planner.footprint import footprints
 
 GIB = 1 << 30
 LIMITS = ("token_budget", "max_num_seqs", "image_budget", "num_kv_blocks", "num_image_blocks")

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import torch
+from typing import Any
 
 from hydra_engine.backend.select import create_backend, resolve_device, resolve_dtype, weights_dtype
 from hydra_engine.config import EngineConfig
@@ -91,7 +90,7 @@ def _if_it_fits(make: partial[Footprint]) -> Footprint | None:
         return None
 
 
-def _free_bytes(config: EngineConfig, device: str, dtype: torch.dtype) -> int:
+def _free_bytes(config: EngineConfig, device: str, dtype: Any) -> int:
     backend = create_backend(device, dtype, backend=config.backend, deterministic=config.deterministic)
     free_bytes, _ = backend.device.memory()
     return free_bytes
@@ -100,7 +99,7 @@ def _free_bytes(config: EngineConfig, device: str, dtype: torch.dtype) -> int:
 def _footprint(
     spec: ModelSpec,
     config: EngineConfig,
-    dtype: torch.dtype,
+    dtype: Any,
     free_bytes: int,
     name: str,
     device: str,

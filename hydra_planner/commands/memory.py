@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     memory: float | None = arguments.memory
     if memory is not None and not 0 < memory < 1e6:
         raise ConfigError("--memory must be a number of GiB above 0", param="memory")
-    footprint: Any = import_module("hydra_engine.instance.footprint")  # loads torch
+    footprint: Any = import_module("hydra_planner.footprint")  # loads torch
     footprints = footprint.footprints(config, None if memory is None else int(memory * GIB))
     sys.stdout.write("\n".join(report_lines(footprints, config.model_name)) + "\n")
     fits = all(_used(footprints, device) <= available for device, available in footprints.memory.items())
