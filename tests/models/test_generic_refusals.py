@@ -32,8 +32,8 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.transformers_adapter.attention import MaskRule
 from hydra_engine.models.transformers_adapter.build_spec import describe_in_process
 from hydra_engine.models.transformers_adapter.describe_spec import _no_images_because, describe, probe_picture
-from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
+from hydra_engine.models.transformers_adapter.spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.preprocess.media.media import MediaLoader
 from tools.miniatures import make_tiny
 

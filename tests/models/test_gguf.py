@@ -29,8 +29,8 @@ from hydra_engine.models.loading.gguf_checkpoint import ordered
 from hydra_engine.models.loading.gguf_names import Order
 from hydra_engine.models.loading.gguf_tensors import decode_in_torch, decoded
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
+from hydra_engine.models.specs.gguf_config import llama3_factors
 from hydra_engine.models.specs.gguf_file import TENSOR_TYPES
-from hydra_engine.models.specs.gguf_rope import llama3_factors
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.model_files import find_model_files
 from tests.gguf_files import add_tensor, finish, gguf, write_gguf

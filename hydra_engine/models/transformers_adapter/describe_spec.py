@@ -27,9 +27,14 @@ from hydra_engine.errors import CheckpointError, HydraError, InvalidImage
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import stored_dtype
 from hydra_engine.models.specs.fields import Fields, read_json
-from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.models.transformers_adapter.processor_spec import Expansion, PictureProcessor, num_runs
-from hydra_engine.models.transformers_adapter.spec import FAMILY, Answer, GenericVisionSpec
+from hydra_engine.models.transformers_adapter.spec import (
+    FAMILY,
+    PROCESSOR_ERRORS,
+    Answer,
+    GenericVisionSpec,
+    describe_error,
+)
 
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
 MAX_COUNTED = 4096

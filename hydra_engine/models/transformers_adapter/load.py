@@ -27,10 +27,10 @@ from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.inputs import LanguageInput, VisionInput
 from hydra_engine.models.loading.checkpoint import list_names
+from hydra_engine.models.loading.parameters import too_many_layers
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.models.specs.held_layers import too_many_layers
 from hydra_engine.models.transformers_adapter.describe_spec import (
     cannot_run,
     load_config,
@@ -38,10 +38,9 @@ from hydra_engine.models.transformers_adapter.describe_spec import (
     probe_picture,
     quiet_logging,
 )
-from hydra_engine.models.transformers_adapter.failures_spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.models.transformers_adapter.model import GenericModel
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
+from hydra_engine.models.transformers_adapter.spec import PROCESSOR_ERRORS, SPAN_TOKEN_IDS, describe_error
 from hydra_engine.models.transformers_adapter.surgery import accepts, set_attention
 
 _NUMBERED = re.compile(r"(.+?)\.(0|[1-9][0-9]{0,8})\.")
