@@ -24,7 +24,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Role
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.models.build import load_model
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
 from hydra_engine.preprocess.model_files import find_model_files

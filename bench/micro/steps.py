@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hydra_engine.backend.base import AttentionPlan, MixedRows, PagedCache
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.language.graphs import MixedSize
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from hydra_engine.core.instances import EPD
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import BackendError, HydraError
 from hydra_engine.models.build import load_model
-from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel

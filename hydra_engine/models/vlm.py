@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PagedCache
-from hydra_engine.models.inputs import LanguageInput, VisionInput
-from hydra_engine.models.layers.decoder import Decoder
-from hydra_engine.models.layers.vision import Packing, TowerInput, tower_input
+from hydra_engine.models.layers.decoder import Decoder, LanguageInput
+from hydra_engine.models.layers.vision import Packing, TowerInput, VisionInput, tower_input
 from hydra_engine.models.loading.parameters import Demands, Renames, Scope
 
 

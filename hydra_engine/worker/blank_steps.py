@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 
 from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors, StateCache, StateRows, States
-from hydra_engine.models.inputs import LanguageInput, Scored, VisionInput
+from hydra_engine.models.layers.decoder import LanguageInput, Scored
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
 from hydra_engine.worker.language.special import WORDS, SpecialTensors, sample_special
 from hydra_engine.worker.ports import ServedModel

@@ -18,7 +18,8 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import Int64s
 from hydra_engine.core.request import Request
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.layers.decoder import LanguageInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.vlm import Vision
 from hydra_engine.worker.language.sampler import SamplingState
 

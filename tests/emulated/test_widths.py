@@ -15,7 +15,7 @@ from hydra_engine.backend.cuda.linear import WIDTH_STEP, CudaLinear
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.instances import Role
 from hydra_engine.models.build import load_model
-from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.registry import load_spec
 from tests.emulated.conftest import Models, assert_clean
 from tests.emulated.streams import Streams

@@ -18,7 +18,8 @@ from hydra_engine.backend.base import AttentionPlan, Backend, PagedCache, StateC
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.models.build import load_model
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.layers.decoder import LanguageInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 

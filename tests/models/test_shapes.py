@@ -24,7 +24,8 @@ from hydra_engine.config import SHAPES, EngineConfig
 from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.build import build_model
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.layers.decoder import LanguageInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.loading.random_weights import fill_random
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec

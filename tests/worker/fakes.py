@@ -44,7 +44,8 @@ from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.core.sampling import NO_RULES, SamplingParams, TokenRules
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.layers.decoder import LanguageInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import (
     ItemPlan,
     LanguageSpec,

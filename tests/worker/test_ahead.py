@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hydra_engine.core.request import Request
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.language.sampler import Constraint, SamplingState, sample_row
 from hydra_engine.worker.vision.gate import LaneGate
 from tests.faults.points import FaultPoints

@@ -21,7 +21,7 @@ from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.request import Request
 from hydra_engine.core.sampling import TokenRules
 from hydra_engine.errors import BackendError, ErrorInfo
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.vision.gate import LaneGate
 from tests.faults.points import FaultPoints

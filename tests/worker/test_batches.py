@@ -12,7 +12,7 @@ from hydra_engine.backend.base import StateCache
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.language.batches import sent_input, step_rows
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, part_of, request_ids_of

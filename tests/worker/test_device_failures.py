@@ -10,7 +10,8 @@ import torch
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.errors import BackendError
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.layers.decoder import LanguageInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.worker.boundary import run_guarded
 from hydra_engine.worker.language.slot_table import SlotTable
 from tests.faults.points import FaultPoints

@@ -25,8 +25,7 @@ from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.errors import BackendError, ConfigError
 from hydra_engine.models.build import load_model
-from hydra_engine.models.inputs import VisionInput
-from hydra_engine.models.layers.vision import PixelRows, cumulative_lengths, pad_with_grids, spans_in
+from hydra_engine.models.layers.vision import PixelRows, VisionInput, cumulative_lengths, pad_with_grids, spans_in
 from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.base import ItemPlan, VisionSpec
 from hydra_engine.models.specs.registry import load_spec

@@ -12,7 +12,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import VisionPlan
 from hydra_engine.errors import BackendError
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.worker import Worker
 from tests.virtual_clock import VirtualClock
 from tests.worker.fakes import FakeModel, Rig, fake_spec, make_picture, make_request

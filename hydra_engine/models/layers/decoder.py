@@ -14,25 +14,54 @@ know requests, sampling, blocks, which rows are decodes or which request has whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import (
+    AttentionPlan,
     DeferredNorm,
     DeltaInputs,
     HeadNorms,
     PagedCache,
     Rotary,
+    States,
     StepInputs,
     apply_deferred_norm,
 )
 from hydra_engine.backend.quantized import QuantizedWeight
-from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, Linear, RmsNorm, Weight
 from hydra_engine.models.layers.rotary import RotaryTable, angles_at
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec, LayerKind
+
+# A language head computes the logits of this many scored rows at a time; those of a long chunk would not fit.
+SCORED_ROWS = 256
+
+
+class Scored(NamedTuple):
+    """Rows of a step that need logits besides those of `logit_rows`. `take` receives slices [<= SCORED_ROWS, V] float32
+    in the order of `rows` and must not keep them."""
+
+    rows: Tensor  # [M] int64, M > 0
+    take: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageInput:
+    token_ids: Tensor  # [T] int64; any value at image rows
+    # [T] int64 (1-D rotary) or [3, T] (multimodal rotary: time, row, column; alike where a row takes no image feature)
+    positions: Tensor
+    slots: Tensor  # [T] int64, KV-cache slot of each token
+    attention: AttentionPlan
+    logit_rows: Tensor  # [B'] int64, rows whose logits are wanted
+    position_end: int  # more than the largest of `positions`
+    image_rows: Tensor | None = None  # [M] int64, rows that take image features
+    image_slots: Tensor | None = None  # [M] int64, their slots in the image cache
+    states: States | None = None  # for models whose layers keep some
+    scored: Scored | None = None
 
 
 class PagedAttention:

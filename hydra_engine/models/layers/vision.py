@@ -19,7 +19,7 @@ Does not know caches, what a wait is for, or how a user's picture became picture
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import PackedPlan, Rotary, Segments
+from hydra_engine.backend.device import Send
 from hydra_engine.core.plans import Int64s
-from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import GatedMlp, LayerNorm, Linear, Mlp, RmsNorm, Weight
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import PreprocessSpec
@@ -39,6 +39,31 @@ from hydra_engine.models.specs.vision import SquareTowerSpec, SquareVisionSpec, 
 
 T = TypeVar("T")
 Mix = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+
+
+def no_checkpoint() -> None:
+    """A checkpoint that does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionInput:
+    """A batch of image spans and the slots of their features; entry i of every tuple belongs to span i.
+
+    `pixels[i]` is uint8 [pictures, height, width, 3]: a picture, a base picture with its tiles, or the frames of one
+    temporal patch, as planned by the family's spec. Spans may differ in size. Models that run through transformers get
+    `arrays[i]` instead: their processor's tensors by name.
+
+    A tower calls `checkpoint`, which may wait, between its layers. With `piece_rows` it also calls it inside layers and
+    computes at most that many rows of a layer at a time; see `layers/vision.py`."""
+
+    pixels: tuple[Tensor, ...]
+    sources: tuple[tuple[int, int], ...]  # (width, height) of the picture that the user gave
+    grids: tuple[tuple[int, int, int], ...]  # (time, rows, columns) in patches
+    slots: Tensor  # [sum of num_tokens] int64, image-cache slots in token order
+    arrays: tuple[Mapping[str, Tensor], ...] = ()
+    checkpoint: Callable[[], None] = no_checkpoint
+    piece_rows: int = 0
+    send: Send | None = None  # copies a tower's host arrays to the device; None: with blocking copies
 
 
 class AttentionPiece(NamedTuple):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hydra_engine.core.plans import Int64s
-from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import Weight
-from hydra_engine.models.layers.vision import Grid, Packing, TowerInput
+from hydra_engine.models.layers.vision import Grid, Packing, TowerInput, VisionInput
 from hydra_engine.models.llava.model import LLAVA_RENAMES, LlavaVision
 from hydra_engine.models.llava_next.spec import LlavaNextVisionSpec, unpadded
 from hydra_engine.models.loading.parameters import Scope

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hydra_engine.backend.base import PackedPlan, Segments
 from hydra_engine.core.plans import Int64s
-from hydra_engine.models.inputs import VisionInput, no_checkpoint
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, Weight
 from hydra_engine.models.layers.vision import (
     LayerNames,
@@ -23,10 +22,12 @@ from hydra_engine.models.layers.vision import (
     PatchProjection,
     Slices,
     TowerInput,
+    VisionInput,
     VisionLayer,
     cut_in_merge_order,
     in_merge_order,
     link_norms,
+    no_checkpoint,
     pack_pictures,
 )
 from hydra_engine.models.loading.parameters import Scope

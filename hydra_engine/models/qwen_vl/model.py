@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Rotary
 from hydra_engine.core.plans import Int64s
-from hydra_engine.models.inputs import VisionInput
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, RmsNorm, Weight
 from hydra_engine.models.layers.rotary import GrowingTable
 from hydra_engine.models.layers.vision import (
@@ -28,6 +27,7 @@ from hydra_engine.models.layers.vision import (
     PatchMerger,
     PatchProjection,
     TowerInput,
+    VisionInput,
     VisionLayer,
     cumulative_lengths,
     cut_in_merge_order,

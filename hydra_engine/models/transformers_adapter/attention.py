@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hydra_engine.backend.base import AttentionPlan, Ops, PagedCache
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 
 NAME = "hydra_paged"
 STEP = "hydra_step"  # the keyword argument

@@ -25,7 +25,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.inputs import LanguageInput, VisionInput
+from hydra_engine.models.layers.decoder import LanguageInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.loading.checkpoint import list_names
 from hydra_engine.models.loading.parameters import too_many_layers
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint

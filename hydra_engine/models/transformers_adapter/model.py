@@ -23,7 +23,8 @@ from torch import Tensor
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import DTYPES
 from hydra_engine.core.instances import Role
-from hydra_engine.models.inputs import SCORED_ROWS, LanguageInput, VisionInput, no_checkpoint
+from hydra_engine.models.layers.decoder import SCORED_ROWS, LanguageInput
+from hydra_engine.models.layers.vision import VisionInput, no_checkpoint
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.transformers_adapter.attention import NAME, STEP, Step, register
 from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE, SPAN_TOKEN_IDS

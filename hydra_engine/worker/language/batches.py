@@ -19,7 +19,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Ops, PagedCache, States
 from hydra_engine.backend.device import Device
 from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s, LanguagePlan
-from hydra_engine.models.inputs import LanguageInput, Scored
+from hydra_engine.models.layers.decoder import LanguageInput, Scored
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, counts_of, starts_of
 from hydra_engine.worker.ports import PromptPositions, ServedModel
 

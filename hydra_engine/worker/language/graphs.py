@@ -30,7 +30,7 @@ from torch import Tensor
 from hydra_engine.backend.base import MixedRows, Ops, Refresh, SamplingTensors, StateRows, States
 from hydra_engine.backend.device import Device, Graph
 from hydra_engine.core.plans import BlockIds, Int64s, LanguagePlan
-from hydra_engine.models.inputs import LanguageInput
+from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.language.batches import StepParts, StepRows, image_merges
 from hydra_engine.worker.language.slot_table import DeviceSlotTable, SamplingArrays
 from hydra_engine.worker.language.special import (

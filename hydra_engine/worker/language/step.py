@@ -26,7 +26,7 @@ from hydra_engine.backend.base import SamplingTensors
 from hydra_engine.backend.device import Device, Fetch
 from hydra_engine.core.plans import DecodeRows, Int64s, LanguagePlan, TokenLogprobs
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.models.inputs import LanguageInput, Scored
+from hydra_engine.models.layers.decoder import LanguageInput, Scored
 from hydra_engine.worker.boundary import not_finite, run_guarded
 from hydra_engine.worker.language.batches import StepParts, StepRows, sent_input, step_rows
 from hydra_engine.worker.language.graphs import SpecialGraph, StepGraphs

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Role
-from hydra_engine.models.inputs import SCORED_ROWS
+from hydra_engine.models.layers.decoder import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
 from hydra_engine.worker.language.graphs import FEW_TOKENS, MAX_TOKENS, MixedSize, mixed_sizes
 from hydra_engine.worker.vision.graphs import max_captured

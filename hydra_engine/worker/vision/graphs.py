@@ -24,8 +24,7 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Cut, Graph
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import Int64s
-from hydra_engine.models.inputs import VisionInput, no_checkpoint
-from hydra_engine.models.layers.vision import Packing, Slices, TowerInput
+from hydra_engine.models.layers.vision import Packing, Slices, TowerInput, VisionInput, no_checkpoint
 from hydra_engine.models.vlm import Vision
 from hydra_engine.worker.ports import ServedModel
 

@@ -28,7 +28,7 @@ from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan, VisionResult
 from hydra_engine.core.request import ImageItem
 from hydra_engine.errors import ErrorInfo
-from hydra_engine.models.inputs import VisionInput
+from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.blank_steps import warm_vision
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, not_finite, run_guarded_step
