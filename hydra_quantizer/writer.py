@@ -189,8 +189,8 @@ def _pieces(source: _Source, spec: ModelSpec, num_bits: int, stays: _Ignored) ->
 
 
 def _embedding_of(head: str, source: _Source) -> str | None:
-    """Returns the stored name of the embeddings that a head without embeddings stands for; None if the files have
-    embeddings."""
+    """Returns the name under which to store a copy of the head as the embeddings, which are tied to it; None if the
+    files have embeddings."""
     decoder = f"{head.removesuffix(_HEAD)}model."
     if f"{decoder}embed_tokens.weight" in source.entries:
         return None
@@ -198,7 +198,7 @@ def _embedding_of(head: str, source: _Source) -> str | None:
 
 
 def _head_of(embedding: str) -> str:
-    """Module of the head that belongs to the embeddings' stored name, in every generation of names."""
+    """Module of the head, for the stored name of the embeddings in old or new checkpoints."""
     inside = embedding.startswith("language_model.")
     return "language_model.lm_head" if inside else "lm_head"
 

@@ -142,6 +142,8 @@ def _from_flags(arguments: argparse.Namespace, skip: frozenset[str]) -> Layer:
 
 
 def _add_media_limits(layer: Layer, value: object, where: str, source: str | None = None) -> None:
+    """Adds the fields of `--limit-mm-per-prompt` to `layer`. `where` names it in errors, and `source` (None: `where`)
+    in settings. Raises ConfigError if `layer` has another value for a field."""
     for field, count in values.media_limits(value, where).items():
         if field in layer and layer[field].value != count:
             raise ConfigError(f"{where} and {layer[field].source} contradict each other; give one", param=field)

@@ -155,7 +155,7 @@ def _table(summaries: Sequence[InstanceSummary]) -> list[str]:
 
 
 def _steps(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """A line per instance with activation memory, where a device's memory is filled; free memory as last measured."""
+    """Lines on activations and free memory, one per instance whose activations were measured at start."""
     lines = []
     for s in summaries:
         if s.activation_bytes:
@@ -183,7 +183,7 @@ def _how(summary: InstanceSummary) -> str:
 
 
 def _slower(summaries: Sequence[InstanceSummary]) -> list[str]:
-    """Operations without a native kernel."""
+    """The line that names the operations without a native kernel; none if all have one."""
     slower = [
         op
         for summary in summaries
@@ -254,7 +254,7 @@ def screen_lines(
 
 
 def _budgets(config: EngineConfig) -> list[str]:
-    """A hint how to set a latency limit; with a limit the summary shows the budgets."""
+    """A hint on how to set a latency limit; none if there is one, whose budgets the summary shows."""
     if config.scheduler.tpot_slo is not None:
         return []
     return ["  budgets      fixed, as above; --tpot-slo 40ms derives them from step times of this machine"]
@@ -314,7 +314,7 @@ def _chat_flags(url: str) -> str:
 
 
 def _curl(server: ServerConfig, url: str, model_name: str) -> list[str]:
-    """A command to paste; it reads the key from the shell's HYDRA_API_KEY."""
+    """The lines of a curl command to paste; it reads the key from the shell's HYDRA_API_KEY."""
     body = {"model": model_name, "messages": [{"role": "user", "content": "Hello!"}]}
     parts = [f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"]
     if _requires_key(server):

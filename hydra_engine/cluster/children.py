@@ -131,7 +131,7 @@ class ThreadChild:
         return None if self._thread.is_alive() else "ended"
 
     def kill(self) -> None:
-        """A thread cannot be killed."""
+        """Does nothing: a thread cannot be killed."""
 
     def waited_s(self) -> dict[str, float]:
         return {}

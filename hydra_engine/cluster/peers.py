@@ -331,6 +331,8 @@ class PeerSockets:
                 self._drop(source, str(error))
 
     def _look_after(self, link: PeerLink, is_due: bool) -> None:
+        """Drops a link that has a problem or, at a tick that `is_due`, makes no progress; else selects it for writing
+        while it has a backlog."""
         try:
             if link.problem:
                 raise LinkError(link.problem)

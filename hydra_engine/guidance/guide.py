@@ -64,8 +64,8 @@ class PlainTokenizer:
 
 
 def load_tokens(file: Path, eos_token_ids: Sequence[int]) -> tuple[LLTokenizer, dict[str, int]]:
-    """Returns (tokenizer, special tokens by text). Ids that the tokenizer does not have end nothing. Raises ValueError
-    if llguidance cannot read it."""
+    """Returns (tokenizer, special tokens by text). End-of-sequence ids that the tokenizer lacks are ignored. Raises
+    ValueError if llguidance cannot read it."""
     from llguidance import LLTokenizer
 
     plain = PlainTokenizer(file, eos_token_ids)
@@ -116,7 +116,7 @@ _PHRASES = [
 
 
 def reason_of(text: str) -> str:
-    """The reason in one bounded line, of an error text of llguidance."""
+    """The reason of an error of llguidance, whose message is `text`, in one line of bounded length."""
     if _LIMIT_WORDS.search(text) and not _NAMED.search(text):
         return TOO_COMPLEX
     if text.startswith("NoExtension"):

@@ -1,7 +1,7 @@
 """Checks the numbers of a JSON schema: llguidance reads them as floats, and bounds of integers as 64 bits.
 
 Refuses numbers that llguidance would change. Schemas are read with their exact digits: `parse` returns ints and
-Decimals, `text_of` writes them again.
+Decimals, `write_schema` writes them again.
 """
 
 from __future__ import annotations

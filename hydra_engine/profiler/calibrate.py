@@ -313,8 +313,8 @@ class _Track:
     spans: list[tuple[float, float]] = field(default_factory=list)  # (start, end) of the steps that have come back
 
     def time_beside(self, other: _Track) -> list[float]:
-        """Seconds of the steps during which the other lane was busy. A step of the other lane in flight counts from the
-        end of its last one, without an end."""
+        """Seconds of the steps during which the other lane was busy. If a step of the other lane is in flight, that
+        lane counts as busy from the end of its last finished step on."""
         spans = other.spans
         if other.in_flight and spans:
             spans = [*spans, (spans[-1][1], float("inf"))]

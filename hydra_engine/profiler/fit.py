@@ -148,7 +148,8 @@ def _fit_vision(times: Sequence[VisionTimes]) -> _Fitted:
 
 
 def _knots(amounts: Iterable[float]) -> list[float]:
-    """The measured amounts, but for those that lie close above another; the last one always."""
+    """The measured amounts, ascending, without those less than `_KNOT_RATIO` times the one before; always with the
+    last."""
     ordered = sorted({float(amount) for amount in amounts})
     knots = [ordered[0]]
     for amount in ordered[1:]:
@@ -162,7 +163,7 @@ def _knots(amounts: Iterable[float]) -> list[float]:
 def _fit_curve(
     knots: Sequence[float], amounts: Sequence[float], prices: Sequence[Sequence[float]], seconds: Sequence[float]
 ) -> _Fitted:
-    """seconds = curve(amount) + prices times something, each point's error relative to its seconds."""
+    """Fits seconds = curve(amount) + prices . weights: the curve and the weights, all >= 0, by relative error."""
     amount = np.asarray(amounts, dtype=np.float64)
     ramps = [np.clip(amount, low, high) - low for low, high in pairwise(knots)]
     if ramps:
@@ -271,6 +272,6 @@ def _corun_pairs(surface: CostSurface, point: CorunTimes) -> list[tuple[float, S
 
 
 def _error(pairs: Iterable[tuple[float, Sequence[float]]]) -> float:
-    """Bound of `_ERROR_QUANTILE` of the single steps' errors, relative to what is predicted."""
+    """The `_ERROR_QUANTILE` quantile of the steps' errors, relative to the predicted seconds."""
     errors = [abs(measured - predicted) / predicted for predicted, seconds in pairs for measured in seconds]
     return float(np.quantile(errors, _ERROR_QUANTILE)) if errors else 0.0

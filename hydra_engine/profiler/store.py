@@ -118,7 +118,7 @@ def file_name(directory: Path, identity: Identity) -> str:
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Atomic, mode 0600. Raises OSError."""
+    """Writes the profile atomically, with mode 0600. Raises OSError."""
     profile_file.write(path, msgspec.json.encode(profile))
 
 

@@ -420,8 +420,7 @@ _SHORTEST_S = 1.0  # shortest time over which a busy share is measured
 
 
 class BusyShares:
-    """The share of time that each lane computes, over the time since the last page that is at least `_SHORTEST_S`
-    old."""
+    """The share of time that each lane computes, between two pages at least `_SHORTEST_S` apart."""
 
     def __init__(self) -> None:
         self._before: Status | None = None

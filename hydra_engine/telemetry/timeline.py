@@ -102,7 +102,8 @@ def phases(timeline: Sequence[StageSpan], e2e_s: float, *, ttft_s: float | None 
 
 
 def _edges(spans: Sequence[StageSpan], *marks: float) -> list[tuple[float, int, str | None]]:
-    """(time, +1 at a span's start and -1 at its end, its phase) in order of time, cut off at the last mark."""
+    """(time, +1 at a span's start or -1 at its end, its phase) in order of time, with (mark, 0, None) for each mark.
+    Spans end at the last mark at the latest."""
     end_s = marks[-1]
     edges: list[tuple[float, int, str | None]] = [(mark, 0, None) for mark in marks]
     for span in spans:

@@ -132,8 +132,8 @@ def size_within(width: int, height: int, canvas: Size) -> Size:
 
 
 def unpadded(rows: int, columns: int, width: int, height: int) -> Region:
-    """Returns the part of a canvas's grid that a picture of that size covers. Both borders lose equally many rows or
-    columns, so if the exact number is odd one of border stays. The part of a very thin picture may be empty."""
+    """Returns the part of a canvas's grid that a picture of that size covers. Both sides lose equally many rows
+    or columns of border, so of an odd number one stays. The part of a very thin picture may be empty."""
     if width / height > columns / rows:
         border = (rows - int(round(height * (columns / width), 7))) // 2
         return Region(border, 0, rows - 2 * border, columns)

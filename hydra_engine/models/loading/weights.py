@@ -81,7 +81,7 @@ def _fill_quantized(name: str, slot: Slot, stored: QuantizedWeight, target: torc
 
 
 def _scaled(stored: QuantizedWeight) -> bool:
-    """True if any scale or offset is not zero; with two levels, on both."""
+    """True if any scale or offset is not zero; of scales on two levels, any on each level."""
     parts = [part for part in (stored.scales, stored.offsets) if part is not None]
     if stored.block_scales is None:
         return any(bool(part.any()) for part in parts)

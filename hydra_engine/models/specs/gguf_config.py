@@ -79,8 +79,8 @@ _QUANTIZED = {
 
 
 def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[float, ...] = ()) -> JsonFiles:
-    """Returns the files by name. `rope_factors`: the values of rope_freqs.weight. Raises CheckpointError naming the
-    file and the setting."""
+    """Returns the JSON files by name. `rope_factors`: the values of rope_freqs.weight. Raises CheckpointError naming
+    the file and the setting."""
     architecture = text.settings.text("general.architecture")
     if architecture not in _TEXT_ALONE:
         raise CheckpointError(
