@@ -248,7 +248,7 @@ def screen_lines(
         _access(server),
         *notes,
         *([f"  page         {url}/"] if server.ui else []),
-        f"  try it       {_program()} chat{_chat_flags(url)}, or:",
+        f"  try it       {_program()} chat{'' if url == DEFAULT_URL else f' --url {url}'}, or:",
     ]
     return [*(part for line in lines for part in _wrapped(line)), *_curl(server, url, model_name)]
 
@@ -307,10 +307,6 @@ def _program() -> str:
     """The command as it can be typed here: a relative path if the shell would not find it."""
     own = Path(sys.executable).with_name("hydra-engine")
     return "hydra-engine" if shutil.which("hydra-engine") or not own.exists() else os.path.relpath(own)
-
-
-def _chat_flags(url: str) -> str:
-    return "" if url == DEFAULT_URL else f" --url {url}"
 
 
 def _curl(server: ServerConfig, url: str, model_name: str) -> list[str]:

@@ -134,7 +134,8 @@ class Migration(MigrationPort):
             events += self._give_up(owner, now)
         for peer, renewal in self._destination.renewals(now):
             self._peers.send(peer, [renewal])
-        self._send_unsent(now)
+        for owner in list(self._unsent):
+            self._send(owner, now)
         for result in self._moves.free_ended(self._is_over, now):
             events += self._ended(result, now)
         return events
@@ -237,10 +238,6 @@ class Migration(MigrationPort):
         self._offered[owner] = offered
         self._unsent[owner] = None
         self._send(owner, now)
-
-    def _send_unsent(self, now: float) -> None:
-        for owner in list(self._unsent):
-            self._send(owner, now)
 
     def _send(self, owner: Owner, now: float) -> None:
         """Sends an offer if its target is up and a control word is free; otherwise it stays unsent."""

@@ -6,8 +6,7 @@ files (`weights.py`) or arithmetic (the backend).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from hydra_engine.models.loading.weights import Progress, fill_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import FAMILIES
 from hydra_engine.models.transformers_adapter.spec import FAMILY as GENERIC
-from hydra_engine.models.vlm import Vision, VisionLanguageModel
+from hydra_engine.models.vlm import Vision, VisionLanguageModel, one_thread
 
 if TYPE_CHECKING:
     from hydra_engine.models.transformers_adapter.model import GenericModel
@@ -88,18 +87,6 @@ def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role)
             check_generic_layers(model_dir, spec, checkpoint.entries)
         else:
             build_model(spec, backend.ops, backend.dtype, role, held=checkpoint.entries)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limits torch to one thread. Checking and copying a tensor takes less time than waking other threads, whose
-    spinning would slow down the threads that pack."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
 
 
 def load_model(
@@ -172,7 +159,9 @@ def _build_and_fill(
     device = backend.device.torch_device
     with _open_checkpoint(model_dir, spec) as checkpoint:
         model = build_model(spec, backend.ops, backend.dtype, role, device=device, held=checkpoint.entries)
-        with torch.inference_mode(), _one_thread():
+        # Checking and copying a tensor takes less time than waking other threads, whose spinning would slow down the
+        # threads that pack.
+        with torch.inference_mode(), one_thread():
             num_widened = fill_model(model, checkpoint, dtype=backend.dtype, device=device, progress=progress)
     if num_widened and spec.at_load is None:
         model.notes = (

@@ -6,9 +6,11 @@ different lanes or in different processes. Callers run both under `torch.inferen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PagedCache
@@ -86,3 +88,14 @@ class VisionLanguageModel:
         if self._decoder is None:
             raise ValueError("forward: expected a model with a decoder, got one without")
         return self._decoder(batch, kv_cache, image_cache)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limits torch to one thread."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)

@@ -57,7 +57,9 @@ class LlavaNextVisionSpec(SquareVisionSpec):
 
     @property
     def max_patches_per_image(self) -> int:
-        return max(self._num_pictures(size) for size in self.resolutions) * self.tower.num_patches
+        side = self.tower.image_size
+        most = max((width // side) * (height // side) for width, height in self.resolutions)
+        return (1 + most) * self.tower.num_patches
 
     @property
     def max_tokens_per_image(self) -> int:
@@ -100,10 +102,6 @@ class LlavaNextVisionSpec(SquareVisionSpec):
 
     def num_parameters(self) -> int:
         return SquareVisionSpec.num_parameters(self) + self.feature_size
-
-    def _num_pictures(self, canvas: Size) -> int:
-        side = self.tower.image_size
-        return 1 + (canvas[0] // side) * (canvas[1] // side)
 
     def _grid(self, canvas: Size) -> tuple[int, int]:
         """Rows and columns of features; pixels beyond a tile's last whole patch have none."""

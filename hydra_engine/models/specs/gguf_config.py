@@ -83,9 +83,9 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
     the file and the setting."""
     architecture = text.settings.text("general.architecture")
     if architecture not in _TEXT_ALONE:
+        advice = "; give the text model as MODEL and this file with --mmproj" if architecture == "clip" else ""
         raise CheckpointError(
-            f"{text.path.name} is of architecture {architecture[:40]!r}; "
-            f"supported are {', '.join(_TEXT_ALONE)}" + _advice(architecture)
+            f"{text.path.name} is of architecture {architecture[:40]!r}; supported are {', '.join(_TEXT_ALONE)}{advice}"
         )
     settings = TrackedFields(text.settings.values, text.settings.where)
     language = _language(text._replace(settings=settings), architecture, rope_factors)
@@ -157,10 +157,6 @@ def _token(settings: Fields, names: tuple[str, ...], default: int | None = None)
             f"{settings.where} has no token {' or '.join(names)}, which stands for pictures or videos"
         )
     return default
-
-
-def _advice(architecture: str) -> str:
-    return "; give the text model as MODEL and this file with --mmproj" if architecture == "clip" else ""
 
 
 def _family(architecture: str, mmproj: GgufHeader) -> str:
@@ -413,7 +409,7 @@ def describe_tower(mmproj: GgufHeader, model_type: str) -> tuple[dict[str, Any],
         layers = settings.get("clip.vision.feature_layer") or [settings.integer("clip.vision.block_count")]
         top = {"vision_feature_layer": layers, "vision_feature_select_strategy": "default"}
         pictures: dict[str, Any] = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
-        return top | {"vision_config": _llava_tower(mmproj)}, pictures | colours
+        return top | {"vision_config": _plain_tower(mmproj) | {"model_type": "clip_vision_model"}}, pictures | colours
     if model_type == "internvl":
         side = settings.integer("clip.vision.image_size")
         top = {"downsample_ratio": 1 / settings.integer("clip.vision.projector.scale_factor")}
@@ -447,10 +443,6 @@ def num_layers(header: GgufHeader, name: str, tensor: str, besides: int = 0) -> 
     if count > MAX_LAYERS:
         raise header.settings.wrong_value(name, f"at most {MAX_LAYERS + besides}")
     return count
-
-
-def _llava_tower(mmproj: GgufHeader) -> dict[str, Any]:
-    return _plain_tower(mmproj) | {"model_type": "clip_vision_model"}
 
 
 def _plain_tower(mmproj: GgufHeader) -> dict[str, Any]:

@@ -183,10 +183,9 @@ def normalisation(
     *,
     mean: Colour = CLIP_MEAN,
     std: Colour = CLIP_STD,
-    resample: int = 3,
 ) -> PreprocessSpec:
     """Reads resample, rescale, mean and std of an image processor's settings; the defaults are those of its class."""
-    filter_name = RESAMPLE.get(images.integer("resample", resample, at_least=0))
+    filter_name = RESAMPLE.get(images.integer("resample", 3, at_least=0))
     if filter_name is None:
         raise images.wrong_value("resample", "0, 1, 2 or 3")
     std = _colours(images, "image_std", std)

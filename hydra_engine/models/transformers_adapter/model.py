@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from hydra_engine.models.transformers_adapter.surgery import (
     set_attention,
     weights_bytes,
 )
+from hydra_engine.models.vlm import one_thread
 
 
 class GenericModel:
@@ -162,7 +162,9 @@ class GenericModel:
         arguments: dict[str, Any] = {STEP: step}
         if self._keeps_rows:
             arguments["logits_to_keep"] = batch.logit_rows
-        with _one_thread():
+        # With several threads torch computes the remainder of a thread's share with other instructions, so a row's
+        # activations would depend on the number of rows. The engine's ops have their own threads.
+        with one_thread():
             hidden = self._embed_rows(batch, image_cache)
             output = self._module(
                 inputs_embeds=hidden[None],
@@ -202,15 +204,3 @@ def _notes(spec: ModelSpec, text: Any) -> Iterator[str]:
         yield f"one picture a request: {ONE_PICTURE}"
     if spec.no_images_because:
         yield f"text alone: {spec.no_images_because}"
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limits torch to one thread: it computes the remainder of a thread's share with other instructions, so with
-    several threads a row's activations would depend on the number of rows. The engine's ops have their own threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
