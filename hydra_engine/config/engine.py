@@ -196,7 +196,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Cache sizes; each instance that has such a cache has one of this size."""
+    """Sizes of caches, each of them per instance that has such a cache."""
 
     kv_cache_gib: float | None = opt(
         None,

@@ -178,6 +178,7 @@ def sources_by_name(shapes: Mapping[str, Shape], model_type: str, decoder: Decod
 
 
 def _of_text(name: str, decoder: Decoder) -> tuple[str, Source]:
+    """Returns the canonical name and the source of a tensor of the text model."""
     if new := _renamed(_TEXT, name):
         return new, Source((name,), value="x - 1" if decoder.delta and name == "output_norm.weight" else "x")
     layer = _LAYER.fullmatch(name)
