@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
+from typing import Any
 
-from hydra_engine.cli.options import DEFAULT_URL, add_sampling_options
+import msgspec
+
+from hydra_chat.client import Answer, Client, ServerError
+from hydra_chat.commands import COMMANDS, Commands, Next
+from hydra_chat.conversation import Conversation
+from hydra_chat.prompt import Prompt
+from hydra_chat.screen import Screen
+from hydra_engine.cli.options import DEFAULT_URL, add_sampling_options, sampling_from
+from hydra_engine.cli.summary import timeline_lines
 from hydra_engine.config import environment_api_keys
-from hydra_engine.errors import RequestFailed
+from hydra_engine.core.outputs import SloReport, StageSpan
+from hydra_engine.errors import ConfigError, RequestFailed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +44,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: `--help` of other commands needs none of it.
-    from hydra_chat.client import Client, ServerError
-    from hydra_chat.session import Session
-
     keys = environment_api_keys()
     client = Client(arguments.url, arguments.api_key or (keys[0] if keys else None))
     try:
@@ -44,3 +51,138 @@ def run(arguments: argparse.Namespace) -> int:
         return Session(arguments, client, arguments.model or first).run()
     except ServerError as error:
         raise RequestFailed(error.message) from error
+
+
+_OTHER_COLUMNS = 62  # of a timeline's line, besides the bar
+_MIN_BAR, _MAX_BAR = 16, 60
+_DETAILS = (("image_tokens", "of pictures"), ("cached_tokens", "cached"))
+
+
+class Session:
+    """The loop: reads a line, executes a command or sends a question, and shows the answer as it arrives."""
+
+    def __init__(self, arguments: argparse.Namespace, client: Client, model: str) -> None:
+        self._client = client
+        self._model = model
+        self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self._screen = Screen(sys.stdout, plain=arguments.plain)
+        settings = {name: value for name, value in sampling_from(arguments).items() if value != ()}
+        self._conversation = Conversation(arguments.system, settings)
+        timeline = self._interactive if arguments.timeline is None else arguments.timeline
+        self._commands = Commands(self._conversation, self._screen, model=model, timeline=timeline)
+        self._prompt = Prompt(self._interactive, tuple(COMMANDS))
+        if arguments.image:
+            self._commands.attach(arguments.image, "image")
+
+    def run(self) -> int:
+        self._screen.note(f"{self._model} at {self._client.url}. /help lists the commands, /quit leaves.")
+        failed = leaving = False
+        try:
+            while True:
+                try:
+                    line = self._prompt.read()
+                    done = None if line is None else self._do(line)
+                except KeyboardInterrupt:
+                    if not self._interactive:
+                        return 130
+                    self._screen.say("")
+                    if leaving:
+                        return 130
+                    self._screen.note("Ctrl-C again or Ctrl-D leaves")
+                    leaving = True
+                    continue
+                leaving = False
+                failed |= done is False
+                if done is None:
+                    break
+        finally:
+            self._prompt.close()
+        if self._interactive:
+            self._screen.say("")
+        return 1 if failed and not self._interactive else 0
+
+    def _do(self, line: str) -> bool | None:
+        """Executes a line; None to quit, False if the line failed."""
+        if not line:
+            return True
+        try:
+            step = self._commands.do(line)
+        except ConfigError as error:
+            self._screen.error(error.message)
+            return False
+        if step is Next.SEND:
+            return self._send()
+        return None if step is Next.LEAVE else True
+
+    def _send(self) -> bool:
+        """Sends the open question. The received part of a stopped answer stays in the conversation."""
+        answer = Answer()
+        try:
+            self._receive(answer)
+        except ServerError as error:
+            self._screen.error(error.message)
+            return False
+        except KeyboardInterrupt:
+            if answer.text:
+                self._conversation.answered(answer.text, stopped=True)
+            self._screen.note("stopped; Ctrl-D leaves" if self._interactive else "stopped")
+            if not self._interactive:
+                raise
+            return True
+        self._conversation.answered(answer.text)
+        self._screen.note(_summary(answer))
+        if self._commands.timeline and answer.metrics:
+            self._screen.timeline(self._timeline(answer.metrics))
+        return True
+
+    def _receive(self, answer: Answer) -> None:
+        body = {
+            **self._conversation.settings,
+            "model": self._model,
+            "messages": self._conversation.messages(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_metrics": True,
+        }
+        thinks = False
+        try:
+            with closing(self._client.stream(body, answer)) as pieces:
+                for piece in pieces:
+                    if thinks and not piece.is_thought:
+                        self._screen.note("")
+                    thinks = piece.is_thought
+                    if thinks:
+                        self._screen.think(piece.text)
+                    else:
+                        self._screen.write(piece.text)
+        finally:
+            if answer.text:
+                self._screen.say("")
+            elif thinks:
+                self._screen.note("")
+
+    def _timeline(self, metrics: dict[str, Any]) -> list[str]:
+        try:
+            slo = msgspec.convert(metrics.get("slo") or {}, SloReport)
+            spans = msgspec.convert(metrics.get("timeline") or [], list[StageSpan])
+        except msgspec.ValidationError:
+            return []  # another server's metrics have another form
+        return timeline_lines(spans, slo, width=max(_MIN_BAR, min(self._screen.width - _OTHER_COLUMNS, _MAX_BAR)))
+
+
+def _summary(answer: Answer) -> str:
+    """The line below an answer: tokens, time to the first one, tokens per second, finish reason."""
+    usage, metrics = answer.usage, answer.metrics
+    parts = []
+    if usage:
+        details = usage.get("prompt_tokens_details") or {}
+        of = [f"{details[name]} {word}" for name, word in _DETAILS if details.get(name)]
+        prompt = f"{usage.get('prompt_tokens', 0)} tokens in" + (f" ({', '.join(of)})" if of else "")
+        parts += [prompt, f"{usage.get('completion_tokens', 0)} out"]
+    first_s = metrics.get("ttft_s") or answer.first_s
+    if first_s is not None:
+        parts.append(f"first after {first_s:.3f} s" if first_s < 1 else f"first after {first_s:.1f} s")
+    if metrics.get("tpot_s"):
+        parts.append(f"{1 / metrics['tpot_s']:.1f} tok/s")
+    parts.append(answer.finish_reason or "no reason given")
+    return " · ".join(parts)
