@@ -24,8 +24,8 @@ from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults, Sampling
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.models.specs.rope import place_spans
+from hydra_engine.preprocess.media.fetch import Resolve
 from hydra_engine.preprocess.media.media import Media, MediaLoader, Planned
-from hydra_engine.preprocess.media.names import Resolve
 from hydra_engine.preprocess.sandbox.grammars import Grammars
 from hydra_engine.preprocess.sandbox.texts import MAX_WAITING_TEXTS, OwnTexts, Texts
 from hydra_engine.preprocess.text.chat import ChatTemplate

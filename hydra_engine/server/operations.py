@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra_engine.server import admin, generate, info
 from hydra_engine.server.protocol import anthropic as messages
-from hydra_engine.server.protocol import chat, completions, message_events, response_events, responses
+from hydra_engine.server.protocol import chat, completions, responses
 from hydra_engine.server.protocol import tokenize as tokens
 
 TEXT = "text/plain"
@@ -96,7 +96,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "OpenAI's Responses, without a memory: nothing is stored",
         responses.Response,
         responses.ResponsesRequest,
-        response_events.AnyResponseEvent,
+        responses.AnyResponseEvent,
         errors=_GENERATION,
         examples=(
             {"input": "Hello", "instructions": "Answer in one word."},
@@ -115,9 +115,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages"): Operation(
         "generation",
         "Anthropic's Messages",
-        message_events.AnthropicMessage,
+        messages.AnthropicMessage,
         messages.MessagesRequest,
-        message_events.AnyMessageEvent,
+        messages.AnyMessageEvent,
         errors=_GENERATION,
         examples=(
             {"max_tokens": 32, "messages": [_HELLO], "system": "Answer in one word."},
@@ -138,7 +138,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(
         "tokens",
         "How many tokens the prompt of Anthropic's Messages has, pictures included",
-        message_events.TokensCount,
+        messages.TokensCount,
         messages.CountTokensRequest,
         errors=_MODEL,
         examples=({"messages": [_HELLO]},),

@@ -21,8 +21,7 @@ from hydra_engine.server.protocol.anthropic import CountTokensRequest, InputTool
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.other_fields import other_names_of
-from hydra_engine.server.protocol.response_input import InputItem
-from hydra_engine.server.protocol.responses import FunctionTool, ResponsesRequest
+from hydra_engine.server.protocol.responses import FunctionTool, InputItem, ResponsesRequest
 
 
 def members(kind: Any) -> Iterator[Any]:

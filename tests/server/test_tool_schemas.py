@@ -23,7 +23,7 @@ from hydra_engine.server.protocol.anthropic import MessagesRequest, tool_use_of
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.tools.tool_calls import ToolUse
-from hydra_engine.server.tools.tool_schemas import check_parameters
+from hydra_engine.server.tools.tool_grammars import check_parameters
 from tests.guidance.grammar_texts import DEMO, Texts
 from tests.server.conftest import Serve
 

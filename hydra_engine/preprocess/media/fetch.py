@@ -1,18 +1,22 @@
 """The fetcher of pictures and videos: the only place that decides which addresses are contacted for a user's URL.
 
 A host is resolved once, every address must be allowed, and exactly those addresses are dialled, by a child process that
-reads the answers. The machine's own addresses are not allowed, public ones included: services there may trust local
-clients. Errors never quote what was fetched.
+reads the answers. Clients take turns at lookups of names: the system's resolver may occupy a thread for any time, even
+after the lookup is abandoned, so a place is free again when its thread is. The machine's own addresses are not allowed,
+public ones included: services there may trust local clients. Errors never quote what was fetched.
 """
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 
 from yarl import URL
 
@@ -20,7 +24,6 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.fairness import Lease, Turns
 from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidRequest, MediaFetchFailed, MediaForbidden, Unavailable
-from hydra_engine.preprocess.media.names import Names, Resolve
 from hydra_engine.preprocess.media.sources import (
     IPAddress,
     RemoteFile,
@@ -39,9 +42,11 @@ MAX_REDIRECTS = 3
 MAX_FETCHES = 256  # their bodies together are limited by `max_fetched_bytes`
 MAX_FETCHES_OF_HOST = 32  # of one client alone, per name; twice as many per address
 MAX_LOOKUPS = 64  # of host names; each takes a thread
-MAX_WAITING = 16384  # fetches; one client may have half
+MAX_WAITING = 16384  # fetches, and lookups; one client may have half
 MAX_ADDRESSES = 64  # per name
 MAX_DIALLED = 8
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> addresses
 
 
 def _is_own(address: IPAddress) -> bool:
@@ -249,3 +254,68 @@ def _question(url: URL, addresses: Sequence[str], kind: str, max_bytes: int) -> 
 
 def _overloaded(kind: str) -> Unavailable:
     return Unavailable(f"too many images and videos are being fetched; try again later or send the {kind} as data")
+
+
+# ---- lookups of host names
+
+
+class Names:
+    """Lookups of host names, at most `max_lookups` at once. Tests replace `resolve`."""
+
+    def __init__(self, max_lookups: int, resolve: Resolve | None = None) -> None:
+        self._resolve = resolve or _system_resolve
+        self._places = Turns("lookups of host names", num_slots=max_lookups, max_waiting=MAX_WAITING, keeps_free=True)
+        self._lookups: set[asyncio.Future[list[str]]] = set()
+
+    async def start(self, client: str, host: str, port: int) -> asyncio.Future[list[str]]:
+        """Returns a started lookup, after waiting for a place. Await it through asyncio.shield; it raises OSError or
+        UnicodeError if the name has no address. Raises Unavailable if too many lookups wait."""
+        await self._places.acquire(client)
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        lookup = asyncio.ensure_future(self._resolve(host, port))
+        self._lookups.add(lookup)
+
+        def on_done(lookup: asyncio.Future[list[str]]) -> None:
+            self._lookups.discard(lookup)
+            self._places.release(client, loop.time() - begun_s)
+            if not lookup.cancelled():
+                lookup.exception()  # retrieved here, since the waiter may be gone
+
+        lookup.add_done_callback(on_done)
+        return lookup
+
+
+async def _system_resolve(host: str, port: int) -> list[str]:
+    """Resolves in a raw thread: neither the end of the process nor the loop waits for it, nor for its start, which
+    takes long on a busy machine."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[list[str]] = loop.create_future()
+    try:
+        _thread.start_new_thread(_look_up, (host, port, loop, found))
+    except RuntimeError as error:
+        raise Unavailable("no thread to look a host name up could be started; try again later") from error
+    return await found
+
+
+def _look_up(host: str, port: int, loop: asyncio.AbstractEventLoop, found: asyncio.Future[list[str]]) -> None:
+    settle: Callable[[], None]
+    try:
+        records = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        settle = partial(_settle, found, error)
+    else:
+        settle = partial(
+            _settle, found, list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in records))
+        )
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(settle)
+
+
+def _settle(found: asyncio.Future[list[str]], outcome: list[str] | Exception) -> None:
+    if found.done():
+        return
+    if isinstance(outcome, Exception):
+        found.set_exception(outcome)
+    else:
+        found.set_result(outcome)

@@ -28,23 +28,16 @@ from hydra_engine.server.http.access_control import cache_salt
 from hydra_engine.server.http.answers import json_event
 from hydra_engine.server.http.body import parse_in_turn, read_request
 from hydra_engine.server.protocol.anthropic import (
-    CountTokensRequest,
-    MessagesRequest,
-    conversation,
-    template_of,
-    tool_use_of,
-    wish_of,
-)
-from hydra_engine.server.protocol.fields import pixel_budget
-from hydra_engine.server.protocol.message_events import (
     AnthropicMessage,
     AnyMessageEvent,
     AnyOutputBlock,
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
+    CountTokensRequest,
     InputJsonDelta,
     MessageDelta,
+    MessagesRequest,
     MessageStart,
     MessageStop,
     OutputBlock,
@@ -56,9 +49,14 @@ from hydra_engine.server.protocol.message_events import (
     ThinkingOutput,
     TokensCount,
     ToolUseOutput,
+    conversation,
     message_usage,
     stop_of,
+    template_of,
+    tool_use_of,
+    wish_of,
 )
+from hydra_engine.server.protocol.fields import pixel_budget
 from hydra_engine.server.state import STATE, client_of, loaded_engine
 from hydra_engine.server.tools.reasoning import Thinking
 from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, parsed

@@ -28,18 +28,17 @@ from hydra_engine.server.generate import (
 from hydra_engine.server.http.answers import Slices, json_event
 from hydra_engine.server.http.body import parse_in_turn
 from hydra_engine.server.http.errors import FAILURE, error_body
-from hydra_engine.server.protocol import response_events as events
 from hydra_engine.server.protocol import responses as protocol
 from hydra_engine.server.protocol.chat import token_logprobs
 from hydra_engine.server.protocol.fields import pixel_budget
-from hydra_engine.server.protocol.response_events import AnyResponseEvent
-from hydra_engine.server.protocol.response_input import ReasoningText
 from hydra_engine.server.protocol.responses import (
+    AnyResponseEvent,
     FunctionCall,
     OutputItem,
     OutputMessage,
     OutputText,
     ReasoningItem,
+    ReasoningText,
     Response,
     ResponseFailure,
     ResponsesRequest,
@@ -132,13 +131,13 @@ class ResponseAnswer(Answer):
         if not self._begun:
             self._begun = True
             response = self._begun_response()
-            emitted.append(events.ResponseCreated(sequence_number=self._next(), response=response))
-            emitted.append(events.ResponseInProgress(sequence_number=self._next(), response=response))
+            emitted.append(protocol.ResponseCreated(sequence_number=self._next(), response=response))
+            emitted.append(protocol.ResponseInProgress(sequence_number=self._next(), response=response))
         emitted += self._feed(piece.text, piece.logprobs)
         if (result := piece.result) is not None:
             emitted += self._finish(result)
             response = self._ended(result, streamed=True)
-            last = events.ResponseIncomplete if response.status == "incomplete" else events.ResponseCompleted
+            last = protocol.ResponseIncomplete if response.status == "incomplete" else protocol.ResponseCompleted
             emitted.append(last(sequence_number=self._next(), response=response))
         return emitted
 
@@ -147,7 +146,7 @@ class ResponseAnswer(Answer):
         body = error_body(error)
         failure = ResponseFailure(failure_code(error.status), body.message, body.param, body.type)
         failed = msgspec.structs.replace(self._begun_response(), status="failed", error=failure)
-        return json_event(events.ResponseFailed(sequence_number=self._next(), response=failed))
+        return json_event(protocol.ResponseFailed(sequence_number=self._next(), response=failed))
 
     # ---- items
 
@@ -179,7 +178,7 @@ class ResponseAnswer(Answer):
                 case CallArguments(_, text):
                     assert isinstance(self._open, _Call)
                     self._open.texts.append(text)
-                    emitted.append(self._event(events.ArgumentsDelta, item_id=self._open.id, delta=text))
+                    emitted.append(self._event(protocol.ArgumentsDelta, item_id=self._open.id, delta=text))
         return emitted
 
     def _text(self, text: str) -> list[AnyResponseEvent]:
@@ -196,7 +195,7 @@ class ResponseAnswer(Answer):
             message.texts.append(text)
             message.logprobs = extend_logprobs(message.logprobs, logprobs)
             shown = token_logprobs(logprobs, self.slices)
-            emitted.append(self._event(events.OutputTextDelta, item_id=message.id, delta=text, logprobs=shown))
+            emitted.append(self._event(protocol.OutputTextDelta, item_id=message.id, delta=text, logprobs=shown))
         return emitted
 
     def _thought(self, text: str) -> list[AnyResponseEvent]:
@@ -206,7 +205,7 @@ class ResponseAnswer(Answer):
             emitted += self._begin(_Thoughts("rs_" + self._identity.id.removeprefix("resp_")))
         assert isinstance(self._open, _Thoughts)
         self._open.texts.append(text)
-        return [*emitted, self._event(events.ReasoningDelta, item_id=self._open.id, delta=text)]
+        return [*emitted, self._event(protocol.ReasoningDelta, item_id=self._open.id, delta=text)]
 
     def _event(self, kind: Callable[..., AnyResponseEvent], **fields: Any) -> AnyResponseEvent:
         """The next event for the open item."""
@@ -215,15 +214,15 @@ class ResponseAnswer(Answer):
     def _begin(self, item: _Message | _Thoughts | _Call) -> list[AnyResponseEvent]:
         self._open = item
         if isinstance(item, _Call):
-            return [self._event(events.OutputItemAdded, item=item.as_item("in_progress"))]
+            return [self._event(protocol.OutputItemAdded, item=item.as_item("in_progress"))]
         if isinstance(item, _Thoughts):
             return [
-                self._event(events.OutputItemAdded, item=ReasoningItem(item.id, "in_progress")),
-                self._event(events.ContentPartAdded, item_id=item.id, part=ReasoningText("")),
+                self._event(protocol.OutputItemAdded, item=ReasoningItem(item.id, "in_progress")),
+                self._event(protocol.ContentPartAdded, item_id=item.id, part=ReasoningText("")),
             ]
         return [
-            self._event(events.OutputItemAdded, item=OutputMessage(item.id, "in_progress", [])),
-            self._event(events.ContentPartAdded, item_id=item.id, part=OutputText("")),
+            self._event(protocol.OutputItemAdded, item=OutputMessage(item.id, "in_progress", [])),
+            self._event(protocol.ContentPartAdded, item_id=item.id, part=OutputText("")),
         ]
 
     def _close(self, status: Status) -> list[AnyResponseEvent]:
@@ -233,21 +232,21 @@ class ResponseAnswer(Answer):
         done: OutputItem
         if isinstance(item, _Call):
             done = item.as_item(status)
-            emitted = [self._event(events.ArgumentsDone, item_id=item.id, name=item.name, arguments=done.arguments)]
+            emitted = [self._event(protocol.ArgumentsDone, item_id=item.id, name=item.name, arguments=done.arguments)]
         elif isinstance(item, _Thoughts):
             done = item.as_item(status)
             emitted = [
-                self._event(events.ReasoningDone, item_id=item.id, text=done.content[0].text),
-                self._event(events.ContentPartDone, item_id=item.id, part=done.content[0]),
+                self._event(protocol.ReasoningDone, item_id=item.id, text=done.content[0].text),
+                self._event(protocol.ContentPartDone, item_id=item.id, part=done.content[0]),
             ]
         else:
             part = item.part(self.slices)
             done = OutputMessage(item.id, status, [part])
             emitted = [
-                self._event(events.OutputTextDone, item_id=item.id, text=part.text, logprobs=part.logprobs),
-                self._event(events.ContentPartDone, item_id=item.id, part=part),
+                self._event(protocol.OutputTextDone, item_id=item.id, text=part.text, logprobs=part.logprobs),
+                self._event(protocol.ContentPartDone, item_id=item.id, part=part),
             ]
-        emitted.append(self._event(events.OutputItemDone, item=done))
+        emitted.append(self._event(protocol.OutputItemDone, item=done))
         self._closed.append(done)
         return emitted
 

@@ -39,7 +39,7 @@ from hydra_engine.core.sampling import (
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.http.strict_json import NO_NUL
 from hydra_engine.server.tools.reasoning import Wish
-from hydra_engine.server.tools.tool_schemas import check_parameters
+from hydra_engine.server.tools.tool_grammars import check_parameters
 
 logger = logging.getLogger(__name__)
 

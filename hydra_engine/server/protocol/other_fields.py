@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from hydra_engine.server.protocol import anthropic, chat, fields, response_input, responses
+from hydra_engine.server.protocol import anthropic, chat, fields, responses
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -403,7 +403,7 @@ _OBJECTS: dict[type, OtherNames] = {
     chat.PastCall: OtherNames(ignored=_CACHE_MARKS | {"index", "provider_specific_fields", "extra_content"}),
     chat.PastFunction: OtherNames(ignored=frozenset({"parsed_arguments", "description", "strict", "parameters"})),
     # Responses
-    response_input.InputItem: OtherNames(
+    responses.InputItem: OtherNames(
         {**_CALLED, **dict.fromkeys(("tool_calls", "tool_call_id", *_MEDIA), ())},
         {
             "tool_calls": "send items of the type function_call",
@@ -412,10 +412,10 @@ _OBJECTS: dict[type, OtherNames] = {
         },
         _CACHE_MARKS | {"id", "status", "phase", "parsed_arguments"},
     ),
-    response_input.InputText: _TEXT,
-    response_input.EarlierText: OtherNames(ignored=_TEXT.ignored | {"parsed"}),
-    response_input.RefusalText: _TEXT,
-    response_input.InputImage: OtherNames(
+    responses.InputText: _TEXT,
+    responses.EarlierText: OtherNames(ignored=_TEXT.ignored | {"parsed"}),
+    responses.RefusalText: _TEXT,
+    responses.InputImage: OtherNames(
         {**_PICTURE.refused, "file_id": ()},
         {**_PICTURE.instead, "file_id": "use image_url"},
         _PICTURE.ignored,

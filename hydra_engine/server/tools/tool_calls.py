@@ -16,10 +16,9 @@ from hydra_engine.core.schemas.numbers import schema_text
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.server.tools.function_blocks import FUNCTION
 from hydra_engine.server.tools.reasoning import Thinking
-from hydra_engine.server.tools.tool_grammars import calls_of, describes_calls
+from hydra_engine.server.tools.tool_grammars import calls_of, calls_schema, describes_calls, parameters_schema
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning, ToolParser
 from hydra_engine.server.tools.tool_parsers import OPENING, ForcedCall, HermesParser, JsonParser, PlainText
-from hydra_engine.server.tools.tool_schemas import calls_schema, parameters_schema
 
 TAGGED = frozenset({"hermes", "qwen3_coder"})  # dialects with calls between marks
 _SAME = {"qwen3_xml": "qwen3_coder"}  # vLLM has two parsers for one format
