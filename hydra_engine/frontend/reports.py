@@ -89,11 +89,12 @@ def _sum_of(reports: Sequence[Status]) -> Status:
     if len(reports) == 1:
         return reports[0]
     sums = {name: sum(getattr(report, name) for report in reports) for name in (*_COUNTERS, *_GAUGES)}
+    transfers, names = [report.transfer for report in reports], TransferReport.__struct_fields__
     return Status(
         time_s=max(report.time_s for report in reports),
         **sums,
         budget=_budget_of([report.budget for report in reports]),
-        transfer=_transfer_of([report.transfer for report in reports]),
+        transfer=TransferReport(**{name: sum(getattr(transfer, name) for transfer in transfers) for name in names}),
     )
 
 
@@ -104,11 +105,6 @@ def _budget_of(budgets: Sequence[BudgetReport]) -> BudgetReport:
     sums = {name: sum(getattr(budget, name) for budget in budgets) for name in _BUDGET_COUNTERS}
     used = sum(budget.limit_used * budget.full_steps for budget in budgets)
     return msgspec.structs.replace(busiest, **sums, limit_used=used / max(sums["full_steps"], 1))
-
-
-def _transfer_of(transfers: Sequence[TransferReport]) -> TransferReport:
-    names = TransferReport.__struct_fields__
-    return TransferReport(**{name: sum(getattr(transfer, name) for transfer in transfers) for name in names})
 
 
 def ledger_of(query_id: int, reports: Mapping[str, LedgerReport]) -> LedgerReport:

@@ -28,7 +28,6 @@ from hydra_engine.preprocess.media.fetch import Resolve
 from hydra_engine.preprocess.media.media import Media, MediaLoader, Planned
 from hydra_engine.preprocess.sandbox.grammars import Grammars
 from hydra_engine.preprocess.sandbox.texts import MAX_WAITING_TEXTS, OwnTexts, Texts
-from hydra_engine.preprocess.text.chat import ChatTemplate
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
@@ -222,7 +221,8 @@ class Preprocessor:
         else:
             content = (*media, TextPart(text)) if media else text
             messages = (ChatMessage("user", content, "prompt"),)
-        messages = tuple(map(self._template_for(call.template).with_known_fields, messages))
+        template = self._tool_template if call.template.tools else self._template
+        messages = tuple(map(template.with_known_fields, messages))
         num_chars = sum(len(text) for message in messages for _, text in message.texts())
         others = [message.others for message in messages]
         num_chars += sum(map(len, texts_of((others, call.template.tools, call.template.variables))))
@@ -255,18 +255,16 @@ class Preprocessor:
             raise
         return token_ids
 
-    def _template_for(self, options: TemplateOptions) -> ChatTemplate:
-        return self._tool_template if options.tools else self._template
-
     async def _place_pictures(
         self, prompt: Prompt, token_ids: list[int], media: Sequence[Media], processor: ProcessorSpec, client: str
     ) -> tuple[list[int], list[Media]]:
         """Returns the token ids with the texts that the processor writes around pictures, and the media without these
         texts."""
-        if prompt.token_ids is not None:
-            return place_in_ids(token_ids, processor), list(media)
+        if prompt.token_ids is not None:  # `Expansion` adds the texts
+            placeholder, image_token = processor.placeholder_id, processor.image_token_id
+            return [image_token if id == placeholder else id for id in token_ids], list(media)
         token_ids = await self._texts.encode_with_media(client, prompt, [picture.plan for picture in media])
-        return token_ids, without_texts(media)
+        return token_ids, [replace(picture, plan=picture.plan._replace(parts=picture.plan.items)) for picture in media]
 
     # ---- the prompt
 
@@ -318,6 +316,8 @@ def _check_limits(slo: Slo, priority: int) -> None:
 
 
 class PromptTokens:
+    """Checks of a prompt's token ids: the model has an embedding for each, and placeholders match the media."""
+
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self._spec, self._tokenizer = spec, tokenizer
         self._num_rows = spec.language.vocab_size
@@ -365,7 +365,8 @@ class PromptTokens:
 
 
 class Expansion:
-    """The expansion for one model. Use it on one event loop; `num_tokens` is thread-safe."""
+    """Replaces placeholders by the spans and texts of media plans, for one model. Use it on one event loop;
+    `num_tokens` is thread-safe."""
 
     def __init__(self, spec: ModelSpec, texts: Texts) -> None:
         self._spec, self._texts = spec, texts
@@ -444,13 +445,3 @@ def _parts(plans: Iterable[Planned]) -> Iterator[tuple[str | ItemPlan, ...]]:
     for kind, plan in plans:
         yield plan.numbered_parts(seen[kind])
         seen[kind] += 1
-
-
-def without_texts(media: Iterable[Media]) -> list[Media]:
-    """Returns the media with plans of spans only, for prompts whose token ids include the texts."""
-    return [replace(picture, plan=picture.plan._replace(parts=picture.plan.items)) for picture in media]
-
-
-def place_in_ids(token_ids: Sequence[int], processor: ProcessorSpec) -> list[int]:
-    """Replaces placeholders by image tokens in a prompt of token ids; `Expansion` adds the texts around them."""
-    return [processor.image_token_id if id == processor.placeholder_id else id for id in token_ids]

@@ -140,9 +140,7 @@ def max_connections() -> int:
 
 
 class Occupant(Protocol):
-    def close_at_once(self) -> None:
-        """Closes the connection at once."""
-        ...
+    def close_at_once(self) -> None: ...
 
 
 class Places:
@@ -167,15 +165,12 @@ class Places:
             self.close_idle(1)
             num_over = len(self._open) - self.limit
             if num_over > self.num_spare:
-                self._remove(occupant)
+                self.discard(occupant)
                 occupant.close_at_once()
                 return
             if num_over > 0:
                 self._spare.add(occupant)
         self._idle[occupant] = None
-
-    def discard(self, occupant: Occupant) -> None:
-        self._remove(occupant)
 
     def mark_idle(self, occupant: Occupant) -> None:
         """Marks a connection as idle: it waits for its client's next request."""
@@ -190,12 +185,12 @@ class Places:
         num_closed = 0
         while self._idle and num_closed < limit:
             occupant, _ = self._idle.popitem(last=False)
-            self._remove(occupant)
+            self.discard(occupant)
             occupant.close_at_once()
             num_closed += 1
         return num_closed
 
-    def _remove(self, occupant: Occupant) -> None:
+    def discard(self, occupant: Occupant) -> None:
         self._open.discard(occupant)
         self._spare.discard(occupant)
         self._idle.pop(occupant, None)

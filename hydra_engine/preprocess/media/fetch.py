@@ -27,11 +27,11 @@ from hydra_engine.errors import InvalidRequest, MediaFetchFailed, MediaForbidden
 from hydra_engine.preprocess.media.sources import (
     IPAddress,
     RemoteFile,
+    checked_url,
     is_public,
     max_bytes,
     parse_address,
     private,
-    redirected,
 )
 from hydra_engine.preprocess.sandbox.bounded_http import Get
 from hydra_engine.preprocess.sandbox.fetch_child import Ended
@@ -117,7 +117,7 @@ class MediaFetcher:
 
     def _redirected(self, url: URL, location: str, kind: str) -> URL:
         try:
-            return redirected(url, location, self._config, kind)
+            return checked_url(location, self._config, kind, redirected_by=url)
         except MediaForbidden:
             raise
         except InvalidRequest as error:

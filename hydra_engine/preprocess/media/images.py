@@ -565,7 +565,7 @@ def _render_tiles(source: Pixels, view: View, resample: str, tiles: npt.NDArray[
 
 
 def upright_pixels(pixels: Pixels, orientation: int) -> Pixels:
-    """Undoes EXIF orientation 1 to 8, as `upright` does."""
+    """Undoes EXIF orientation 1 to 8, as `undo_orientation` does."""
     turned = pixels
     if orientation >= 5:
         turned = turned.transpose(1, 0, 2)

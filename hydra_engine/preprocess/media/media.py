@@ -198,7 +198,7 @@ class MediaLoader:
                 _Loading(
                     part,
                     source,
-                    _budget(part, pixels),
+                    pixels.for_detail(part.detail) if isinstance(part, ImagePart) else pixels,
                     fetch_lease=leases.enter_context(self._fetched.lease(client)),
                     opened_lease=leases.enter_context(self._opened.lease()),
                 )
@@ -282,10 +282,6 @@ class MediaLoader:
         item.fetch_lease.release()
         item.opened_lease.release()
         return item.media
-
-
-def _budget(part: MediaPart, pixels: PixelBudget) -> PixelBudget:
-    return pixels.for_detail(part.detail) if isinstance(part, ImagePart) else pixels
 
 
 @contextmanager

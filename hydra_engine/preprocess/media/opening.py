@@ -65,7 +65,7 @@ class Opened:
 
 
 class Opener:
-    """An opener of media for one model. Thread-safe. Pictures go through `processor`, if there is one."""
+    """Opens media for one model. Thread-safe. Pictures go through `processor`, if there is one."""
 
     def __init__(
         self, vision: VisionSpec, limits: MediaConfig, decoders: Decoders, processor: ImageProcessor | None

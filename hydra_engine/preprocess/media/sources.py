@@ -125,13 +125,9 @@ def _classify_file_url(text: str, config: MediaConfig, kind: str) -> LocalFile:
     return LocalFile(unquote(rest), config.allowed_media_path, kind)
 
 
-def checked_url(text: str, config: MediaConfig, kind: str) -> URL:
-    """Parses a URL and checks all that its spelling shows. Raises MediaForbidden or InvalidRequest."""
-    return redirected(None, text, config, kind)
-
-
-def redirected(url: URL | None, location: str, config: MediaConfig, kind: str) -> URL:
-    """The target of a redirect from `url`, with the checks of a URL in a request."""
+def checked_url(location: str, config: MediaConfig, kind: str, redirected_by: URL | None = None) -> URL:
+    """Parses a URL, or the target of a redirect, and checks all that its spelling shows. Raises MediaForbidden or
+    InvalidRequest."""
     if len(location) > MAX_URL_CHARS:
         raise InvalidRequest(f"the {kind} URL may have at most {MAX_URL_CHARS} characters")
     authority = _AUTHORITY.match(location.translate(_LEFT_OUT))
@@ -139,7 +135,7 @@ def redirected(url: URL | None, location: str, config: MediaConfig, kind: str) -
         raise InvalidRequest(f"the {kind} URL is malformed: its host has more than {MAX_AUTHORITY_BYTES} bytes")
     try:
         target = URL(location)
-        return _check_url(target if url is None else url.join(target), config, kind)
+        return _check_url(target if redirected_by is None else redirected_by.join(target), config, kind)
     except ValueError as error:
         raise InvalidRequest(f"the {kind} URL is malformed") from error
 
@@ -154,7 +150,8 @@ def _check_url(url: URL, config: MediaConfig, kind: str) -> URL:
         raise MediaForbidden(f"{kind}s are not fetched from this host; see --allowed-media-domains")
     address = parse_address(host)
     if not config.allow_private_media:
-        if not is_port_for_media(url.port or 0):
+        # HTTP's ports and unprivileged ones: a GET must not reach a mail server or a shell.
+        if url.port not in (80, 443) and not 1024 <= (url.port or 0) <= 65535:
             raise MediaForbidden(f"{kind}s are fetched from ports 80, 443 and above 1023 only")
         if address is not None and not is_public(address):
             raise private(kind)
@@ -313,11 +310,6 @@ def parse_address(host: str) -> IPAddress | None:
     if not _NAME.fullmatch(host) or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         raise MediaForbidden("the image URL's host is not a plain name or address")
     return None
-
-
-def is_port_for_media(port: int) -> bool:
-    """True for HTTP's ports and unprivileged ones: a GET must not reach a mail server or a shell."""
-    return port in (80, 443) or 1024 <= port <= 65535
 
 
 def is_public(address: IPAddress) -> bool:

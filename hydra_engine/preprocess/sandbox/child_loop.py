@@ -83,6 +83,13 @@ def limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, value))
 
 
+def limit_memory_beyond(num_bytes: int) -> None:
+    """Limits memory, for good, to `num_bytes` of address space more than the process has now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        num_pages = int(file.read().split()[0])
+    limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + num_bytes)
+
+
 def send(
     connection: socket.socket, message: object, descriptors: Sequence[int] = (), look: Callable[[], None] | None = None
 ) -> None:

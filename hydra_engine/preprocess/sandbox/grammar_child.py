@@ -19,15 +19,13 @@ import numpy as np
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.guidance.guide import NO_TEXT, GrammarError, Guide
-from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
+from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, limit_memory_beyond, serve
 
 CPU_SECONDS = 1.0  # per grammar; ordinary ones take a few milliseconds
 MEMORY_BYTES = 256 << 20  # of address space, in addition to the tokenizer's
 STACK_BYTES = 1 << 20  # an instance's threads have eight times that
 NUM_TRIED_TOKENS = 16  # length of the sample that must follow the grammar
 NO_TOKENIZER = "structured output is not available: this model's tokenizer cannot be used for grammars"
-
-_PAGE_BYTES = resource.getpagesize()
 
 
 class Setup(msgspec.Struct):
@@ -54,7 +52,7 @@ def start() -> Callable[[Grammar, Memory], Verdict]:
         guide = Guide(Path(setup.tokenizer_file), setup.eos_token_ids)
     except GrammarError as error:
         raise InvalidRequest(NO_TOKENIZER, code="unsupported_parameter") from error
-    limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
+    limit_memory_beyond(MEMORY_BYTES)
     threading.stack_size(STACK_BYTES)
     thread = ThreadPoolExecutor(1)
 
@@ -84,12 +82,6 @@ def problem_of(guide: Guide, grammar: Grammar) -> str | None:
     except GrammarError as error:
         return str(error)
     return None
-
-
-def _address_space() -> int:
-    """This process's address space in bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * _PAGE_BYTES
 
 
 if __name__ == "__main__":

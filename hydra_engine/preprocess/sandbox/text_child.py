@@ -8,13 +8,12 @@ media reduced to their positions.
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import fields
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +22,7 @@ from hydra_engine.core.call import ChatMessage, ImagePart, MediaPart, Role, Text
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError, ErrorInfo, InvalidRequest
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan
-from hydra_engine.preprocess.sandbox.child_loop import Memory, limit, serve
+from hydra_engine.preprocess.sandbox.child_loop import Memory, limit_memory_beyond, serve
 from hydra_engine.preprocess.text.tokenizer import TokenizerParts, load_tokenizer
 from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
@@ -40,38 +39,18 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
     """The fields from which `prompt_of` makes the same prompt, without media."""
     return {
         "messages": [_message_fields(message) for message in prompt.messages],
-        "text": prompt.text,
-        "num_chars": prompt.num_chars,
-        "add_special_tokens": prompt.add_special_tokens,
-        "param": prompt.param,
         "template": option_fields(prompt.template),
+        **{name: getattr(prompt, name) for name in ("text", "num_chars", "add_special_tokens", "param")},
     }
 
 
-def prompt_of(fields: Mapping[str, Any]) -> Prompt:
-    return Prompt(
-        [],
-        tuple(_message_of(**message) for message in fields["messages"]),
-        text=fields["text"],
-        num_chars=fields["num_chars"],
-        add_special_tokens=fields["add_special_tokens"],
-        param=fields["param"],
-        template=options_of(fields["template"]),
-    )
+def prompt_of(*, messages: Sequence[Any], template: Mapping[str, Any], **fields: Any) -> Prompt:
+    messages = tuple(_message_of(**message) for message in messages)
+    return Prompt([], messages, template=TemplateOptions(**template), **fields)
 
 
 def option_fields(options: TemplateOptions) -> dict[str, Any]:
-    return {
-        "tools": options.tools,
-        "variables": options.variables,
-        "add_generation_prompt": options.add_generation_prompt,
-        "continue_final_message": options.continue_final_message,
-        "add_special_tokens": options.add_special_tokens,
-    }
-
-
-def options_of(fields: Mapping[str, Any]) -> TemplateOptions:
-    return TemplateOptions(**fields)
+    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def plan_fields(plans: Sequence[MediaPlan]) -> list[list[str | None]]:
@@ -120,7 +99,6 @@ MEMORY_BYTES = 768 << 20  # of address space, in addition to the interpreter's
 MAX_TOKEN_CHARS = 4096  # of a token of the vocabulary: streams decode it on the event loop
 MAX_PROBE_CHARS = 1 << 20  # of a rendered short conversation
 
-_PAGE_BYTES = resource.getpagesize()
 _SAMPLE = (
     "Hello, world! 1234567890 aaaa    \t\n\n(){}[] don't \u00e9\u4e2d\u6587\u0e01\U0001f600 https://a.example/b?c=d "
     * 4
@@ -171,7 +149,7 @@ def start() -> Callable[[Job, Memory], Written]:
     import jinja2.sandbox  # noqa: F401 - what is imported does not count as the model's
     import transformers.utils.chat_template_utils  # noqa: F401
 
-    limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
+    limit_memory_beyond(MEMORY_BYTES)
     try:
         signal.setitimer(signal.ITIMER_PROF, LOAD_CPU_SECONDS)
         tokenizer = load_tokenizer(setup.model_dir, setup.spec.tokenizer_class)
@@ -201,15 +179,15 @@ def start() -> Callable[[Job, Memory], Written]:
 
 
 def _encode(writer: Writer, prompt: Any) -> list[list[int]]:
-    return [writer.encode(prompt_of(prompt))]
+    return [writer.encode(prompt_of(**prompt))]
 
 
 def _place(writer: Writer, prompt: Any, plans: Any) -> list[list[int]]:
-    return [writer.encode_with_media(prompt_of(prompt), plans_of(plans))]
+    return [writer.encode_with_media(prompt_of(**prompt), plans_of(plans))]
 
 
 def _generation_prompt(writer: Writer, options: Any, role: Role) -> str:
-    return writer.generation_prompt(options_of(options), role)
+    return writer.generation_prompt(TemplateOptions(**options), role)
 
 
 _METHODS: dict[Method, Callable[..., str | list[list[int]]]] = {
@@ -259,11 +237,6 @@ def _prompts() -> Iterator[Prompt]:
         for messages in ((user,), (*turns, user), called):
             yield Prompt([], messages, template=options)
     yield Prompt([], text=_SAMPLE, add_special_tokens=True)
-
-
-def _address_space() -> int:
-    """This process's address space in bytes."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * _PAGE_BYTES
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ _NONCE_DIGITS = 20
 
 
 class Quoting:
-    """The hiding of one template's control tokens; `marks` are tokens of the vocabulary. Thread-safe."""
+    """Hides the control tokens of one template in texts. `marks` are tokens of the vocabulary. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
         # Templates leave digits unchanged, whatever else they do with texts.

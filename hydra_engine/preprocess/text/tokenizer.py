@@ -75,8 +75,8 @@ def _file_of(folder: Path) -> Path | None:
 
 
 class TokenizerParts(msgspec.Struct):
-    """A tokenizer as it is sent between processes, all but rendering: tokenizer.json as transformers made it of the
-    model's files, special tokens, templates."""
+    """The parts of a tokenizer that are sent between processes; it cannot render templates. `backend`: tokenizer.json,
+    as transformers makes it from the model's files."""
 
     backend: str
     bos_token: str | None
@@ -131,7 +131,7 @@ class Tokenizer:
         self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
 
     def check_lengths(self, max_length: int) -> None:
-        """Raises CheckpointError if a token has more than `most` characters."""
+        """Raises CheckpointError if a token has more than `max_length` characters."""
         longest = max(map(len, self._backend.get_vocab()), default=0)
         if longest > max_length:
             raise CheckpointError(f"the tokenizer has a token of {longest} characters; at most {max_length} are taken")

@@ -194,7 +194,7 @@ class MessageAnswer(Answer):
         arguments = _object(item.arguments)
         if arguments is None:
             return OutputBlock(item.arguments)
-        return ToolUseOutput(_use_id(item.id), item.name, arguments)
+        return ToolUseOutput(item.id.replace("call_", "toolu_", 1), item.name, arguments)
 
     def _begin_text(self) -> list[AnyMessageEvent]:
         """Opens a block of text, unless one is open."""
@@ -214,10 +214,6 @@ class MessageAnswer(Answer):
             [ContentBlockDelta(SignatureDelta(block.signature), index)] if isinstance(block, ThinkingOutput) else []
         )
         return [*signed, ContentBlockStop(index)]
-
-
-def _use_id(call_id: str) -> str:
-    return call_id.replace("call_", "toolu_", 1)
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.web_protocol import RequestHandler
@@ -37,19 +37,11 @@ _LINES_A_TURN = 4096  # per turn; about five milliseconds of one-byte chunks
 _BYTES_A_LINE = 1024  # plain bytes that count as one line
 
 
-class Source(Protocol):
-    """A connection with unparsed bytes."""
-
-    def parse_piece(self) -> bool:
-        """Parses one piece. True if more could be parsed now."""
-        ...
-
-
 class ReadingTurns:
     """Shared turns of the connections of one server, on one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Source, None] = OrderedDict()  # longest waiting first
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()  # longest waiting first
         self._left = _LINES_A_TURN
         self._is_turn = False  # the next turn is scheduled
 
@@ -62,12 +54,12 @@ class ReadingTurns:
         self._left -= 1 + piece.count(b"\n") + len(piece) // _BYTES_A_LINE
         self._ask_for_next()
 
-    def enqueue(self, source: Source) -> None:
+    def enqueue(self, source: Connection) -> None:
         """Queues a connection for its next piece. Idempotent until its turn."""
         self._waiting.setdefault(source)
         self._ask_for_next()
 
-    def discard(self, source: Source) -> None:
+    def discard(self, source: Connection) -> None:
         self._waiting.pop(source, None)
 
     def _ask_for_next(self) -> None:
@@ -141,9 +133,6 @@ class Connection(RequestHandler):
             self._lingering_time = 0.0
         self._expect_headers()
 
-    def close_at_once(self) -> None:
-        self._abort()
-
     # ---- what the client sends, a piece at a time
 
     def data_received(self, data: bytes) -> None:
@@ -162,6 +151,7 @@ class Connection(RequestHandler):
                 self._turns.enqueue(self)
 
     def parse_piece(self) -> bool:
+        """Parses one piece of the unparsed bytes. True if more could be parsed now."""
         end = self._num_parsed + PIECE_BYTES
         piece = self._unparsed[self._num_parsed : end]
         if end >= len(self._unparsed):
@@ -238,7 +228,7 @@ class Connection(RequestHandler):
         if request is None or self.transport is None:
             pass
         elif not request.content.is_eof() or request.version < HttpVersion11:
-            self._abort()  # half a body, or a client without support for interim answers
+            self.close_at_once()  # half a body, or a client without support for interim answers
         elif not request.writer.output_size:
             self.transport.write(_INTERIM)
         elif (stream := request.get(STREAM)) is not None and stream.is_free:
@@ -253,11 +243,11 @@ class Connection(RequestHandler):
         if self._waiter is not None and not self._messages:
             self.force_close()  # all is answered
         elif self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._abort()
+            self.close_at_once()
         else:
             self._gone_timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
-    def _abort(self) -> None:
+    def close_at_once(self) -> None:
         if self.transport is not None:
             self.transport.abort()
 
@@ -289,7 +279,7 @@ class Connection(RequestHandler):
                 finished = await super().finish_response(request, resp, start_time)
         except TimeoutError:
             logger.warning("slow_reader: cut off, an answer was not read within %g s", limit_s)
-            self._abort()
+            self.close_at_once()
             return resp, True
         self._num_answered += 1
         if not self._messages:

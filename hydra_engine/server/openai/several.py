@@ -63,7 +63,7 @@ class Several:
         return self._all().__await__()
 
     async def _all(self) -> Result:
-        results = await asyncio.gather(*map(_result, self._handles))
+        results = await asyncio.gather(*self._handles)
         answers = [answer for result in results for answer in (result.choices or (result,))]
         return replace(answers[0], choices=tuple(answers), usage=usage_of_all(answers, self._num_each))
 
@@ -81,7 +81,3 @@ def _sum(usages: Sequence[Usage]) -> Usage:
 
 async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
     return await anext(pieces, None)
-
-
-async def _result(handle: Handle) -> Result:
-    return await handle

@@ -414,7 +414,6 @@ _OBJECTS: dict[type, OtherNames] = {
     ),
     responses.InputText: _TEXT,
     responses.EarlierText: OtherNames(ignored=_TEXT.ignored | {"parsed"}),
-    responses.RefusalText: _TEXT,
     responses.InputImage: OtherNames(
         {**_PICTURE.refused, "file_id": ()},
         {**_PICTURE.instead, "file_id": "use image_url"},

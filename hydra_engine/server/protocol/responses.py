@@ -21,7 +21,7 @@ from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.prompting import MAX_TOOLS
 from hydra_engine.core.sampling import MAX_LOGPROBS, SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.server.protocol.chat import ImageDetail, TokenLogprob, Variables, detail_of
+from hydra_engine.server.protocol.chat import ImageDetail, RefusalContent, TokenLogprob, Variables, detail_of
 from hydra_engine.server.protocol.common import Metrics
 from hydra_engine.server.protocol.fields import (
     MAX_TEXT_CHARS,
@@ -78,12 +78,6 @@ class EarlierText(msgspec.Struct, frozen=True, tag_field="type", tag="output_tex
     text: Text
 
 
-class RefusalText(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
-    """The refusal of an earlier answer, read as its text."""
-
-    refusal: Text
-
-
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
     """A part of a `reasoning` item."""
 
@@ -94,7 +88,7 @@ class SummaryText(msgspec.Struct, frozen=True, tag_field="type", tag="summary_te
     text: Text
 
 
-Part = InputText | InputImage | EarlierText | RefusalText | ReasoningText
+Part = InputText | InputImage | EarlierText | RefusalContent | ReasoningText
 Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
@@ -198,7 +192,7 @@ def _part(part: Part, param: str) -> TextPart | ImagePart:
             raise InvalidRequest(f"{param}: reasoning_text belongs to items of type reasoning", param=param)
         case InputImage(image_url=url, detail=detail):
             return ImagePart(url, f"{param}.image_url", detail_of(detail))
-        case RefusalText(refusal=text) | InputText(text=text) | EarlierText(text=text):
+        case RefusalContent(refusal=text) | InputText(text=text) | EarlierText(text=text):
             return TextPart(text)
 
 
