@@ -29,8 +29,7 @@ from hydra_engine.core.request import Request, Resumed
 from hydra_engine.errors import HydraError
 from hydra_engine.frontend.routing.router import InstanceLoad, Route
 from hydra_engine.preprocess.preprocessor import CallFacts, Prepared
-from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer, Spelling
-from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.preprocess.text.tokenizer import IncrementalDetokenizer, Spelling, Tokenizer
 from hydra_engine.telemetry.timeline import metrics_of, relative, slo_report
 from hydra_engine.telemetry.trace import LiveRequest
 

@@ -34,8 +34,7 @@ from hydra_engine.frontend.reports import StatusTable
 from hydra_engine.frontend.request import ActiveRequest
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
 from hydra_engine.frontend.transitions import Dispatcher
-from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer
-from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
+from hydra_engine.preprocess.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from tests.virtual_clock import VirtualClock
 
 FIRST_TOKEN = 40  # of the demo model's vocabulary: a plain character

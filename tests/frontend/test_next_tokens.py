@@ -15,7 +15,7 @@ from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.request import ActiveRequest, RequestInFlight
 from hydra_engine.frontend.transitions import Dispatcher, Event
-from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer
+from hydra_engine.preprocess.text.tokenizer import IncrementalDetokenizer
 from tests.examples import examples
 from tests.frontend.rig import EOS, Rig, make_request, tokenizer
 

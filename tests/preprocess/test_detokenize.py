@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.preprocess.text.detokenize import IncrementalDetokenizer, StopMatcher
-from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.preprocess.text.tokenizer import IncrementalDetokenizer, StopMatcher, Tokenizer
 from tests.examples import examples
 
 TEXTS = [

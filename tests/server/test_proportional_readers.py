@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hydra_engine.preprocess.text.detokenize import StopMatcher
+from hydra_engine.preprocess.text.tokenizer import StopMatcher
 from hydra_engine.server.tools.reasoning import ReasoningParser
 from hydra_engine.server.tools.tool_parsers import THINKING, ForcedCall, HermesParser, JsonParser, PlainText
 
