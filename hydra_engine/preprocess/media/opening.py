@@ -51,8 +51,8 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An opened picture or video. `make` decodes it (blocking); `key` identifies the result. Until then `num_bytes` of
-    source are held; while decoding, a picture of `num_pixels`."""
+    """An opened picture or video. `make` decodes it (blocking); `key` identifies the result. `num_bytes` of source are
+    held until it is decoded, and a picture of `num_pixels` meanwhile."""
 
     kind: str
     size: tuple[int, int]

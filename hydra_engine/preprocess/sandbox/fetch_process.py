@@ -44,7 +44,7 @@ Take = Callable[[bytes], None]
 
 
 class ChildLost(Exception):
-    """Raised if the fetch child has ended before the fetch, as far as known not because of it."""
+    """Raised if the fetch child has ended before the fetch has, and the fetch is not known to be the cause."""
 
 
 @dataclass(slots=True)

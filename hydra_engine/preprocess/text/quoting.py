@@ -55,7 +55,7 @@ class Quoting:
         return self._stand_ins.sub(lambda found: self._shown[found[0]], self.spell(text))
 
     def spell(self, text: str) -> str:
-        """Spells the marks of a template or processor for `encode`."""
+        """Returns the text of a template or processor with its marks in the random spellings that `encode` reads."""
         return self._marks.sub(lambda found: self._own[found[0]], text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

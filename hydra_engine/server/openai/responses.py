@@ -103,7 +103,7 @@ class _Call:
 
 class ResponseAnswer(Answer):
     """An answer of reasoning, messages and function calls, item by item, as the model's text grows. Log probabilities
-    come with the text after them."""
+    of text that is held back come with the next text that is sent."""
 
     last = b""  # no [DONE]: the event that closes the response is the last one
 
