@@ -267,10 +267,8 @@ def _write_text(text_event: Callable[[Piece], bytes | None], events: EventStream
     return True
 
 
-def json_response(answer: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(answer, enc_hook=encode_long), content_type="application/json"
-    )
+def json_response(answer: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer, enc_hook=encode_long), content_type="application/json")
 
 
 # ---- the end of a generation by its id

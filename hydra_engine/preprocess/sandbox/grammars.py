@@ -40,18 +40,15 @@ class Grammars:
         self,
         tokenizer_file: Path | None,
         eos_token_ids: Sequence[int],
-        command: Sequence[str] = _COMMAND,
-        answer_seconds: float = ANSWER_SECONDS,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self._usable = tokenizer_file is not None and bool(eos_token_ids)
-        self._answer_seconds = answer_seconds
         self._wait_seconds = wait_seconds
         self._pool = WorkerPool("preprocess-grammar", num_workers=1, max_waiting=MAX_WAITING, noun="grammars")
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._host = ChildHost(
             "check grammars",
-            command,
+            _COMMAND,
             Verdict,
             setup=Setup(str(tokenizer_file), tuple(eos_token_ids)),
             variables=_SETTINGS,
@@ -89,7 +86,7 @@ class Grammars:
         if verdict is not None:
             return verdict
         try:
-            verdict, _ = self._host.run(grammar, self._answer_seconds)
+            verdict, _ = self._host.run(grammar, ANSWER_SECONDS)
         except ChildDied:
             verdict = Verdict(TOO_COMPLEX)
         except InvalidRequest as error:  # the tokenizer cannot be used

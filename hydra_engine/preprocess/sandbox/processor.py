@@ -6,7 +6,6 @@ There is one child, because it loads torch. Does not import torch, does not know
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,14 +55,11 @@ class ProcessedPicture(PixelPayload):
 class ImageProcessor:
     """The model's own image processor. Not thread-safe."""
 
-    def __init__(
-        self, spec: ProcessorSpec, command: Sequence[str] = _COMMAND, answer_seconds: float = ANSWER_SECONDS
-    ) -> None:
+    def __init__(self, spec: ProcessorSpec) -> None:
         self._bidirectional = spec.bidirectional
-        self._answer_seconds = answer_seconds
         self._host = ChildHost(
             "run the model's image processor",
-            command,
+            _COMMAND,
             Processed,
             setup=spec,
             variables=_SETTINGS,
@@ -75,7 +71,7 @@ class ImageProcessor:
         """Processes an upright RGB picture of `size` (width, height), row-major. Blocking. Raises InvalidImage if the
         processor refuses it or fails on it, Unavailable if no child can be started."""
         try:
-            answer, _ = self._host.run(Picture(*size, memoryview(pixels)), self._answer_seconds)
+            answer, _ = self._host.run(Picture(*size, memoryview(pixels)), ANSWER_SECONDS)
         except ChildDied as error:
             raise _failed() from error
         if answer.error is not None:
