@@ -128,7 +128,6 @@ class Frontend:
             self._preprocessor = Preprocessor(
                 spec=spec,
                 tokenizer=tokenizer,
-                media=self.config.media,
                 max_model_len=self.max_model_len,
                 seed=self.config.seed,
                 defaults=self._defaults,

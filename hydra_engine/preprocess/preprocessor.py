@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hydra_engine.clock import Clock, MonotonicClock
-from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY, MediaConfig
+from hydra_engine.clock import Clock
+from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
 from hydra_engine.core.call import ChatMessage, GenerationCall, MediaPart, Role, TextPart
 from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.ids import RequestId
@@ -24,10 +24,9 @@ from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults, Sampling
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ItemPlan, ModelSpec, ProcessorSpec, VideoInfo
 from hydra_engine.models.specs.rope import place_spans
-from hydra_engine.preprocess.media.fetch import Resolve
 from hydra_engine.preprocess.media.media import Media, MediaLoader, Planned
 from hydra_engine.preprocess.sandbox.grammars import Grammars
-from hydra_engine.preprocess.sandbox.texts import MAX_WAITING_TEXTS, OwnTexts, Texts
+from hydra_engine.preprocess.sandbox.texts import MAX_WAITING_TEXTS, SandboxedTexts
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
 
@@ -67,29 +66,26 @@ class Preprocessor:
         *,
         spec: ModelSpec,
         tokenizer: Tokenizer,
-        media: MediaConfig,
+        loader: MediaLoader,
+        texts: SandboxedTexts,
+        clock: Clock,
         max_model_len: int,
         seed: int = 0,
         defaults: GenerationDefaults = NO_DEFAULTS,
         chat_template_path: str | None = None,
-        clock: Clock | None = None,
-        resolve: Resolve | None = None,
-        loader: MediaLoader | None = None,
-        texts: Texts | None = None,
     ) -> None:
-        """`texts` None: prompts are rendered and tokenised in this process."""
         self.tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len
         self._seed = seed
         self._defaults = defaults
         self._num_drawn = 0
-        self._clock = clock or MonotonicClock()
+        self._clock = clock
         writer = Writer(tokenizer, TextSpec.from_spec(spec), chat_template_path)
         self._eos_token_ids = writer.eos_token_ids
         self._template, self._tool_template = writer.template, writer.tool_template
-        self._texts = texts or OwnTexts(writer)
-        self._loader = loader or MediaLoader(spec, media, self._clock, resolve)
+        self._texts = texts
+        self._loader = loader
         self._expansion = Expansion(spec, self._texts)
         self._decodes = WorkerPool(
             "preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, noun="lists of tokens"
@@ -368,7 +364,7 @@ class Expansion:
     """Replaces placeholders by the spans and texts of media plans, for one model. Use it on one event loop;
     `num_tokens` is thread-safe."""
 
-    def __init__(self, spec: ModelSpec, texts: Texts) -> None:
+    def __init__(self, spec: ModelSpec, texts: SandboxedTexts) -> None:
         self._spec, self._texts = spec, texts
         self._known: dict[str, list[int]] = {}
 

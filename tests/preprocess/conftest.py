@@ -42,6 +42,7 @@ from hydra_engine.preprocess.sandbox.fetch_child import Ready
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
 from tests import forkserver
 from tests.calls import asked
+from tests.preprocess.in_process import preprocessor_of
 
 CERTIFICATE = Path(__file__).parent / "tls" / "certificate.pem"  # of pictures.test and 127.0.0.1, signed by itself
 
@@ -224,13 +225,8 @@ async def make_preprocessor(tokenizer: Tokenizer) -> Any:
 
     def make(*, vision: bool = True, max_model_len: int = 256, media: dict[str, Any] | None = None, **more: Any) -> Any:
         chosen = more.pop("tokenizer", tokenizer)
-        preprocessor = Preprocessor(
-            spec=make_spec(chosen, vision=vision),
-            tokenizer=chosen,
-            media=MediaConfig(**(media or {})),
-            max_model_len=max_model_len,
-            **more,
-        )
+        spec, limits = make_spec(chosen, vision=vision), MediaConfig(**(media or {}))
+        preprocessor = preprocessor_of(spec, chosen, limits, max_model_len=max_model_len, **more)
         made.append(preprocessor)
         return Kitchen(preprocessor)
 

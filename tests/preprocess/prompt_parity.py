@@ -40,13 +40,13 @@ from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.transformers_adapter.processor_spec import load_processor
-from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
 from tests.models.families import qwen3_vl
 from tests.models.families.base import Clip
 from tests.models.families.minicpmv import sampled
 from tests.models.families.qwen2_vl import inputs as qwen2_inputs
+from tests.preprocess.in_process import preprocessor_of
 from tests.preprocess.published import CHECKPOINTS, Published, tokenizer_files, write_checkpoint
 
 KINDS = ("text", "system", "turns", "a picture", "pictures", "videos", "tools", "continued", "typed marks")
@@ -194,12 +194,8 @@ class Sides:
         self.spec = load_spec(directory, options)
         name = self.spec.tokenizer_class
         self.tokenizer = load_tokenizer(directory, name)
-        self.preprocessor = Preprocessor(
-            spec=self.spec,
-            tokenizer=self.tokenizer,
-            media=MediaConfig(max_images=16, max_videos=16),
-            max_model_len=16384,
-        )
+        media = MediaConfig(max_images=16, max_videos=16)
+        self.preprocessor = preprocessor_of(self.spec, self.tokenizer, media, max_model_len=16384)
         self.processor = self._processor()
 
     def _processor(self) -> Any:

@@ -9,9 +9,9 @@ from hydra_engine.config import EngineConfig, MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.models.layers.vision import PixelNormaliser
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
+from tests.preprocess.in_process import preprocessor_of
 
 
 async def test_ids_and_pixels_equal_those_of_the_processor() -> None:
@@ -19,7 +19,7 @@ async def test_ids_and_pixels_equal_those_of_the_processor() -> None:
     spec, tokenizer, oracle = load_spec(folder), load_tokenizer(folder), AutoProcessor.from_pretrained(folder)
     assert spec.vision is not None
     normaliser = PixelNormaliser(spec.vision.preprocess, torch.device("cpu"))
-    preprocessor = Preprocessor(spec=spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
+    preprocessor = preprocessor_of(spec, tokenizer, MediaConfig(), max_model_len=512)
     generator = np.random.default_rng(0)
     for sizes in ([(100, 60)], [(84, 84), (300, 200)], [(7, 9), (50, 333), (640, 480)]):
         images = [Image.fromarray(generator.integers(0, 256, (h, w, 3), np.uint8)) for w, h in sizes]

@@ -18,10 +18,10 @@ from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.images import num_bytes
-from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
+from tests.preprocess.in_process import preprocessor_of
 from tools.miniatures import make_tiny
 
 
@@ -37,7 +37,7 @@ class Kitchen:
         limits = MediaConfig(local_files=True, **media)
         spec, tokenizer = load_spec(model_dir), load_tokenizer(model_dir)
         self.spec = spec
-        self.preprocessor = Preprocessor(spec=spec, tokenizer=tokenizer, media=limits, max_model_len=max_model_len)
+        self.preprocessor = preprocessor_of(spec, tokenizer, limits, max_model_len=max_model_len)
 
     async def prepare(self, *parts: dict[str, Any], videos: Any = None) -> Any:
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]

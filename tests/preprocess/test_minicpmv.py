@@ -11,9 +11,9 @@ from PIL import Image
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
+from tests.preprocess.in_process import preprocessor_of
 from tools.miniatures import make_tiny
 
 
@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_pictures_and_videos_are_marked_and_numbered(model_dir: Path) -> None:
     """The same ids as those of the whole text, which is how transformers' processor makes them."""
     tokenizer = load_tokenizer(model_dir)
-    preprocessor = Preprocessor(spec=load_spec(model_dir), tokenizer=tokenizer, media=MediaConfig(), max_model_len=512)
+    preprocessor = preprocessor_of(load_spec(model_dir), tokenizer, MediaConfig(), max_model_len=512)
     noise = np.random.default_rng(0)
     small, large = (Image.fromarray(noise.integers(0, 256, (*size, 3), np.uint8)) for size in ((48, 48), (60, 80)))
     content = [

@@ -20,9 +20,9 @@ from hydra_engine.errors import InvalidImage, InvalidRequest
 from hydra_engine.models.qwen_vl.geometry_spec import PixelLimits, budgeted_size, max_image_tokens
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
+from tests.preprocess.in_process import preprocessor_of
 from tools.miniatures import make_tiny
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -146,10 +146,8 @@ def test_tiled_families_show_one_view_at_low_detail(directory: Any) -> None:
 
 
 @asynccontextmanager
-async def preprocessor_of(path: Path) -> Any:
-    preprocessor = Preprocessor(
-        spec=load_spec(path), tokenizer=load_tokenizer(path), media=MediaConfig(), max_model_len=512
-    )
+async def preprocessor_at(path: Path) -> Any:
+    preprocessor = preprocessor_of(load_spec(path), load_tokenizer(path), MediaConfig(), max_model_len=512)
     try:
         yield preprocessor
     finally:
@@ -169,7 +167,7 @@ async def test_another_resolution_is_another_picture(
     """Low detail is made smaller here, because miniatures are below it anyway."""
     monkeypatch.setattr("hydra_engine.core.prompting.LOW_DETAIL_PIXELS", 1024)
     data = encoded()
-    async with preprocessor_of(directory(family)) as preprocessor:
+    async with preprocessor_at(directory(family)) as preprocessor:
         pictures = message(data, None, "auto", "high", "low")
         prepared = await preprocessor.prepare(RequestId(1), asked(messages=pictures, max_tokens=1))
         by_picture: list[set[bytes]] = [set() for _ in range(4)]

@@ -20,10 +20,10 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import CheckpointError
-from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.template_files import find_templates
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
+from tests.preprocess.in_process import preprocessor_of
 from tests.preprocess.prompt_parity import Chat, Sides, both, draw, kinds_of
 from tests.preprocess.published import CHECKPOINTS, tokenizer_files, write_checkpoint, write_template
 from tools.miniatures import build_config
@@ -223,9 +223,7 @@ def test_a_template_named_tool_use_is_for_conversations_with_tools(
     values = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": templates}))
     tokenizer = load_tokenizer(tmp_path)
-    preprocessor = Preprocessor(
-        spec=sides_of("Qwen2").spec, tokenizer=tokenizer, media=MediaConfig(), max_model_len=512
-    )
+    preprocessor = preprocessor_of(sides_of("Qwen2").spec, tokenizer, MediaConfig(), max_model_len=512)
     tool = {"type": "function", "function": {"name": "f"}}
     assert (preprocessor.chat_template or "").startswith("default") and preprocessor.tool_template is not None
     assert preprocessor.tool_template.startswith("tool_use")

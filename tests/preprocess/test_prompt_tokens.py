@@ -13,9 +13,9 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.base import ItemPlan
-from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 from tests.preprocess.conftest import CHAT_TEMPLATE, Kitchen, build_byte_level, make_spec, noise, wrap
+from tests.preprocess.in_process import preprocessor_of
 
 PAD = "[PAD]"
 
@@ -39,9 +39,7 @@ async def kitchen(padded: Tokenizer, request: Any, tmp_path: Path) -> AsyncItera
     late = padded._backend.token_to_id("<late>")
     spec = replace(spec, language=replace(spec.language, vocab_size=rows), image_token_id=late)
     path = None if template is None else str(tmp_path / "t.jinja")
-    preprocessor = Preprocessor(
-        spec=spec, tokenizer=padded, media=MediaConfig(), max_model_len=256, chat_template_path=path
-    )
+    preprocessor = preprocessor_of(spec, padded, MediaConfig(), max_model_len=256, chat_template_path=path)
     yield Kitchen(preprocessor)
     await preprocessor.close()
 

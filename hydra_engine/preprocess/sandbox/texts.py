@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from hydra_engine.core.call import Role
 from hydra_engine.core.fairness import WorkerPool
@@ -33,7 +32,7 @@ from hydra_engine.preprocess.sandbox.text_child import (
     too_much,
 )
 from hydra_engine.preprocess.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from hydra_engine.preprocess.text.writer import Prompt, TextSpec, Writer
+from hydra_engine.preprocess.text.writer import Prompt, TextSpec
 
 MAX_WAITING_TEXTS = 1024  # in each of two queues; one client may have half
 MAX_ANSWER_BYTES = 128 << 20  # a tokenizer, or the ids of the longest prompts
@@ -47,51 +46,9 @@ _SETTINGS = {
 _COMMAND = launch.command("hydra_engine.preprocess.sandbox.text_child")
 
 
-class Texts(Protocol):
-    """A reader of prompts: texts to token ids. Each method raises InvalidRequest for a fault of the request."""
-
-    async def encode(self, client: str, prompt: Prompt) -> list[int]: ...
-
-    async def encode_with_media(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
-        """Returns token ids with the texts that a model's processor writes around pictures."""
-        ...
-
-    async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text, tokenised separately."""
-        ...
-
-    async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str: ...
-
-    def close(self) -> None: ...
-
-
-class OwnTexts:
-    """A reader of prompts in this process, for a model whose files the caller trusts; long ones run in a thread."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._pool = WorkerPool("preprocess-text", num_workers=1, max_waiting=MAX_WAITING_TEXTS, noun="prompts")
-
-    async def encode(self, client: str, prompt: Prompt) -> list[int]:
-        if prompt.num_chars < LONG_TEXT_CHARS:
-            return self._writer.encode(prompt)
-        return await self._pool.run(client, self._writer.encode, prompt)
-
-    async def encode_with_media(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
-        return self._writer.encode_with_media(prompt, plans)
-
-    async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
-        return self._writer.parts(texts)
-
-    async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str:
-        return self._writer.generation_prompt(options, role)
-
-    def close(self) -> None:
-        self._pool.close()
-
-
 class SandboxedTexts:
-    """A reader of prompts in child processes. Use it on one event loop; call `start` first."""
+    """A reader of prompts in child processes: texts to token ids. Use it on one event loop; call `start` first. Methods
+    raise InvalidRequest for a fault of the request."""
 
     def __init__(
         self, model_dir: Path, spec: TextSpec, chat_template_path: str | None = None, command: Sequence[str] = _COMMAND
@@ -120,10 +77,12 @@ class SandboxedTexts:
         return _ids(ids)
 
     async def encode_with_media(self, client: str, prompt: Prompt, plans: Sequence[MediaPlan]) -> list[int]:
+        """Returns token ids with the texts that a model's processor writes around pictures."""
         (ids,) = (await self._run(client, "place", prompt.num_chars, prompt_fields(prompt), plan_fields(plans))).ids
         return _ids(ids)
 
     async def parts(self, client: str, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of each text, tokenised separately."""
         return [_ids(ids) for ids in (await self._run(client, "parts", sum(map(len, texts)), texts)).ids]
 
     async def generation_prompt(self, client: str, options: TemplateOptions, role: Role) -> str:
