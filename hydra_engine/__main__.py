@@ -20,19 +20,29 @@ _SERVERS = ("serve", "demo")  # a service manager ends these with SIGTERM, and e
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of a command. `argv` None: the process is its own, so signals and the collector are set for it."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if given and given[0] in _SERVERS:
-        signal.signal(signal.SIGTERM, _end)
-    if given and given[0] == "serve" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # A KeyboardInterrupt while a dataclass is made would end the process by the signal, even if caught: CPython
-        # takes one that leaves `exec` of a string for unhandled.
-        signal.signal(signal.SIGINT, _end)
-    if given and given[0] == "serve" and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, _on_hangup)  # until the server handles it
+    if argv is None:
+        _prepare_process(given[0] if given else "")
     try:
         return _run(given)
     except KeyboardInterrupt:
         return 130
+
+
+def _prepare_process(command: str) -> None:
+    if command in _SERVERS:
+        signal.signal(signal.SIGTERM, _end)
+    if command == "serve" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # A KeyboardInterrupt while a dataclass is made would end the process by the signal, even if caught: CPython
+        # takes one that leaves `exec` of a string for unhandled.
+        signal.signal(signal.SIGINT, _end)
+    if command == "serve" and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _on_hangup)  # until the server handles it
+    # Modules make hundreds of thousands of objects and no garbage. Without this the collector looks through them again
+    # and again while they are read and once more at the end: a quarter of the time of a short command.
+    gc.set_threshold(_LOADING_THRESHOLD)
+    atexit.register(_leave_to_the_system)
 
 
 def _end(number: int, _frame: object) -> NoReturn:
@@ -45,10 +55,6 @@ def _run(given: list[str]) -> int:
     # Imported here: a signal is answered while these are read.
     from hydra_engine.cli.commands import build_parser, command_of, runner, unknown_command
 
-    # Modules make hundreds of thousands of objects and no garbage. Without this the collector looks through them again
-    # and again while they are read and once more at the end: a quarter of the time of a short command.
-    gc.set_threshold(_LOADING_THRESHOLD)
-    atexit.register(_leave_to_the_system)
     given = _with_help(given)
     asked = next((command_of(word) for word in given if not word.startswith("-")), None)
     parser, commands = build_parser(only=asked or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import resource
 import signal
 import subprocess
@@ -322,25 +322,34 @@ def test_help_loads_no_torch() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_a_hangup_ends_no_server_that_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    handlers = []
+HANGUP = """
+import os, signal
+import hydra_engine.cli.commands
+from hydra_engine.__main__ import main
 
-    def run(_arguments: object) -> int:
-        handlers.append(signal.getsignal(signal.SIGHUP))
-        if handlers[-1] is not signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGHUP)
-        return 0
+def run(arguments):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return 0
 
-    monkeypatch.setattr("hydra_engine.cli.commands.runner", lambda _name: run)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        assert main(["doctor"]) == 0 and main(["serve", "demo"]) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert handlers[0] is signal.SIG_DFL, "what somebody types ends with its terminal"
-    assert capsys.readouterr().err.count("SIGHUP changes nothing yet") == 1
+hydra_engine.cli.commands.runner = lambda name: run
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [("serve", 0), ("doctor", -signal.SIGHUP)])
+def test_a_hangup_ends_what_somebody_types_and_no_server_that_starts(command: str, code: int) -> None:
+    line = [sys.executable, "-c", f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n{HANGUP}", command]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("SIGHUP changes nothing yet") == (code == 0)
+
+
+def test_a_command_that_a_program_runs_leaves_its_signals_and_its_collector_alone() -> None:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [*map(signal.getsignal, signals), gc.get_threshold()]
+    with pytest.raises(SystemExit):
+        main(["serve", "--nonsense"])
+    assert [*map(signal.getsignal, signals), gc.get_threshold()] == before
 
 
 def test_a_server_takes_all_the_descriptors_there_are(

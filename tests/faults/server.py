@@ -19,4 +19,4 @@ def with_ledger(build: Callable[..., Any]) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     runner.build_app = with_ledger(runner.build_app)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
