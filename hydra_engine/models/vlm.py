@@ -65,7 +65,7 @@ class VisionLanguageModel:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(holder.nbytes for holder in self.holders)
+        return sum(weight.nbytes for holder in self.holders for weight in holder.packed)
 
     def reserve_positions(self, end: int) -> None:
         """Fixes the addresses of the position tables for forwards with `position_end` up to `end`."""

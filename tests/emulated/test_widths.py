@@ -53,7 +53,7 @@ def encoded(model_dir: Path, backend: Backend) -> tuple[Tensor, list[int]]:
     model = load_model(model_dir, spec, backend, Role.E)
     with torch.inference_mode():
         model.encode(VisionInput((pixels,), ((56, 84),), (item.grid,), slots), cache)
-    weights = [kept for holder in model.holders for kept in holder.packed_weights if isinstance(kept, CudaLinear)]
+    weights = [kept for holder in model.holders for kept in holder.packed if isinstance(kept, CudaLinear)]
     return cache.data[:, 0].flatten(1).cpu().float(), [weight.num_in for weight in weights if weight.padding]
 
 

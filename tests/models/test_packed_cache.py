@@ -51,7 +51,7 @@ def load(
 
 def kept(model: VisionLanguageModel) -> list[tuple[object, Tensor, Tensor | None]]:
     """Of each weight, its form, its bytes and its bias."""
-    items = [item for holder in model.holders for item in holder.packed_weights]
+    items = [item for holder in model.holders for item in holder.packed]
     return [
         ((item.dtype, item.shape), item.contiguous().view(-1).view(torch.uint8), None)
         if isinstance(item, Tensor)

@@ -1,4 +1,4 @@
-"""Matrix products, norms, gates, rotations and greedy tokens of the native extension.
+"""Matrix products, norms, gates and rotations of the native extension: functions with the contracts of `Ops`.
 
 Allocates outputs and packed weights (so memory is accounted here), checks shapes and dtypes, and passes addresses. Does
 not know instruction sets, threads or layouts; those are in csrc/cpu.
@@ -115,7 +115,6 @@ def linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """act(x @ W^T + bias) + residual: x [T, K] -> [T, num_out] in `out_dtype` (x's dtype, or float32)."""
     assert isinstance(weight, NativeLinear | NativeQuantizedLinear)
     dtype = weight.dtype if isinstance(weight, NativeLinear) else x.dtype
     rows, stride = checks.check_rows("x", x, weight.num_in, dtype)
@@ -139,7 +138,6 @@ def linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) rounded to the dtype, times weight: x [T, C], or [T, H, D] per head."""
     if x.dim() == 3:
         stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
         tokens, heads, columns = x.shape
@@ -156,89 +154,47 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both [T, C]. A contiguous `residual` is overwritten with the sum."""
+    """Returns (rms_norm(x + residual), x + residual). Overwrites a contiguous `residual` with the sum."""
     columns = x.shape[-1]
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     _, residual_stride = checks.check_rows("residual", residual, columns, x.dtype, rows)
     wide = checks.check_norm_weight(weight, x)
     out = torch.empty((rows, columns), dtype=x.dtype)
     total = residual if residual.is_contiguous() else torch.empty((rows, columns), dtype=x.dtype)
-    _C.add_rms_norm(
-        x.data_ptr(),
-        stride,
-        residual.data_ptr(),
-        residual_stride,
-        weight.data_ptr(),
-        out.data_ptr(),
-        total.data_ptr(),
-        rows,
-        columns,
-        eps,
-        DTYPE_CODES[x.dtype],
-        wide,
-    )
+    inputs = x.data_ptr(), stride, residual.data_ptr(), residual_stride, weight.data_ptr()
+    _C.add_rms_norm(*inputs, out.data_ptr(), total.data_ptr(), rows, columns, eps, DTYPE_CODES[x.dtype], wide)
     return out, total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) * rsqrt(variance + eps) * weight + bias, rounded once: [T, C]."""
     columns = x.shape[-1]
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     checks.check_norm_weight(weight, x, wide=False)
     checks.check_norm_weight(bias, x, wide=False, name="bias")
     out = torch.empty((rows, columns), dtype=x.dtype)
-    _C.layer_norm(
-        x.data_ptr(),
-        stride,
-        weight.data_ptr(),
-        bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        columns,
-        eps,
-        DTYPE_CODES[x.dtype],
-    )
+    addresses = x.data_ptr(), stride, weight.data_ptr(), bias.data_ptr(), out.data_ptr()
+    _C.layer_norm(*addresses, rows, columns, eps, DTYPE_CODES[x.dtype])
     return out
 
 
 def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
-    """gate_up [T, 2 * F] -> act(gate) * up [T, F], gate first; act(gate) is rounded to the dtype before the product."""
+    """Returns act(gate) * up, with act(gate) rounded to the dtype before the product."""
     both = gate_up.shape[-1]
     rows, stride = checks.check_rows("gate_up", gate_up, both, gate_up.dtype)
     if both % 2 or both == 0:
         raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
-    out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
-    _C.act_and_mul(
-        gate_up.data_ptr(),
-        stride,
-        out.data_ptr(),
-        rows,
-        both // 2,
-        _activation_code(act),
-        DTYPE_CODES[gate_up.dtype],
-    )
+    width, dtype = both // 2, gate_up.dtype
+    out = torch.empty((rows, width), dtype=dtype)
+    _C.act_and_mul(gate_up.data_ptr(), stride, out.data_ptr(), rows, width, _activation_code(act), DTYPE_CODES[dtype])
     return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] with pairs (i, i + D/2) rotated by cos, sin [T, D/2] float32 of their token."""
     stride, head_stride, cos_stride, sin_stride = checks.check_rotate(x, cos, sin)
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads, dim), dtype=x.dtype)
-    _C.rotate(
-        x.data_ptr(),
-        stride,
-        heads,
-        head_stride,
-        cos.data_ptr(),
-        cos_stride,
-        sin.data_ptr(),
-        sin_stride,
-        out.data_ptr(),
-        tokens,
-        dim,
-        DTYPE_CODES[x.dtype],
-    )
+    angles = cos.data_ptr(), cos_stride, sin.data_ptr(), sin_stride
+    _C.rotate(x.data_ptr(), stride, heads, head_stride, *angles, out.data_ptr(), tokens, dim, DTYPE_CODES[x.dtype])
     return out
 
 

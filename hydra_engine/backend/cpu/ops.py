@@ -70,11 +70,8 @@ class CacheOps:
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         desc = self.desc(cache)
         tokens, strides = checks.check_write(cache, layer, rows, slots)
-        first = rows[0].data_ptr()
-        if len(rows) == 1:
-            desc.write(layer, first, strides[0], _NO_ADDRESS, 0, slots.data_ptr(), tokens)
-        else:
-            desc.write(layer, first, strides[0], rows[1].data_ptr(), strides[1], slots.data_ptr(), tokens)
+        second = (_NO_ADDRESS, 0) if len(rows) == 1 else (rows[1].data_ptr(), strides[1])
+        desc.write(layer, rows[0].data_ptr(), strides[0], *second, slots.data_ptr(), tokens)
 
     def rope_and_write(
         self,
@@ -97,24 +94,9 @@ class CacheOps:
             normed = q_norm, k_norm, norms.eps
         cos, sin = rotary
         out = q.new_empty(shape)
-        desc.rope_and_write(
-            layer,
-            q.data_ptr(),
-            q_stride,
-            num_heads,
-            k.data_ptr(),
-            k_stride,
-            v.data_ptr(),
-            v_stride,
-            cos.data_ptr(),
-            cos_stride,
-            sin.data_ptr(),
-            sin_stride,
-            slots.data_ptr(),
-            tokens,
-            out.data_ptr(),
-            *normed,
-        )
+        heads = q.data_ptr(), q_stride, num_heads, k.data_ptr(), k_stride, v.data_ptr(), v_stride
+        angles = cos.data_ptr(), cos_stride, sin.data_ptr(), sin_stride
+        desc.rope_and_write(layer, *heads, *angles, slots.data_ptr(), tokens, out.data_ptr(), *normed)
         return out
 
     def merge_image_tokens(
@@ -345,20 +327,8 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
         checks.check_packed(q, k, v, cu_seqlens)
         _, num_heads, dim = q.shape
         out = q.new_empty(q.shape)
-        _C.attention_packed(
-            q.data_ptr(),
-            q.stride(0),
-            k.data_ptr(),
-            k.stride(0),
-            v.data_ptr(),
-            v.stride(0),
-            out.data_ptr(),
-            cu_seqlens,
-            num_heads,
-            dim,
-            scale,
-            DTYPE_CODES[q.dtype],
-        )
+        inputs = q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
+        _C.attention_packed(*inputs, out.data_ptr(), cu_seqlens, num_heads, dim, scale, DTYPE_CODES[q.dtype])
         return out
 
 

@@ -65,6 +65,14 @@ def num_leading_decodes(cu_q: Int32s) -> int:
     return int(others[0]) if others.size else len(cu_q) - 1
 
 
+class _LaneBuffers(threading.local):
+    """Buffers of the calling lane, whose launches run in order."""
+
+    def __init__(self) -> None:
+        self.segments: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # as `CudaAttention.segments` returns them
+        self.counters: Tensor | None = None  # of splits; captured steps keep the address
+
+
 class CudaAttention:
     """Triton's attention for a device with `num_sms` SMs.
 
@@ -88,10 +96,10 @@ class CudaAttention:
         self._send = send
         self._deterministic = deterministic
         self._tma_prompts = tma_prompts
-        self._of_thread = threading.local()  # sent segments and counters belong to a lane
+        self._lane = _LaneBuffers()
         self._programs_per_sm: dict[
             tuple[object, ...], int
-        ] = {}  # resident programs per SM, by the shapes that are compiled
+        ] = {}  # of decode kernels, by the shapes they are compiled for
 
     # ---- plans
 
@@ -169,8 +177,15 @@ class CudaAttention:
                 longest = plan.block_tables.shape[1] * cache.block_size
             context = plan.num_context if native.mixed is None else native.mixed.decode_context
             rows = (_first(q, split), k_cache, v_cache, _first(plan.block_tables, split), _first(context, split), scale)
-            splits = choose_num_splits(split, cache.data.shape[4], longest, self._num_programs(*rows, scales))
-            decode_attention(*rows, num_splits=splits, counters=self._counters(), out=_first(out, split), scales=scales)
+            key = (*q.shape[1:], q.dtype, *k_cache.shape[1:3], k_cache.dtype)
+            if key not in self._programs_per_sm:
+                self._programs_per_sm[key] = programs_per_sm(*rows, scales)
+            num_sms = self._num_sms if self._num_sms_here is None else self._num_sms_here(self._num_sms)
+            splits = choose_num_splits(split, k_cache.shape[2], longest, self._programs_per_sm[key] * num_sms)
+            lane = self._lane
+            if lane.counters is None:
+                lane.counters = new_counters(self._device)
+            decode_attention(*rows, num_splits=splits, counters=lane.counters, out=_first(out, split), scales=scales)
 
     def prompts(
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
@@ -197,33 +212,6 @@ class CudaAttention:
                 scales=scales,
             )
 
-    def _num_programs(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        tables: Tensor,
-        num_context: Tensor,
-        scale: float,
-        scales: Scales | None,
-    ) -> int:
-        """Programs of the decode kernel that run at once on the SMs of the calling thread's launches."""
-        key = (*q.shape[1:], q.dtype, *k_cache.shape[1:3], k_cache.dtype)
-        programs = self._programs_per_sm.get(key)
-        if programs is None:
-            programs = self._programs_per_sm[key] = programs_per_sm(
-                q, k_cache, v_cache, tables, num_context, scale, scales
-            )
-        return programs * (self._num_sms if self._num_sms_here is None else self._num_sms_here(self._num_sms))
-
-    def _counters(self) -> Tensor:
-        """Split counters of the calling lane, whose launches run in order. Allocated once, since captured steps keep
-        the address."""
-        counters: Tensor | None = getattr(self._of_thread, "counters", None)
-        if counters is None:
-            counters = self._of_thread.counters = new_counters(self._device)
-        return counters
-
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float, *, tma: bool = False
     ) -> Tensor:
@@ -248,10 +236,7 @@ class CudaAttention:
     def segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:
         """Returns (cu_seqlens on the device, the longest segment). Cached per lane: every layer of a tower asks for the
         same."""
-        sent: dict[tuple[int, ...], tuple[Tensor, int]] | None = getattr(self._of_thread, "segments", None)
-        if sent is None:
-            sent = self._of_thread.segments = {}
-        bounds = tuple(cu_seqlens)
+        sent, bounds = self._lane.segments, tuple(cu_seqlens)
         segments = sent.get(bounds)
         if segments is not None and q.shape[0] == bounds[-1]:
             return segments

@@ -7,6 +7,7 @@ calling thread's current stream. Does not know lanes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
@@ -83,8 +84,8 @@ class _Buffer:
         self.done: torch.cuda.Event | None = None
 
 
-class Sender:
-    """A ring of pinned buffers, each reused once the copy from it is done. For one thread."""
+class Sender(threading.local):
+    """A ring of pinned buffers for each thread, each buffer reused once the copy from it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -6,7 +6,6 @@ Does not touch the device before its first use, so that `doctor` can look at one
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -55,7 +54,7 @@ class CudaDevice:
         self._split = split
         self.partitions: Partitions = WholeDevice() if split is None else split
         self._graphs = GraphPools(self.torch_device)
-        self._of_thread = threading.local()
+        self._sender = Sender(self.torch_device)
 
     def lane(self, name: str) -> Lane:
         stream = torch.cuda.Stream(self.torch_device, priority=self._priorities.get(name, 0))
@@ -135,10 +134,7 @@ class CudaDevice:
             raise failure(self.torch_device, error) from error
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
-        sender: Sender | None = getattr(self._of_thread, "sender", None)
-        if sender is None:
-            sender = self._of_thread.sender = Sender(self.torch_device)
-        return sender.send(arrays)
+        return self._sender.send(arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         return CudaFetch(self.torch_device, tensors)

@@ -266,8 +266,9 @@ class Wrappers:
         return wrapper
 
 
-class _LaneWrappers:
-    """Wrappers and workspace of one lane. Not shared between lanes: two at once would write to one workspace."""
+class _LaneWrappers(threading.local):
+    """Wrappers and workspace of the calling lane. Not shared between lanes: two at once would write to one
+    workspace."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
@@ -324,7 +325,7 @@ class FlashInferAttention:
         self.wanted_prompts = prompts
         self._library = importlib.import_module("flashinfer") if library is None else library
         self._kernels = flashinfer_kernels.installed()
-        self._of_thread = threading.local()
+        self._lane = _LaneWrappers(self._library, device)
 
     # ---- plans
 
@@ -353,7 +354,7 @@ class FlashInferAttention:
         return replace(plan, native=native, refresh=native.refresh)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
-        raise ValueError("plan_mixed: expected ops that plan on the device; FlashInfer divides prompts on the host")
+        raise ValueError("plan_mixed: expected ops that plan on the device; FlashInfer cuts prompts on the host")
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
         return self._by_triton.plan_packed(cu_seqlens, max_length)
@@ -365,7 +366,7 @@ class FlashInferAttention:
         if isinstance(native, CudaPlan):
             return self._by_triton.paged(q, cache, layer, plan, scale)
         assert isinstance(native, FlashPlan | GraphPlan), "a plan of other ops"
-        decodes, prompts = self._takes_decodes(q, cache.data.shape[4]), self._prompts(q)
+        decodes, prompts = self._takes_decodes(q, cache.data.shape[4]), self._kernel(self.wanted_prompts, q)
         if not decodes and (prompts is None or isinstance(native, GraphPlan)):
             return self._by_triton.paged(q, cache, layer, replace(plan, native=native.triton), scale)
         checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
@@ -391,10 +392,10 @@ class FlashInferAttention:
 
     def takes_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
         """True if `attend_packed` uses FlashInfer: it plans on the host, so the host must know the segments."""
-        return not isinstance(cu_seqlens, PackedPlan) and self._segments(q) is not None
+        return not isinstance(cu_seqlens, PackedPlan) and self._kernel("auto", q) is not None
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
-        kernel = self._segments(q)
+        kernel = self._kernel("auto", q)
         if isinstance(cu_seqlens, PackedPlan) or kernel is None or not q.shape[0]:
             return self._by_triton.attend_packed(q, k, v, cu_seqlens, scale)
         bounds = tuple(cu_seqlens)
@@ -420,29 +421,18 @@ class FlashInferAttention:
         kernel = flashinfer_kernels.decode_kernel(heads, kv_heads, head_dim)
         return self._decodes and _fits(q) and not self._kernels.reason_missing(kernel, q.dtype, head_dim)
 
-    def _prompts(self, q: Tensor) -> str | None:
-        return None if self.wanted_prompts is None else self._tiled(self.wanted_prompts, q)
-
-    def _segments(self, q: Tensor) -> str | None:
-        return self._tiled("auto", q)
-
-    def _tiled(self, wanted: str, q: Tensor) -> str | None:
+    def _kernel(self, wanted: str | None, q: Tensor) -> str | None:
         """The library's name of the kernels to use for prompts or segments; None: Triton."""
+        if wanted is None or not _fits(q):
+            return None
         hopper = bool(self._kernels.problem) and self._hopper
-        return self._kernels.prompts(wanted, q.dtype, q.shape[2], hopper=hopper) if _fits(q) else None
+        return self._kernels.prompts(wanted, q.dtype, q.shape[2], hopper=hopper)
 
     @cached_property
     def _hopper(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.get_device_capability(self._device)[0] == _HOPPER
 
     # ---- wrappers
-
-    @property
-    def _lane(self) -> _LaneWrappers:
-        lane: _LaneWrappers | None = getattr(self._of_thread, "lane", None)
-        if lane is None:
-            lane = self._of_thread.lane = _LaneWrappers(self._library, self._device)
-        return lane
 
     def _captured(self, kind: Kind, native: GraphPlan) -> Any:
         """The wrapper of a captured decode, planned at its first use. That use is never captured: `Device.capture` runs

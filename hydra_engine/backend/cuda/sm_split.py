@@ -169,6 +169,13 @@ class Track:
             self.switch_to(before)
 
 
+class _ThreadLane(threading.local):
+    """The calling thread's lane, if it is one that moves between partitions."""
+
+    track: Track | None = None
+    name = ""
+
+
 class SplitLane(CudaLane):
     """A `Lane` of backend/device.py that moves to a partition before each job."""
 
@@ -201,7 +208,7 @@ class SplitLane(CudaLane):
 
     def _begin(self, threads: int) -> None:
         super()._begin(threads)
-        self._of_thread.track, self._of_thread.lane = self._track, self.name
+        self._of_thread.track, self._of_thread.name = self._track, self.name
 
     def _behind_caller(self, job: Job) -> Job:
         behind = super()._behind_caller(job)
@@ -237,7 +244,7 @@ class SplitDevice:
         }
         self._sms = {lane: [sms[i] for _, _, *sms in splits] for i, lane in enumerate((LANGUAGE, VISION))}
         self.sharing = Sharing(self._sms[LANGUAGE])
-        self.of_thread = threading.local()
+        self.of_thread = _ThreadLane()
         self.count = 1 + len(splits)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.note = describe_split(counts, [sms for _, _, *sms in splits], num_sms)
@@ -251,25 +258,22 @@ class SplitDevice:
 
     def set_partition(self, partition: int) -> None:
         place = self.sharing.set_partition(min(partition, self.count - 1))
-        track: Track | None = getattr(self.of_thread, "track", None)
-        if track is not None:
-            track.switch_to(place)
+        if self.of_thread.track is not None:
+            self.of_thread.track.switch_to(place)
 
     def current(self) -> int:
-        track: Track | None = getattr(self.of_thread, "track", None)
-        return 0 if track is None else track.partition
+        return 0 if self.of_thread.track is None else self.of_thread.track.partition
 
     def num_sms(self, whole: int) -> int:
         """SMs, out of `whole`, that launches of the calling thread get."""
         partition = self.current()
-        return whole if partition == 0 else self._sms[self.of_thread.lane][partition - 1]
+        return whole if partition == 0 else self._sms[self.of_thread.name][partition - 1]
 
     def use(self, partition: int) -> AbstractContextManager[None]:
         if not 0 <= partition < self.count:
             raise ValueError(f"partition: expected 0 to {self.count - 1}, got {partition}")
-        track: Track | None = getattr(self.of_thread, "track", None)
-        if track is not None:
-            return track.use(partition)
+        if self.of_thread.track is not None:
+            return self.of_thread.track.use(partition)
         if partition != 0:
             raise ValueError(f"partition: expected 0 outside of the language and the vision lane, got {partition}")
         return nullcontext()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import groupby, repeat
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from hydra_engine.backend.base import Activation, DeferredNorm, PackedLinear, RowNorm
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
-from hydra_engine.models.loading.parameters import Kept, Scope
+from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.loading.quantize import quantized_matrix
 
 
@@ -71,18 +71,6 @@ class Linear:
         residuals = [None] * len(cuts) if residual is None else residual.split(cuts, dim=1)
         parts = zip(self.packed, residuals, strict=True)
         return torch.cat([self._ops.linear(x, part, act=act, residual=rest) for part, rest in parts], dim=1)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.packed)
-
-    @property
-    def packed_weights(self) -> tuple[Kept, ...]:
-        return self.packed
-
-    @packed_weights.setter
-    def packed_weights(self, kept: tuple[Any, ...]) -> None:
-        self.packed = kept
 
     def _fill_weight(self, name: str, weight: Tensor | QuantizedWeight) -> None:
         self._weights_arrived[name] = _padded(weight, self._spare_out, 0)
@@ -164,7 +152,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 class Weight:
     """A tensor of the checkpoint, kept unchanged or as the result of `transform`."""
 
-    tensor: Tensor
+    packed: tuple[Tensor]
 
     def __init__(
         self,
@@ -180,19 +168,11 @@ class Weight:
         scope.register(self)
 
     @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    @property
-    def packed_weights(self) -> tuple[Kept, ...]:
-        return (self.tensor,)
-
-    @packed_weights.setter
-    def packed_weights(self, kept: tuple[Any, ...]) -> None:
-        (self.tensor,) = kept
+    def tensor(self) -> Tensor:
+        return self.packed[0]
 
     def _fill(self, tensor: Tensor) -> None:
-        self.tensor = tensor if self._transform is None else self._transform(tensor)
+        self.packed = (tensor if self._transform is None else self._transform(tensor),)
 
 
 class RmsNorm:
@@ -244,36 +224,24 @@ class Head:
     """The output projection, with logits in float32. The embedding fills a tied head. If matrices are quantised at
     load, the head gets 8 bits, whatever width they get."""
 
-    packed: PackedLinear
+    packed: tuple[PackedLinear]
 
     def __init__(self, scope: Scope) -> None:
         self._ops, self._dtype, self._quantize = scope.ops, scope.dtype, 8 if scope.quantize else None
         scope.register(self)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, self.packed, out_dtype=torch.float32)
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes
-
-    @property
-    def packed_weights(self) -> tuple[Kept, ...]:
-        return (self.packed,)
-
-    @packed_weights.setter
-    def packed_weights(self, kept: tuple[Any, ...]) -> None:
-        (self.packed,) = kept
+        return self._ops.linear(x, self.packed[0], out_dtype=torch.float32)
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
-        self.packed = self._ops.pack_linear(_quantized(weight, self._quantize), rows=self._dtype)
+        self.packed = (self._ops.pack_linear(_quantized(weight, self._quantize), rows=self._dtype),)
 
 
 class Embedding:
     """The token table, with rows in the compute dtype. `tied_head` shares its weight, quantised if the checkpoint's is.
     `substitute`: see `Scope.declare`."""
 
-    table: Tensor
+    packed: tuple[Tensor]  # [rows, C]
 
     def __init__(
         self, scope: Scope, num_rows: int, num_channels: int, *, tied_head: Head | None, substitute: str | None = None
@@ -285,23 +253,11 @@ class Embedding:
         scope.register(self)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.table.index_select(0, token_ids).to(self._dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.table.nbytes
-
-    @property
-    def packed_weights(self) -> tuple[Kept, ...]:
-        return (self.table,)
-
-    @packed_weights.setter
-    def packed_weights(self, kept: tuple[Any, ...]) -> None:
-        (self.table,) = kept
+        return self.packed[0].index_select(0, token_ids).to(self._dtype)
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
         self.is_filled = True
-        self.table = weight.dequantized(self._dtype) if isinstance(weight, QuantizedWeight) else weight
+        self.packed = (weight.dequantized(self._dtype) if isinstance(weight, QuantizedWeight) else weight,)
         if self._tied_head is not None:
             self._tied_head.fill(weight)
 

@@ -61,7 +61,7 @@ def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...]:
         try:
             contents = json.loads(file.metadata[_CONTENTS])
             for holder, described in zip(holders, contents["holders"], strict=True):
-                holder.packed_weights = tuple(_restored(item, blobs) for item in described)
+                holder.packed = tuple(_restored(item, blobs) for item in described)
         except (KeyError, TypeError, ValueError, RuntimeError, StopIteration) as error:
             raise CheckpointError(f"the packed weights in {path} are damaged; delete that file") from error
     return tuple(contents["notes"])
@@ -72,7 +72,7 @@ def write(path: Path, holders: Sequence[Holder], notes: Sequence[str]) -> str | 
     start then packs again. Raises ResourceError if the path is not a folder or not writable for this user."""
     described, blobs = [], []
     for holder in holders:
-        items = [_described(kept) for kept in holder.packed_weights]
+        items = [_described(kept) for kept in holder.packed]
         described.append([item for item, _ in items])
         blobs += [blob for _, parts in items for blob in parts]
     partial = path.with_name(f".{path.name}.{os.getpid()}")

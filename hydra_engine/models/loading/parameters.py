@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +24,9 @@ Kept = PackedLinear | Tensor
 
 
 class Holder(Protocol):
-    """A layer that owns weights. Setting `packed_weights` replaces filling the slots."""
+    """A layer that owns weights. Setting `packed` replaces filling its slots."""
 
-    packed_weights: tuple[Kept, ...]
-
-    @property
-    def nbytes(self) -> int: ...
+    packed: tuple[Any, ...]  # of `Kept`
 
 
 class Slot(NamedTuple):

@@ -184,7 +184,7 @@ def test_segments_are_sent_once_and_checked(side: Side) -> None:
     assert ops.segments(q, k, v, (0, 4, 12))[0] is first
     for count in range(1, 60):
         ops.segments(q, k, v, sorted({0, 12, count % 12, count // 5}))
-    assert len(ops._of_thread.segments) <= 32
+    assert len(ops._lane.segments) <= 32
     for bad in ([0, 4, 11], [1, 12], [0, 8, 4, 12], []):
         with pytest.raises(ValueError, match="cu_seqlens: expected to rise from 0 to 12"):
             side.ops.attention_packed(q, k, v, bad, 0.2)
