@@ -57,7 +57,7 @@ struct Plan {
   }
 };
 
-// Makes a plan. Null addresses: an empty plan, to be assigned from another one (`become`).
+// Makes a plan. Null addresses make an empty one, which `become` fills from another plan.
 Plan make_plan(Address cu_q, Address num_context, Address block_tables, int64_t batch, int64_t max_blocks) {
   Plan plan{pointer<int32_t>(cu_q), pointer<int32_t>(num_context), pointer<int32_t>(block_tables), batch, max_blocks};
   if (cu_q) plan.read();
@@ -110,7 +110,7 @@ void attend_paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, 
   attention(call);
 }
 
-// A recorded call reads what the plan is when it is made again.
+// A replayed call reads the contents that the plan has then.
 void paged(Plan& plan, const CacheView& cache, int64_t layer, Address q, int64_t q_stride, int64_t num_heads,
            int64_t tokens, Address out, float scale) {
   perform([=, &plan] { attend_paged(plan, cache, layer, q, q_stride, num_heads, tokens, out, scale); });

@@ -12,7 +12,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Below this a call is over sooner than the lock could come back from a thread that took it meanwhile.
+// Calls that move fewer bytes keep the GIL: getting it back from another thread would take longer than the call.
 constexpr int64_t kReleaseBytes = 1 << 18;
 
 template <class Fn>
@@ -22,7 +22,7 @@ void run(int64_t bytes, Fn&& fn) {
   perform(fn);
 }
 
-// Strides count elements; the second source is not looked at where the cache has one tensor.
+// Strides count elements; the second source is ignored if the cache has one tensor.
 void write(const CacheView& cache, int64_t layer, Address first, int64_t first_stride, Address second,
            int64_t second_stride, Address slots, int64_t rows) {
   check_layer(cache, layer);

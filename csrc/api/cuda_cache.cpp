@@ -25,7 +25,7 @@ CudaCache make_cuda_cache(Address data, int64_t num_blocks, int64_t num_layers, 
   // Kernels divide slots as 32-bit numbers.
   HYDRA_CHECK(num_blocks < (int64_t{1} << 31) / block_size, "cache: expected fewer than 2^31 slots, got ", num_blocks,
               " blocks of ", block_size);
-  if (device == cuda::kHost) return {view, device};  // for copies of blocks alone: all else asks for faults of a device
+  if (device == cuda::kHost) return {view, device};  // allows copies of blocks only: all else needs a device
   cuda::require_device(device);
   if (num_blocks > 0) cuda::check_device_address("cache", data);
   return {view, device};
@@ -36,7 +36,8 @@ struct NamedAddress {
   Address address;
 };
 
-// Reports what earlier kernels met; when synchronous also asks the driver where each address points.
+// Throws if earlier kernels met an index out of range; if synchronous, also checks with the driver that each address is
+// on the device.
 template <size_t count>
 cuda::Target prepare(const CudaCache& cache, Address stream, int64_t rows, const NamedAddress (&addresses)[count]) {
   HYDRA_CHECK(rows >= 0, "rows: expected a count, got ", rows);

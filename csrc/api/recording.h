@@ -1,4 +1,4 @@
-// Calls that are made again without Python: while a thread records, every call of its is made and kept.
+// Recordings of native calls, replayed without Python: while a thread records, each of its calls runs and is kept.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,8 @@ using Calls = std::vector<std::function<void()>>;
 // The calling thread's recording; null: it does not record.
 Calls*& recorded_calls();
 
-// `call` holds all that it needs by value, takes no lock of Python and checks the contents of what it reads itself.
+// Runs `call` and, while the thread records, keeps it. `call` captures by value, never takes the GIL, and checks the
+// contents that it reads.
 template <class Call>
 void perform(Call&& call) {
   call();

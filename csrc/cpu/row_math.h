@@ -72,7 +72,7 @@ HYDRA_INLINE void rotate_pairs(const T* x, U* out, int64_t half, const float* co
     second = load_some(x + half, count);
   }
   const vf c = load_some(cos, count), s = load_some(sin, count);
-  // Named, so that every rotation rounds alike: the compiler could fuse either product.
+  // An explicit fused multiply-add, so that every rotation rounds alike: the compiler could fuse either product.
   store_some(out, fused_multiply_add(first, c, -(second * s)), count);
   store_some(out + half, fused_multiply_add(second, c, first * s), count);
 }
@@ -89,7 +89,7 @@ HYDRA_INLINE void rotate_head(const T* x, U* out, int64_t half, const float* cos
   if (i == half) return;
   if (half < kLanes) {
     rotate_pairs<kNorm>(x, out, half, cos, sin, weight, scale, static_cast<int>(half));
-  } else {  // a whole vector once more, over pairs that are done already: faster than a part of one
+  } else {  // a whole vector that overlaps pairs already done: faster than a part of one
     i = half - kLanes;
     rotate_pairs<kNorm>(x + i, out + i, half, cos + i, sin + i, weight + i, scale, kLanes);
   }

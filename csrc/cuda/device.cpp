@@ -55,7 +55,7 @@ std::string error_text(cudaError_t error) {
 Probe& fail_probe(Probe& result, const char* status, const std::string& problem) {
   result.status = status;
   result.problem = problem;
-  cudaGetLastError();  // a failed question must not look like the failure of the next launch
+  cudaGetLastError();  // clears the error, which the next launch would report as its own
   return result;
 }
 
@@ -70,7 +70,7 @@ DeviceInfo device_info(int index, const std::vector<std::string>& codes) {
   info.num_sms = properties.multiProcessorCount;
   info.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
   info.usable = has_code(codes, info.major, info.minor);
-  int has_mps = 0;  // a driver that is older than the question does not answer it
+  int has_mps = 0;  // stays 0 if the driver is too old to know the attribute
   info.has_mps = cudaDeviceGetAttribute(&has_mps, cudaDevAttrMpsEnabled, index) == cudaSuccess && has_mps != 0;
   return info;
 }
@@ -160,7 +160,7 @@ DeviceGuard::DeviceGuard(int device) {
 }
 
 DeviceGuard::~DeviceGuard() {
-  // A destructor cannot report an error; clear it, so that it does not look like a failure of the next launch.
+  // A destructor cannot report an error; clear it, or the next launch would report it as its own.
   if (previous_ >= 0 && cudaSetDevice(previous_) != cudaSuccess) cudaGetLastError();
 }
 

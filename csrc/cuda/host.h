@@ -15,8 +15,8 @@ constexpr int kHost = -1;
 void pin_memory(std::uintptr_t address, int64_t nbytes, int device);
 void unpin_memory(std::uintptr_t address, int device);
 
-// One of the two caches lies in host memory, whichever; `target` names the device of the other one. Host memory that is
-// not pinned may be read and written before this returns, other memory until the stream has come here.
+// Copies blocks between a cache in host memory and one on `target`'s device, in either direction. Memory that is not
+// pinned may be read and written before this returns, other memory in the order of the stream.
 void copy_host_blocks(const Target& target, const CacheView& from, const CacheView& to, const int64_t* pairs,
                       int64_t count);
 

@@ -15,7 +15,7 @@ void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address);
 
 using AddressRange = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
 
-// The version names the function's arguments, which are as old as the lowest one that is asked for here.
+// The version selects the function's signature: the oldest that has it.
 AddressRange address_range() { return reinterpret_cast<AddressRange>(driver_function("cuMemGetAddressRange", 12000)); }
 
 void check_mapped_size(void* address, int64_t nbytes) {

@@ -1,5 +1,5 @@
-// The whole way of a step's heads in one launch: q normed where it has a weight, rotated and stored densely; k likewise,
-// into its slot; v copied into its slot. A few lanes share a head, so short heads do not idle most of a warp.
+// `rope_and_write` in one launch: q is normed if it has a weight, rotated and stored densely; k likewise, into its
+// slot; v is copied into its slot. A few lanes share a head, so short heads do not idle most of a warp.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -81,7 +81,7 @@ __device__ float rms_scale(const RopeParams<T>& p, const T* source, uint32_t lan
     sum += sum_of_squares(Piece<T, kCount>::load(source + i)) +
            sum_of_squares(Piece<T, kCount>::load(source + p.half + i));
   }
-  // The other heads of this warp may be on another way or gone: only these lanes meet.
+  // Synchronises only this head's lanes: the warp's other heads may have taken another branch or returned.
   const uint32_t first = threadIdx.x % 32 - lane;
   const uint32_t members = (p.lanes == 32 ? ~0u : (1u << p.lanes) - 1) << first;
   for (uint32_t step = p.lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(members, sum, step);
@@ -107,7 +107,7 @@ __device__ void rotate_pieces(Piece<T, kCount>& first, Piece<T, kCount>& second,
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     const float a = to_float(first.values[e]), b = to_float(second.values[e]);
-    // Named roundings, so that this is the arithmetic of the processor's kernels bit for bit.
+    // Explicit roundings: the same bits as the CPU kernels.
     first.values[e] = from_float<T>(fmaf(a, c[e], -__fmul_rn(b, s[e])));
     second.values[e] = from_float<T>(fmaf(b, c[e], __fmul_rn(a, s[e])));
   }

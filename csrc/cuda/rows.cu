@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) add_rows(const __grid_constant__ Row
   }
 }
 
-// Everything that an access of the widest kind must divide, or'ed.
+// All addresses, strides and sizes, or'ed: accesses of 2^n bytes are aligned if the lower n bits are 0.
 uint64_t odd_bits(const RowMove& move) {
   uint64_t bits = static_cast<uint64_t>(move.map.row_bytes | move.map.block_bytes);
   for (uint32_t x = 0; x < move.tensors; ++x) {

@@ -11,7 +11,7 @@
 namespace hydra::cuda {
 namespace {
 
-// The version names the function's arguments: the oldest one that has it.
+// The version selects the function's signature: the oldest that has it.
 template <class Function>
 Function green(const char* name, unsigned int version) {
   return reinterpret_cast<Function>(driver_function(name, version));

@@ -110,8 +110,8 @@ struct ManyBf16Columns : Bf16Tiles {
   }
 };
 
-// Up to kColumnTile columns: rows are multiplied as they lie in the cache, as by FewFloatColumns, but a score has no
-// lanes to add up: 16 keys change places with 16 pairs of their dimensions in registers.
+// Up to kColumnTile columns: rows are multiplied as they lie in the cache, as by FewFloatColumns. A score has no lanes
+// to add up, since blocks of 16 keys x 16 pairs of dimensions are transposed in registers.
 struct FewBf16Columns : Bf16Tiles {
   static constexpr bool kByRows = true;
   static constexpr bool kInTurns = true;
@@ -123,7 +123,7 @@ struct FewBf16Columns : Bf16Tiles {
   template <int R>
   HYDRA_INLINE static void score_chunk(const bf16_t* q, const char* const* rows, int64_t offset, int64_t d, int64_t dim,
                                        __m512 (&total)[R]) {
-    vf pairs[kLanes];  // moved only
+    vf pairs[kLanes];  // bit patterns of pairs: only moved, never computed with
 #pragma GCC unroll 16
     for (int j = 0; j < kLanes; ++j) {
       pairs[j] = (vf)load_at(reinterpret_cast<const bf16_t*>(in_register(rows[j]) + offset), d, dim);

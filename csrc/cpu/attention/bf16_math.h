@@ -36,7 +36,7 @@ struct Bf16Tiles {
     bf16_t* packed = memory;
     for (int first = 0; first < count; first += kLanes) {
       for (int64_t d = 0; d < dim; d += kChunk, packed += kLanes * kChunk) {
-        vf block[kLanes];  // moved only: no lane is ever computed with
+        vf block[kLanes];  // bit patterns of pairs: only moved, never computed with
 #pragma GCC unroll 16
         for (int j = 0; j < kLanes; ++j) block[j] = (vf)load_at(rows[first + j], d, dim);
         transpose(block);

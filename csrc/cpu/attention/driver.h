@@ -99,7 +99,7 @@ struct Driver : TaskColumns<Math> {
  private:
   // The prefetch distance for rows: it covers the latency of memory.
   static constexpr int64_t kAheadBytes = 32 << 10;
-  static constexpr int kTurnsTaken = Math::kInTurns ? kTurns : 1;  // a group's first row, over this, is its first key
+  static constexpr int kTurnsTaken = Math::kInTurns ? kTurns : 1;  // first key of a group: its first row / this
 
   // True if the tile that starts at `begin` belongs to the second span of this task or to a later one.
   HYDRA_INLINE bool in_later_span(int64_t begin) const { return call.causal && begin >= key_begin + kSpanKeys; }
@@ -350,7 +350,7 @@ struct Driver : TaskColumns<Math> {
     return tile_state;
   }
 
-  // At the end of a span whose last tile starts at `begin`. The span's state of a column that saw none of it is void.
+  // Merges the span whose last tile starts at `begin` into the state. Columns that see no key of the span are skipped.
   HYDRA_TARGET void merge_span(int64_t head, int64_t begin) {
     HeadState<Math>& state = heads[head - task.head_begin];
     const ColumnState &merged = state.columns, &span = state.span;

@@ -64,7 +64,7 @@ struct FewFloatColumns : FloatMath<T, C> {
                                        float* scores) {
     constexpr int K = block_keys(R);
     const int64_t width = Steps::width(dim), whole = dim / kChunk * kChunk;
-    vf parts[R][kLanes];  // every K-th: the sums of K keys, not added up to the end
+    vf parts[R][kLanes];  // entries 0, K, 2 K, ..: sums of K keys each, not yet merged
 #pragma GCC unroll 16
     for (int first = 0; first < kLanes; first += K) {
       const C* keys[K];

@@ -95,7 +95,7 @@ struct ColumnState {
   float* total;        // [kColumnTile][kLanes]: running sum of weights, to be added up at the end
 };
 
-// Bit i is set where lane i is: lanes are 0 or -1, as comparisons leave them.
+// A bit mask of lanes that are 0 or -1, as comparisons return them: bit i for lane i.
 HYDRA_INLINE unsigned bits_of(vi lanes) {
 #if HYDRA_LANES == 16
   return _mm512_movepi32_mask((__m512i)lanes);
@@ -106,8 +106,9 @@ HYDRA_INLINE unsigned bits_of(vi lanes) {
 #endif
 }
 
-// Exchanges between rows whose numbers differ in `kBit`: afterwards the lane's bit has taken the place of the row's.
-// The index vectors must be constants, from which the compiler picks unpack and permute instructions.
+// Transposes by one bit: swaps lanes between rows whose numbers differ in `kBit`, so that the lane's bit takes the
+// place of the row's. The index vectors must be constants, from which the compiler picks unpack and permute
+// instructions.
 template <int kBit, int... kLane>
 HYDRA_INLINE void exchange(vf* rows, std::integer_sequence<int, kLane...>) {
   const vi lower = {(kLane & kBit ? kLanes + kLane - kBit : kLane)...};
@@ -144,7 +145,7 @@ HYDRA_INLINE void merge_pairs(vf* rows, std::integer_sequence<int, kLane...>) {
   }
 }
 
-// Merges the first kEnd rows into row 0, neighbours first; rows that are no multiple of kBegin have been merged before.
+// Merges the first kEnd rows into row 0, neighbours first. Each group of kBegin rows is already merged into its first.
 template <bool kAdd, int kBegin, int kEnd>
 HYDRA_INLINE void merge_rounds(vf* rows) {
   if constexpr (kBegin < kEnd) {
@@ -193,7 +194,8 @@ HYDRA_INLINE void find_tops(float* scores, const int* visible, int rows, float* 
   }
 }
 
-// Moves the columns to their new largest scores. A column that keeps its own would be multiplied by exactly 1.
+// Rescales the columns' sums to their new largest scores. Columns whose largest score stays are skipped: their factor
+// is exactly 1.
 HYDRA_INLINE void rescale(const float* tops, float factor, int rows, const ColumnState& state) {
   alignas(64) float shrinks[kColumnTile];
   unsigned changed = 0;
@@ -212,7 +214,7 @@ HYDRA_INLINE void rescale(const float* tops, float factor, int rows, const Colum
   }
 }
 
-// Adds to a column's state the state of a later span.
+// Merges the state of a later span into a column's state.
 HYDRA_INLINE void merge_column(float* sums, float* total, float* top, const float* span_sums, const float* span_total,
                                float span_top, int64_t sums_width, float factor) {
   const vf old_top = splat(*top), other_top = splat(span_top), new_top = larger(other_top, old_top);

@@ -38,7 +38,7 @@ struct TaskColumns {
   }
 };
 
-// From the states that the spans of a task have left, in the order in which one thread would have merged them.
+// Merges the states of a sequence's spans into the result, in the order in which one thread would have merged them.
 template <class Math>
 HYDRA_TARGET void merge_with(const AttentionCall& call, const AttentionTask& task) {
   const TaskColumns<Math> shape(call, task);

@@ -80,7 +80,7 @@ HYDRA_TARGET void conv_vectors(const ConvCall& call, int64_t begin, int64_t end)
 
 // ---- the rule
 
-// x / |x| * factor in float32
+// Writes x / |x| * factor in float32.
 template <class T>
 HYDRA_TARGET void write_unit(const T* x, float* out, int64_t size, float factor) {
   const float scale = factor / std::sqrt(sum_of_squares(x, size, 0.0f) + kLengthEps);

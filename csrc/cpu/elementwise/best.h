@@ -18,7 +18,7 @@ HYDRA_INLINE float largest_lane(vf value, std::integer_sequence<int, kLane...>) 
 
 HYDRA_TARGET int64_t best_of_row(const float* x, int64_t columns) {
   constexpr int kVectors = 4;
-  constexpr int64_t kBlock = 16 * kVectors * kLanes;  // is looked through again if it holds the best
+  constexpr int64_t kBlock = 16 * kVectors * kLanes;  // numbers; the block of the largest is searched again
   float best = -std::numeric_limits<float>::infinity();
   int64_t begin = 0;
   vf broken[kVectors] = {};  // 0, or NaN where a number is not finite

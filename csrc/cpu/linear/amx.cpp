@@ -110,7 +110,7 @@ struct Unfinished {
   }
 };
 
-// Work done beside the products of one panel, a little per k block.
+// Work interleaved with the products of one panel, a little per k block.
 struct Beside {
   Prefetch weights, rows;
   Unfinished before;
@@ -143,7 +143,7 @@ HYDRA_INLINE void add_blocks(const LinearCall& call, const TileRows& rows, const
   }
 }
 
-// The same for one row tile x two panels, which lie panel_stride elements apart.
+// Adds `blocks` blocks of k for one row tile and two panels, panel_stride elements apart.
 HYDRA_INLINE void add_blocks_of_two_panels(const bf16_t* x, int64_t stride_bytes, const bf16_t* w, int64_t panel_stride,
                                            int64_t blocks) {
   for (int64_t block = 0; block < blocks; ++block) {

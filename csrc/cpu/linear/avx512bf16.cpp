@@ -24,7 +24,7 @@ constexpr int kOrderedRows = 8;
 // Adds the products of kRows rows, [32 k] each, with the tiles [kFirst, kLast) of a block.
 template <int kRows, int kFirst, int kLast, Fetch kFetch>
 HYDRA_INLINE void add_tiles(__m512 (&acc)[kRows][2], const bf16_t* x, const bf16_t* block, const char* ahead) {
-// Unrolled, GCC tests the count after each pair, which costs three rows a third of their speed.
+// Not unrolled: GCC would test the count after each pair, which costs three rows a third of their speed.
 #pragma GCC unroll 1
   for (int pair = 0; pair < kTile; ++pair) {
     if (kFetch != Fetch::ordered) __builtin_prefetch(ahead + pair * 64, 0, 2);

@@ -15,7 +15,7 @@ struct PanelRows {
   int64_t residual_stride;
   Out* out;
   int64_t out_stride;
-  int columns;  // of 32
+  int columns;  // of the panel's 32 that exist
 };
 
 template <class Out, Activation kAct>

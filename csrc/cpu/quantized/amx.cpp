@@ -116,7 +116,7 @@ HYDRA_INLINE void multiply_group(const Block& block, int some, const int8_t* x, 
     __asm__ volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
     multiply(x + word * 4, stride, words + word * kStepBytes, count, part, depth, sums);
     if (has_low) multiply(x + block.low + word * 4, stride, words + word * kStepBytes, count, part, depth, low_sums);
-    __asm__ volatile("" ::: "memory");  // nor that they write it
+    __asm__ volatile("" ::: "memory");  // nor that they write memory
     add_part(block, at, some, sums, has_low ? low_sums : nullptr, block.first && word == 0);
   }
   if (!block.last) return;
@@ -154,6 +154,6 @@ HYDRA_TARGET void multiply_rows(const Block all, int64_t rows) {
 }  // namespace
 }  // namespace hydra::amx
 
-// Behind what it calls.
+// Included after the functions that it calls.
 #include "cpu/quantized/products.h"
 #endif

@@ -197,7 +197,7 @@ HYDRA_INLINE void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_
 }  // namespace
 }  // namespace hydra::avx2
 
-// Behind what they call.
+// Included after the functions that they call.
 #include "cpu/quantized/vectors.h"
 
 #include "cpu/quantized/products.h"

@@ -91,7 +91,7 @@ HYDRA_INLINE vf best_steps(const vf (&w)[kGroup]) {
       for (int i = 0; i < 8; ++i) {
         const vf numbers = to_integers(clamped(w[begin + i] * factor, -8.0f, 7.0f));
         vf products = w[begin + i] * numbers;
-        __asm__("" : "+x"(products));  // rounded before they are added, as everywhere
+        __asm__("" : "+x"(products));  // products are rounded before they are added, at every level
         eighths[i] += products;
         squares += numbers * numbers;
       }

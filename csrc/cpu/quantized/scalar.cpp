@@ -51,7 +51,7 @@ void dot(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, i
 }  // namespace
 }  // namespace hydra::scalar
 
-// Behind what they call.
+// Included after the functions that they call.
 #include "cpu/quantized/vectors.h"
 
 #include "cpu/quantized/products.h"

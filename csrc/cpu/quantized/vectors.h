@@ -40,7 +40,7 @@ HYDRA_INLINE void dot_low(vi (&low)[kRows][kVectors], const Block& block, const 
 // True if parts of so many steps are whole groups.
 constexpr bool is_only(int num_bits, int steps) { return steps > 0 && steps < part_steps(num_bits); }
 
-// Adds what a group makes of rows and columns `column` and on to their sums.
+// Adds the sums of a group, times its scales, to the results of its rows, from column `column` on.
 template <bool kOffsets, class Scale, int kRows, int kVectors>
 HYDRA_INLINE void add_groups(const Block& block, const Scale* scales, int64_t group, int column,
                              const vf (&totals)[kRows][kVectors]) {
