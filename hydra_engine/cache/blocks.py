@@ -118,7 +118,7 @@ class BlockPool:
         return True
 
     def forget_evictable(self) -> int:
-        """Forgets all content without an owner; returns the number of its blocks."""
+        """Forgets all content without an owner; returns the number of its blocks. Held content can still be found."""
         count = len(self._evictable)
         self._free.extend([self._evict() for _ in range(count)])
         return count
@@ -194,22 +194,9 @@ class CacheManager(Generic[Holder]):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         assert block_size > 0, "a block has at least one token"
         self.block_size = block_size
-        self._pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks)
         self._tables: dict[Holder, BlockTable] = {}
         self.tables: Mapping[Holder, BlockTable] = MappingProxyType(self._tables)  # read only
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Number of blocks that can be allocated, including those with reusable content."""
-        return self._pool.num_free
-
-    @property
-    def num_held(self) -> int:
-        return self._pool.num_held
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -224,7 +211,7 @@ class CacheManager(Generic[Holder]):
         table = self._tables.get(holder)
         missing = self.blocks_for(num_tokens) - (0 if table is None else table.num_blocks)
         try:
-            blocks = self._pool.allocate(max(0, missing))
+            blocks = self.pool.allocate(max(0, missing))
         except OutOfBlocks:
             return False
         if table is None:
@@ -236,7 +223,7 @@ class CacheManager(Generic[Holder]):
         """Allocates one more block for each of these holders, which have tables, and returns the block ids. Empty, and
         no change, if too few are free."""
         try:
-            blocks = self._pool.allocate(len(holders))
+            blocks = self.pool.allocate(len(holders))
         except OutOfBlocks:
             return []
         for holder, block in zip(holders, blocks, strict=True):
@@ -251,7 +238,7 @@ class CacheManager(Generic[Holder]):
         table = self._tables.pop(holder, None)
         if table is None:
             return 0
-        self._pool.release(reversed(table.blocks()))
+        self.pool.release(reversed(table.blocks()))
         return table.num_blocks
 
     # ---- reuse
@@ -261,23 +248,18 @@ class CacheManager(Generic[Holder]):
         nothing."""
         blocks = []
         for block_hash in hashes:
-            block = self._pool.find(block_hash)
+            block = self.pool.find(block_hash)
             if block is None:
                 break
             blocks.append(block)
         return blocks
-
-    def num_to_take(self, num_tokens: int, found: Sequence[int]) -> int:
-        """Number of free blocks that a new holder of `num_tokens` takes if it begins with the blocks `found`: found
-        blocks with holders cost nothing, found blocks without holders count as free and are taken."""
-        return self.blocks_for(num_tokens) - sum(self._pool.refcount(block) > 0 for block in found)
 
     def adopt(self, holder: Holder, hashes: Sequence[BlockHash], *, capacity: int) -> None:
         """Makes the table of a new holder from the blocks with these hashes, which `find` must have just found."""
         assert holder not in self._tables, "a holder adopts blocks before it grows"
         blocks = []
         for block_hash in hashes:
-            block = self._pool.acquire(block_hash)
+            block = self.pool.acquire(block_hash)
             assert block is not None, "content that was found is gone"
             blocks.append(block)
         table = self._tables[holder] = BlockTable(self.blocks_for(capacity), self.block_size)
@@ -288,30 +270,25 @@ class CacheManager(Generic[Holder]):
         keeps it."""
         blocks = self._tables[holder].block_ids[first : first + len(hashes)].tolist()
         for block, block_hash in zip(blocks, hashes, strict=True):
-            self._pool.set_hash(block, block_hash)
+            self.pool.set_hash(block, block_hash)
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
         """Makes content without a holder impossible to find; ignores hashes without a block. Asserts that no block is
         held."""
         for block_hash in hashes:
-            self._pool.forget(block_hash)
-
-    def forget_evictable(self) -> int:
-        """Makes all content without a holder impossible to find; returns the number of its blocks. Held blocks keep
-        their hashes and can still be found."""
-        return self._pool.forget_evictable()
+            self.pool.forget(block_hash)
 
     def check(self) -> None:
         """Raises AssertionError unless pool and tables agree."""
-        self._pool.check()
+        self.pool.check()
         listed: Counter[int] = Counter()
         for table in self._tables.values():
             blocks = table.blocks()
             assert len(blocks) == len(set(blocks)), "a block is in one table twice"
             listed.update(blocks)
-        assert len(listed) == self._pool.num_held, "the pool holds blocks that no table has"
+        assert len(listed) == self.pool.num_held, "the pool holds blocks that no table has"
         for block, count in listed.items():
-            held = self._pool.refcount(block)
+            held = self.pool.refcount(block)
             assert held == count, f"block {block} is in {count} tables and held {held} times"
 
 

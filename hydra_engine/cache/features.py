@@ -38,21 +38,9 @@ class FeatureCache:
 
     def __init__(self, blocks: CacheManager[FeatureKey], *, keeps: bool = True) -> None:
         self._blocks = blocks
+        self.pool = blocks.pool  # its counts; blocks of features without users are free
         self._keeps = keeps
         self._entries: dict[FeatureKey, _Entry] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        return self._blocks.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Number of blocks that could be allocated, including blocks of features without users."""
-        return self._blocks.num_free
-
-    @property
-    def num_held(self) -> int:
-        return self._blocks.num_held
 
     def blocks_for(self, num_tokens: int) -> int:
         return self._blocks.blocks_for(num_tokens)
@@ -130,7 +118,7 @@ class FeatureCache:
 
     def forget_unused(self) -> None:
         """Forgets all features without users."""
-        self._blocks.forget_evictable()
+        self.pool.forget_evictable()
 
     # ---- inside
 

@@ -57,10 +57,10 @@ class Ledger:
             lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more"]
         return LedgerReport(
             num_requests=len(live),
-            kv_blocks_held=self._kv.num_held,
-            kv_blocks_total=self._kv.num_blocks,
-            image_blocks_held=self._features.num_held,
-            image_blocks_total=self._features.num_blocks,
+            kv_blocks_held=self._kv.pool.num_held,
+            kv_blocks_total=self._kv.pool.num_blocks,
+            image_blocks_held=self._features.pool.num_held,
+            image_blocks_total=self._features.pool.num_blocks,
             holders=tuple(lines),
             problems=self.problems(live),
             state_slots_held=len(self._seq_slots.slot_of) if self._has_states else 0,

@@ -154,13 +154,6 @@ class PrefixCache:
                 del found[image.start // self._block_size :]
         return found
 
-    def adopt(self, state: RequestState, num_blocks: int) -> None:
-        """Begins the request's table with the first `num_blocks` blocks that `find` returned."""
-        if num_blocks:
-            self._kv.adopt(state.request.id, state.block_hashes[:num_blocks], capacity=state.request.max_total_tokens)
-        state.num_published = num_blocks
-        state.num_prefilled = num_blocks * self._block_size
-
     def publish_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
         """Queues the full blocks that requests have computed for the next `publish`: (request, number of its blocks).
 

@@ -100,6 +100,7 @@ class RequestState:
     held: bool = False  # not released yet: it has no KV blocks
     slot_known: bool = False  # a chunk has been planned since it started last, so the language lane knows its slot
     num_preemptions: int = 0
+    preempted: bool = False  # here or in an earlier attempt: it starts only with free blocks for all it can need
     starts_seen: int | None = None  # `StartedOrders.younger_than` when it began to wait for its start
     plans_in_flight: int = 0
     image_wait_since_s: float = 0.0
@@ -137,6 +138,7 @@ class RequestState:
             images=[ImageProgress.WAITING] * len(request.images),
             stop_ids=request.stop_ids,
             generated=list(request.generated_token_ids),
+            preempted=request.preempted,
             image_wait_since_s=now,
             stages=stages,
             external_images=external_images if Role.E in stages else frozenset(range(len(request.images))),
@@ -147,12 +149,6 @@ class RequestState:
     def is_encode_job(self) -> bool:
         """True if its images are encoded, and nothing else."""
         return self.stages == Role.E
-
-    @property
-    def preempted(self) -> bool:
-        """True if it, or an earlier attempt, was preempted: then it starts only with free blocks for everything it can
-        need."""
-        return self.num_preemptions > 0 or self.request.preempted
 
     def ending_with(self, token_id: int) -> Ending | None:
         """The Ending that its latest token, `token_id`, leads to; None if it continues."""

@@ -66,8 +66,8 @@ class Connector:
     scheduler's call.
 
     As vLLM's KVConnector it answers how much of a request it brings (`on_arrival`, `parks`), learns that blocks were
-    allocated (`on_start`), adds to a step (`before_language`, `after_language`) and learns that a request ends
-    (`on_end`). Hooks about one request are called only if the connector has set its `connector_state`.
+    allocated (`on_start`), adds to a step (`before_language`) and learns that a request ends (`on_end`). Hooks about
+    one request are called only if the connector has set its `connector_state`.
     """
 
     vision_first = False  # True: the vision lane is asked for a step before the language lane
@@ -91,9 +91,6 @@ class Connector:
 
     def before_language(self, step: OpenStep) -> None:
         """Called when a language step has its decodes and its budget, before any prefill is added."""
-
-    def after_language(self, now: float) -> None:
-        """Called when a language step has been planned, or given up."""
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
         """Called when a chunk of a request that continues has come back. `sampled`: it was the last one."""

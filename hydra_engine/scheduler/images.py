@@ -100,14 +100,14 @@ class ImageTracker:
         """True if the image can have `num_blocks`, after evicting features of later images if needed. Evicts only if
         `may_evict` and no blocks are `reserved` for earlier images."""
         features = self._features
-        if features.num_free >= reserved + num_blocks:
+        if features.pool.num_free >= reserved + num_blocks:
             return True
         if reserved or not may_evict:
             return False
-        missing = num_blocks - features.num_free
+        missing = num_blocks - features.pool.num_free
         for key in policy.features_to_evict(state, index, self.encoded(), missing):
             self.evict(key, now)
-        return features.num_free >= num_blocks
+        return features.pool.num_free >= num_blocks
 
     def reserve(self, state: RequestState, index: int, now: float) -> None:
         """Allocates blocks for features that are about to be written, for all requests with the same picture."""

@@ -8,17 +8,14 @@ request does. The planners in `step.py` and `vision.py` apply these rules.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 
 from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.instances import Role
 from hydra_engine.core.request import ImageItem
 from hydra_engine.core.state import ImageProgress, RequestState, Urgency
-from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
+from hydra_engine.scheduler.queues import ArrivalQueue
 
 MAX_SKIPPED = 16  # requests without free blocks that planning skips in a step; bounds its time
 
@@ -63,16 +60,6 @@ def kv_tokens_to_admit(state: RequestState) -> int:
     return state.request.max_total_tokens if state.preempted and Role.D in state.stages else state.num_tokens
 
 
-def allocates_all_at_start(state: RequestState) -> bool:
-    """True if a request gets all its blocks when it starts, instead of chunk by chunk.
-
-    A request that does not decode here keeps its blocks after its prefill until the connector has sent them. It must
-    not wait for blocks of others at the same time: the order of age cannot resolve that, as blocks that are being sent
-    are not taken back.
-    """
-    return state.preempted or Role.D not in state.stages
-
-
 def is_stalled(state: RequestState) -> bool:
     """True if a running prefill cannot continue: the next position belongs to an image without features, or the
     connector loads its KV."""
@@ -93,15 +80,6 @@ def may_preempt_stalled(state: RequestState, *, head: bool) -> bool:
     """True if a waiting request may preempt younger prefills that are stalled at an image: if it waits for no image, or
     is the `head` (the oldest that waits for images) and its first image has features."""
     return not state.waits_for_images or (head and state.images[0] > ImageProgress.ENCODING)
-
-
-def candidates(waiting: UrgencyQueue, encoding: UrgencyQueue, limit: int) -> Iterator[RequestState]:
-    """Waiting requests, the most urgent first. Of those that wait for images only the first `limit` (at most
-    `MAX_PASSED`) and the oldest, which may come twice. The queues may change during the iteration."""
-    oldest = encoding.oldest()
-    early = islice(encoding.by_urgency(), min(limit, MAX_SKIPPED))
-    streams = (waiting.by_urgency(), early, [] if oldest is None else [oldest])
-    return heapq.merge(*streams, key=attrgetter("urgency"))
 
 
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:

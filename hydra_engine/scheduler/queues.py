@@ -6,6 +6,7 @@ move of a list's tail, however many requests wait. Does not know why a request i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -57,13 +58,6 @@ class ArrivalQueue:
     def oldest(self) -> RequestState | None:
         return self._by_order[self._orders[0]] if self._orders else None
 
-    def oldest_but(self, state: RequestState) -> RequestState | None:
-        """The oldest request other than `state`."""
-        for order in self._orders[:2]:
-            if order != state.order:
-                return self._by_order[order]
-        return None
-
     def youngest(self) -> RequestState | None:
         return self._by_order[self._orders[-1]] if self._orders else None
 
@@ -72,26 +66,23 @@ class UrgencyQueue(ArrivalQueue):
     """A queue of requests ordered by age and also by urgency, which is read when a request is pushed: from
     `RequestState.urgency` or `urgency_of`."""
 
-    __slots__ = ("_num_ranked", "_urgencies", "_urgency_by_order", "_urgency_of")
+    __slots__ = ("_urgencies", "_urgency_by_order", "_urgency_of")
 
     def __init__(self, urgency_of: Callable[[RequestState], Urgency] = attrgetter("urgency")) -> None:
         super().__init__()
         self._urgency_of = urgency_of
         self._urgencies: list[Urgency] = []
         self._urgency_by_order: dict[Order, Urgency] = {}
-        self._num_ranked = 0
 
     def push(self, state: RequestState) -> None:
         super().push(state)
         urgency = self._urgency_by_order[state.order] = self._urgency_of(state)
         insort(self._urgencies, urgency)
-        self._num_ranked += _is_ranked(urgency)
 
     def discard(self, state: RequestState) -> None:
         if state in self:
             urgency = self._urgency_by_order.pop(state.order)
             del self._urgencies[bisect_left(self._urgencies, urgency)]
-            self._num_ranked -= _is_ranked(urgency)
         super().discard(state)
 
     def refresh(self, state: RequestState) -> None:
@@ -103,8 +94,8 @@ class UrgencyQueue(ArrivalQueue):
     @property
     def is_ranked(self) -> bool:
         """True if some request has a priority, a deadline or a rank by remaining work, so that urgency differs from
-        age."""
-        return self._num_ranked > 0
+        age. The first or the last request has one then, since (0, inf) is the rank of all others."""
+        return any(urgency[:2] != (0, math.inf) for urgency in (*self._urgencies[:1], *self._urgencies[-1:]))
 
     def first_by_urgency(self) -> RequestState | None:
         return self._by_order[self._urgencies[0][2]] if self._urgencies else None
@@ -116,10 +107,6 @@ class UrgencyQueue(ArrivalQueue):
             urgency = self._urgencies[index]
             yield self._by_order[urgency[2]]
             index = bisect_right(self._urgencies, urgency)
-
-
-def _is_ranked(urgency: Urgency) -> bool:
-    return urgency[0] != 0 or urgency[1] != float("inf")
 
 
 class StartedOrders:

@@ -18,7 +18,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.request import Request
-from hydra_engine.core.state import Ending, ImageProgress, Order, RequestPhase, RequestState
+from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.decodes import DecodeTable
 from hydra_engine.scheduler.hooks import Connector, StepObserver
@@ -89,6 +89,7 @@ class RequestTable:
         self.num_preemptions = 0
         self._instance = instance
         self._scheduling_policy = config.scheduling_policy
+        self._max_bypass = config.max_bypass
         self._next_order = 0
         self._started = StartedOrders()
         self._due: list[tuple[float, RequestId]] = []  # heap of (deadline of the first token, id)
@@ -168,10 +169,10 @@ class RequestTable:
                 state.starts_seen = None  # bypasses are not counted while it waits for images
             elif phase is RequestPhase.WAITING:
                 self.count_bypasses(state)
-            elif phase is RequestPhase.DECODING and not self.decodes.is_member(
-                self.seq_slots.slot_of[state.request.id]
-            ):
-                self.join_decodes(state, unread=0)
+            elif phase is RequestPhase.DECODING:
+                slot, table = self.seq_slots.slot_of[state.request.id], self.kv.tables[state.request.id]
+                if not self.decodes.is_member(slot):
+                    self.decodes.join(state, slot, table, self.timelines[state.request.id], unread=0)
         if state.images:
             set_indexed(self.unencoded, state, belongs=live and state.needs_encode)
         if state.connector_state is not None:
@@ -194,13 +195,6 @@ class RequestTable:
         if state.held:
             return RequestPhase.HELD
         return RequestPhase.ENCODING if state.waits_for_images else RequestPhase.WAITING
-
-    def join_decodes(self, state: RequestState, *, unread: int) -> None:
-        """Adds a request to the table of decodes. `unread` 1: its last chunk is about to be in flight, and the decode
-        behind it can be planned."""
-        request_id = state.request.id
-        seq_slot, table = self.seq_slots.slot_of[request_id], self.kv.tables[request_id]
-        self.decodes.join(state, seq_slot, table, self.timelines[request_id], unread=unread)
 
     def end(self, state: RequestState, ending: Ending) -> None:
         """Ends the request: it makes no more progress; its blocks stay allocated until `forget`."""
@@ -238,21 +232,20 @@ class RequestTable:
         self.requeue(state)
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
-        """Allocates the slot of a request and adopts the `num_found` cached blocks, behind which its own follow."""
+        """Starts a request: allocates its slot, and begins its block table with the `num_found` cached blocks that the
+        prefix cache has just found. Its own blocks are the caller's to allocate."""
         waited = bool(state.images) and state.waits_for_images
         self.seq_slots.allocate(state.request.id)
-        self.prefixes.adopt(state, num_found)
+        state.num_published, state.num_prefilled = num_found, num_found * self.kv.block_size
         if num_found:
+            hashes, capacity = state.block_hashes[:num_found], state.request.max_total_tokens
+            self.kv.adopt(state.request.id, hashes, capacity=capacity)
             self.timelines[state.request.id].reused(now, state.num_computed)
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
         state.starts_seen, state.slot_known = None, False
-        oldest: Order | None = None
-        for queue in self.startable:
-            other = queue.oldest_but(state)
-            if other is not None and (oldest is None or other.order < oldest):
-                oldest = other.order
-        self._started.started(state.order, oldest)
+        others = (next((other.order for other in queue if other is not state), None) for queue in self.startable)
+        self._started.started(state.order, min((order for order in others if order is not None), default=None))
         if state.images:
             self.images.consume(state, now)
         if waited and not state.waits_for_images:
@@ -260,12 +253,12 @@ class RequestTable:
         if state.connector_state is not None:
             self.connector.on_start(state)
 
-    def num_bypassed(self, state: RequestState) -> int:
-        """Number of younger requests that have started since this one began to wait for its start."""
-        now = self._started.younger_than(state.order)
+    def is_overdue(self, state: RequestState) -> bool:
+        """True if at least `max_bypass` younger requests have started since this one began to wait for its start."""
+        started = self._started.younger_than(state.order)
         if state.starts_seen is None:  # it waits for images, and is considered for the first time
-            state.starts_seen = now
-        return now - state.starts_seen
+            state.starts_seen = started
+        return started - state.starts_seen >= self._max_bypass
 
     def preempt(self, state: RequestState, now: float) -> bool:
         """Frees the KV of a running request, which keeps its age, its tokens and its unconsumed features. False if the
@@ -277,6 +270,7 @@ class RequestTable:
         assert not computes, "a request is preempted while a step computes it"
         self.free_blocks(state)
         state.num_preemptions += 1
+        state.preempted = True
         self.num_preemptions += 1
         self.observer.on_away(request_id, "preemption", now)
         self.timelines[request_id].preempted()

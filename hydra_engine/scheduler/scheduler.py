@@ -69,7 +69,7 @@ class StageScheduler:
                 param="topology",
             )
         self._has_language = role.needs_language
-        self._limits = Limits(role, kv.num_blocks, kv.block_size, images.num_blocks, images.block_size)
+        self._limits = Limits(role, kv.pool.num_blocks, kv.block_size, images.pool.num_blocks, images.block_size)
         self._max_queue = config.max_queue
         self._requests = RequestTable(
             kv, images, instance, config, reuse=reuse, has_states=has_states, observer=observer, connector=connector
@@ -145,7 +145,7 @@ class StageScheduler:
         """Forgets reusable KV, reusable features, or both; blocks held by requests stay. A request that counted on
         reusable blocks finds them missing at its next lookup, as after an eviction."""
         if kv:
-            self._requests.kv.forget_evictable()
+            self._requests.kv.pool.forget_evictable()
         if images:
             self._requests.features.forget_unused()
 
@@ -201,7 +201,6 @@ class StageScheduler:
                 return None
         patches = sum(plan.num_patches for plan in self._vision_plans) if self._vision_plans else 0
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
-        self._connector.after_language(now)
         if step is None:
             return None
         self._language_steps[step.plan.step_id] = step

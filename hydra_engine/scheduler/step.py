@@ -13,10 +13,12 @@ number of waiting requests.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import attrgetter
 
 import numpy as np
 
@@ -38,15 +40,15 @@ class NeedsResult(Exception):
     """Raised when planning ahead would have to preempt a request: the step in flight must end first."""
 
 
+@dataclass(slots=True, eq=False)
 class StepBuilder:
     """A language step while it is filled. `ahead`: a step is in flight, so no request is preempted."""
 
-    def __init__(self, requests: RequestTable, now: float, *, ahead: bool) -> None:
-        self.chunks: list[tuple[RequestState, int]] = []
-        self.left: int = 0  # tokens of the budget that are left
-        self.now = now
-        self._requests = requests
-        self._ahead = ahead
+    requests: RequestTable
+    now: float
+    ahead: bool
+    chunks: list[tuple[RequestState, int]] = field(default_factory=list)
+    left: int = 0  # tokens of the budget that are left
 
     def chunk_of(self, state: RequestState) -> int:
         """Number of tokens of a prefill's next chunk: at most the budget left, unless an image that must not be split
@@ -56,7 +58,7 @@ class StepBuilder:
         if state.is_one_token_short:
             return 1
         if state.connector_state is not None:
-            end = min(end, self._requests.connector.chunk_end(state))
+            end = min(end, self.requests.connector.chunk_end(state))
         end = min(end, start + self.left)
         return (policy.chunk_end(start, end, state.request.images) if state.images else end) - start
 
@@ -71,9 +73,9 @@ class StepBuilder:
     def preempt(self, victim: RequestState) -> bool:
         """Preempts a request; False if the connector needs its blocks for now. Raises NeedsResult while a step is in
         flight."""
-        if self._ahead:
+        if self.ahead:
             raise NeedsResult
-        return self._requests.preempt(victim, self.now)
+        return self.requests.preempt(victim, self.now)
 
 
 class Admission:
@@ -83,16 +85,11 @@ class Admission:
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         self._requests = requests
         self._kv = requests.kv
-        self._max_bypass = config.max_bypass
         self._max_seqs = policy.sequence_limit(config.max_running_requests, config.max_step_tokens)
 
     @property
     def is_full(self) -> bool:
         return len(self._kv.tables) >= self._max_seqs
-
-    def is_overdue(self, state: RequestState) -> bool:
-        """True if at least `max_bypass` younger requests have started since this one began to wait."""
-        return self._requests.num_bypassed(state) >= self._max_bypass
 
     def find_blocks(
         self,
@@ -103,13 +100,14 @@ class Admission:
     ) -> list[int] | None:
         """The cached blocks of a request for whose `num_tokens` positions a slot and enough other blocks are free,
         after preempting victims if a step is being built; None if they are not."""
-        reserve = len(self._requests.decoding)
+        pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:
             if not self.is_full:
                 if cached is None:
                     cached = self._requests.prefixes.find(state)
-                if self._kv.num_free - reserve >= self._kv.num_to_take(num_tokens, cached):
+                num_shared = sum(pool.refcount(block) > 0 for block in cached)  # the other cached blocks count as free
+                if pool.num_free - reserve >= self._kv.blocks_for(num_tokens) - num_shared:
                     return cached
             if step is None or (victim := next_victim()) is None or not step.preempt(victim):
                 return None
@@ -132,7 +130,7 @@ class PrefillStarter(Admission):
         requests = self._requests
         if not requests.waiting and not requests.encoding:
             return
-        if not requests.prefilling and (self.is_full or self._kv.num_free <= len(requests.decoding)):
+        if not requests.prefilling and (self.is_full or self._kv.pool.num_free <= len(requests.decoding)):
             if first := requests.waiting.first_by_urgency():  # a start takes at least one block, and there is no victim
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
@@ -153,7 +151,7 @@ class PrefillStarter(Admission):
                 skipped.append(state)
                 if len(skipped) >= policy.MAX_SKIPPED or self.is_full:
                     break
-            if any(map(self.is_overdue, skipped)):
+            if any(map(requests.is_overdue, skipped)):
                 break
         head, oldest = requests.encoding.oldest(), requests.waiting.oldest()
         if head is not None and policy.may_preempt_stalled(head, head=True):
@@ -191,7 +189,9 @@ class PrefillStarter(Admission):
             return False if may_preempt else None
         requests.start(state, len(cached), step.now)
         chunk = step.chunk_of(state)
-        if not policy.allocates_all_at_start(state):
+        # A request that does not decode here keeps its blocks after its prefill until the connector has sent them, and
+        # the order of age cannot take these back. So it must not wait for blocks of others: it gets all of them now.
+        if not state.preempted and Role.D in state.stages:
             num_tokens = state.num_computed + chunk
         granted = kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
         assert granted, "blocks were found and are gone"
@@ -200,32 +200,26 @@ class PrefillStarter(Admission):
         return True
 
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
-        """Yields every candidate once by urgency; but requests bypassed too often, also within this step, come first,
-        the oldest of these before the rest."""
-        requests = self._requests
-        ordered = policy.candidates(requests.waiting, requests.encoding, self._early_limit)
-        while True:
-            state = self._overdue(seen)
-            if state is None:
-                for state in ordered:
-                    if state.order not in seen:
-                        break
-                else:
-                    return
-            yield state
+        """Yields every candidate once by urgency; of those that wait for images only the first `early_limit` (at most
+        `MAX_SKIPPED`) and the oldest.
 
-    def _overdue(self, seen: set[Order]) -> RequestState | None:
-        """An unseen request that was bypassed too often: the oldest that waits for images, else the oldest of the first
-        `MAX_SKIPPED` that wait."""
-        requests = self._requests
-        head = requests.encoding.oldest()
-        asks = head is not None and head.order not in seen and policy.may_preempt_stalled(head, head=True)
-        if head is not None and asks and self.is_overdue(head):
-            return head
-        for state in islice(requests.waiting, policy.MAX_SKIPPED):
-            if self.is_overdue(state) and state.order not in seen:
-                return state
-        return None
+        Requests bypassed too often, also within this step, come first: the oldest that waits for images, then the
+        oldest of the first `MAX_SKIPPED` others.
+        """
+        waiting, encoding = self._requests.waiting, self._requests.encoding
+        early = islice(encoding.by_urgency(), min(self._early_limit, policy.MAX_SKIPPED))
+        head = [] if (oldest := encoding.oldest()) is None else [oldest]
+        ordered = heapq.merge(waiting.by_urgency(), early, head, key=attrgetter("urgency"))
+        while True:
+            oldest = encoding.oldest()
+            first = [oldest] if oldest is not None and policy.may_preempt_stalled(oldest, head=True) else []
+            unseen = (s for s in chain(first, islice(waiting, policy.MAX_SKIPPED)) if s.order not in seen)
+            state = next(filter(self._requests.is_overdue, unseen), None)
+            if state is None:
+                state = next((state for state in ordered if state.order not in seen), None)
+            if state is None:
+                return
+            yield state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -361,16 +355,16 @@ class LanguagePlanner:
         decodes."""
         start, end = state.num_planned, state.num_planned + chunk
         request_id = state.request.id
-        table = self._kv.tables[request_id]
+        seq_slot, table = self._requests.seq_slots.slot_of[request_id], self._kv.tables[request_id]
         sample = end == state.num_tokens
         state.num_scheduled += chunk
         state.plans_in_flight += 1
         state.slot_known = True
         if sample and Role.D in state.stages:
-            self._requests.join_decodes(state, unread=1)
+            self._requests.decodes.join(state, seq_slot, table, self._requests.timelines[request_id], unread=1)
         return ChunkRow(
             request_id=request_id,
-            seq_slot=self._requests.seq_slots.slot_of[request_id],
+            seq_slot=seq_slot,
             token_ids=state.tokens(start, end),
             start=start,
             block_ids=table.block_ids,

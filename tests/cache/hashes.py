@@ -14,4 +14,4 @@ Holder = TypeVar("Holder", bound=Hashable)
 def hashes_of(manager: CacheManager[Holder], holder: Holder) -> list[BlockHash | None]:
     """Hashes in the order of the holder's blocks, None for a block without one; empty if it holds nothing."""
     table = manager.tables.get(holder)
-    return [] if table is None else [manager._pool._keys[block] for block in table.blocks()]
+    return [] if table is None else [manager.pool._keys[block] for block in table.blocks()]

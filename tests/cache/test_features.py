@@ -72,7 +72,7 @@ class FeatureMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reserve(self, data) -> None:
         key = data.draw(st.sampled_from([k for k, p in self.progress.items() if p == WAITING]))
-        fits = self.cache.num_free >= -(-SIZES[key] // 4)
+        fits = self.cache.pool.num_free >= -(-SIZES[key] // 4)
         assert self.cache.reserve(key) is fits
         if fits:
             self.progress[key] = ENCODING
@@ -110,7 +110,7 @@ class FeatureMachine(RuleBasedStateMachine):
         self.cache.check()
         held = {key for key, p in self.progress.items() if p != WAITING}
         assert {key: p for key, p, _ in self.cache.held_blocks()} == {key: self.progress[key] for key in held}
-        assert self.cache.num_held == sum(-(-SIZES[key] // 4) for key in held), "at rest everything is free"
+        assert self.cache.pool.num_held == sum(-(-SIZES[key] // 4) for key in held), "at rest everything is free"
         assert sum(len(entry.users) for entry in self.cache._entries.values()) == sum(map(len, self.users.values()))
         for key, progress in self.progress.items():
             assert self.cache.progress(key) == progress
@@ -133,9 +133,9 @@ def test_features_without_users_are_found_until_their_blocks_are_needed() -> Non
     features = cache(6)
     blocks = encoded(features, C, 1)
     features.drop(user(1), C)
-    assert (features.num_held, features.num_free) == (0, 6)
+    assert (features.pool.num_held, features.pool.num_free) == (0, 6)
     assert features.need(user(2), C, SIZES[C]) == ENCODED
-    assert features.block_ids(C).tolist() == blocks and features.num_held == 4
+    assert features.block_ids(C).tolist() == blocks and features.pool.num_held == 4
     features.drop(user(2), C)
     encoded(features, B, 3)
     features.drop(user(3), B)
@@ -174,7 +174,7 @@ def test_features_that_were_evicted_are_not_found_although_nobody_has_written_th
     features = cache()
     encoded(features, B, 1)
     features.evict(B)
-    assert features.progress(B) == WAITING and features.num_held == 0
+    assert features.progress(B) == WAITING and features.pool.num_held == 0
     features.drop(user(1), B)
     assert features.need(user(2), B, SIZES[B]) == WAITING
 
@@ -187,7 +187,7 @@ def test_a_failed_encode_leaves_nothing_and_its_users_wait_again() -> None:
     assert features.need(user(3), B, SIZES[B]) == ENCODING
     features.finish(B, failed=True)
     assert features.progress(B) == WAITING and features.users(B) == (user(1), user(2), user(3))
-    assert features.num_held == 0
+    assert features.pool.num_held == 0
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -196,9 +196,9 @@ def test_an_encode_outlives_its_users(failed: bool) -> None:
     features.need(user(1), B, SIZES[B])
     features.reserve(B)
     features.drop(user(1), B)
-    assert features.num_held == 2, "a plan in flight writes there"
+    assert features.pool.num_held == 2, "a plan in flight writes there"
     features.finish(B, failed=failed)
-    assert features.num_held == 0
+    assert features.pool.num_held == 0
     assert features.need(user(2), B, SIZES[B]) == (WAITING if failed else ENCODED)
 
 
@@ -220,6 +220,6 @@ def test_damage_is_noticed() -> None:
     with pytest.raises(AssertionError, match="entries and blocks disagree"):
         features.check()
     features._entries[B].progress = ENCODED
-    features._blocks._pool._forget_hash(features.block_ids(B).tolist()[1])
+    features.pool._forget_hash(features.block_ids(B).tolist()[1])
     with pytest.raises(AssertionError, match="cannot be found"):
         features.check()

@@ -48,7 +48,7 @@ def test_the_ledger_reports_blocks_of_the_dead_and_broken_books() -> None:
     features.reserve(PICTURE)
     dead = ("request 1 is gone and holds KV blocks", "request 2 is gone and holds image 0")
     assert books.problems([]) == (*dead, "request 1 is gone and holds a sequence slot")
-    kv._pool.allocate(1)
+    kv.pool.allocate(1)
     (problem,) = books.problems([RequestId(1), RequestId(2)])
     assert problem == "KV cache: the pool holds blocks that no table has"
 

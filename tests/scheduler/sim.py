@@ -186,8 +186,8 @@ class FakeLanes:
 
     def __init__(self, kv: CacheManager, images: CacheManager) -> None:
         self._kv_size, self._image_size = kv.block_size, images.block_size
-        self._kv = np.full(kv.num_blocks * kv.block_size, -1, dtype=np.int64)
-        self._images = np.full(images.num_blocks * images.block_size, -1, dtype=np.int64)
+        self._kv = np.full(kv.pool.num_blocks * kv.block_size, -1, dtype=np.int64)
+        self._images = np.full(images.pool.num_blocks * images.block_size, -1, dtype=np.int64)
         self._owners: dict[int, RequestId] = {}  # who sits where, since its first chunk there
         self._last_tokens: dict[int, int] = {}  # by slot
         self._failed: set[RequestId] = set()

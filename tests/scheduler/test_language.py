@@ -248,7 +248,7 @@ def test_nobody_younger_starts_while_a_running_prefill_lacks_blocks() -> None:
         s.language()
     s.vision()
     s.add(3, 1, max_new=1)
-    assert s.scheduler._requests.kv.num_free == 2, "room for the third and its neighbour's next block"
+    assert s.scheduler._requests.kv.pool.num_free == 2, "room for the third and its neighbour's next block"
     assert s.language() == [(2, 1)]
     s.finish_all()
 

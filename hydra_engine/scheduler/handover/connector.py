@@ -59,7 +59,6 @@ class PeerConnector(Connector):
         self._cluster = cluster
         self._may_borrow = False
         self._patience_s = yield_patience_s(config.tpot_slo)
-        self._departed: list[RequestState] = []  # ended during planning, forgotten after it
         self._block_s = 0.0  # seconds to copy a KV block of this instance, as its readers report; 0.0: unknown
 
     def attach(self, requests: object, times: StepTimes, finish: Finish) -> None:
@@ -85,12 +84,6 @@ class PeerConnector(Connector):
 
     def before_language(self, step: OpenStep) -> None:
         self._admission.admit(step.now, step)
-
-    def after_language(self, now: float) -> None:
-        departed, self._departed = self._departed, []
-        for message in self._finish(departed, now):
-            assert isinstance(message, Finished)
-            self._events.add(message)
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
         if Role.D not in state.stages and (sampled or self._cluster.early_kv):
@@ -174,7 +167,9 @@ class PeerConnector(Connector):
         """Ends, as RETURNED, a request that got its KV from elsewhere and cannot be prefilled here."""
         if not state.external_kv and Role.P not in state.stages:
             self._requests.end(state, Ending(Departure.RETURNED))
-            self._departed.append(state)
+            for message in self._finish([state], now):
+                assert isinstance(message, Finished)
+                self._events.add(message)
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
         if state.is_encode_job:
@@ -204,7 +199,6 @@ class PeerConnector(Connector):
     ) -> list[RequestMessage]:
         """Takes back a pull. Not `valid`: its offer was withdrawn before the copy ended, or the bytes were wrong."""
         state = self.pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
-        self.after_language(now)
         return self._finish([state], now)
 
     def copied(self, block_s: float) -> None:
@@ -213,8 +207,8 @@ class PeerConnector(Connector):
             self._block_s = block_s if not self._block_s else self._block_s + _NEW_SHARE * (block_s - self._block_s)
 
     def take_events(self) -> list[RemoteEvent]:
-        """Events for other instances since the last call, in order, and the Finished of requests that departed during
-        planning."""
+        """Removes and returns the events for other instances since the last call, in order, with the Finished of
+        requests that departed during planning."""
         return self._events.take()
 
 

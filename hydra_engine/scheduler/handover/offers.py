@@ -165,7 +165,7 @@ class EncodeJobQuota:
 
     def refresh(self) -> None:
         """Computes the quota before a vision step is filled."""
-        self._num_blocks = self._requests.features.num_blocks - self._largest_local()
+        self._num_blocks = self._requests.features.pool.num_blocks - self._largest_local()
 
     def _largest_local(self) -> int:
         """Blocks of the largest image without features of the requests of this instance; 0 if there are no jobs."""
@@ -184,7 +184,7 @@ class EncodeJobQuota:
         """True if an image of a job may have `num_blocks` within the quota, after evicting features of later jobs if
         needed and `may_evict`."""
         images, quota = self._requests.images, self._num_blocks
-        if num_blocks > quota or quota == self._requests.features.num_blocks:
+        if num_blocks > quota or quota == self._requests.features.pool.num_blocks:
             return True
         if (excess := self._held_by_jobs() + num_blocks - quota) <= 0:
             return True

@@ -244,7 +244,7 @@ class Pulls:
                     aside.pop(key, None)
                     continue
                 aside[key] = num_blocks
-                if sum(aside.values()) > features.num_free:
+                if sum(aside.values()) > features.pool.num_free:
                     return
 
     def _pull_image(self, state: RequestState, index: int, now: float) -> PullPlan:

@@ -39,7 +39,7 @@ class RemoteKvAdmission(Admission):
         for state in self._complete():
             if not self._start(state, now, step):
                 skipped.append(state)
-            if len(skipped) >= policy.MAX_SKIPPED or any(map(self.is_overdue, skipped)):
+            if len(skipped) >= policy.MAX_SKIPPED or any(map(self._requests.is_overdue, skipped)):
                 return
         if skipped or self._requests.waiting:
             return  # free blocks are reserved for these requests
@@ -55,7 +55,7 @@ class RemoteKvAdmission(Admission):
             waiting = [s for s in self._kv_offered if offers_all_kv(s) and s.order not in seen]
             if not waiting:
                 return
-            overdue = next(filter(self.is_overdue, waiting), None)
+            overdue = next(filter(self._requests.is_overdue, waiting), None)
             state = overdue or min(waiting, key=lambda state: state.urgency)
             seen.add(state.order)
             yield state

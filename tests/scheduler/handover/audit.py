@@ -26,7 +26,8 @@ from tests.cache.hashes import hashes_of
 def check_peers(requests: RequestTable, connector: Connector) -> dict[RequestId, int]:
     """Checks offers and pulls; returns the number of pulls in flight of each request."""
     assert isinstance(connector, PeerConnector)
-    assert not connector._departed, "a request has departed and is still here"
+    departed = [state for state in requests.states.values() if state.ending is not None and not requests.in_use(state)]
+    assert not departed, "a request has departed and is still here"
     pulls = connector.pulls.in_flight.values()
     check_parked(requests, connector._parked)
     check_offers(requests, connector.pulls.images.offers, connector.pulls.kv_offers)
