@@ -13,11 +13,10 @@ from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, Loading, Ready
 from hydra_engine.errors import HydraError
-from hydra_engine.instance.compute_stack import ComputeStack, Progress, build_worker, step_times
+from hydra_engine.instance.compute_stack import ComputeStack, build_worker
 from hydra_engine.instance.hooks import Connect, Hooks, make_gate, make_hooks
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
-from hydra_engine.profiler.start import StepCosts
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.worker.worker import Worker
 
@@ -135,19 +134,6 @@ def _summary(
         notes=(*stack.notes, *hooks.notes),
         limits=hooks.limits,
     )
-
-
-def profile_instance(
-    config: EngineConfig, progress: Progress, *, fresh: bool, deadline_s: float | None = None
-) -> StepCosts:
-    """Builds an instance that never serves and returns its step costs. `fresh`: measures even if costs are saved."""
-    wake = threading.Event()
-    with torch.inference_mode():
-        stack = build_worker(config, wake, progress, make_gate=make_gate)
-        try:
-            return step_times(stack, wake, progress, fresh=fresh, deadline_s=deadline_s)
-        finally:
-            stack.worker.close()
 
 
 class _Progress:

@@ -1,4 +1,4 @@
-"""The compute stack of one instance: model, caches and worker; and its step times, measured or saved.
+"""The compute stack of one instance: model, caches and worker.
 
 Replaces "auto" by values, with the reason of each decision in the notes. Loads in this order, so that a wrong setting
 is found before gigabytes are read: spec, dtype and backend, cache sizes, weights, caches, warm-up. On a device that
@@ -21,7 +21,7 @@ import torch
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cuda.attention_choice import AUTO, FLASHINFER, TRITON, Heads, Shapes, Tower, resolve_attention
 from hydra_engine.backend.device import Device
-from hydra_engine.backend.devices import ChosenDevice, gpu_name, is_time_sliced
+from hydra_engine.backend.devices import ChosenDevice, is_time_sliced
 from hydra_engine.backend.select import (
     all_cores,
     create_backend,
@@ -41,11 +41,10 @@ from hydra_engine.models.build import check_layers, load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.models.vlm import VisionLanguageModel
-from hydra_engine.profiler.start import StepCosts, Subject, surface_for
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.limits import with_limits
 from hydra_engine.worker.memory.measure import measure
-from hydra_engine.worker.memory.plan import CachePlan, Filling, kv_token_bytes, own_part, plan_memory
+from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory
 from hydra_engine.worker.memory.working import image_budget
 from hydra_engine.worker.ports import NO_GATE, Gate
 from hydra_engine.worker.worker import Worker
@@ -291,57 +290,6 @@ def _backend(
 def _tower(spec: ModelSpec) -> Tower | None:
     attention = None if spec.vision is None else spec.vision.attention
     return None if attention is None else Tower(*attention)
-
-
-def step_times(
-    stack: ComputeStack,
-    wake: threading.Event,
-    progress: Progress,
-    *,
-    fresh: bool = False,
-    deadline_s: float | None = None,
-) -> StepCosts:
-    """Step costs of the instance, saved or measured, see `profiler/start.py`. Must be called in inference mode before
-    it serves. `fresh`: measures even if a profile is saved. `deadline_s` None: the profiler's default."""
-    backend = stack.backend
-    gpu = gpu_name(backend.device.name)
-    kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}
-    subject = Subject(
-        lanes=stack.worker,
-        wake=wake,
-        clock=stack.clock,
-        spec=stack.spec,
-        device=backend.device.name,
-        dtype=str(backend.dtype).removeprefix("torch."),
-        backend=backend.ops.name,
-        threads=backend.threads,
-        num_kv_blocks=stack.plan.num_kv_blocks,
-        num_image_blocks=stack.plan.num_image_blocks if stack.context.role.needs_vision else 0,
-        role=stack.context.role.letters,
-        kv_token_bytes=kv_token_bytes(stack.spec, stack.config, backend.dtype.itemsize),
-        kv_cache_dtype="int8" if stack.kv_cache.scales is not None else "",
-        weights_bytes=stack.model.weights_bytes,
-        fill_cache=partial(_fill_with_noise, stack.kv_cache),
-        gpu=gpu,
-        attention=kernels["attention_paged"] if gpu else "",
-        sm_split=stack.config.sm_counts if backend.device.partitions.count > 1 else (),
-        graph_sizes=stack.worker.graph_sizes,
-        captured_patches=stack.worker.captured_patches,
-        captured_tokens=stack.worker.captured_tokens,
-    )
-    return surface_for(stack.config, subject, partial(progress, "step times"), fresh=fresh, deadline_s=deadline_s)
-
-
-def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
-    """Fills the first `num_blocks` blocks, all with the same noise."""
-    if num_blocks:
-        data = cache.data[:num_blocks]
-        if cache.scales is None:
-            data[0].normal_()
-        else:
-            data[0].random_(-127, 128)
-            cache.scales[:num_blocks] = 1 / 64
-        data[1:] = data[0]
 
 
 def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan, role: Role, device: Device) -> EngineConfig:

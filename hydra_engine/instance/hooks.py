@@ -1,8 +1,9 @@
-"""Creates the optional parts of an instance: a gate between its lanes, budgets for latency limits, an observer that
-explains late tokens, and for an instance with peers a connector, a transfer lane and the migration over both.
+"""Creates the optional parts of an instance: a gate between its lanes, budgets for latency limits from step times, an
+observer that explains late tokens, and for an instance with peers a connector, a transfer lane and the migration over
+both.
 
-The only module that imports the optional packages of scheduler, worker and instance; an instance without any of them
-serves too.
+The only module that imports the profiler and the optional packages of scheduler, worker and instance; an instance
+without any of them serves too.
 """
 
 from __future__ import annotations
@@ -10,25 +11,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+
+from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.device import Device
+from hydra_engine.backend.devices import gpu_name
 from hydra_engine.clock import MonotonicClock
-from hydra_engine.config import SchedulerConfig
+from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.messages import LimitBudget, LimitSummary
 from hydra_engine.core.plans import VisionLoad
 from hydra_engine.core.pools import Exports, PoolKind
-from hydra_engine.instance.compute_stack import ComputeStack, Progress, step_times
+from hydra_engine.instance.compute_stack import ComputeStack, Progress, build_worker
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.ports import MigrationPort, PeerPort
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.profiler.fit import TYPICAL_CONTEXT, allowance
-from hydra_engine.profiler.start import StepCosts
+from hydra_engine.profiler.start import StepCosts, Subject, surface_for
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.hooks import Connector, StepObserver
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.limit_check import check_limits
+from hydra_engine.worker.memory.plan import kv_token_bytes
 from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.transfer.exchange import Exchange
 from hydra_engine.worker.vision.gate import DeviceGate, LaneGate
@@ -95,6 +102,73 @@ def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) 
         num_slots=exports.num_words,
         config=stack.config.cluster,
     )
+
+
+# ---- step times, for latency limits
+
+
+def step_times(
+    stack: ComputeStack,
+    wake: threading.Event,
+    progress: Progress,
+    *,
+    fresh: bool = False,
+    deadline_s: float | None = None,
+) -> StepCosts:
+    """Step costs of the instance, saved or measured, see `profiler/start.py`. Must be called in inference mode before
+    it serves. `fresh`: measures even if a profile is saved. `deadline_s` None: the profiler's default."""
+    backend = stack.backend
+    gpu = gpu_name(backend.device.name)
+    kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}
+    subject = Subject(
+        lanes=stack.worker,
+        wake=wake,
+        clock=stack.clock,
+        spec=stack.spec,
+        device=backend.device.name,
+        dtype=str(backend.dtype).removeprefix("torch."),
+        backend=backend.ops.name,
+        threads=backend.threads,
+        num_kv_blocks=stack.plan.num_kv_blocks,
+        num_image_blocks=stack.plan.num_image_blocks if stack.context.role.needs_vision else 0,
+        role=stack.context.role.letters,
+        kv_token_bytes=kv_token_bytes(stack.spec, stack.config, backend.dtype.itemsize),
+        kv_cache_dtype="int8" if stack.kv_cache.scales is not None else "",
+        weights_bytes=stack.model.weights_bytes,
+        fill_cache=partial(_fill_with_noise, stack.kv_cache),
+        gpu=gpu,
+        attention=kernels["attention_paged"] if gpu else "",
+        sm_split=stack.config.sm_counts if backend.device.partitions.count > 1 else (),
+        graph_sizes=stack.worker.graph_sizes,
+        captured_patches=stack.worker.captured_patches,
+        captured_tokens=stack.worker.captured_tokens,
+    )
+    return surface_for(stack.config, subject, partial(progress, "step times"), fresh=fresh, deadline_s=deadline_s)
+
+
+def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
+    """Fills the first `num_blocks` blocks, all with the same noise."""
+    if num_blocks:
+        data = cache.data[:num_blocks]
+        if cache.scales is None:
+            data[0].normal_()
+        else:
+            data[0].random_(-127, 128)
+            cache.scales[:num_blocks] = 1 / 64
+        data[1:] = data[0]
+
+
+def profile_instance(
+    config: EngineConfig, progress: Progress, *, fresh: bool, deadline_s: float | None = None
+) -> StepCosts:
+    """Builds an instance that never serves and returns its step costs. `fresh`: measures even if costs are saved."""
+    wake = threading.Event()
+    with torch.inference_mode():
+        stack = build_worker(config, wake, progress, make_gate=make_gate)
+        try:
+            return step_times(stack, wake, progress, fresh=fresh, deadline_s=deadline_s)
+        finally:
+            stack.worker.close()
 
 
 # ---- latency limits in the start-up summary

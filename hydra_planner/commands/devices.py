@@ -96,10 +96,10 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
 def _measured_here(config: EngineConfig) -> StepCosts:
     """Step times of this machine, saved or new; measured again if the machine was busy. Raises ResourceError if it
     still is."""
-    build: Any = import_module("hydra_engine.instance.build")  # loads torch
+    hooks: Any = import_module("hydra_engine.instance.hooks")  # loads torch
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in instances
     for fresh in (False, True):
-        measured: StepCosts = build.profile_instance(config, progress_line(), fresh=fresh)
+        measured: StepCosts = hooks.profile_instance(config, progress_line(), fresh=fresh)
         if (busy := busy_note(measured.profile.other_load)) is None:
             return measured
         log.log_always(f"step times: {busy}")

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
         raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
     os.environ.setdefault(*_OPENMP_IDLE)
-    build: Any = import_module("hydra_engine.instance.build")  # loads torch
-    measured = build.profile_instance(config, progress_line(), fresh=not arguments.cached, deadline_s=arguments.seconds)
+    hooks: Any = import_module("hydra_engine.instance.hooks")  # loads torch
+    measured = hooks.profile_instance(config, progress_line(), fresh=not arguments.cached, deadline_s=arguments.seconds)
     state = "saved" if measured.file.exists() else "could not be saved"
     lines = [*profile_lines(measured.profile, config.scheduler.tpot_slo), ""]
     sys.stdout.write("\n".join([*lines, f"{measured.source}; {state} in {measured.file}", ""]))

@@ -129,6 +129,8 @@ OPTIONAL_PARTS = {
 # Copies between instances, which only the optional parts of these folders know.
 TRANSFER = "hydra_engine.transfer"
 ONE_INSTANCE = ("scheduler", "worker")
+# Step times, which only latency limits need.
+PROFILER = "hydra_engine.profiler"
 HOOKS = "instance/hooks.py"
 # The only file outside the backend that calls the extension, for pictures.
 PICTURES_IN_C = "preprocess/media/images.py"
@@ -229,7 +231,13 @@ def test_the_core_of_a_folder_imports_no_optional_part() -> None:
             if f"{imported}.".startswith(f"{TRANSFER}."):
                 yield f"{name_of(path)}:{line} imports {imported}: the core knows one instance"
 
+    def step_times(path: Path) -> Iterator[str]:
+        for imported, line in imports_of(path) if folder_of(path) == "instance" and name_of(path) != HOOKS else ():
+            if imported.startswith(PROFILER):
+                yield f"{name_of(path)}:{line} imports {imported}: an instance without latency limits has no step times"
+
     assert all((PACKAGE / part).exists() for part in OPTIONAL_PARTS)
+    assert in_all_modules(step_times) == []
     assert in_all_modules(other_instances) == []
     assert in_all_modules(optional_parts) == []
 

@@ -11,9 +11,8 @@ import torch
 
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.instance.build import profile_instance
-from hydra_engine.instance.compute_stack import build_worker, step_times
-from hydra_engine.instance.hooks import make_gate
+from hydra_engine.instance.compute_stack import build_worker
+from hydra_engine.instance.hooks import make_gate, profile_instance, step_times
 from hydra_engine.profiler.store import problem_of
 from tools.miniatures import make_tiny
 
