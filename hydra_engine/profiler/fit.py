@@ -1,4 +1,4 @@
-"""Measured step times (`Samples`), the cost surface fitted to them, and the prefill that fits into a limit by it.
+"""Measured step times (`Samples`), the cost surface fitted to them, and the prefill that it allows within a limit.
 
 The fit is non-negative least squares in relative error over piecewise linear features. A curve is a constant and a sum
 of ramps, one per pair of neighbouring knots, each with a slope that is not negative: so it rises everywhere, and what

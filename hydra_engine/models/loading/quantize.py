@@ -1,12 +1,12 @@
-"""Matrices of a float type quantised: as `--quantization` does while a model is loaded, and `hydra-engine quantize`.
+"""Quantises float matrices, for `--quantization` while a model is loaded and for `hydra-engine quantize`.
 
-8 bits: a step per output, its largest magnitude / 127. 4 bits: numbers -8..7 in groups of 32 inputs, whose step is
-chosen to have the least squared error among few. Not symmetric around 0, because the sum of squared errors of a group
-is a sixth less with all sixteen numbers. A matrix whose inputs cannot be cut so has 8 bits. Works row by row, so that
-a row's numbers do not depend on what it is fused with.
+8 bits: a scale per output, its largest magnitude / 127. 4 bits: numbers -8..7 in groups of 32 inputs, each with the
+scale of least squared error among three. Not symmetric around 0, because the sum of squared errors of a group is a
+sixth less with all sixteen numbers. A matrix whose inputs are no multiple of 32 has 8 bits. Works row by row, so that a
+row's numbers do not depend on what it is fused with.
 
     for each c of 7.4, 8, 8.6:    q = clamp(rint(-c w / m), -8, 7)    m: the number of the group that is largest
-    of these the q with the largest (w.q)^2 / q.q, for which the best step is w.q / q.q
+    of these the q with the largest (w.q)^2 / q.q, for which the best scale is w.q / q.q
 
 w.q is summed in float32, each product rounded before it is added: first in eight sums of every eighth number, then
 these, in order; -c / m is -c times the rounded 1 / m.

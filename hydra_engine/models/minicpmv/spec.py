@@ -1,9 +1,9 @@
 """MiniCPM-V 4.6: a tower for pictures of any shape, merging 2 x 2 neighbours twice, and pictures cut into slices.
 
 Knows config.json, the settings of the picture and video processors, and the marks around pictures, which are named in
-the tokenizer's config. A picture gives one picture of the whole, and a grid of slices if it has more pixels than that.
-Published for LLaVA-UHD (section 3.1): as many slices as the picture has tower pictures, in the grid nearest to its
-shape. Rounding is that of transformers' processor, floats between integers.
+the tokenizer's config. A picture is encoded whole, resized to about `scale` squared pixels, and if it has more, also as
+a grid of slices of about that size: as many as its pixels fill, in the grid nearest to its shape (LLaVA-UHD, section
+3.1). Rounding is that of transformers' processor, floats between integers.
 """
 
 from __future__ import annotations
