@@ -33,8 +33,7 @@ from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, 
 from hydra_engine.models.specs.vision import shortest_edge_size
 from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.images import inspected
-from hydra_engine.preprocess.media.opening import content_of_file, payloads_of
-from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.media.opening import Decoders, content_of_file, payloads_of
 from hydra_engine.preprocess.sandbox.image_child import ImageJob
 
 SIZES = [(640, 480), (1280, 960), (1920, 1080)]

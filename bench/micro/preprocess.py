@@ -11,7 +11,7 @@ import torch
 from bench.common import Times
 from bench.micro.harness import Report, Seconds, parse
 from bench.preprocess import SIZES, TARGETS, prepare, timed
-from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.media.opening import Decoders
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from hydra_engine.errors import (
     RequestAborted,
 )
 from hydra_engine.frontend.call import SamplingOptions
-from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.media.opening import Decoders
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
 SHORT = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from hydra_engine.core.processes.launch import PARENT
+from hydra_engine.preprocess.media.opening import Decoders
 from hydra_engine.preprocess.sandbox import child_host, containment
 from hydra_engine.preprocess.sandbox.child_host import ChildHost
-from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.grammars import Grammars
 
 TOKENIZER = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model" / "tokenizer.json"
@@ -192,7 +192,7 @@ def test_a_child_without_a_filter_works_and_that_is_told_once(caplog: pytest.Log
 
 PARENT_CODE = """
 import sys, time
-from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.media.opening import Decoders
 decoders = Decoders()
 decoders.pictures.start()
 decoders.videos.start()

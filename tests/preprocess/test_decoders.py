@@ -14,7 +14,7 @@ from hydra_engine.errors import InvalidImage, Unavailable
 from hydra_engine.models.specs.base import View
 from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.images import inspected
-from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.media.opening import Decoders
 from hydra_engine.preprocess.sandbox.image_child import ImageJob
 
 Encode = Callable[..., bytes]

@@ -17,7 +17,7 @@ from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.preprocess.media import media as module
 from hydra_engine.preprocess.media.images import num_bytes
 from hydra_engine.preprocess.media.media import MediaLoader
-from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.media.opening import Decoders
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 
 Encode = Callable[..., bytes]

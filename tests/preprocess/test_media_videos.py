@@ -18,7 +18,7 @@ from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.images import num_bytes
-from hydra_engine.preprocess.sandbox.decoders import Decoders
+from hydra_engine.preprocess.media.opening import Decoders
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from tests.calls import asked
 from tests.preprocess.in_process import preprocessor_of

@@ -19,9 +19,14 @@ from hydra_engine.errors import InvalidImage, InvalidRequest
 from hydra_engine.models.specs.base import VideoInfo, View
 from hydra_engine.preprocess.media import images
 from hydra_engine.preprocess.media.images import inspected as inspected_image
-from hydra_engine.preprocess.media.opening import check_video, content_of_frames, info_of_frames, inspected_video
+from hydra_engine.preprocess.media.opening import (
+    Decoders,
+    check_video,
+    content_of_frames,
+    info_of_frames,
+    inspected_video,
+)
 from hydra_engine.preprocess.sandbox import video_child
-from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.image_child import FramesJob, VideoJob
 
 LIMITS = MediaConfig()

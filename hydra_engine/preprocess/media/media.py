@@ -27,9 +27,8 @@ from hydra_engine.errors import HydraError, InvalidRequest, from_info
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, no_videos
 from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
-from hydra_engine.preprocess.media.opening import Frames, Opened, Opener, Payloads
+from hydra_engine.preprocess.media.opening import Decoders, Frames, Opened, Opener, Payloads
 from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, with_path_in_errors
-from hydra_engine.preprocess.sandbox.decoders import Decoders
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 
 MAX_WAITING = 4096  # jobs; one client may have half

@@ -1,10 +1,11 @@
-"""Opens pictures and videos without decoding them: size and format by a header or a probe, the plan that follows, and a
+"""Opens pictures and videos and decodes them: size and format by a header or a probe, the plan that follows, and a
 function that makes their payloads.
 
-An untrusted video is recognised by its first bytes here and parsed in a child process only; the child's answer is
-checked like any other input. A list of pictures is a video too. Payloads are uint8 pixels, one per span of features,
-which the tower normalises on its device. A digest names the source and plan of the features, not the pixels: the
-compressed file is hashed, not its decoded form. Blocking, for worker threads. Does not know turns or other requests.
+Untrusted files are decoded in child processes. A video is recognised by its first bytes here and parsed in a child
+only; a child's answer is checked like any other input, and errors about a file are in the parent's own words. A list of
+pictures is a video too. Payloads are uint8 pixels, one per span of features, which the tower normalises on its device.
+A digest names the source and plan of the features, not the pixels: the compressed file is hashed, not its decoded form.
+Blocking, for worker threads. Does not know turns or other requests.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from PIL import Image
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.processes import launch
 from hydra_engine.core.prompting import PixelBudget
 from hydra_engine.core.units import size
 from hydra_engine.errors import InvalidImage, InvalidRequest
 from hydra_engine.models.specs.base import MediaPlan, PreprocessSpec, VideoInfo, View, VisionSpec
 from hydra_engine.preprocess.media import images
-from hydra_engine.preprocess.media.images import broken_video, check_size, num_bytes, render
+from hydra_engine.preprocess.media.images import broken_image, broken_video, check_size, num_bytes, render
 from hydra_engine.preprocess.media.sources import DataUrl, InMemory, LocalFile, read_local
-from hydra_engine.preprocess.sandbox.decoders import Decoders
-from hydra_engine.preprocess.sandbox.image_child import FramesJob, ImageJob, VideoJob
+from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
+from hydra_engine.preprocess.sandbox.image_child import Decoded, FramesJob, ImageJob, ProbeJob, VideoJob
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor
 
 _MAX_FPS = 1000.0
@@ -39,6 +41,15 @@ _EBML = b"\x1a\x45\xdf\xa3"  # Matroska and WebM
 _DIGEST_VERSION = b"hydra-image-2"
 
 Payloads = tuple[PixelPayload, ...]
+
+ANSWER_SECONDS = 30.0  # for a picture; the child's own limit is CPU time, this one ends a child that sleeps
+VIDEO_ANSWER_SECONDS = 180.0
+
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # stacks of more threads would count as memory
+_COMMAND = launch.command("hydra_engine.preprocess.sandbox.image_child")
+_VIDEO_COMMAND = launch.command("hydra_engine.preprocess.sandbox.video_child")
+
+_FAILED = "its decoder failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +179,67 @@ class Opener:
 def _key(digest: bytes, salt: str) -> bytes:
     """The cache key for requests with this salt, whatever its length."""
     return hashlib.blake2b(digest + salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
+# ---- decoding
+
+
+class Decoders:
+    """The decode children, one of a kind per concurrent caller. Thread-safe. Videos have their own children, because
+    their decoders need more memory and time than a picture may take."""
+
+    def __init__(
+        self,
+        command: Sequence[str] = _COMMAND,
+        answer_seconds: float = ANSWER_SECONDS,
+        video_command: Sequence[str] = _VIDEO_COMMAND,
+        video_answer_seconds: float = VIDEO_ANSWER_SECONDS,
+    ) -> None:
+        self.pictures = ChildHost("decode images", command, Decoded, variables=_ONE_THREAD)
+        self.videos = ChildHost("decode videos", video_command, Decoded, variables=_ONE_THREAD)
+        self._answer_seconds = answer_seconds
+        self._video_answer_seconds = video_answer_seconds
+
+    def render(self, job: ImageJob | FramesJob | VideoJob) -> bytes:
+        """Returns the pixels of the job's views. Blocking. Raises InvalidImage, or Unavailable if no child can be
+        started."""
+        num_pixel_bytes = num_bytes(job.views)
+        if isinstance(job, VideoJob):
+            return _run(self.videos, job, self._video_answer_seconds, broken_video, num_pixel_bytes)[1]
+        seconds = self._video_answer_seconds if isinstance(job, FramesJob) else self._answer_seconds
+        return _run(self.pictures, job, seconds, broken_image, num_pixel_bytes)[1]
+
+    def probe_video(self, data: bytes) -> VideoInfo:
+        """Returns a video file's size, frames and rate, not checked against limits. Blocking. Raises as `render`
+        does."""
+        answer, _ = _run(self.videos, ProbeJob(data), self._video_answer_seconds, broken_video)
+        if answer.video is None:
+            raise broken_video(_FAILED)
+        return answer.video
+
+    def warm_up(self, num_children: int) -> None:
+        """Starts children for pictures without waiting for them."""
+        self.pictures.warm_up(num_children)
+
+    def close(self) -> None:
+        self.pictures.close()
+        self.videos.close()
+
+
+def _run(
+    host: ChildHost[Decoded],
+    job: object,
+    seconds: float,
+    broken: Callable[[str], InvalidImage],
+    num_pixel_bytes: int = 0,
+) -> tuple[Decoded, bytes]:
+    try:
+        answer, pixels = host.run(job, seconds, num_pixel_bytes)
+    except ChildDied as error:
+        raise broken(_FAILED) from error
+    if answer.is_broken:
+        raise broken("its data is damaged or incomplete")
+    return answer, pixels
 
 
 # ---- limits of videos
