@@ -10,8 +10,8 @@ Knows ids only: the worker owns the tensors, and the scheduler decides what to d
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -135,19 +135,8 @@ class BlockPool:
         del self._block_of[key]
         self._keys[block] = None
 
-    def check(self) -> None:
-        """Raises AssertionError unless every block is in exactly one state and every hash leads to its block."""
-        free, evictable = set(self._free), set(self._evictable)
-        held = {block for block, count in enumerate(self._refcounts) if count > 0}
-        assert len(free) == len(self._free), "a block is on the free list twice"
-        assert not free & evictable and not free & held and not evictable & held, "a block is in two states"
-        assert free | evictable | held == set(range(self.num_blocks)), "a block is in no state"
-        assert min(self._refcounts, default=0) >= 0, "negative reference count"
-        hashes = {block: key for block, key in enumerate(self._keys) if key is not None}
-        assert evictable <= hashes.keys() and free.isdisjoint(hashes), "evictable blocks have content, free ones none"
-        assert {block: key for key, block in self._block_of.items()} == hashes, "hashes and blocks disagree"
 
-
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """The block of each token position of one holder. `block_ids[: num_blocks]` is valid; slots are defined in
     `core/plans.py`.
@@ -156,13 +145,10 @@ class BlockTable:
     plan may keep a reference to it.
     """
 
-    __slots__ = ("block_ids", "block_size", "num_blocks", "num_slots")
-
-    def __init__(self, capacity: int, block_size: int) -> None:
-        self.block_ids: BlockIds = np.zeros(capacity, dtype=np.int32)
-        self.block_size = block_size
-        self.num_blocks = 0
-        self.num_slots = 0  # token positions [0, num_slots) have a block
+    block_ids: BlockIds
+    block_size: int
+    num_blocks: int = 0
+    num_slots: int = 0  # token positions [0, num_slots) have a block
 
     def append(self, blocks: Sequence[int]) -> None:
         end = self.num_blocks + len(blocks)
@@ -215,7 +201,7 @@ class CacheManager(Generic[Holder]):
         except OutOfBlocks:
             return False
         if table is None:
-            table = self._tables[holder] = BlockTable(self.blocks_for(capacity), self.block_size)
+            table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32), self.block_size)
         table.append(blocks)
         return True
 
@@ -262,7 +248,7 @@ class CacheManager(Generic[Holder]):
             block = self.pool.acquire(block_hash)
             assert block is not None, "content that was found is gone"
             blocks.append(block)
-        table = self._tables[holder] = BlockTable(self.blocks_for(capacity), self.block_size)
+        table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32), self.block_size)
         table.append(blocks)
 
     def set_hashes(self, holder: Holder, first: int, hashes: Sequence[BlockHash]) -> None:
@@ -277,19 +263,6 @@ class CacheManager(Generic[Holder]):
         held."""
         for block_hash in hashes:
             self.pool.forget(block_hash)
-
-    def check(self) -> None:
-        """Raises AssertionError unless pool and tables agree."""
-        self.pool.check()
-        listed: Counter[int] = Counter()
-        for table in self._tables.values():
-            blocks = table.blocks()
-            assert len(blocks) == len(set(blocks)), "a block is in one table twice"
-            listed.update(blocks)
-        assert len(listed) == self.pool.num_held, "the pool holds blocks that no table has"
-        for block, count in listed.items():
-            held = self.pool.refcount(block)
-            assert held == count, f"block {block} is in {count} tables and held {held} times"
 
 
 class SlotPool:
@@ -317,8 +290,3 @@ class SlotPool:
         seq_slot = self.slot_of.pop(request_id, None)
         if seq_slot is not None:
             heapq.heappush(self._free, seq_slot)
-
-    def check(self) -> None:
-        """Raises AssertionError unless every slot is held once or free once."""
-        slots = sorted([*self.slot_of.values(), *self._free])
-        assert slots == list(range(self.num_seq_slots)), "a slot is lost or held twice"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hydra_engine.cache.blocks import CacheManager
-from hydra_engine.cache.prefix import feature_hashes
+from hydra_engine.cache.hashes import feature_hashes
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 from hydra_engine.core.plans import BlockIds
 from hydra_engine.core.state import ImageProgress
@@ -138,18 +138,3 @@ class FeatureCache:
         if not entry.users and entry.progress != ImageProgress.ENCODING:
             del self._entries[key]
             self._blocks.free(key)
-
-    def check(self) -> None:
-        """Raises AssertionError unless entries and blocks agree."""
-        self._blocks.check()
-        holding = {key for key, entry in self._entries.items() if entry.progress != ImageProgress.WAITING}
-        assert holding == self._blocks.tables.keys(), "entries and blocks disagree"
-        for key, entry in self._entries.items():
-            assert entry.users or entry.progress == ImageProgress.ENCODING, "features are held for no image"
-            found = self._blocks.find(self._hashes(key, entry.num_tokens))
-            if self._keeps and entry.progress == ImageProgress.ENCODED:
-                assert found == self._blocks.tables[key].blocks(), "encoded features cannot be found"
-            else:
-                assert not found, "features can be found that are not there"
-        blocks = [block for table in self._blocks.tables.values() for block in table.blocks()]
-        assert len(blocks) == len(set(blocks)), "two pictures share a block"

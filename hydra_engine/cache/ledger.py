@@ -5,12 +5,15 @@ Reads the cache managers, changes nothing. Does not know what a request does; th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
 
-from hydra_engine.cache.blocks import CacheManager, SlotPool
+from hydra_engine.cache.blocks import BlockPool, CacheManager, Holder, SlotPool
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import LedgerReport
+from hydra_engine.core.state import ImageProgress
 
 MAX_LINES = 200
 
@@ -36,11 +39,14 @@ class Ledger:
         problems += [f"request {r} is gone and holds a sequence slot" for r in self._seq_slots.slot_of if r not in live]
         if self._seq_slots.slot_of.keys() != self._kv.tables.keys():
             problems.append("sequence slots and KV blocks are not held by the same requests")
-        managers: tuple[tuple[str, CacheManager[RequestId] | FeatureCache | SlotPool], ...]
-        managers = (("KV cache", self._kv), ("image cache", self._features), ("sequence slots", self._seq_slots))
-        for name, manager in managers:
+        checks: dict[str, Callable[[], None]] = {
+            "KV cache": partial(check_tables, self._kv),
+            "image cache": partial(check_features, self._features),
+            "sequence slots": partial(check_slots, self._seq_slots),
+        }
+        for name, check in checks.items():
             try:
-                manager.check()
+                check()
             except AssertionError as error:
                 problems.append(f"{name}: {error}")
         return tuple(problems)
@@ -66,3 +72,55 @@ class Ledger:
             state_slots_held=len(self._seq_slots.slot_of) if self._has_states else 0,
             state_slots_total=self._seq_slots.num_seq_slots if self._has_states else 0,
         )
+
+
+# ---- checks, which read the private state of the classes beside this one
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Raises AssertionError unless every block is in exactly one state and every hash leads to its block."""
+    free, evictable = set(pool._free), set(pool._evictable)
+    held = {block for block, count in enumerate(pool._refcounts) if count > 0}
+    assert len(free) == len(pool._free), "a block is on the free list twice"
+    assert not free & evictable and not free & held and not evictable & held, "a block is in two states"
+    assert free | evictable | held == set(range(pool.num_blocks)), "a block is in no state"
+    assert min(pool._refcounts, default=0) >= 0, "negative reference count"
+    hashes = {block: key for block, key in enumerate(pool._keys) if key is not None}
+    assert evictable <= hashes.keys() and free.isdisjoint(hashes), "evictable blocks have content, free ones none"
+    assert {block: key for key, block in pool._block_of.items()} == hashes, "hashes and blocks disagree"
+
+
+def check_tables(manager: CacheManager[Holder]) -> None:
+    """Raises AssertionError unless pool and tables agree."""
+    check_pool(manager.pool)
+    listed: Counter[int] = Counter()
+    for table in manager._tables.values():
+        blocks = table.blocks()
+        assert len(blocks) == len(set(blocks)), "a block is in one table twice"
+        listed.update(blocks)
+    assert len(listed) == manager.pool.num_held, "the pool holds blocks that no table has"
+    for block, count in listed.items():
+        held = manager.pool.refcount(block)
+        assert held == count, f"block {block} is in {count} tables and held {held} times"
+
+
+def check_slots(seq_slots: SlotPool) -> None:
+    """Raises AssertionError unless every slot is held once or free once."""
+    slots = sorted([*seq_slots.slot_of.values(), *seq_slots._free])
+    assert slots == list(range(seq_slots.num_seq_slots)), "a slot is lost or held twice"
+
+
+def check_features(features: FeatureCache) -> None:
+    """Raises AssertionError unless entries and blocks agree."""
+    check_tables(features._blocks)
+    holding = {key for key, entry in features._entries.items() if entry.progress != ImageProgress.WAITING}
+    assert holding == features._blocks.tables.keys(), "entries and blocks disagree"
+    for key, entry in features._entries.items():
+        assert entry.users or entry.progress == ImageProgress.ENCODING, "features are held for no image"
+        found = features._blocks.find(features._hashes(key, entry.num_tokens))
+        if features._keeps and entry.progress == ImageProgress.ENCODED:
+            assert found == features._blocks.tables[key].blocks(), "encoded features cannot be found"
+        else:
+            assert not found, "features can be found that are not there"
+    blocks = [block for table in features._blocks.tables.values() for block in table.blocks()]
+    assert len(blocks) == len(set(blocks)), "two pictures share a block"

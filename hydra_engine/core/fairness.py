@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ByteBudget:
-    """A budget of `most` bytes in which the leases of one client never hold more than they leave free: one client alone
+    """A budget of `max_bytes` in which the leases of one client never hold more than they leave free: one client alone
     gets at most half, each of two a third, and a new client always finds space. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -255,9 +255,8 @@ class Turns:
 
     async def acquire(self, client: str) -> None:
         """Waits for a slot, which the caller returns by `release`. Raises Unavailable if too many jobs wait."""
-        if (
-            self._num_free and not self._queue.has_waiting(client) and self._may_begin(client)
-        ):  # clients that wait may not begin
+        # A slot is free beside waiting jobs only if their clients may not begin.
+        if self._num_free and not self._queue.has_waiting(client) and self._may_begin(client):
             self._num_free -= 1
             self._queue.begin(client)
             return

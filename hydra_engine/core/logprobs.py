@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class _Lazy(Sequence[E], Generic[E]):
         return (self._entry(index, with_top=False) for index in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_same, self, other))
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -86,10 +87,6 @@ class _Lazy(Sequence[E], Generic[E]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
-
-
-def _same(one: object, other: object) -> bool:
-    return one == other
 
 
 class Logprobs(_Lazy[TextLogprob]):

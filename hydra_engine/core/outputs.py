@@ -151,9 +151,7 @@ class Result:
     prompt_logprobs: Sequence[TextLogprob | None] | None = None  # one for each prompt token, None for the first
     max_tokens: int | None = None  # its limit: as requested, or the rest of the context
     gaps_s: Sequence[float] = ()  # seconds between each token and the next
-    choices: tuple[
-        Result, ...
-    ] = ()  # with n > 1 all answers in order; this one is the first, its usage counts them all
+    choices: tuple[Result, ...] = ()  # with n > 1 all answers in order, this one first; its usage counts them all
 
     def __str__(self) -> str:
         return self.text

@@ -110,9 +110,7 @@ class Request:
     age: int = 0
     generated_token_ids: tuple[int, ...] = ()
     resumed: Resumed | None = None  # set if there are such tokens
-    preempted: bool = (
-        False  # an earlier attempt was preempted: this one starts only with free blocks for all it can need
-    )
+    preempted: bool = False  # an earlier attempt was: this one starts only with free blocks for all it can need
 
     @property
     def num_prompt(self) -> int:

@@ -28,9 +28,9 @@ class RequestPhase(Enum):
     """Phases of a request. `RequestTable.phase_of` derives the phase, `RequestTable.requeue` moves the request into its
     queue.
 
-    ENCODING (if it has images) -> WAITING -> PREFILLING -> DECODING -> ENDED. A request
-    may prefill up to its first image without features before all are encoded, so ENCODING -> PREFILLING is legal too.
-    Preemption frees its KV: PREFILLING or DECODING -> WAITING, or ENCODING if images are needed once more.
+    ENCODING (if it has images) -> WAITING -> PREFILLING -> DECODING -> ENDED. A request may prefill up to its first
+    image without features before all are encoded, so ENCODING -> PREFILLING is legal too. Preemption frees its KV:
+    PREFILLING or DECODING -> WAITING, or ENCODING if images are needed once more.
 
     A request is PARKED while the connector waits for what it loads or sends, which may be before, between or after all
     of these. Any phase may change to ENDED by an abort or an error.

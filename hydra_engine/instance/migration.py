@@ -178,7 +178,7 @@ class Migration(MigrationPort):
             case Renew():
                 self._source.on_renew(peer, message, now)
             case Ack():
-                self._connector.copied(message.block_s)
+                self._connector.record_copy(message.block_s)
                 return self._release(self._source.on_ack(peer, message.incarnation, message.sequence), now)
             case Refuse():
                 owner = self._source.on_refuse(peer, message.incarnation, message.sequence)

@@ -1,9 +1,8 @@
 """The size limits of one step: prefill tokens beside the decodes of a language step, seconds of vision beside both,
 patches of a vision step.
 
-Has the budgets of an engine without latency limits, which are the interface that the planners ask before every step,
-and the rule for how far a step may be stretched. Budgets from latency limits are in `latency/latency_budget.py`. Knows
-no requests and no clock.
+Has the budgets of an engine without latency limits, which are the interface that the planners ask before every step.
+Budgets from latency limits are in `latency/latency_budget.py`. Reads no clock.
 """
 
 from __future__ import annotations
@@ -11,19 +10,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
+from hydra_engine.core.state import RequestState
+from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step_stats import TypicalSteps
 
-Seconds = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
-
-# A request keeps its TPOT limit if 90 % of its gaps do; half of the rest may be spent on purpose.
-STRETCHED_SHARE = 0.05
 USED = 0.9  # share of a step's vision seconds from which on they count as used up
 # Time that prefill may add to a step whose decodes have no limit, as a multiple of the decodes' own time. A chunk reads
 # the weights once more, which is about one decode step, so chunking costs at most 1 / 16 of the prefill.
@@ -35,16 +29,17 @@ class PendingWork(NamedTuple):
     """The work at hand when a language step is planned. Without work of a kind its counts are 0 and its times infinite.
 
     `prefill_tokens`: tokens that could be computed now without a budget, of the running prefills and the waiting
-    requests that could start; `num_prefills`: the number of these requests. `due_tokens` and `due_patches`: what has to
-    be computed before the first token with the earliest deadline, `ttft_due_s`: the rest of its own request and the
-    work known to come before it. Deadlines that have passed are not counted.
+    requests that could start; `num_prefills`: the number of these requests. Limits and what is due are filled by
+    `Budgets.with_limits`. `due_tokens` and `due_patches`: what has to be computed before the first token with the
+    earliest deadline, `ttft_due_s`: the rest of its own request and the work known to come before it. Deadlines that
+    have passed are not counted.
     """
 
     now: float
     num_decodes: int = 0
     decode_context: int = 0  # sum of keys that the decodes read
     tpot_limit_s: float = math.inf  # tightest TPOT limit among the running decodes
-    stretch_s: float = math.inf  # longest step that puts no running decode's limit at risk, see `stretch`
+    stretch_s: float = math.inf  # longest step that puts no running decode's limit at risk
     prefill_tokens: int = 0
     num_prefills: int = 0
     prefill_context: int = 0  # tokens of the first prefill that are computed already
@@ -87,6 +82,13 @@ class Budgets:
         self._max_tokens = self._latest_tokens = config.max_step_tokens
         self._decode_steps = self._full_steps = 0
         self._typical = TypicalSteps(), TypicalSteps()  # steps without vision, steps beside vision
+
+    def with_limits(
+        self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
+    ) -> PendingWork:
+        """Adds the latency limits of the requests to the pending work; here nothing reads them. Called before
+        `language` if some request has a limit. `ready`: the decodes of the step. `due`: `RequestTable.next_due`."""
+        return pending
 
     def language(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; called once per step."""
@@ -137,20 +139,3 @@ class Budgets:
             decode_steps=self._decode_steps,
             full_steps=self._full_steps,
         )
-
-
-def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Counts, late_gaps: Counts) -> float:
-    """Longest duration in seconds of the next step with which every running decode still keeps its TPOT limit, for
-    `PendingWork.stretch_s`. Infinite without decodes.
-
-    Entry i of each [B] array belongs to one running decode: its limit (infinite: none), the seconds between its first
-    and its latest token, the number of gaps between them, and how many of these were longer than the limit. A request
-    may have a step longer than its limit if its late gaps, this one included, stay within 5 % and its mean gap within
-    the limit. Otherwise the step may last as long as the limit.
-    """
-    if not len(limits_s):
-        return math.inf
-    gaps = num_gaps + 1
-    spare = limits_s * gaps - elapsed_s
-    spare[late_gaps + 1 > STRETCHED_SHARE * gaps] = 0.0
-    return float(np.maximum(spare, limits_s).min())

@@ -217,13 +217,13 @@ class DecodeTable:
         may = (starts <= self._lasts[everyone]) & ~self._deferred[everyone]
         if np.count_nonzero(may) == len(starts):
             return Ready(everyone, starts, self._sum_starts + len(starts))
-        return some(may.nonzero()[0], starts[may])
+        return _ready(may.nonzero()[0], starts[may])
 
     def without(self, ready: Ready, indices: Int64s) -> Ready:
         """`ready` without the members at these indices."""
         among = np.arange(len(self.states))[ready.indices]
         kept = ~np.isin(among, indices)
-        return some(among[kept], ready.starts[kept])
+        return _ready(among[kept], ready.starts[kept])
 
     def take_rows(self, ready: Ready, *, ahead: bool) -> DecodeRows:
         """Plans one row for each ready member and advances its start. `ahead`: a step is in flight, so tokens that it
@@ -381,16 +381,13 @@ class DecodeTable:
         among = rows if isinstance(indices, slice) else indices[rows]
         return [self.states[index] for index in among.tolist()]
 
-    def resume(self, seq_slot: int, resumed_s: float) -> None:
-        """Opens a new decode span, its late token included, at the end of the gap that `take_back` returned."""
-        self.times.resume(self.index_of(seq_slot), resumed_s)
-
 
 def _zeros(count: int) -> Int64s:
     return np.zeros(count, dtype=np.int64)
 
 
-def some(indices: Int64s, starts: Int64s) -> Ready:
+def _ready(indices: Int64s, starts: Int64s) -> Ready:
+    """The members at these indices, whose next rows begin at `starts`."""
     return Ready(indices, starts, int(starts.sum()) + len(starts))
 
 
@@ -411,9 +408,8 @@ class DecodeTimes:
 
     def __init__(self, num_slots: int) -> None:
         self._watched: list[_Watched] = []
-        self._tpot_limits_s, self._first_s, self._last_s = self._floats = np.zeros(
-            (3, num_slots)
-        )  # times of tokens; 0.0: none yet
+        self._floats = np.zeros((3, num_slots))
+        self._tpot_limits_s, self._first_s, self._last_s = self._floats  # times of tokens; 0.0: none yet
         self._late_gaps = np.zeros(num_slots, dtype=np.int64)
         self.num_limited = 0
         self._num_steps = self._num_rows = 0  # totals of steps with decodes so far
@@ -452,7 +448,7 @@ class DecodeTimes:
         tokens = watched.state.num_generated - watched.num_generated - late
         if tokens > 0:
             batch = (self._num_rows - watched.num_rows) / max(1, self._num_steps - watched.num_steps)
-            watched.timeline.decoded(watched.since_s, until_s, tokens=tokens, batch=round(batch))
+            watched.timeline.add_decode(watched.since_s, until_s, tokens=tokens, batch=round(batch))
 
     # ---- results
 
@@ -460,7 +456,7 @@ class DecodeTimes:
         """Records the token of a member's last chunk. Returns the time of the token before if this one is late."""
         watched = self._watched[index]
         timeline = watched.timeline
-        late_since_s = timeline.prefill_sampled(ended_s, gap_s)
+        late_since_s = timeline.add_prefill_token(ended_s, gap_s)
         self._first_s[index], self._last_s[index] = timeline.first_token_s, ended_s
         self._late_gaps[index] = timeline.late_gaps
         watched.since_s, watched.num_generated = ended_s, len(watched.state.generated)
@@ -487,7 +483,7 @@ class DecodeTimes:
         return found
 
     def resume(self, index: int, resumed_s: float) -> None:
-        """Opens a new decode span, the late token included, after a gap that `tick` returned."""
+        """Opens a new decode span of a member, its late token included, at the end of a gap that `tick` returned."""
         watched = self._watched[index]
         watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
         watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch

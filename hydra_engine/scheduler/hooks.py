@@ -86,7 +86,7 @@ class Connector:
         return -math.inf
 
     def chunk_end(self, state: RequestState) -> int:
-        """End of the next chunk of a request, at most `num_tokens`, as far as the connector has a say."""
+        """The latest position at which the next chunk of a request may end, at most `num_tokens`."""
         return state.num_tokens
 
     def before_language(self, step: OpenStep) -> None:
@@ -116,7 +116,8 @@ class Connector:
         return False
 
     def on_requeue(self, state: RequestState) -> None:
-        """Called when anything may have changed that `parks` depends on; the request's phase is up to date."""
+        """Called after the phase of the request was derived again, since something that `parks` reads may have
+        changed."""
 
     def on_image(self, state: RequestState, index: int, now: float) -> None:
         """Called when the progress of an image of a live request has changed."""

@@ -16,7 +16,7 @@ from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.timeline import Timeline
 
-Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
+Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]  # (key, images that use the features, blocks)
 
 
 class ImageTracker:
@@ -105,7 +105,7 @@ class ImageTracker:
         if reserved or not may_evict:
             return False
         missing = num_blocks - features.pool.num_free
-        for key in policy.features_to_evict(state, index, self.encoded(), missing):
+        for key in policy.features_to_evict(state, index, self.encoded_features(), missing):
             self.evict(key, now)
         return features.pool.num_free >= num_blocks
 
@@ -137,9 +137,9 @@ class ImageTracker:
     def end_image_wait(self, state: RequestState, now: float) -> None:
         """Ends the image wait in the timeline of a request whose last image was encoded for another one."""
         timeline = self._timelines[state.request.id]
-        timeline.images_found(now)
+        timeline.end_encode_wait(now)
         if not state.num_scheduled:
-            timeline.waits_for("queue", now)
+            timeline.start_wait("queue", now)
 
     def evict(self, key: FeatureKey, now: float) -> None:
         """Frees the blocks of encoded features; images that need them wait again."""
@@ -148,8 +148,8 @@ class ImageTracker:
             self._waits(self._states[request_id], index, now)
         self._follow(key, now)
 
-    def encoded(self) -> Iterator[Holder]:
-        """(key, images that use it, blocks) of all encoded features in the cache that are held for requests."""
+    def encoded_features(self) -> Iterator[Holder]:
+        """The encoded features in the cache that are held for requests."""
         for key, progress, num_blocks in self._features.held_blocks():
             if progress == ImageProgress.ENCODED:
                 yield key, [(self._states[request_id], i) for request_id, i in self._features.users(key)], num_blocks
@@ -161,10 +161,11 @@ class ImageTracker:
         return self._features.need((state.request.id, index), state.image_keys[index], num_tokens)
 
     def _waits(self, state: RequestState, index: int, now: float) -> None:
+        """Records that an image of the request waits for features from now on."""
         if ImageProgress.WAITING not in state.images:
             state.image_wait_since_s = now
         if index not in state.external_images:
-            self._timelines[state.request.id].encode_waits(now)
+            self._timelines[state.request.id].start_encode_wait(now)
 
     def _follow(self, key: FeatureKey, now: float) -> None:
         """Copies the progress of the features to all images that use them."""

@@ -42,18 +42,6 @@ def encode_urgency(state: RequestState, encode_policy: str) -> Urgency:
     return state.request.priority, state.due_s, state.order
 
 
-def sequence_limit(max_num_seqs: int, token_budget: int) -> int:
-    """Maximum number of requests with KV blocks: at most the tokens of a step, so that a running prefill always gets
-    one."""
-    return min(max_num_seqs, token_budget)
-
-
-def early_limit(max_seqs: int) -> int:
-    """Maximum number of requests that run before all their images are encoded: half of `max_seqs`. The other half stays
-    free for requests that wait for no image."""
-    return max_seqs // 2
-
-
 def kv_tokens_to_admit(state: RequestState) -> int:
     """Number of token positions that need free blocks before the request may start: everything it has to prefill; after
     a preemption its maximum here, so that it is not preempted a second time."""

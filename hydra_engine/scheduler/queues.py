@@ -97,9 +97,6 @@ class UrgencyQueue(ArrivalQueue):
         age. The first or the last request has one then, since (0, inf) is the rank of all others."""
         return any(urgency[:2] != (0, math.inf) for urgency in (*self._urgencies[:1], *self._urgencies[-1:]))
 
-    def first_by_urgency(self) -> RequestState | None:
-        return self._by_order[self._urgencies[0][2]] if self._urgencies else None
-
     def by_urgency(self) -> Iterator[RequestState]:
         """The most urgent first. The queue may change during the iteration."""
         index = 0
@@ -116,7 +113,7 @@ class StartedOrders:
     def __init__(self) -> None:
         self._orders: list[Order] = []  # orders of started requests, ascending
 
-    def started(self, order: Order, oldest_waiting: Order | None) -> None:
+    def add(self, order: Order, oldest_waiting: Order | None) -> None:
         """Records a start. `oldest_waiting`: order of the oldest request that still waits; None if none waits."""
         if oldest_waiting is None:
             self._orders.clear()

@@ -1,8 +1,7 @@
 """The requests of one instance, the queue of each, and its blocks.
 
 Carries out what the planners and the scheduler decide (add, start, preempt, end, forget) and keeps queues, states,
-slots, decodes and caches consistent. Images are in `images.py`. Decides nothing and knows no
-budget.
+slots, decodes and caches consistent. Images are in `images.py`. Decides nothing and knows no budget.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ class RequestTable:
         no KV blocks   encoding            waiting             -
         KV blocks      prefilling          prefilling          decoding
 
-    A held request is in `held`, one that the connector parks in `parked`. `unencoded` is an index beside
-    the queues: requests with an image that waits for an encode
-    here. A request holds a sequence slot exactly while it holds KV blocks.
-    `decodes` has the arrays of the requests that decode, and of those whose last chunk is in flight.
+    A held request is in `held`, one that the connector parks in `parked`. `unencoded` is an index beside the queues:
+    requests with an image that waits for an encode here. A request holds a sequence slot exactly while it holds KV
+    blocks. `decodes` has the arrays of the requests that decode, and of those whose last chunk is in flight.
 
     Reuse: the prefix lookup runs when a request arrives or is preempted, and images inside the cached KV become CACHED:
     they are not encoded. The lookup holds no blocks, so it takes none from other requests and cannot deadlock; but the
@@ -92,7 +90,7 @@ class RequestTable:
         self._max_bypass = config.max_bypass
         self._next_order = 0
         self._started = StartedOrders()
-        self._due: list[tuple[float, RequestId]] = []  # heap of (deadline of the first token, id)
+        self.due: list[tuple[float, RequestId]] = []  # heap of (deadline of the first token, id)
 
     # ---- the life of a request
 
@@ -131,7 +129,7 @@ class RequestTable:
         if external_kv or held_for:
             timeline.cause = "transfer" if external_kv else held_for
         if not any(p <= ImageProgress.ENCODING for i, p in enumerate(state.images) if i not in state.external_images):
-            timeline.images_found(now)
+            timeline.end_encode_wait(now)
         self.requeue(state)
         return state
 
@@ -141,7 +139,7 @@ class RequestTable:
         num_cached = self._rank(state)
         if not state.external_kv:
             self.images.recheck(state, num_cached, now)
-            self.timelines[state.request.id].waits_for("images" if state.waits_for_images else "queue", now)
+            self.timelines[state.request.id].start_wait("images" if state.waits_for_images else "queue", now)
         self.requeue(state)
 
     def _rank(self, state: RequestState) -> int:
@@ -153,7 +151,7 @@ class RequestTable:
         num_left = 0 if state.external_kv else state.num_tokens - num_cached
         state.urgency = policy.start_urgency(state, self._scheduling_policy, num_left)
         if state.due_s < math.inf and Role.P in state.stages and not state.external_kv:
-            heapq.heappush(self._due, (state.due_s, state.request.id))
+            heapq.heappush(self.due, (state.due_s, state.request.id))
         return num_cached
 
     def requeue(self, state: RequestState) -> None:
@@ -179,7 +177,7 @@ class RequestTable:
             self.connector.on_requeue(state)
 
     def count_bypasses(self, state: RequestState) -> None:
-        """Counts from now on, unless it does already, how many younger requests start before this one."""
+        """Starts to count the younger requests that start before this one, unless they are counted already."""
         if state.starts_seen is None:
             state.starts_seen = self._started.younger_than(state.order)
 
@@ -228,7 +226,7 @@ class RequestTable:
         waited = state.waits_for_images
         self.images.recheck(state, self._cached_tokens(state), now)
         if state.waits_for_images and not waited:
-            self.timelines[state.request.id].waits_for("images", now)
+            self.timelines[state.request.id].start_wait("images", now)
         self.requeue(state)
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
@@ -240,12 +238,12 @@ class RequestTable:
         if num_found:
             hashes, capacity = state.block_hashes[:num_found], state.request.max_total_tokens
             self.kv.adopt(state.request.id, hashes, capacity=capacity)
-            self.timelines[state.request.id].reused(now, state.num_computed)
+            self.timelines[state.request.id].add_cache_hit(now, state.num_computed)
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
         state.starts_seen, state.slot_known = None, False
         others = (next((other.order for other in queue if other is not state), None) for queue in self.startable)
-        self._started.started(state.order, min((order for order in others if order is not None), default=None))
+        self._started.add(state.order, min((order for order in others if order is not None), default=None))
         if state.images:
             self.images.consume(state, now)
         if waited and not state.waits_for_images:
@@ -273,7 +271,7 @@ class RequestTable:
         state.preempted = True
         self.num_preemptions += 1
         self.observer.on_away(request_id, "preemption", now)
-        self.timelines[request_id].preempted()
+        self.timelines[request_id].start_preemption()
         if state.connector_state is not None:
             self.connector.on_preempted(state, now)
         if state.ending is None and state.relies_on_prefix_hit:
@@ -317,12 +315,12 @@ class RequestTable:
 
     def next_due(self, now: float) -> RequestState | None:
         """The request whose first token has the earliest deadline in the future; forgets deadlines that have passed."""
-        while self._due:
-            due_s, request_id = self._due[0]
+        while self.due:
+            due_s, request_id = self.due[0]
             state = self.states.get(request_id)
             if due_s > now and state is not None and state.ending is None and not state.generated:
                 return state
-            heapq.heappop(self._due)
+            heapq.heappop(self.due)
         return None
 
     def _cached_tokens(self, state: RequestState) -> int:

@@ -1,16 +1,17 @@
 """Applies a result to the requests of its plan: features, progress, tokens, and endings.
 
-The only place where requests make progress. Plans nothing and forgets no request: it returns the requests that have
-ended, and the scheduler forgets each when no plan names it any more.
+The only place where requests make progress. Plans nothing. A request that has ended is forgotten (`finish`) when no
+plan in flight names it any more.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role
-from hydra_engine.core.messages import Delta, PromptScores, RequestMessage, Tokens
+from hydra_engine.core.messages import Delta, Finished, PromptScores, RequestMessage, Tokens
 from hydra_engine.core.outputs import FinishReason, StageSpan
 from hydra_engine.core.plans import ChunkRow, LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
 from hydra_engine.core.state import Ending, RequestState
@@ -50,6 +51,32 @@ class ResultProcessor:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.images_encoded = 0
+        self.finish_times: deque[float] = deque(maxlen=32)  # when the latest requests were forgotten
+
+    def finish(self, ended: list[RequestState], now: float) -> list[RequestMessage]:
+        """Forgets those of the ended requests that no plan in flight names, and returns the Finished of each."""
+        messages: list[RequestMessage] = []
+        for state in ended:
+            ending = state.ending
+            if ending is None or self._requests.in_use(state):
+                continue
+            spans = self._requests.timelines[state.request.id].close(now)
+            self._requests.forget(state)
+            self.finish_times.append(now)
+            messages.append(
+                Finished(
+                    request_id=state.request.id,
+                    reason=ending.reason,
+                    num_generated=state.num_generated,
+                    stop_token_id=ending.stop_token_id,
+                    error=ending.error,
+                    spans=spans,
+                    num_preemptions=state.num_preemptions,
+                    cached_tokens=state.cached_tokens,
+                    cached_images=state.cached_images,
+                )
+            )
+        return messages
 
     # ---- vision
 
@@ -73,9 +100,9 @@ class ResultProcessor:
             state.plans_in_flight -= 1
             timeline = requests.timelines[request_id]
             more = state.ending is None and state.needs_encode
-            timeline.encoded(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
+            timeline.add_encode(result.started_s, result.ended_s, batch=len(patches), patches=count, more=more)
             if not more and not state.num_scheduled and not state.needs_load:
-                timeline.waits_for("queue", result.ended_s)
+                timeline.start_wait("queue", result.ended_s)
         requests.images.end_image_waits(sharing.values(), patches, result.ended_s)
         return [requests.states[request_id] for request_id in patches]
 
@@ -100,7 +127,7 @@ class ResultProcessor:
                 if state.ending is not None:
                     ended.append(state)
                 continue
-            self._requests.timelines[chunk.request_id].prefilled(
+            self._requests.timelines[chunk.request_id].add_prefill(
                 result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=not chunk.sample
             )
             if state.ending is None and (error := failures.get(row)) is not None:
@@ -152,7 +179,7 @@ class ResultProcessor:
         if Role.D in state.stages:
             since_s = self._requests.decodes.read_chunk(seq_slot, token_id, ended_s, gap_s)
         else:
-            since_s = self._requests.timelines[state.request.id].prefill_sampled(ended_s, gap_s)
+            since_s = self._requests.timelines[state.request.id].add_prefill_token(ended_s, gap_s)
         return None if since_s is None else self._explained(state, since_s, ended_s)
 
     def _decodes(
@@ -175,7 +202,7 @@ class ResultProcessor:
         self.generation_tokens += len(new.token_ids)
         for state, since_s in new.late:
             gap = output.tokens.late[state.request.id] = self._explained(state, since_s, result.ended_s)
-            table.resume(requests.seq_slots.slot_of[state.request.id], gap.end_s)
+            table.times.resume(table.index_of(requests.seq_slots.slot_of[state.request.id]), gap.end_s)
         requests.prefixes.publish_later(new.filled)
         if output.logprobs:
             live = range(len(new.token_ids)) if new.live is None else new.live.nonzero()[0].tolist()
@@ -193,7 +220,7 @@ class ResultProcessor:
         return ended
 
     def _explained(self, state: RequestState, since_s: float, ended_s: float) -> StageSpan:
-        """The span of the gap before a late token, with its causes, added to the request's timeline."""
+        """Adds the gap before a late token, with its causes, to the request's timeline, and returns its span."""
         timeline = self._requests.timelines[state.request.id]
         tpot_limit_s = timeline.tpot_limit_s if timeline.tpot_limit_s < math.inf else self._times.gap_s
         causes = self._requests.observer.explain(state.request.id, since_s, ended_s, tpot_limit_s)

@@ -18,11 +18,11 @@ from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.instances import Role
-from hydra_engine.core.messages import Finished, LedgerReport, RequestMessage, Status
+from hydra_engine.core.messages import LedgerReport, RequestMessage, Status
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
-from hydra_engine.core.state import Ending, RequestState
+from hydra_engine.core.state import Ending
 from hydra_engine.errors import ConfigError, ErrorInfo
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
 from hydra_engine.scheduler.budget import Budgets
@@ -82,15 +82,14 @@ class StageScheduler:
         self._speeds = SpeedMeter()
         self._results = ResultProcessor(self._requests, self._times)
         self._connector = self._requests.connector
-        self._connector.attach(self._requests, self._times, self._finish)
+        self._connector.attach(self._requests, self._times, self._results.finish)
         self._connector.set_role(role)
         self._max_vision_plans = vision_plans
         self._vision_plans: deque[VisionPlan] = deque()  # in flight, the first one runs
         self._language_steps: dict[StepId, LanguageStep] = {}
         self._next_step = 0
-        self.language_due_s = math.inf  # `plan_language` is worth another call then, without a new event
+        self.language_due_s = math.inf  # time of the next call of `plan_language` that no event announces
         self._language_ended_s = 0.0
-        self._finish_times: deque[float] = deque(maxlen=32)
 
     # ---- requests
 
@@ -115,7 +114,7 @@ class StageScheduler:
         stages = self._limits.role if stages is None else stages
         check_fits(request, self._limits, stages)
         if Role.P in stages and not external_kv:  # other parts belong to a request that was accepted already
-            check_queue(len(self._requests.states), self._max_queue, self._finish_times)
+            check_queue(len(self._requests.states), self._max_queue, self._results.finish_times)
         self._requests.add(
             request,
             now,
@@ -134,7 +133,7 @@ class StageScheduler:
             self._requests.release(state, now)
             return []
         self._requests.end(state, Ending(FinishReason.ERROR, error=error))
-        return self._finish([state], now)
+        return self._results.finish([state], now)
 
     def set_role(self, role: Role) -> None:
         """Sets the stages that are accepted from now on. Requests accepted before are completed."""
@@ -156,7 +155,7 @@ class StageScheduler:
         if state is None or state.ending is not None:
             return []
         self._requests.end(state, Ending(FinishReason.ABORT))
-        return self._finish([state], now)
+        return self._results.finish([state], now)
 
     # ---- plans
 
@@ -228,7 +227,7 @@ class StageScheduler:
         patches = [item.num_patches for item in plan.items]
         self._speeds.on_vision(sum(patches), result.ended_s - result.started_s)
         self._budgets.on_vision(VisionLoad(sum(patches), float(sum(count * count for count in patches))))
-        return self._finish(self._results.on_vision(plan, result), now)
+        return self._results.finish(self._results.on_vision(plan, result), now)
 
     def on_language(self, result: LanguageResult, now: float) -> list[RequestMessage]:
         """Takes back a language plan: progress, tokens, and the requests that ended or failed."""
@@ -243,32 +242,7 @@ class StageScheduler:
         )
         self._budgets.on_language(step.load, step.budget, duration_s=duration_s, gap_s=gap_s, vision_s=result.vision_s)
         events, ended = self._results.on_language(step.plan, result)
-        events += self._finish(ended, now)
-        return events
-
-    def _finish(self, ended: list[RequestState], now: float) -> list[RequestMessage]:
-        """The Finished messages of the ended requests that no plan in flight names any more; forgets these."""
-        events: list[RequestMessage] = []
-        for state in ended:
-            ending = state.ending
-            if ending is None or self._requests.in_use(state):
-                continue
-            spans = self._requests.timelines[state.request.id].close(now)
-            self._requests.forget(state)
-            self._finish_times.append(now)
-            events.append(
-                Finished(
-                    request_id=state.request.id,
-                    reason=ending.reason,
-                    num_generated=state.num_generated,
-                    stop_token_id=ending.stop_token_id,
-                    error=ending.error,
-                    spans=spans,
-                    num_preemptions=state.num_preemptions,
-                    cached_tokens=state.cached_tokens,
-                    cached_images=state.cached_images,
-                )
-            )
+        events += self._results.finish(ended, now)
         return events
 
     # ---- looking

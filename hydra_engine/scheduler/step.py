@@ -14,7 +14,6 @@ number of waiting requests.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -26,9 +25,9 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguageLoad, LanguagePlan
-from hydra_engine.core.state import ImageProgress, Order, RequestState
+from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
-from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
+from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.decodes import Ready
 from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.requests import RequestTable
@@ -85,7 +84,8 @@ class Admission:
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         self._requests = requests
         self._kv = requests.kv
-        self._max_seqs = policy.sequence_limit(config.max_running_requests, config.max_step_tokens)
+        # Requests with KV blocks: at most the tokens of a step, so that a running prefill always gets one.
+        self._max_seqs = min(config.max_running_requests, config.max_step_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -98,8 +98,8 @@ class Admission:
         step: OpenStep | None,
         next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
-        """The cached blocks of a request for whose `num_tokens` positions a slot and enough other blocks are free,
-        after preempting victims if a step is being built; None if they are not."""
+        """Finds a free slot and free blocks for `num_tokens` positions of a request; in a `step` it preempts
+        `next_victim()` until there are enough. Returns the request's cached blocks, or None. Allocates nothing."""
         pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:
@@ -118,7 +118,7 @@ class PrefillStarter(Admission):
 
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         super().__init__(requests, config)
-        self._early_limit = policy.early_limit(self._max_seqs)
+        self._early_limit = self._max_seqs // 2  # starts before all images are encoded; the other half is for others
 
     def start(self, step: StepBuilder, blocked: RequestState | None) -> None:
         """Starts waiting requests by urgency while budget, slots and blocks last, but none younger than `blocked`, a
@@ -131,7 +131,9 @@ class PrefillStarter(Admission):
         if not requests.waiting and not requests.encoding:
             return
         if not requests.prefilling and (self.is_full or self._kv.pool.num_free <= len(requests.decoding)):
-            if first := requests.waiting.first_by_urgency():  # a start takes at least one block, and there is no victim
+            if first := next(
+                requests.waiting.by_urgency(), None
+            ):  # a start takes at least one block, and there is no victim
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()
@@ -252,6 +254,9 @@ class LanguagePlanner:
             ready = self._ready_decodes(step)
             can_start = not self._starter.is_full
             pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
+            if self._requests.due or self._requests.decodes.times.num_limited:
+                due = self._requests.next_due(now)
+                pending = self._budgets.with_limits(pending, self._requests, ready, due)
             budget = self._budgets.language(pending)
             step.left = budget.tokens if len(ready.starts) else max(1, budget.tokens)
             self._requests.connector.before_language(step)
@@ -389,9 +394,9 @@ class LanguagePlanner:
 def pending_work(
     requests: RequestTable, ready: Ready, patches_in_flight: int, *, can_start: bool, now: float
 ) -> PendingWork:
-    """Sums up the work at hand for the budgets when a language step is planned. Looks at no more than `MAX_SEEN`
-    requests of a queue, so its cost does not grow with the number that waits. `ready`: the decodes of the step.
-    `can_start`: there is a free slot for a waiting request."""
+    """The work at hand for the budgets when a language step is planned, without latency limits. Counts at most
+    `MAX_SEEN` requests of a queue, so its cost does not grow with the number that waits. `ready`: the decodes of the
+    step. `can_start`: there is a free slot for a waiting request."""
     num_prefills = prefill_tokens = prefill_context = 0
     waiting = islice(requests.waiting.by_urgency(), MAX_SEEN) if can_start else ()
     for state in chain(islice(requests.prefilling, MAX_SEEN), waiting):
@@ -399,44 +404,12 @@ def pending_work(
             prefill_context = prefill_context if num_prefills else state.num_planned
             num_prefills += 1
             prefill_tokens += computable
-    table = requests.decodes
-    tpot_limit_s = stretch_s = math.inf
-    if table.times.num_limited and len(ready.starts):
-        limits = table.times.limits(ready.indices)
-        tpot_limit_s, stretch_s = float(limits.min()), stretch(limits, *table.pace(ready))
-    due = requests.next_due(now)
-    due_tokens, due_patches = _before_due(requests, due) if due is not None else (0, 0)
     return PendingWork(
         now=now,
         num_decodes=len(ready.starts),
         decode_context=ready.num_keys,
-        tpot_limit_s=tpot_limit_s,
-        stretch_s=stretch_s,
         prefill_tokens=prefill_tokens,
         num_prefills=num_prefills,
         prefill_context=prefill_context,
         encode_patches=requests.images.patches_waiting + patches_in_flight,
-        ttft_due_s=math.inf if due is None else due.due_s,
-        due_tokens=due_tokens,
-        due_patches=due_patches,
     )
-
-
-def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
-    """(tokens, patches) to compute before the first token of `due`: for itself, for the running prefills ahead of it
-    and, if it has not started, for more urgent requests."""
-    first = [due]
-    if due.request.id in requests.kv.tables:
-        first += (state for state in islice(requests.prefilling, MAX_SEEN) if state.order < due.order)
-    else:
-        first += islice(requests.prefilling, MAX_SEEN)
-        first += (state for state in islice(requests.waiting.by_urgency(), MAX_SEEN) if state.urgency < due.urgency)
-    tokens = sum(state.num_tokens - state.num_planned for state in first if not state.external_kv)
-    return tokens, sum(map(_patches, first)) if due.waits_for_images else 0
-
-
-def _patches(state: RequestState) -> int:
-    """Patches of a request that are still to be encoded here."""
-    images = enumerate(zip(state.request.images, state.images, strict=True))
-    waiting = ((i, image) for i, (image, progress) in images if progress <= ImageProgress.ENCODING)
-    return sum(image.num_patches for i, image in waiting if i not in state.external_images)

@@ -76,35 +76,36 @@ class Timeline:
         self.late_gaps = 0
         self.tpot_limit_s = tpot_limit_s
 
-    def encode_waits(self, now: float) -> None:
+    def start_encode_wait(self, now: float) -> None:
         """Starts a wait for an encode, unless one is open."""
         if self._encode_since_s is None:
             self._encode_since_s = now
 
-    def encoded(self, started_s: float, ended_s: float, *, batch: int, patches: int, more: bool) -> None:
+    def add_encode(self, started_s: float, ended_s: float, *, batch: int, patches: int, more: bool) -> None:
         """Records one vision step. `more`: images of the request still wait for an encode."""
         if self._encode_since_s is not None and started_s - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, started_s, lane="vision", cause="queue")
         self._add("encode", started_s, ended_s, lane="vision", batch=batch, tokens=patches)
         self._encode_since_s = ended_s if more else None
 
-    def images_found(self, now: float) -> None:
-        """Ends the wait for an encode: the last image was encoded for another request, or its KV is cached."""
+    def end_encode_wait(self, now: float) -> None:
+        """Ends the wait for an encode without one: the last image was encoded for another request, or its KV is
+        cached."""
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="shared")
         self._encode_since_s = None
 
-    def reused(self, now: float, tokens: int) -> None:
+    def add_cache_hit(self, now: float, tokens: int) -> None:
         """Records a prefix cache hit of `tokens` tokens."""
         self._add("cached", now, now, tokens=tokens)
 
-    def waits_for(self, cause: str, now: float) -> None:
+    def start_wait(self, cause: str, now: float) -> None:
         """Closes the current wait and opens one with another cause."""
         if self._prefill_since_s is not None and now > self._prefill_since_s:
             self._end_wait(now)
             self._prefill_since_s, self.cause = now, cause
 
-    def prefilled(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
+    def add_prefill(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
         """Records one prefill chunk. `more`: it was not the last one."""
         if self._prefill_since_s is None:
             self._prefill_since_s = self.last_s
@@ -114,12 +115,12 @@ class Timeline:
         self._prefill_since_s = ended_s if more else None
         self._wait_stage, self.cause = "prefill_wait", "queue"
 
-    def decoded(self, since_s: float, until_s: float, *, tokens: int, batch: int) -> None:
+    def add_decode(self, since_s: float, until_s: float, *, tokens: int, batch: int) -> None:
         """Records consecutive decode steps without a late gap. `batch`: their mean number of rows."""
         self._prefill_since_s = None
         self._add("decode", since_s, until_s, batch=batch, tokens=tokens)
 
-    def prefill_sampled(self, ended_s: float, unlimited_s: float) -> float | None:
+    def add_prefill_token(self, ended_s: float, unlimited_s: float) -> float | None:
         """Records the token that the last chunk sampled. Returns the time of the token before if this one is late."""
         before_s, self.last_token_s = self.last_token_s, ended_s
         if not self.first_token_s:
@@ -133,12 +134,12 @@ class Timeline:
         """Records the wait before a late token and returns its span. The decode span before it is closed already."""
         return self._add("decode_wait", since_s, until_s, cause=describe_causes(causes), blame=causes)
 
-    def transferred(self, stage: str, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
+    def add_transfer(self, stage: str, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
         """Records a copy of `tokens` tokens to or from this instance, or how long they waited for it. `cause`: why
         there was no copy."""
         self._add(stage, since_s, until_s, lane="transfer", tokens=tokens, cause=cause)
 
-    def preempted(self) -> None:
+    def start_preemption(self) -> None:
         """Starts a wait for KV blocks after a preemption."""
         if self._prefill_since_s is None:
             self._prefill_since_s = self.last_s
@@ -215,8 +216,8 @@ def anonymised(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
 
 def describe_causes(causes: Sequence[DelayCause]) -> str:
     """The largest causes in words: "prefill of request 12 (384 tokens), encode of request 9 (1152 patches)"."""
-    tpot_limit_s = _MIN_NAMED * sum(cause.seconds for cause in causes)
-    return ", ".join(_words(cause) for cause in causes[:_MAX_NAMED] if cause.seconds >= tpot_limit_s)
+    min_s = _MIN_NAMED * sum(cause.seconds for cause in causes)
+    return ", ".join(_words(cause) for cause in causes[:_MAX_NAMED] if cause.seconds >= min_s)
 
 
 def _words(cause: DelayCause) -> str:

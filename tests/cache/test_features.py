@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.cache.features import FeatureCache
+from hydra_engine.cache.ledger import check_features
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.state import ImageProgress
 from tests.examples import examples
@@ -107,7 +108,7 @@ class FeatureMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check()
+        check_features(self.cache)
         held = {key for key, p in self.progress.items() if p != WAITING}
         assert {key: p for key, p, _ in self.cache.held_blocks()} == {key: self.progress[key] for key in held}
         assert self.cache.pool.num_held == sum(-(-SIZES[key] // 4) for key in held), "at rest everything is free"
@@ -142,7 +143,7 @@ def test_features_without_users_are_found_until_their_blocks_are_needed() -> Non
     encoded(features, A, 4)
     assert features.need(user(5), C, SIZES[C]) == WAITING, "one block was evicted, so all of it must be encoded"
     assert features.need(user(6), B, SIZES[B]) == ENCODED
-    features.check()
+    check_features(features)
 
 
 def test_a_reset_takes_what_nobody_needs_and_nothing_else() -> None:
@@ -151,7 +152,7 @@ def test_a_reset_takes_what_nobody_needs_and_nothing_else() -> None:
     blocks = encoded(features, B, 2)
     features.drop(user(1), A)
     features.forget_unused()
-    features.check()
+    check_features(features)
     assert features.need(user(3), A, SIZES[A]) == WAITING
     assert features.need(user(4), B, SIZES[B]) == ENCODED and features.block_ids(B).tolist() == blocks
 
@@ -214,12 +215,12 @@ def test_damage_is_noticed() -> None:
     encoded(features, B, 1)
     features._entries[B].users.clear()
     with pytest.raises(AssertionError, match="held for no image"):
-        features.check()
+        check_features(features)
     features._entries[B].users[user(1)] = None
     features._entries[B].progress = WAITING
     with pytest.raises(AssertionError, match="entries and blocks disagree"):
-        features.check()
+        check_features(features)
     features._entries[B].progress = ENCODED
     features.pool._forget_hash(features.block_ids(B).tolist()[1])
     with pytest.raises(AssertionError, match="cannot be found"):
-        features.check()
+        check_features(features)

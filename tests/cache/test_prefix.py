@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_engine.cache.prefix import chain_seed, extend_chain, feature_hashes, feature_key
+from hydra_engine.cache.hashes import chain_seed, extend_chain, feature_hashes, feature_key
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.request import ImageItem, RopeSpan
 

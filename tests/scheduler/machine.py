@@ -15,7 +15,8 @@ import numpy as np
 
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
+from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
+from hydra_engine.scheduler.latency.pending_limits import stretch
 
 
 def make_surface(**changes) -> CostSurface:

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.core.request import Slo
-from hydra_engine.core.state import ImageProgress
+from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.budget import PendingWork, StepBudget
+from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.latency.pending_limits import with_limits
+from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import MAX_SEEN
 from tests.examples import examples
 from tests.scheduler.sim import Img, Simulator, config, make_request
@@ -40,6 +43,11 @@ class Scripted:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+
+    def with_limits(
+        self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
+    ) -> PendingWork:
+        return with_limits(pending, requests, ready, due)
 
     def language(self, pending: PendingWork) -> StepBudget:
         tokens = self._random.randint(0, self.most)
@@ -122,6 +130,17 @@ def test_a_decode_with_gaps_to_spare_lets_a_step_be_longer() -> None:
         s.language(took_s=0.01)
     s.plan_language()
     assert s.pending.stretch_s == pytest.approx(41 * 0.03 - 40 * 0.01)
+
+
+def test_deadlines_that_passed_are_forgotten_without_budgets_from_limits() -> None:
+    s = Stepper()
+    for number in range(3):
+        s.submit(replace(make_request(number, 4, max_new=1), slo=Slo(ttft_s=0.5)))
+    assert len(s.scheduler._requests.due) == 3
+    s.run(4, 5)
+    s.add(5, 4)
+    s.language()
+    assert not s.scheduler._requests.due
 
 
 def test_the_first_token_that_is_due_next_is_told_with_all_that_goes_before_it() -> None:

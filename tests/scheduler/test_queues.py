@@ -88,7 +88,7 @@ def test_overtaking_is_counted_exactly_and_what_nobody_can_ask_for_is_forgotten(
             order = sorted(waiting)[place % len(waiting)]
             del waiting[order]
             running.append(order)
-            started.started(order, min(waiting, default=None))
+            started.add(order, min(waiting, default=None))
             waiting = {o: (first, truth + (order > o)) for o, (first, truth) in waiting.items()}
         elif what == "return" and running:
             order = running.pop(place % len(running))

@@ -70,8 +70,8 @@ def test_an_aborted_request_shows_what_it_was_waiting_for() -> None:
 
 def test_short_hand_overs_are_not_waits() -> None:
     timeline = Timeline("i", 0.0, has_images=False)
-    timeline.prefilled(0.0005, 0.1, batch=1, tokens=4, more=True)
-    timeline.prefilled(0.1004, 0.2, batch=1, tokens=4, more=False)
+    timeline.add_prefill(0.0005, 0.1, batch=1, tokens=4, more=True)
+    timeline.add_prefill(0.1004, 0.2, batch=1, tokens=4, more=False)
     assert [span.stage for span in timeline.close(5.0)] == ["prefill", "prefill"]
 
 
@@ -79,9 +79,9 @@ def test_a_very_long_prefill_with_waits_keeps_few_spans_and_all_its_tokens() -> 
     timeline = Timeline("i", 0.0, has_images=True)
     now = 0.0
     for step in range(5000):
-        timeline.prefilled(now + 0.01 * (1 + step % 7), now + 0.2, batch=2, tokens=3, more=True)
+        timeline.add_prefill(now + 0.01 * (1 + step % 7), now + 0.2, batch=2, tokens=3, more=True)
         if step % 5 == 0:
-            timeline.encoded(now, now + 0.1, batch=1, patches=9, more=True)
+            timeline.add_encode(now, now + 0.1, batch=1, patches=9, more=True)
         now += 0.2
     spans = timeline.close(now)
     assert len(spans) <= MAX_SPANS
@@ -93,9 +93,9 @@ def test_a_very_long_prefill_with_waits_keeps_few_spans_and_all_its_tokens() -> 
 def test_even_a_request_preempted_all_the_time_keeps_few_spans() -> None:
     timeline, now = Timeline("i", 0.0, has_images=False), 0.0
     for _ in range(1000):
-        timeline.prefilled(now, now + 0.1, batch=1, tokens=1, more=False)
-        timeline.decoded(now + 0.1, now + 0.2, tokens=1, batch=1)
-        timeline.preempted()
+        timeline.add_prefill(now, now + 0.1, batch=1, tokens=1, more=False)
+        timeline.add_decode(now + 0.1, now + 0.2, tokens=1, batch=1)
+        timeline.start_preemption()
         now += 0.2
     assert len(timeline.close(now)) <= MAX_SPANS
 

@@ -201,7 +201,7 @@ class PeerConnector(Connector):
         state = self.pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
         return self._finish([state], now)
 
-    def copied(self, block_s: float) -> None:
+    def record_copy(self, block_s: float) -> None:
         """Records that an offer of this instance was copied, at `block_s` seconds per block; 0.0: not measured."""
         if block_s:
             self._block_s = block_s if not self._block_s else self._block_s + _NEW_SHARE * (block_s - self._block_s)
@@ -218,15 +218,15 @@ def yield_patience_s(tpot_limit_s: float | None) -> float:
     return STEAL_PATIENCE_S if tpot_limit_s is None else min(STEAL_PATIENCE_S, tpot_limit_s / 2)
 
 
-def part_end(start: int, num_tokens: int, least: int, block_size: int) -> int:
+def part_end(start: int, num_tokens: int, min_tokens: int, block_size: int) -> int:
     """End of the next part of a prompt whose KV is copied to another instance while the next part is computed: the
-    block boundary behind the middle of the rest, or `num_tokens` if a part would have fewer than `least` tokens.
+    block boundary behind the middle of the rest, or `num_tokens` if a part would have fewer than `min_tokens` tokens.
 
     Only the copy of the last part is waited for. By halving, the last part is short after a few steps; the other copies
     are hidden as long as copying a token takes no longer than computing it.
     """
     rest = num_tokens - start
-    if rest < 2 * least:
+    if rest < 2 * min_tokens:
         return num_tokens
     middle = start + (rest + 1) // 2
     return min(num_tokens, -(-middle // block_size) * block_size)

@@ -79,7 +79,7 @@ class Offers:
             offered_s[index] = now
         elif index in offered_s:
             since_s = offered_s.pop(index)
-            self._requests.timelines[request_id].transferred("offered_features", since_s, now, num_tokens)
+            self._requests.timelines[request_id].add_transfer("offered_features", since_s, now, num_tokens)
             if progress == ImageProgress.WAITING:
                 self._events.add(FeaturesGoneEvent(request_id, index))
 
@@ -145,7 +145,7 @@ class Offers:
         for index, since_s in offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
             stage = "offered_kv" if index == _KV else "offered_features"
-            timeline.transferred(stage, since_s, now, tokens, cause)
+            timeline.add_transfer(stage, since_s, now, tokens, cause)
         offered_s.clear()
 
 
@@ -189,7 +189,9 @@ class EncodeJobQuota:
         if (excess := self._held_by_jobs() + num_blocks - quota) <= 0:
             return True
         if may_evict:
-            of_jobs = (holder for holder in images.encoded() if all(user.is_encode_job for user, _ in holder[1]))
+            of_jobs = (
+                holder for holder in images.encoded_features() if all(user.is_encode_job for user, _ in holder[1])
+            )
             for key in policy.features_to_evict(job, index, of_jobs, excess):
                 images.evict(key, now)
         return self._held_by_jobs() + num_blocks <= quota

@@ -218,7 +218,7 @@ class Pulls:
         computing = next((s.order for s in requests.prefilling if s.num_scheduled or not is_stalled(s)), None)
         queues = requests.waiting, requests.encoding
         oldest = min((s.order for queue in queues if (s := queue.oldest()) is not None), default=None)
-        first = min((s.urgency for queue in queues if (s := queue.first_by_urgency()) is not None), default=None)
+        first = min((s.urgency for queue in queues if (s := next(queue.by_urgency(), None)) is not None), default=None)
         for state in states:
             started = state.request.id in requests.kv.tables
             is_next = started or state.order == oldest or state.urgency == first
@@ -269,7 +269,7 @@ class Pulls:
         state.plans_in_flight -= 1
         if plan.image_index is None:
             num_tokens = len(plan.block_ids) * self._requests.kv.block_size
-            self._requests.timelines[plan.request_id].transferred("pull_kv", started_s, ended_s, num_tokens)
+            self._requests.timelines[plan.request_id].add_transfer("pull_kv", started_s, ended_s, num_tokens)
             self._end_kv(state, plan, now, valid=valid)
         else:
             handover_of(state).images_copied.remove(plan.image_index)
@@ -278,7 +278,7 @@ class Pulls:
 
     def _end_features(self, state: RequestState, index: int, started_s: float, ended_s: float, *, valid: bool) -> None:
         images, num_tokens = self._requests.images, state.request.images[index].num_tokens
-        self._requests.timelines[state.request.id].transferred("pull_features", started_s, ended_s, num_tokens)
+        self._requests.timelines[state.request.id].add_transfer("pull_features", started_s, ended_s, num_tokens)
         if valid:
             handover_of(state).requested_images.discard(index)
         users = images.finish(state.image_keys[index], ended_s, failed=not valid)

@@ -31,8 +31,8 @@ class RemoteKvAdmission(Admission):
         self._kv_offered = parked.kv_offered
 
     def admit(self, now: float, step: OpenStep | None = None) -> None:
-        """Admits requests while slots and blocks last. In a language `step` it preempts others if
-        needed; between two steps it preempts none."""
+        """Admits requests while slots and blocks last. In a language `step` it preempts others if needed, between two
+        steps none."""
         if not self._kv_offered:
             return
         skipped: list[RequestState] = []
@@ -48,7 +48,7 @@ class RemoteKvAdmission(Admission):
                 return
 
     def _complete(self) -> Iterator[RequestState]:
-        """Yields each request with completely offered KV once, by urgency; those byskipped too often, also within this
+        """Yields each request with completely offered KV once, by urgency; those bypassed too often, also within this
         call, first."""
         seen: set[Order] = set()
         while True:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from hydra_engine.core.state import ImageProgress, RequestPhase, RequestState
+from hydra_engine.core.state import RequestPhase, RequestState
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
 from hydra_engine.scheduler.requests import RequestTable, set_indexed
 from hydra_engine.transfer.plans import KvEnd
@@ -51,9 +51,7 @@ class HandoverState:
     remote_kv: RemoteKv | None = None
     parking: Parking | None = None  # the queue that it is in
     requested_images: set[int] = field(default_factory=set)  # external images that others have been asked for
-    image_offers: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # image -> offers of its features, not being copied
+    image_offers: dict[int, list[int]] = field(default_factory=dict)  # image -> offers of it, none being copied
     images_copied: set[int] = field(default_factory=set)  # images whose features are being copied for it
     is_lent: bool = False  # True: a decode that another instance has lent to this one
     num_offered: int = 0
@@ -129,5 +127,4 @@ class ParkedRequests:
                 state.starts_seen = None  # bypasses are not counted while it waits for an offer
             elif parking is Parking.KV_OFFERED:
                 self._requests.count_bypasses(state)
-        lacks = state.ending is None and any(state.images[i] == ImageProgress.WAITING for i in state.external_images)
-        set_indexed(self.unfetched, state, belongs=lacks)
+        set_indexed(self.unfetched, state, belongs=state.ending is None and state.needs_load)

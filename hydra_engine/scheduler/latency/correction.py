@@ -75,12 +75,12 @@ class Correction:
         """Median seconds between two recent steps."""
         return self._pause_s
 
-    def paused(self, seconds: float) -> None:
+    def add_pause(self, seconds: float) -> None:
         """Records the seconds between two steps."""
         self._pauses.append(max(0.0, seconds))
         self._pause_s = median(self._pauses)
 
-    def measured(self, kind: Kind, ratio: float) -> None:
+    def add_ratio(self, kind: Kind, ratio: float) -> None:
         """Records a ratio of measured to predicted seconds; ignores a stalled step."""
         normal = median(self._recent)
         self._recent.append(ratio)

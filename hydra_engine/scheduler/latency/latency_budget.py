@@ -2,7 +2,8 @@
 
 HydraInfer (section 4.2, Algorithm 1) searches a token budget and an image budget once, separately, from the TPOT limit.
 Here both are searched together before every step, for the decodes that run now, on a measured cost surface that
-includes the slowdown of each lane by the other, corrected by the measured steps. Knows no requests and no clock.
+includes the slowdown of each lane by the other, corrected by the measured steps. The
+limits of the requests are read in `pending_limits.py`. Reads no clock.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
+from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
+from hydra_engine.scheduler.decodes import Ready
 from hydra_engine.scheduler.latency.correction import Correction, Kind, kind_of
+from hydra_engine.scheduler.latency.pending_limits import with_limits
+from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step_stats import Window
 
 LOOK = 8  # steps after which the other partitions are rated again
@@ -135,6 +140,11 @@ class LatencyBudgets(Budgets):
 
     # ---- before a step
 
+    def with_limits(
+        self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
+    ) -> PendingWork:
+        return with_limits(pending, requests, ready, due)
+
     def language(self, pending: PendingWork) -> StepBudget:
         tpot_limit_s = pending.tpot_limit_s
         highest = max(0, self._config.max_step_tokens - pending.num_decodes)
@@ -159,9 +169,7 @@ class LatencyBudgets(Budgets):
         if not pending.encode_patches:
             tokens = _largest(step.alone_s, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
             self._guesses[towards] = tokens
-            vision_s = max(
-                0.0, step.vision_room_s(tokens, allowed) - self._overrun_s
-            )  # for a picture that arrives meanwhile
+            vision_s = max(0.0, step.vision_room_s(tokens, allowed) - self._overrun_s)  # if a picture arrives meanwhile
             return StepBudget(tokens, vision_s, tpot_limit_s, target_s, step.alone_s(tokens), tokens < want)
         if step.corun_s(want, math.inf) <= allowed:
             return StepBudget(want, math.inf, tpot_limit_s, target_s)
@@ -339,12 +347,12 @@ class LatencyBudgets(Budgets):
         self._kind = kind_of(load, vision_s)
         took = duration_s
         if load.num_decodes:
-            self._correction.paused(gap_s - duration_s)
+            self._correction.add_pause(gap_s - duration_s)
             took = gap_s - self._correction.pause_s
         used_up = budget.is_used_up(load.prefill_tokens, vision_s)
         predicted = budget.planned_s if used_up and budget.planned_s else self._expected_s(load, budget, vision_s)
         scale = max(predicted, MIN_PREDICTION * tpot_limit_s) if tpot_limit_s < math.inf else predicted
-        self._correction.measured(self._kind, 1 + (took - predicted) / scale)
+        self._correction.add_ratio(self._kind, 1 + (took - predicted) / scale)
         if not budget.partition and vision_s > 0 and vision_s >= USED * budget.vision_s:
             self._overruns.add(max(0.0, vision_s - budget.vision_s))
         if load.num_decodes:

@@ -14,7 +14,7 @@ from hydra_engine.scheduler.step_stats import Window
 def after(ratios: list[float], kind: Kind = Kind.CHUNKS, error: float = 0.0) -> Correction:
     correction = Correction(error, error)
     for ratio in ratios:
-        correction.measured(kind, ratio)
+        correction.add_ratio(kind, ratio)
     return correction
 
 
@@ -48,7 +48,7 @@ def test_nearly_all_steps_stay_below_it(spread: float) -> None:
     correction, above = after(noisy(WINDOW, spread=spread)), 0
     for ratio in (future := noisy(4000, spread=spread, seed=1)):
         above += ratio > correction.high(Kind.CHUNKS)
-        correction.measured(Kind.CHUNKS, ratio)
+        correction.add_ratio(Kind.CHUNKS, ratio)
     assert above / len(future) < 0.015
     assert correction.high(Kind.CHUNKS) < 1 + 3.5 * spread
 
@@ -65,7 +65,7 @@ def test_a_machine_that_becomes_slower_is_followed_within_a_few_steps(slower: fl
     correction = after(noisy(WINDOW))
     steps = 0
     while correction.high(Kind.CHUNKS) < slower:
-        correction.measured(Kind.CHUNKS, slower * noisy(1, seed=steps)[0])
+        correction.add_ratio(Kind.CHUNKS, slower * noisy(1, seed=steps)[0])
         steps += 1
     assert steps <= 16
 
@@ -74,7 +74,7 @@ def test_a_machine_that_becomes_faster_is_believed_after_a_window() -> None:
     correction = after([*noisy(WINDOW, 1.5), *noisy(WINDOW - 3)])
     assert correction.high(Kind.CHUNKS) > 1.4
     for ratio in noisy(WINDOW // 2, seed=2):
-        correction.measured(Kind.CHUNKS, ratio)
+        correction.add_ratio(Kind.CHUNKS, ratio)
     assert correction.high(Kind.CHUNKS) < 1.25
 
 
@@ -89,7 +89,7 @@ def test_kinds_err_differently_once_there_are_enough_steps_of_each() -> None:
     for step in range(WINDOW):
         if step < FEW:
             assert correction.high(Kind.VISION) == correction.high(Kind.CHUNKS)
-        correction.measured(Kind.VISION, 1.4)
+        correction.add_ratio(Kind.VISION, 1.4)
     assert correction.middle(Kind.VISION) == pytest.approx(1.4)
     assert correction.middle(Kind.CHUNKS) == pytest.approx(1.4)  # what all do, while none of them has come
     assert correction.high(Kind.DECODES) == pytest.approx(1.0)
@@ -99,5 +99,5 @@ def test_the_pause_is_the_usual_one_of_late() -> None:
     correction = Correction(0.0, 0.0)
     assert correction.pause_s == 0.0
     for seconds in (0.001, 0.0012, 0.5, 0.0011, -0.1):
-        correction.paused(seconds)
+        correction.add_pause(seconds)
     assert correction.pause_s == 0.0011

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget, stretch
+from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
+from hydra_engine.scheduler.latency.pending_limits import stretch
 from tests.scheduler.machine import make_surface
 
 LIMIT = 0.04
