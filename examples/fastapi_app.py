@@ -29,7 +29,7 @@ app = FastAPI(lifespan=lifespan)
 
 @app.exception_handler(HydraError)
 async def refused(request: Request, error: HydraError) -> JSONResponse:
-    """Every error of the engine knows its HTTP status and says what to change."""
+    """Errors of the engine know their HTTP status and say what to change."""
     return JSONResponse({"error": error.message, "param": error.param}, error.status)
 
 

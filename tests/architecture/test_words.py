@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.architecture.sources import ROOT, SHIPPED, docstrings_of, files_in, nodes_of, text_of
 
 # Whole names; prose may use them.
@@ -39,7 +37,7 @@ NO_FIRST_WORDS = {
     *("Those", "Others", "Where", "What", "Whose", "Whether", "Which", "How", "When", "Once", "It", "That"),
     *("One", "Each", "Every", "All", "Nothing"),
 }
-MAX_FRAGMENTS = 278  # docstrings of tests and benchmarks that still begin with one of these
+_MAY_BEGIN_SO = re.compile(rf"[\"'][\W_]*({'|'.join(sorted(NO_FIRST_WORDS))})\b")  # parsing all tests takes seconds
 # In prose, code and comments.
 WORKSHOP = re.compile(
     r"\b(wings?|lodgers?|h(ang|angs|ung|anging) on|put(s|ting)? in|lets? go of|(is|are|was|were) told(?! apart))\b",
@@ -125,21 +123,16 @@ def test_definitions_are_found_as_functions_fields_and_attributes() -> None:
 
 
 def fragments_in(path: Path) -> Iterator[tuple[int, str]]:
-    for line, text in docstrings_of(path):
+    for line, text in docstrings_of(path) if _MAY_BEGIN_SO.search(text_of(path)) else ():
         first = re.match(r"[\W_]*(\w+)", text)
         if first and first[1] in NO_FIRST_WORDS and not text.startswith(first[1] + "_"):
             yield line, text.partition("\n")[0]
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    found = [place(path, line, text) for path in files_in(*SHIPPED) for line, text in fragments_in(path)]
+    files = files_in(*SHIPPED, "bench", "tests", "examples")
+    found = [place(path, line, text) for path in files for line, text in fragments_in(path)]
     assert not found, "docstrings begin with a verb or the noun of what comes back:\n" + "\n".join(found)
-
-
-@pytest.mark.slow
-def test_docstrings_of_tests_and_benchmarks_do_not_become_worse() -> None:
-    found = [place(path, line, text) for path in files_in("bench", "tests") for line, text in fragments_in(path)]
-    assert len(found) <= MAX_FRAGMENTS, "a docstring begins with a verb or the noun of what comes back"
 
 
 def test_workshop_words_stay_out() -> None:

@@ -1,4 +1,4 @@
-"""Where the cases of op_cases/ run: the CUDA ops on a device, or interpreted on the host."""
+"""Sides of the cases in op_cases/: the CUDA ops on a device, or interpreted on the host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What may compute attention instead of the plain kernels of Triton, beside the reference, and the measurement that
-chooses among them."""
+"""Candidates for attention in place of the plain Triton kernels, beside the reference, and the measurement that chooses
+among them."""
 
 from __future__ import annotations
 

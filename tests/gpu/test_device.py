@@ -148,7 +148,7 @@ def test_a_job_begins_behind_what_its_submitter_launched(device: CudaDevice, cud
 
 
 def test_two_lanes_run_side_by_side_on_the_device(device: CudaDevice, cuda: torch.device) -> None:
-    """By the device's clock: each begins before the other has ended."""
+    """Reads the device's clock: both jobs begin before the other has ended."""
     marks: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
     lanes = {name: device.lane(name) for name in ("language", "vision")}
     together = threading.Barrier(2, timeout=30)
@@ -223,7 +223,7 @@ def test_graphs_of_a_lane_share_memory(device: CudaDevice, cuda: torch.device, l
 
 
 def test_another_lane_works_on_while_one_captures(device: CudaDevice, cuda: torch.device, lane: Lane) -> None:
-    """It allocates, copies and waits, none of which the capture may notice."""
+    """The other lane allocates, copies and waits, none of which the capture may notice."""
     other, stop, rounds = device.lane("vision"), threading.Event(), []
 
     def work() -> None:

@@ -79,7 +79,7 @@ def asked(engine: Any, case: int, **sampling: Any) -> Any:
 
 
 def all_results(engine: Any) -> list[Any]:
-    """In one batch; each says which token ids its prompt had."""
+    """Results of all cases in one batch, with the token ids of their prompts."""
     handles = [asked(engine, case) for case in range(len(CASES))]
     return [handle.result(120) for handle in handles]
 
@@ -99,7 +99,7 @@ class Reference:
         return tuple(self._side.generate(self._prompt(case, prompt), NUM_TOKENS))
 
     def gap(self, case: int, before: tuple[int, ...], left: int, right: int) -> float:
-        """How far apart the logits of two tokens are that could come after `before`, of prompt and answer."""
+        """Distance between the logits of two tokens that could follow `before`, which is prompt and answer so far."""
         logits = self._side.logits(self._prompt(case, before))[-1]
         return float((logits[left] - logits[right]).abs())
 
@@ -112,7 +112,7 @@ def shared_beginning(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 def test_tokens_equal_transformers_in_float32(
     cuda: torch.device, checkpoints: Callable[[str], Path], family: str
 ) -> None:
-    """To the end, or to where transformers itself can hardly tell two tokens apart."""
+    """Compares to the end, or to where transformers itself can hardly tell two tokens apart."""
     reference = Reference(family, checkpoints(family))
     with engine_of(checkpoints(family), dtype="float32") as engine:
         found = all_results(engine)
@@ -126,7 +126,7 @@ def test_tokens_equal_transformers_in_float32(
 
 
 def test_tokens_of_a_hybrid_model_equal_the_processors_in_float32(cuda: torch.device, tmp_path: Path) -> None:
-    """Of the family with recurrent layers, which the oldest transformers that the engine takes cannot run."""
+    """The family has recurrent layers, which the oldest transformers that the engine takes cannot run."""
     make_tiny("minicpmv4_6", tmp_path, seed=7, text_type="qwen3_5_text", text=HYBRID)
     assert registry.load_spec(tmp_path).language.has_states
     found = []
@@ -155,7 +155,7 @@ def test_bfloat16_agrees_with_float32_as_often_as_transformers_does(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_change_no_token(cuda: torch.device, checkpoints: Callable[[str], Path], dtype: str) -> None:
-    """With batch-invariant ops: a graph has more rows than requests, and more patches than their pictures."""
+    """Ops are batch-invariant: a graph has more rows than requests, and more patches than their pictures."""
     model, found = checkpoints("llava"), []
     for options in ({}, {"enforce_eager": True}):
         with engine_of(model, dtype=dtype, deterministic=True, **options) as engine:
@@ -168,7 +168,7 @@ def test_graphs_change_no_token(cuda: torch.device, checkpoints: Callable[[str],
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_encodes_change_no_token(cuda: torch.device, checkpoints: Callable[[str], Path], family: str) -> None:
-    """Of every family: pictures one by one, each padded, and all in one batch."""
+    """Encodes pictures one by one, padded, and all in one batch."""
     found = []
     for options in ({"encoder_cuda_graph_sizes": (64, 512, 4096)}, {"enforce_eager": True}):
         with engine_of(checkpoints(family), dtype="bfloat16", deterministic=True, **options) as engine:
@@ -206,7 +206,8 @@ def test_memory_comes_back_after_many_requests_and_aborts(
 
 
 def allocated(cuda: torch.device) -> int:
-    """Without what cuBLAS keeps for each stream that it has ever seen, lanes that are gone among them."""
+    """Bytes without the workspaces that cuBLAS keeps for every stream that it has seen, also for lanes that are
+    gone."""
     gc.collect()
     torch.cuda.synchronize(cuda)
     torch._C._cuda_clearCublasWorkspaces()

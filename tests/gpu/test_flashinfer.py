@@ -51,7 +51,7 @@ def device(cuda: torch.device) -> CudaDevice:
 
 @pytest.fixture(scope="module", params=["fa2", "fa3"])
 def attention(cuda: torch.device, device: CudaDevice, request: pytest.FixtureRequest) -> FlashInferAttention:
-    """With its kernels for prompts of Ampere and of Hopper."""
+    """FlashInfer's attention with its prompt kernels for Ampere and for Hopper."""
     library = pytest.importorskip("flashinfer", exc_type=ImportError)
     if request.param == "fa3" and torch.cuda.get_device_capability(cuda)[0] != 9:
         pytest.skip("there is no Hopper GPU")
@@ -151,7 +151,7 @@ class Decode:
 def test_decodes_in_a_graph_are_of_what_was_planned_last(
     device: CudaDevice, attention: FlashInferAttention, heads: tuple[int, int, int]
 ) -> None:
-    """With and without tensor cores; lengths that are split into many parts, and padding."""
+    """Shapes with and without tensor cores; lengths that are split into many parts, and padding."""
     needs(heads, flashinfer_kernels.decode_kernel(*heads))
     decode = Decode(device, attention, heads, 4)
     for seed, contexts in enumerate(CONTEXTS):

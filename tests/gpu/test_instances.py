@@ -63,7 +63,7 @@ def num_devices(request: pytest.FixtureRequest, cuda: torch.device) -> int:
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> Callable[[], list[tuple[int, ...]]]:
-    """Of one instance; an engine of its own, made once."""
+    """Tokens of one instance, from an engine of its own that runs once."""
     found: list[list[tuple[int, ...]]] = []
 
     def tokens() -> list[tuple[int, ...]]:
@@ -152,7 +152,7 @@ def slowest_gap(engine: Any, limit_s: float) -> tuple[float, int]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("topology", ["EP+D", "E+PD"])
 def test_a_limit_between_tokens_is_kept(num_devices: int, tiny: Path, tmp_path: Path, topology: str) -> None:
-    """With slack. Its figure stands beside the limit in the output, also where the test passes (pytest -rP)."""
+    """Allows some slack. The measured gap is printed beside the limit, also where the test passes (pytest -rP)."""
     options = {"tpot_slo": LIMIT_S, "profile_dir": str(tmp_path)}
     with engine_of(tiny, placed(topology, num_devices), **options) as engine:
         p99_s, count = slowest_gap(engine, LIMIT_S)
@@ -164,8 +164,8 @@ def test_a_limit_between_tokens_is_kept(num_devices: int, tiny: Path, tmp_path: 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("transport", ["auto", "host"])
 def test_killed_instances_take_nothing_with_them(num_devices: int, tiny: Path, expected: Any, transport: str) -> None:
-    """One after another in one engine. The requests of each end elsewhere, or with a sentence; it comes back, and so
-    does its memory."""
+    """Kills one after another in one engine. Their requests end elsewhere, or with a sentence; the instance comes
+    back, and so does its memory."""
     wanted = expected()
     before = free_bytes(num_devices)
     options = {"transport": transport, "recovery_s": 30.0}

@@ -181,7 +181,7 @@ def test_a_captured_step_repeats_with_other_contents(
 def test_kernels_that_begin_early_give_the_bits_of_those_that_wait(
     side: Side, cuda: torch.device, device: CudaDevice, rows: int
 ) -> None:
-    """What is read before it is written, or written while it is read, shows now and then: hence many replays."""
+    """A read before the write, or a write during the read, shows now and then only: hence many replays."""
     layers = Layers(Shape(8, 2, 64, 1024), rows, 300, Backend(device, side.ops, torch.bfloat16, 1))
     start = layers.residual.clone()
     found: list[Tensor] = []
@@ -238,7 +238,7 @@ class OneDeltaNet:
         self._moved = side.there(self._x), side.there(self._weight), side.there(self._scales)
 
     def launch(self, rows: StateRows, begin: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
-        """Of tokens [begin, end)."""
+        """Results for tokens [begin, end)."""
         x, weight, scales = self._moved
         inputs, gates = x[begin:end, : self._channels], x[begin:end, self._channels :]
         mixed = self._ops.causal_conv(inputs, weight, self.there, 1, rows)
@@ -278,7 +278,7 @@ def test_recurrent_layers_of_real_widths(side: Side) -> None:
 
 
 def test_a_captured_step_moves_states_to_other_places(side: Side, cuda: torch.device, device: CudaDevice) -> None:
-    """Of four rows the last one is padded."""
+    """The last of four rows is padding."""
     layer, eager = OneDeltaNet(side, 4, 7), OneDeltaNet(side, 4, 7)
     starts, reads, writes = columns = tuple(torch.full((4,), value, device=cuda) for value in (0, 0, -1))
     rows = side.ops.plan_decode_states(starts, reads, writes)

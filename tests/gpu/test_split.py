@@ -31,7 +31,7 @@ ROUNDS = 2000
 
 @triton.jit
 def _where(out, rounds):  # type: ignore[no-untyped-def]
-    """Each block notes its multiprocessor, after work that keeps it there while others begin."""
+    """Stores the multiprocessor of each block, after work that keeps it there while others begin."""
     value = tl.program_id(0).to(tl.float32)
     for _ in range(rounds):
         value = value * 0.5 + 1.0
@@ -271,7 +271,7 @@ def test_a_graph_keeps_the_partition_of_its_capture(
 def test_what_a_lane_launched_before_it_moved_comes_first(
     device: CudaDevice, language: Lane, cuda: torch.device
 ) -> None:
-    """Each launch is slow and reads what the one before it wrote, on another partition."""
+    """Launches are slow and read what the one before wrote, on another partition."""
     value = torch.zeros(1 << 16, dtype=torch.int64, device=cuda)
     fetches = []
 

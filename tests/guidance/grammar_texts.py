@@ -30,7 +30,7 @@ class Texts:
         self.vocabulary.sort(key=lambda entry: -len(entry[0]))
 
     def accepts(self, grammar: Grammar, text: str) -> bool:
-        """Whether the text is one of the grammar's, whole."""
+        """True if the grammar accepts the whole text."""
         if grammar.language not in self.compiled:
             self.compiled[grammar.language] = self.guide.compile(grammar)
         matcher, rest = self.compiled[grammar.language].copy(), text.encode()

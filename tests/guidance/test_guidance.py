@@ -1,4 +1,4 @@
-"""What a compiled grammar lets through, text by text: reasoning before it."""
+"""Texts that a compiled grammar allows, with reasoning before them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_reasoning_comes_before_every_form(texts: Texts, form: Grammar, right: s
 
 
 def test_text_that_spells_a_special_mark_does_not_end_the_reasoning(texts: Texts) -> None:
-    """It cannot be told from the mark in the answer's text, so it does not come."""
+    """The answer's text could not be distinguished from the mark, so it is not allowed."""
     matcher = texts.guide.compile(Grammar("choice", ["no"]).after_reasoning("<think>", "</think>", opened=True))
     letters = [token for letter in "</think>" for token in texts.guide._tokenizer.tokenize_bytes(letter.encode())]
     matcher.accept(letters[:-1])
@@ -105,7 +105,7 @@ SPECIAL = ["<s>", "<pad>", "<|end|>", "<|assistant|>", "<image>", "<tool_call>",
 
 
 def model_text(texts: Texts, grammar: Grammar) -> str:
-    """What a model writes that takes the first token that may come, as the sampler shows them."""
+    """The text of a model that always takes the first allowed token, as the sampler gets the mask."""
     matcher, written = texts.guide.compile(grammar), b""
     while True:
         allowed = matcher.allowed()
@@ -146,7 +146,7 @@ def test_special_tokens_that_a_grammar_names_are_tokens(texts: Texts) -> None:
 
 
 def test_texts_of_special_tokens_where_spaces_are_letters(tmp_path: Path) -> None:
-    """In a tokenizer like Llama 2's, in which some take white space along."""
+    """Llama 2's kind of tokenizer, in which some special tokens take white space along."""
     backend = build_sentencepiece_like()
     backend.add_special_tokens([AddedToken("<image>", lstrip=True, rstrip=True, special=True)])
     file = tmp_path / "tokenizer.json"

@@ -31,7 +31,7 @@ class Schemas:
         self.draw = random.Random(seed)
 
     def whole(self) -> dict[str, Any]:
-        """With definitions before or behind the references to them."""
+        """A random schema with definitions before or after the references to them."""
         definitions = {name: self.schema(2) for name in ("x", "y")}
         schema = self.schema(3)
         return {"$defs": definitions, **schema} if self.draw.random() < 0.5 else {**schema, "$defs": definitions}
@@ -118,12 +118,12 @@ def written(texts: Texts, grammar: Grammar, draw: random.Random) -> str | None:
 
 
 def finite(text: str) -> float:
-    """Of a number without bounds, which the validator refuses if it is infinite."""
+    """The number within finite bounds; the validator refuses infinite ones."""
     return max(-1e300, min(float(text), 1e300))
 
 
 def run(texts: Texts, seeds: range) -> tuple[int, int]:
-    """How many pairs were tried, and how many texts came of grammars."""
+    """Numbers of pairs that were tried and of texts that grammars gave."""
     num_tried = num_written = 0
     for seed in seeds:
         schemas = Schemas(seed)

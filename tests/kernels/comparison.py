@@ -1,4 +1,4 @@
-"""How results of kernels are compared with the reference, and inputs as strided as the engine's."""
+"""Comparisons of kernels with the reference, and inputs with the engine's strides."""
 
 from __future__ import annotations
 

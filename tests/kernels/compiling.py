@@ -40,7 +40,7 @@ SHARED_LIMIT = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a kernel: every argument by its name."""
+    """A call of a kernel with every argument by its name."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -88,7 +88,8 @@ def record(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[
 
 
 def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list[list[Any]]]]:
-    """What Triton compiles a kernel for: types, constants and attributes. Launches that agree share machine code."""
+    """The key by which Triton compiles: types, constants and attributes. Launches with the same key share machine
+    code."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

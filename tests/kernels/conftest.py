@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between runs; the key of an entry covers its source, its types and the compiler."""
+"""Folder of compiled kernels, kept between runs; an entry's key covers its source, its types and the compiler."""
 
 import os
 from pathlib import Path

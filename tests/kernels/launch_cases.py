@@ -1,4 +1,4 @@
-"""What wrappers launch, for tests that compile it: calls of every kernel, with the shapes of published models."""
+"""Calls of every kernel's wrapper, with the shapes of published models, for tests that compile what they launch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def packed(dim: int, max_length: int, dtype: torch.dtype = BF16, *, segments: in
 def linear(
     num_rows: int, num_out: int, num_in: int, *, residual: bool = False, out_dtype: torch.dtype = BF16
 ) -> object:
-    """By one kernel for up to 16 rows and another for more; weights are never touched, so that they take no memory."""
+    """A product: one kernel for up to 16 rows and another for more; weights are never touched, so they take no
+    memory."""
     x, weight = torch.empty(num_rows, num_in, dtype=BF16), torch.empty(num_out, num_in, dtype=BF16)
     added = torch.empty(num_rows, num_out, dtype=BF16) if residual else None
     function = small_linear if num_rows <= 16 else invariant_linear
@@ -133,7 +134,7 @@ def quantized(
     offsets: bool = False,
     floats: bool = False,
 ) -> object:
-    """As `linear`."""
+    """A quantised product: one kernel for up to 64 rows and another for more."""
     numbers, groups = num_in * num_bits // 8, num_in // group_size
     values = torch.zeros(num_out, numbers, dtype=torch.int8 if num_bits == 8 else torch.uint8)
     scales = torch.zeros(num_out, groups, dtype=BF16)
@@ -171,7 +172,7 @@ def convolution(tokens: int) -> object:
 
 
 def recurrence(dim: int) -> object:
-    """Of the convolution's results; gates are parts of a fused projection."""
+    """A delta rule on the convolution's results; gates are parts of a fused projection."""
     q, k, v = rows(3 * 16 * dim).view(8, 3, 16, dim).unbind(1)
     a, b = rows(4 * 16 * dim + 32)[:, -32:].split(16, dim=1)
     states, scales = torch.zeros(2, 3, 16, dim, dim)[:, 1], torch.zeros(2, 16)

@@ -34,7 +34,7 @@ class Step:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of a cache of int8."""
+        """Scales of keys and values in a cache of int8, else None."""
         scales = self.cache.scales
         return None if scales is None else (scales[:, 1, 0], scales[:, 1, 1])
 
@@ -47,7 +47,7 @@ class Step:
 
 
 def in_int8(step: Step) -> Step:
-    """With a cache of int8, NaN as the scales of slots that hold no token."""
+    """The step with a cache of int8; scales of slots without a token are NaN."""
     data = step.cache.data
     *_, block_size, heads, dim = data.shape
     raw = torch.full((data.numel() // dim * (dim + 4),), 0xFF, dtype=torch.uint8)

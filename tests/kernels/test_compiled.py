@@ -1,4 +1,4 @@
-"""Every kernel compiled ahead of time for sm_80 and sm_90 from what its wrapper launches: it fits, does not spill,
+"""Ahead-of-time builds of every kernel for sm_80 and sm_90, from what its wrapper launches: it fits, does not spill,
 moves 16 bytes at a time, and uses the tensor cores of the target."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ALSO_80 = {"linear-tiled-4096"}
 
 
 def targets(names: list[str]) -> list[Any]:
-    """Each for both."""
+    """Parameters: each name for both capabilities."""
     return [
         pytest.param(name, capability, marks=() if _is_quick(name, capability) else pytest.mark.slow)
         for name in names
@@ -94,7 +94,7 @@ def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None
 @pytest.mark.parametrize("capability", [89, 100, 120])
 @pytest.mark.parametrize("name", PIPELINED)
 def test_fits_devices_without_tables_of_their_own(name: str, capability: int) -> None:
-    """Those of capability 8.6, 8.9 and 12.0 have 99 KB for a program, those of 10.0 what Hopper has."""
+    """Devices of capability 8.6, 8.9 and 12.0 have 99 KB for a program, those of 10.0 as much as Hopper."""
     assert all(result.shared <= SHARED_LIMIT[capability] for result in compiled(name, capability).values())
 
 
@@ -120,7 +120,7 @@ def test_the_newest_devices_with_little_shared_memory_launch_what_older_ones_do(
 
 @pytest.mark.slow
 def test_decodes_are_split_into_whole_waves() -> None:
-    """Of what the compiled kernels leave room for: shared memory, whatever the joint at the end takes in registers."""
+    """Limits are those of the compiled kernels: shared memory, whatever registers the joint at the end takes."""
     limits = Limits(233472, 2048)
     for name, expected in (("decode-mha-128", 4), ("decode-gqa-128", 2)):
         (result,) = compiled(name, 90).values()
@@ -161,7 +161,8 @@ def test_keys_and_values_are_copied_asynchronously_sixteen_bytes_at_a_time(name:
 
 @pytest.mark.parametrize(("name", "capability"), targets(QUANTIZED_CASES))
 def test_words_are_copied_sixteen_bytes_at_a_time(name: str, capability: int) -> None:
-    """As many copies as tiles have 16 bytes for each thread and stage; the rest is parts of tokens, and offsets."""
+    """Counts copies: at least as many as tiles have 16 bytes per thread and stage; others are for tokens and
+    offsets."""
     launch = launches_of(name, capability)[0]
     given = launch.arguments
     num_bytes = given["COLUMNS"] * given["DEPTH"] * given["BITS"] // 8
@@ -232,7 +233,8 @@ def test_numbers_become_fractions_of_floats(name: str, num_bits: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 def test_octets_become_floats(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """As the test above, of E4M3 numbers: what was compiled moves their bits, and a product gives them their size."""
+    """The same as the test above for E4M3 numbers: compiled code moves their bits, and a product gives them their
+    size."""
     weight = pack(torch.zeros(512, 1024, dtype=FLOAT8), torch.zeros(512, 1), None, 8)
     launch = record(monkeypatch, lambda: small_quantized_linear(torch.zeros(8, 1024, dtype=dtype), weight))[0]
     ptx = compile_for(launch, 90).ptx

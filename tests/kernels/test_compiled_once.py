@@ -1,4 +1,4 @@
-"""What is compiled for one step serves every other: nothing is compiled while requests are served."""
+"""Kernels compiled for one step serve every other: nothing is compiled while requests are served."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def of_step(tokens: int, first: int) -> object:
-    """What every kernel whose arguments follow from a step is given in one of `tokens` rows, if they begin at row
-    `first` of what was sent."""
+    """Calls every kernel whose arguments follow from a step of `tokens` rows that begin at row `first` of what was
+    sent."""
     rest = slice(first, first + tokens)
     x, wide, hidden = (torch.zeros(64, size, dtype=BF16)[rest] for size in (4096, 2 * 4096, 6144))
     context, cu_q = torch.zeros(65, dtype=torch.int32)[rest], torch.zeros(66, dtype=torch.int32)[first:][: tokens + 1]

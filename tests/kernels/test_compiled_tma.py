@@ -70,7 +70,7 @@ def test_descriptors_feed_products_of_warp_groups(name: str) -> None:
 @QUICK
 @pytest.mark.parametrize("name", CASES)
 def test_products_are_waited_for_together(name: str) -> None:
-    """With too few registers ptxas waits after each."""
+    """ptxas waits after each if it has too few registers."""
     code = compiled(name).machine_code()
     assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 3
 

@@ -35,7 +35,7 @@ def second_kernel(
 
 
 class Compiled:
-    """In place of what Triton compiles; `launches` are those past Triton's own."""
+    """Stands in for Triton's compiled kernel; `launches` are those that bypass Triton's launcher."""
 
     function, packed_metadata = 7, (4, 1, 0)
 

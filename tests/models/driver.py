@@ -29,7 +29,7 @@ OUTSIDE = -5  # token ids at image rows: the prompt's placeholders need not be i
 
 
 class Span(NamedTuple):
-    """One image span, as a vision plan and its payload describe it."""
+    """An image span, as a vision plan and its payload describe it."""
 
     pixels: Tensor  # uint8 [pictures, height, width, 3]
     source: tuple[int, int]
@@ -184,7 +184,7 @@ class Driver:
         return list(logits.split(counts))
 
     def run(self, request: Request, chunks: Sequence[int]) -> Tensor:
-        """All logits of the prompt, computed in chunks of these sizes; the last takes what is left."""
+        """Logits of the whole prompt, computed in chunks of these sizes; the last takes what is left."""
         parts = []
         for count in chunks:
             if request.num_left:

@@ -1,4 +1,4 @@
-"""What transformers computes for the same text-only checkpoint: logits of every position, greedy tokens."""
+"""The reference: logits of every position and greedy tokens from transformers, for the same text-only checkpoint."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What the table of docs/models.md is made from."""
+    """Records the test for the table of docs/models.md."""
     record(request.node.name, "text", record_property)
 
 

@@ -1,4 +1,4 @@
-"""Every native family against transformers in float32: positions, features, embeddings, logits, greedy tokens,
+"""Native families against transformers in float32: positions, features, embeddings, logits, greedy tokens,
 however the work is cut, shared or mixed. The cases are in families/; the table of
 docs/models.md is made from these tests.
 """
@@ -50,7 +50,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, case: FamilyCase, record_property: Callable[[str, object], None]) -> None:
-    """What the table of docs/models.md is made from."""
+    """Records the test for the table of docs/models.md."""
     record(request.node.name, case.family, record_property)
 
 
@@ -64,9 +64,9 @@ def assert_close(actual: Tensor, expected: Tensor, what: str) -> float:
 
 
 def assert_greedy(pair: Pair, prompt: Prompt, generated: list[int], what: str) -> None:
-    """Each token is what transformers finds likeliest behind those before it, so it would generate the same. One pass
-    over all of them says so. Where transformers has a tie, two logits nearer to each other than the tolerance of
-    logits, either is right: rounding, which differs from processor to processor, breaks those."""
+    """Raises AssertionError unless each token is what transformers finds likeliest after those before it, so that it
+    would generate the same; one pass checks them all. Where transformers has a tie, two logits nearer to each other
+    than the tolerance of logits, either is right: rounding, which differs from processor to processor, breaks those."""
     logits = pair.reference.logits_of(generated, prompt)
     chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     gaps = (logits.amax(1) - chosen).tolist()

@@ -1,4 +1,4 @@
-"""What specs promise without torch, against what transformers really builds: placeholders, parameters, FLOPs."""
+"""Figures that specs give without torch, against what transformers builds: placeholders, parameters, FLOPs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_token_counts_are_those_of_the_processor_and_of_the_model(checkpoint: Ch
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameter_counts(checkpoint: CheckpointFactory, variant: str) -> None:
-    """Of the whole model in transformers, less the layers that nobody reads; and what our model asks a file for."""
+    """Counts the whole model of transformers, less the layers that nobody reads; and what our model asks a file for."""
     directory = checkpoint(variant, **VARIANTS[variant])
     spec, vision = load_spec(directory), vision_of(directory)
     unread = [f"encoder.layers.{i}." for i in range(vision.tower.num_active_layers, vision.tower.num_layers)]

@@ -41,7 +41,7 @@ FURTHER = VARIANTS.keys() - {"smolvlm", "gemma3"}  # by the reference ops in the
 
 @pytest.fixture(autouse=True)
 def row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What the table of docs/models.md is made from."""
+    """Records the test for the table of docs/models.md."""
     record(request.node.name, "generic", record_property)
 
 
@@ -80,7 +80,7 @@ def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 class Expected(NamedTuple):
-    """What transformers' processor and model say to one prompt."""
+    """Token ids of transformers' processor and logits of its model for one prompt."""
 
     token_ids: list[int]
     logits: Tensor

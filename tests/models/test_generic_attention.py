@@ -78,7 +78,7 @@ def test_a_mixture_needs_the_flag_that_its_sentence_names(directories: Mapping[s
 
 
 def test_only_tokens_whose_window_slides_leave_the_paged_kernel(directories: Mapping[str, Path]) -> None:
-    """What decides is the token's position: neighbours and chunks change nothing about the way that it takes."""
+    """The token's position decides: neighbours and chunks do not change its kernel."""
     pair = Pair(directories["mistral"], create_backend("cpu", torch.float32, backend="reference", threads=1))
     rule = MaskRule(lambda batch, head, query, key: (key <= query) & (key > query - 16))
     request = pair.driver.request(range(6, 46))

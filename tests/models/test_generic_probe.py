@@ -1,4 +1,4 @@
-"""What the generic adapter finds out of a model before it serves: whether answers depend on who shares a step or on
+"""Findings of the generic adapter about a model before it serves: whether answers depend on who shares a step or on
 chunks, what several pictures in a prompt become, what a processor gives."""
 
 from __future__ import annotations

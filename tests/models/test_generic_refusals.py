@@ -1,4 +1,4 @@
-"""What the generic adapter does not run, and what it says then. Nothing here computes a wrong answer in silence."""
+"""Refusals of the generic adapter and their sentences. Nothing here computes a wrong answer in silence."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_text_model_of_a_family_with_pictures_runs_without_its_tower(
 def test_layers_that_guess_further_tokens_are_left_out(
     checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
 ) -> None:
-    """As they lie behind the others in files of Qwen3.5, which say of each layer whether it is a delta net."""
+    """Files of Qwen3.5 have them after the others, and say of each layer whether it is a delta net."""
     directory = checkpoint("gguf-text-qwen3_5", "qwen3_5_text", text=TEXT_ONLY["qwen3_5"][1]["text"])
     text, _ = write_gguf(directory, tmp_path)
     further = {"blk.4.attn_norm.weight": torch.ones(64), "blk.4.nextn.eh_proj.weight": torch.ones(64, 128)}
@@ -212,7 +212,7 @@ def test_scaled_positions_give_the_logits_of_transformers(
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_blocks_are_what_llama_cpp_says_they_are(kind: str) -> None:
-    """To the last bit but for types with offsets in 4 bits, where one sum is rounded."""
+    """Bits are equal, except for types with offsets in 4 bits, where one sum is rounded."""
     raw = random_blocks(kind, 37, 768)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
     numbers = next(known for known in TENSOR_TYPES.values() if known.name == kind)
@@ -226,7 +226,7 @@ def test_blocks_are_what_llama_cpp_says_they_are(kind: str) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", GGML_TYPES)
 def test_blocks_are_taken_apart_as_the_formulas_say(kind: str, threads: int) -> None:
-    """By the extension, on any number of threads; also a scale that is no number."""
+    """Uses the extension on one and on two threads; also a scale that is no number."""
     numbers = next(known for known in TENSOR_TYPES.values() if known.name == kind)
     for rows, width in ((1, 256), (37, 768), (301, 1536)):
         raw = torch.from_numpy(random_blocks(kind, rows, width)).flatten()
@@ -248,7 +248,7 @@ def test_blocks_are_taken_apart_as_the_formulas_say(kind: str, threads: int) -> 
 def test_quantised_models_compute_what_their_dequantised_weights_do(
     kind: str, checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With rows rounded as quantised products round them."""
+    """Rows are rounded as quantised products round them."""
     directory = checkpoint("gguf-qwen2_vl", "qwen2_vl")
     pair = Pair(CASES["qwen2_vl"], "plain", directory, reference, num_blocks=768)
     pair.driver = Driver(folder_of(*write_gguf(directory, tmp_path, kind)), reference, num_blocks=768)
@@ -295,7 +295,7 @@ def test_scales_in_two_levels_compute_what_they_stand_for_and_some_are_not_zero(
 def test_parts_of_one_matrix_may_have_different_types(
     checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
 ) -> None:
-    """As files of mixed precision have them: values in more bits than queries and keys."""
+    """Files of mixed precision are like this: values in more bits than queries and keys."""
     directory = checkpoint("gguf-llama-mixed", "llama", text={"tie_word_embeddings": True})
     folders = {kind: folder_of(write_gguf(directory, tmp_path / kind, kind)[0]) for kind in ("F32", "Q4_0", "Q8_0")}
     mixed = mix(tmp_path / "Q4_0" / "model.gguf", tmp_path / "Q8_0" / "model.gguf", tmp_path / "mixed.gguf")

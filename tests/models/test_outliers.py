@@ -34,7 +34,7 @@ def outliers(
 @pytest.mark.quick("power-6-int8", "power-8-gptq-8", "power-8-w4-channel")
 @pytest.mark.parametrize("kind", KINDS)
 def test_outlier_channels_do_not_drown_the_others(outliers: Outliers, kind: str) -> None:
-    """What the weights' own rounding moves is not counted."""
+    """The rounding of the weights themselves is not counted."""
     found = outliers.divergences(kind)
     assert 0 < found["between"] < BOUND
     assert found["engine"] < 1.2 * found["dequantised"] + BOUND

@@ -50,7 +50,7 @@ def load(
 
 
 def kept(model: VisionLanguageModel) -> list[tuple[object, Tensor, Tensor | None]]:
-    """Of each weight, its form, its bytes and its bias."""
+    """The form, the bytes and the bias of each weight."""
     items = [item for holder in model.holders for item in holder.packed]
     return [
         ((item.dtype, item.shape), item.contiguous().view(-1).view(torch.uint8), None)

@@ -91,9 +91,9 @@ class RoundingOps(ReferenceOps):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path, name: str) -> None:
-    """With rows of activations rounded as the arithmetic of quantised weights says, where weights stay quantised: but
-    for float32 rounding, which now and then turns a number of a row to its neighbour. The product without rounding is
-    near."""
+    """Rows of activations are rounded as the arithmetic of quantised weights says, where weights stay quantised: but
+    for float32 rounding, which now and then turns a number of a row to its neighbour. The product without rounding
+    is near."""
     method = METHODS[name]
     weights = write_checkpoint(plain, tmp_path / "quantized", method)
     spec = load_spec(tmp_path / "quantized")
@@ -158,7 +158,7 @@ def test_embeddings_and_heads_may_be_quantised(
 def test_a_vision_language_checkpoint_with_its_text_part_quantised(
     checkpoint: CheckpointFactory, tmp_path: Path, name: str
 ) -> None:
-    """Whose names are renamed, and whose text_config says how."""
+    """Its names are renamed, and its text_config has the quantisation."""
     plain = checkpoint("plain-llava", "llava", text=SIZES)
     weights = write_checkpoint(plain, tmp_path / "quantized", METHODS[name], nested="text_config")
     write_dequantized(plain, tmp_path / "tensors", weights)
@@ -167,7 +167,7 @@ def test_a_vision_language_checkpoint_with_its_text_part_quantised(
 
 
 def test_matrices_that_are_not_quantised_stay(plain: Path, tmp_path: Path) -> None:
-    """One of a fused three among them."""
+    """Leaves out the query matrix, which is fused with keys and values."""
     weights = write_checkpoint(plain, tmp_path / "quantized", METHODS["w4-32"])
     original = load_file(plain / "model.safetensors")[f"{QUERY}.weight"]
 

@@ -34,7 +34,7 @@ def error(weight: torch.Tensor, result: QuantizedWeight) -> float:
 
 
 def test_four_bits_have_less_error_than_steps_from_the_largest_number() -> None:
-    """That of llama.cpp's Q4_0 is 0.086 and of symmetric numbers 0.097, of normal numbers; the least is 0.081."""
+    """Errors for normal numbers: llama.cpp's Q4_0 0.086, symmetric numbers 0.097, the least possible 0.081."""
     weight = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0))
     assert error(weight, quantized(weight, 4, 32, torch.float32)) > 0.095
     assert error(weight, quantized_matrix(weight, 4)) < 0.082
@@ -60,7 +60,7 @@ def test_inputs_that_do_not_fit_groups_have_eight_bits() -> None:
 
 
 def test_a_fused_layer_is_its_parts() -> None:
-    """As `hydra-engine quantize` quantises them one by one."""
+    """`hydra-engine quantize` quantises the parts one by one."""
     parts = {"a": 8, "b": 16}
     demands = Demands()
     linear = Linear(Scope(ReferenceOps(), torch.float32, CPU, demands, quantize=4), parts, 64, bias=False)

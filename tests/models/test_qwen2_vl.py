@@ -69,7 +69,7 @@ def test_windows_cover_every_picture_from_its_upper_left_corner(side: int) -> No
 def test_a_span_has_the_same_features_in_every_batch(
     family: str, checkpoint: CheckpointFactory, backend: Backend
 ) -> None:
-    """To the bit: pictures of all sizes and the frames of a video, alone, together, and in another order."""
+    """Bits are equal: pictures of all sizes and the frames of a video, alone, together, and in another order."""
     pair = Pair(CASES[family], "plain", checkpoint(f"{family}-batch", family), backend)
     media = [*(picture(size) for size in (*CASES[family].sizes, *CASES[family].extreme)), clip((50, 40), 5, 1.0)]
     spans = pair.spans(media)

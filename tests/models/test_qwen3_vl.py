@@ -33,7 +33,7 @@ def published(name: str, directory: Path) -> ModelSpec:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_of_published_models(name: str, tmp_path: Path) -> None:
-    """As many as transformers builds; and our model asks a file for the same tensors."""
+    """Counts equal those that transformers builds; and our model asks a file for the same tensors."""
     spec = published(name, tmp_path)
     with torch.device("meta"):
         model = transformers.Qwen3VLForConditionalGeneration(transformers.AutoConfig.from_pretrained(tmp_path))

@@ -116,7 +116,7 @@ def test_waits_and_cuts_change_no_bit(case: FamilyCase, variant: str, ops: str, 
 @pytest.mark.quick("[llava]", "qwen2_5_vl")
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_cuts_change_no_bit_in_bfloat16(case: FamilyCase, variant: str, checkpoints: Checkpoints) -> None:
-    """Which has kernels of its own."""
+    """bfloat16 has kernels of its own."""
     backend = create_backend("cpu", torch.bfloat16, backend=BACKENDS[-1], threads=2)
     pair = Pair(case, variant, checkpoints.of(case, variant), backend)
     spans, planes = spans_of(pair), pair.vision.num_planes
@@ -127,7 +127,7 @@ def test_cuts_change_no_bit_in_bfloat16(case: FamilyCase, variant: str, checkpoi
 
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_every_layer_begins_behind_a_checkpoint(case: FamilyCase, variant: str, checkpoints: Checkpoints) -> None:
-    """What a tower asks of the backend between two checkpoints: attention at most once."""
+    """A tower asks the backend for attention at most once between two checkpoints."""
     backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
     pair = Pair(case, variant, checkpoints.of(case, variant), backend)
     calls: list[str] = []

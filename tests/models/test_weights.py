@@ -131,7 +131,7 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def test_of_tied_matrices_either_will_do(
     checkpoint: CheckpointFactory, tmp_path: Path, kept: str, sharded: bool
 ) -> None:
-    """Under the name of either, or of both; a second one that an index lists need not be there."""
+    """The file has either name, or both; a second one that an index lists need not be there."""
     options = {"max_shard_size": "60KB"} if sharded else {}
     tied = checkpoint(f"tied-text-{sharded}", "llama", text={"tie_word_embeddings": True}, **options)
     directory = Path(shutil.copytree(tied, tmp_path / "model"))

@@ -34,7 +34,7 @@ def logits(directory: Path, quantization: str = "auto", dtype: torch.dtype = tor
 def test_what_is_written_is_what_a_start_makes(
     checkpoint: CheckpointFactory, tmp_path: Path, family: str, wanted: str
 ) -> None:
-    """To the last bit of logits, also where a tied head is stored apart and files are in shards."""
+    """Logits have the same bits, also where a tied head is stored apart and files are in shards."""
     if family == "llava":
         plain = checkpoint("write-llava", "llava", text=SIZES, dtype="bfloat16")
     else:
@@ -74,7 +74,7 @@ def test_embeddings_under_the_heads_name_are_written_under_their_own(
 def test_matrices_that_a_start_takes_from_another_form_are_written_likewise(
     checkpoint: CheckpointFactory, tmp_path: Path, method: str, wanted: str
 ) -> None:
-    """In the checkpoint's dtype; what says how they were quantised is not left beside."""
+    """Matrices that stay have the checkpoint's dtype; files on the earlier quantisation are not copied."""
     plain, stored = checkpoint("write-again", "llama", text=SIZES, dtype="bfloat16"), tmp_path / "stored"
     write_checkpoint(plain, stored, METHODS[method])
     (stored / "quantize_config.json").write_text("{}")

@@ -93,7 +93,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Of the instructions that this processor has."""
+    """Runs the instructions that this processor has."""
     own = set(_C.cpu_features())
     flags = ["-mavx2", "-mfma", "-mf16c", *(flag for name in FEATURES if name in own for flag in FEATURES[name])]
     chosen = [instruction for instruction in INSTRUCTIONS if needed(instruction.name) in own]

@@ -134,7 +134,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_importing_the_module_loads_no_driver() -> None:
-    """Of torch nothing is said: its own libraries may."""
+    """The claim is not about torch: its own libraries may load one."""
     maps = run_python("import hydra_engine._C\nprint(open('/proc/self/maps').read())")
     assert "_C." in maps and "libcuda.so" not in maps
 

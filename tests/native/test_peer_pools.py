@@ -1,4 +1,4 @@
-"""Which handles a process opens: once each, none of its own, none that was closed. The memory behind them is
+"""Handles that a process opens: once each, none of its own, none that was closed. The memory behind them is
 counted here and real in tests/gpu/test_ipc.py."""
 
 import os

@@ -42,7 +42,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture(params=["reference", *per_level("native-{}")])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
-    """Every implementation of the ops, the native one at every level."""
+    """Implementations of the ops, the native one at every level."""
     name, _, level = request.param.partition("-")
     best = _C.isa()
     if level:

@@ -112,7 +112,8 @@ def attend_paged(q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor, given: Any) 
 
 
 class Decode(Prefill):
-    """In graph mode `run` knows nothing but the buffers, the schedule's workspace and what was captured."""
+    """The wrapper for decodes. In graph mode `run` reads only the buffers, the schedule's workspace and what was
+    captured."""
 
     def __init__(self, workspace: Tensor, *, use_cuda_graph: bool = False, **options: Any) -> None:
         buffers = [options.pop(f"paged_kv_{name}_buffer", None) for name in ("indptr", "indices", "last_page_len")]
@@ -193,7 +194,8 @@ class Packed(_Wrapper):
 
 
 class Library:
-    """One of it at a time: `Event` has to know it. `called`: which of the signatures calls were held against."""
+    """A stand-in for the package; one at a time, as `Event` has to know it. `called`: signatures that calls were
+    checked against."""
 
     def __init__(self, signatures: Mapping[str, inspect.Signature] = SIGNATURES) -> None:
         self._signatures = signatures

@@ -29,7 +29,7 @@ BATCHES = [
 
 @dataclass(frozen=True)
 class Step:
-    """One step over requests whose contexts are `tokens`; the cache is NaN wherever no token was written."""
+    """A step over requests whose contexts are `tokens`; the cache is NaN wherever no token was written."""
 
     cache: PagedCache
     layer: int
@@ -91,7 +91,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, begin: int, end: int, dtype: torch.d
 
 
 def assert_as_good_as(result: Tensor, plain: Tensor, truth: Tensor) -> None:
-    """At most twice the error of a plain torch implementation in the same dtype (and a float32 rounding)."""
+    """Allows twice the error of a plain torch implementation in the same dtype, and a float32 rounding."""
     allowed = 2 * (plain.double() - truth).abs().max() + 2e-6
     error = (result.double() - truth).abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"

@@ -1,4 +1,4 @@
-"""What is chosen by measuring: for each use the fastest one by a margin, and never one that fails or computes something
+"""Choices by measuring: for each use the fastest one by a margin, and never one that fails or computes something
 else; a measurement is made once for a machine and a model."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def timed(*times: float) -> Callable[[Callable[[], None]], float]:
-    """Of the launches in their order: ours and the candidates'."""
+    """A timer that returns these times for the launches in order: ours and the candidates'."""
     left = iter(times)
 
     def seconds(launch: Callable[[], None]) -> float:
@@ -138,7 +138,7 @@ def test_one_that_computes_something_else_is_never_taken(wrong: Tensor) -> None:
 
 
 def test_one_that_leaves_a_part_unwritten_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an allocator does it: memory that was given back, with ours' results in it, is what is given next."""
+    """Imitates an allocator: the next memory is what was given back, with our results in it."""
     memory = OURS.clone()
     monkeypatch.setattr(torch, "full_like", lambda like, value: memory.fill_(value))
     result = nothing()
@@ -278,7 +278,7 @@ def test_what_was_asked_for_by_name_is_taken_for_everything(library: Library, na
 def test_a_backend_measures_where_nobody_chose_and_says_what_it_took(
     library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing here touches a GPU: the measurement is another test's."""
+    """Replaces the measurement, which another test checks; no GPU is touched."""
     taken = ChosenAttention({DECODES: "flashinfer"}, {"attention_paged": "measured"}, "attention: flashinfer, measured")
     asked: list[Any] = []
 

@@ -105,7 +105,7 @@ def test_rotation_matches_float64_and_lands_in_the_cache(
 
 
 def assert_rotated(result: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """At most twice the error of the float32 formula rounded once."""
+    """Allows twice the error of the float32 formula rounded once."""
     truth, plain = (rotate(x.to(d), cos.to(d), sin.to(d)) for d in (torch.float64, torch.float32))
     allowed = 2 * (plain.to(result.dtype).double() - truth).abs().max() + 1e-6
     assert (result.double() - truth).abs().max() <= allowed

@@ -1,4 +1,4 @@
-"""What the CUDA backend works out on the host, without a device: layouts of copies, splits of steps, sentences."""
+"""Host work of the CUDA backend, without a device: layouts of copies, splits of steps, sentences."""
 
 import numpy as np
 import pytest

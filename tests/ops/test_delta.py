@@ -30,7 +30,7 @@ SHAPES = [Shape(2, 6, 16, 24, 4), Shape(3, 3, 7, 5, 3), Shape(1, 2, 128, 128, 4)
 
 
 class Inputs(NamedTuple):
-    """Of one request, for both operations."""
+    """Inputs of a request for both operations."""
 
     x: Tensor
     q: Tensor

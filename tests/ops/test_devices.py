@@ -1,4 +1,4 @@
-"""Which device is taken, from what the driver, the extension, torch and Triton say: every answer as data."""
+"""Choice of the device, from what the driver, the extension, torch and Triton say: every answer is data."""
 
 from dataclasses import replace
 
@@ -109,7 +109,7 @@ def test_names_are_those_of_the_driver_even_where_torch_cannot_use_them(monkeypa
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_with_a_driver_and_without_torch_s_cuda_torch_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the probe is real here."""
+    """The probe alone is replaced here."""
     monkeypatch.setattr(devices, "probe", lambda: OK)
     with pytest.raises(BackendError, match=r"cuda:0 cannot be used: torch .* was built without CUDA"):
         devices.resolve("cuda:0")

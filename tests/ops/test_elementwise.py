@@ -27,7 +27,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """As transformers' LlamaRMSNorm; for float64 input everything stays float64."""
+    """The formula of transformers' LlamaRMSNorm; for float64 input everything stays float64."""
     wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 

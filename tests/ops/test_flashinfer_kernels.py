@@ -1,4 +1,4 @@
-"""Which of FlashInfer's kernels there are, and what is done without them. When the package is refused."""
+"""Kernels that FlashInfer has, what is done without them, and packages that are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FA3_64 = FA2_128.replace("128", "64").replace("_kv_stride_equal", "_sm90")
 
 
 def installation(folder: Path, *names: str, sources: bool = True) -> SimpleNamespace:
-    """What is looked at of a package."""
+    """A package with the parts that are looked at."""
     for name in names:
         (folder / "aot" / name).mkdir(parents=True)
         (folder / "aot" / name / f"{name}.so").write_bytes(b"")
@@ -58,7 +58,7 @@ def choose(wanted: str, *, head_dim: int = 128, block_size: int = 16, **changes:
 
 
 def test_auto_measures_where_there_is_something_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FlashInfer or without: there are other candidates."""
+    """FlashInfer need not be there: there are other candidates."""
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert choose("auto") == choose("auto", head_dim=80) == "auto" and choose("triton") == "triton"
     for wrong in ({"deterministic": True}, {"on_gpu": False}, {"dtype": torch.float32}):
@@ -193,7 +193,7 @@ class ByTriton(CudaAttention):
 def test_rows_whose_kernel_is_not_there_are_tritons(
     monkeypatch: pytest.MonkeyPatch, built: str, heads: int, planned: list[str], asked: list[str]
 ) -> None:
-    """With 2 query heads for 2 KV heads, where decodes take no tensor cores, and with 14, where they take FA2."""
+    """Shapes: 2 query heads for 2 KV heads, where decodes take no tensor cores, and 14, where they take FA2."""
     known = frozenset(FlashKernel(name, torch.bfloat16, 64) for name in built.split())
     library = install(monkeypatch, kernels=FlashKernels(known, "its package has no sources to compile more"))
     by_triton = ByTriton()

@@ -1,4 +1,4 @@
-"""What FlashInfer is asked for. The package itself is not needed: `flashinfer_library` has its
+"""Calls of FlashInfer. The package itself is not needed: `flashinfer_library` has its
 calls and computes from their arguments, so that wrong pages give wrong numbers."""
 
 import threading
@@ -153,7 +153,7 @@ def test_kinds_of_layers_that_need_more_room_take_new_wrappers(
 
 
 def test_room_for_partial_results() -> None:
-    """By hand, as FlashInfer 0.6.18 counts: heads x parts x rows of a tile x (head dim + 1) float32."""
+    """Bytes counted by hand, like FlashInfer 0.6.18: heads x parts x rows of a tile x (head dim + 1) float32."""
     qwen = Kind(28, 4, 128, 16, torch.bfloat16, SCALE)
     mib = 1 << 20
     assert workspace_bytes(qwen, 132) == 28 * (264 // 4) * 128 * 129 * 4 + mib
@@ -192,7 +192,7 @@ class Captured:
         return self.results
 
     def check(self, contexts: Sequence[int]) -> None:
-        """With as many rows of padding as are missing."""
+        """Replays with these contexts and rows of padding, and compares with the reference."""
         padding = self.q.shape[0] - len(contexts)
         _, context, tables = step([1] * len(contexts), contexts)
         self.refresh(np.concatenate([context.numpy(), np.ones(padding, dtype=np.int32)]), tables.numpy())
@@ -209,7 +209,7 @@ class Captured:
 def test_captured_decodes_are_planned_before_each_replay(
     attention: FlashInferAttention, library: Library, heads: int
 ) -> None:
-    """With and without tensor cores; contexts grow by blocks, rows come and go, and sizes take turns."""
+    """Heads with and without tensor cores; contexts grow by blocks, rows come and go, and sizes take turns."""
     cache = random_cache()
     large, small = (
         Captured(attention, library, torch.randn(size, heads, 64).to(torch.bfloat16), cache) for size in (4, 2)
@@ -229,7 +229,7 @@ def test_captured_decodes_are_planned_before_each_replay(
 def test_kinds_of_layers_of_one_captured_step_have_schedules_of_their_own(
     attention: FlashInferAttention, library: Library
 ) -> None:
-    """All of them are planned before the step is replayed."""
+    """Schedules of all kinds are planned before the step is replayed."""
     cache, scales = random_cache(), (SCALE, 0.5)
     q = torch.randn(2, 4, 64).to(torch.bfloat16)
     context = torch.ones(2, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Every call of FlashInfer that our code makes fits the package: the released one, whose signatures are a file here,
-and the installed one. What is called is found out by computing with the stand-in, which refuses what does not fit."""
+"""Calls of FlashInfer that our code makes fit the package: the released one, whose signatures are a file here, and the
+installed one. Computing with the stand-in, which refuses what does not fit, finds the calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is done to the heads of a projection, on every implementation: rotation, norm, and both on the way into a cache.
-
+"""Ops on the heads of a projection, for every implementation: rotation, norm, and both on the way into a cache.
 Against float64 and against each other: views of fused projections, odd head dims, poison, empty calls, messages.
 """
 
@@ -33,7 +32,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
-    """As transformers' Qwen3RMSNorm; for float64 input everything stays float64."""
+    """The formula of transformers' Qwen3RMSNorm; for float64 input everything stays float64."""
     wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 

@@ -34,7 +34,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, act: str = "none") -> 
 
 
 def assert_as_good_as(result: Tensor, plain: Tensor, truth: Tensor) -> None:
-    """At most twice the error of a plain torch implementation in the same dtype (and a float32 rounding)."""
+    """Allows twice the error of a plain torch implementation in the same dtype, and a float32 rounding."""
     allowed = 2 * (plain.double() - truth).abs().max() + 1e-6 * (1 + truth.abs().max())
     error = (result.double() - truth).abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
@@ -202,7 +202,7 @@ def test_narrow_weights_give_float32_rows_the_bits_of_wide_ones(
 
 
 def test_narrow_weights_of_any_value_are_widened_without_loss(isa: str) -> None:
-    """Every finite bit pattern: the smallest numbers, both zeros, the largest ones."""
+    """Covers every finite bit pattern: the smallest numbers, both zeros, the largest ones."""
     for dtype in (torch.bfloat16, torch.float16):
         weight = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         weight = weight[weight.isfinite()][:, None]

@@ -90,7 +90,7 @@ def test_written_rows_have_the_bits_of_the_reference_and_nothing_else_changes(
 def test_keys_are_rotated_before_they_are_rounded(
     ops: Ops, dtype: torch.dtype, shape: tuple[int, ...], normed: bool
 ) -> None:
-    """Where the last bits of a rotation differ an integer may be the next one."""
+    """An integer may differ by one where the last bits of a rotation differ."""
     (cache, raw), (expected, expected_raw) = (poisoned(shape, dtype) for _ in range(2))
     _, layers, _, size, heads, dim = shape
     slots = some_slots(shape, 9)

@@ -44,7 +44,7 @@ TWO_LEVELS = [
 def weight_of(
     size: tuple[int, int, int], num_bits: int, scale_dtype: torch.dtype = torch.float32, *, offsets: bool = False
 ) -> QuantizedWeight:
-    """Every value of its bits, -128 too."""
+    """A weight that has every value of its bits, -128 too."""
     num_out, num_in, group = size
     generator = torch.Generator().manual_seed(num_out * 101 + num_in)
     form = {"generator": generator}
@@ -72,8 +72,8 @@ def in_two_levels(size: tuple[int, int, int, int], *, offsets: bool) -> Quantize
 
 
 def rows_of(count: int, num_in: int, dtype: torch.dtype) -> Tensor:
-    """With outlier channels, for which parts of rows have 16 bits: the first part in three rows of ten, so neighbours
-    differ, the others in seven."""
+    """Rows with outlier channels, for which parts of rows have 16 bits: the first part in three rows of ten, so
+    neighbours differ, the others in seven."""
     x = torch.randn(count, num_in, generator=torch.Generator().manual_seed(count * 7 + num_in))
     places = torch.arange(count) % 10 * 7 % 10
     x[places < 3, 5:PART:61] *= 2.0**8
@@ -123,7 +123,7 @@ def test_scales_in_two_levels_give_the_bits_of_those_that_they_stand_for(
 
 
 def test_scales_in_two_levels_of_poisoned_neighbours_are_not_read(isa: str) -> None:
-    """What lies around the tensors and around the packed weight changes nothing and is not changed."""
+    """Poison around the tensors and around the packed weight changes nothing and is not changed."""
     weight = in_two_levels((33, 768, 16, 6), offsets=True)
     x = rows_of(9, 768, torch.bfloat16)
     expected = linear(x, pack_linear(weight))
@@ -284,8 +284,8 @@ FORMS = [(8, 1024), (8, 128), (8, 32), (4, 1024), (4, 128), (4, 32), (6, 16), (5
 def test_outlier_channels_leave_the_others_their_digits(
     isa: str, num_bits: int, group: int, channels: list[int]
 ) -> None:
-    """With them as large as 2^3 to 2^10 of the others, and the weights that read them so much smaller, products are as
-    near to those of the dequantised weight as without, at the most four times as far."""
+    """Outliers are 2^3 to 2^10 times as large as the others, and the weights that read them so much smaller: the error
+    against the dequantised weight is at most four times that without."""
     generator = torch.Generator().manual_seed(0)
     x, wide = (torch.randn(rows, 1024, generator=generator) for rows in (19, 48))
     worst, plain = 0.0, 0.0

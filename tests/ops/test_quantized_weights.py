@@ -126,7 +126,7 @@ def test_outputs_of_scales_in_two_levels_are_chosen_stacked_and_scaled() -> None
 @pytest.mark.parametrize("form", ["8", "4", "float8"])
 @pytest.mark.parametrize("with_offsets", [False, True])
 def test_more_outputs_and_inputs_are_zeros(form: str, *, with_offsets: bool) -> None:
-    """Of whole rows that share a scale; offsets are added to all inputs of an output."""
+    """Rows are whole and share a scale; offsets are added to all inputs of an output."""
     dense, offsets = _weight(24, 60), torch.randn(24, 1) if with_offsets else None
     values = dense.to(FLOAT8) if form == "float8" else quantized(dense, int(form), 60, torch.float16).values
     weight = QuantizedWeight(values, torch.rand(24, 1), offsets, 4 if form == "4" else 8)
@@ -173,7 +173,7 @@ def test_a_layer_keeps_parts_of_several_forms_side_by_side() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_layer_that_mixes_outputs_takes_quantised_parts(*, mixed: bool) -> None:
-    """In reverse order; parts of two forms become tensors, whose sums are those of the dequantised weights."""
+    """The order is reversed; parts of two forms become tensors, whose sums are those of the dequantised weights."""
     demands = Demands()
     linear = Linear(
         Scope(ReferenceOps(), torch.float32, CPU, demands),

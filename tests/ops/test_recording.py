@@ -43,7 +43,7 @@ class Layers:
         return PagedCache(self.normal(BLOCKS, LAYERS, 2, BLOCK, KV_HEADS, DIM))
 
     def given(self, rows: int, cache: PagedCache) -> Given:
-        """Each row behind a context of its own, in blocks of its own where there are enough."""
+        """Inputs with a context for each row, in blocks of its own where there are enough."""
         contexts = torch.randint(1, 3 * BLOCK, (rows,), generator=self._random, dtype=torch.int32)
         tables = torch.randperm(BLOCKS, generator=self._random).to(torch.int32).repeat(3 * rows)[: 3 * rows].view(-1, 3)
         last = contexts.long() - 1
@@ -91,7 +91,7 @@ class SeveralForms(Layers):
 
 
 class Recurrent(Layers):
-    """With a state for each row, which every step reads in one place and leaves in another."""
+    """Layers with a state for each row, which every step reads in one place and writes to another."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -121,7 +121,7 @@ class Recurrent(Layers):
 
 
 def expected_of(layers: Layers, given: Given) -> tuple[Tensor, ...]:
-    """What the layers themselves give, and leave in the caches; the inputs are as before."""
+    """Results of the layers themselves and contents of copied caches; the inputs are unchanged."""
     token_ids, positions, angles, cache, places = given
     copy, states = PagedCache(cache.data.clone()), places.states
     if states is None:
@@ -132,7 +132,7 @@ def expected_of(layers: Layers, given: Given) -> tuple[Tensor, ...]:
 
 
 def left_in(given: Given) -> tuple[Tensor, ...]:
-    """What is in the caches."""
+    """Contents of the caches."""
     *_, cache, (_, _, states) = given
     return cache.data, *(() if states is None else (states.cache.conv, states.cache.recurrent))
 
@@ -193,7 +193,7 @@ class Doubling(Layers):
 
 
 class Transposing(Layers):
-    """With what torch calls a view and copies."""
+    """Layers that use what torch calls a view and copies."""
 
     def __call__(self, *given: Any) -> Tensor:
         return super().__call__(*given).t().reshape(-1, SIZE)
@@ -237,7 +237,7 @@ def test_contents_are_checked_in_every_replay() -> None:
 
 @pytest.mark.slow
 def test_recording_does_not_import_torch_s_compiler() -> None:
-    """In a process of its own: a second of every start."""
+    """Runs in a process of its own; the import would take a second of every start."""
     script = """
 import sys
 import torch

@@ -28,7 +28,7 @@ from tests.ops.conftest import LEVELS
 
 @pytest.fixture
 def without_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where nothing was built: None in sys.modules makes an import fail."""
+    """Simulates a machine where nothing was built: None in sys.modules makes an import fail."""
     monkeypatch.setitem(sys.modules, "hydra_engine._C", None)
 
 

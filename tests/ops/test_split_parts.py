@@ -85,7 +85,7 @@ def test_a_step_moves_to_the_partition_that_it_chooses_and_the_next_encode_follo
 
 
 def test_a_step_that_chose_more_stays_off_what_the_encode_has() -> None:
-    """Once that has ended the next encode is on the larger partition's part, and the step after it follows."""
+    """After that encode the next one is on the larger partition's part, and the step after it follows."""
     sharing, done = Sharing((32, 64)), [False]
     sharing.submitted(LANGUAGE)
     sharing.submitted(VISION)

@@ -148,7 +148,7 @@ def test_a_segment_without_rows_is_not_equal_to_the_others(calls: list[str]) -> 
 
 
 def test_varlen_has_the_arguments_that_it_is_given_and_gives_rows() -> None:
-    """On tensors without data, by the real function."""
+    """Calls the real function on tensors without data."""
     fused = torch.empty(200, 3, 2, 80, dtype=torch.bfloat16, device="meta")
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
     attended = varlen.varlen_attn(*fused.unbind(1), bounds, bounds, 100, 100, scale=0.1)

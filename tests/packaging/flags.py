@@ -1,4 +1,4 @@
-"""Which flags and variables there are: of the commands, of the benchmarks and of the tools."""
+"""Flags and variables that exist: of the commands, of the benchmarks and of the tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIABLE = re.compile(r"\bHYDRA_[A-Z_]*[A-Z]\b")
 
 
 def commands() -> dict[str, set[str]]:
-    """Of each command, every spelling of its flags, without the dashes."""
+    """Spellings of each command's flags, without the dashes."""
     _, parsers = build_parser()
     return {name: {flag.removeprefix("--") for flag in _spellings(parser)} for name, parser in parsers.items()}
 
@@ -37,7 +37,7 @@ def of_scripts() -> set[str]:
 
 
 def variables() -> set[str]:
-    """Every variable that something reads: options under each of their names, and what the code and the build name."""
+    """Variables that something reads: options under each of their names, and what the code and the build name."""
     named = {variable_of(option.name) for option in all_options()} | {variable_of(name) for name in options_by_name()}
     for path in (ROOT / "setup.py", *(ROOT / "hydra_engine").rglob("*.py"), *(ROOT / "csrc").rglob("*.c*")):
         named |= set(re.findall(r'"(HYDRA_[A-Z_]*[A-Z])', path.read_text(encoding="utf-8")))

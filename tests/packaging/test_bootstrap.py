@@ -1,4 +1,4 @@
-"""What a first `make demo` installs and says: no more than what runs the engine, every version pinned."""
+"""Packages and output of a first `make demo`: no more than what runs the engine, every version pinned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is shipped: the sdist builds elsewhere, its wheel holds what it must and no more, and runs without the tree."""
+"""The shipped files: the sdist builds elsewhere, its wheel holds what it must and no more, and runs without the
+tree."""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ def test_no_flag_ties_the_extension_to_the_machine_that_built_it() -> None:
 
 @pytest.mark.slow
 def test_every_import_is_a_dependency() -> None:
-    """Of the packages that are shipped: always there, or with an extra."""
+    """Checks shipped packages: a dependency is always installed, or with an extra."""
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     named = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines}
     owners = packages_distributions()

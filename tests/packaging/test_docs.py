@@ -1,4 +1,5 @@
-"""What the documents say is there: links, headings, flags, variables, routes, and the sentences of errors."""
+"""Claims of the documents that can be checked: links, headings, flags, variables, routes, and the sentences of
+errors."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ HOLE = "\0"
 
 @cache
 def sentences() -> tuple[str, ...]:
-    """Every text of the code, with a hole where a value goes."""
+    """Texts of the code, with a hole for each value."""
     found = []
     for path in (ROOT / "setup.py", *(ROOT / "hydra_engine").rglob("*.py")):
         for node in ast.walk(ast.parse(text_of(path))):

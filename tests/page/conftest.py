@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 
 
 class Tab:
-    """One page, with what tests look for by its mark, and what went wrong in it."""
+    """A page, the elements that tests find by their mark, and the problems in it."""
 
     def __init__(self, page: Any, url: str) -> None:
         self.page = page
@@ -169,7 +169,7 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
 
 @pytest.fixture(scope="package")
 def shared_server() -> Iterator[Scripted]:
-    """One for all tests that need no options."""
+    """A server for all tests that need no options."""
     loop = Loop()
     yield loop.serve()
     loop.close()

@@ -44,7 +44,7 @@ def add_star(tab: Tab) -> None:
 
 
 def asked(served: Scripted) -> list[str]:
-    """What the latest request had, turn by turn."""
+    """Texts of the latest request, turn by turn."""
     contents = [m["content"] for m in plain(served.engine.submissions[-1].messages)]
     return [content if isinstance(content, str) else content[-1].get("text", "") for content in contents]
 

@@ -32,7 +32,8 @@ SPANS = (
 
 
 def show(served: Scripted, pd0: dict[str, Any] | None = None, **changes: Any) -> None:
-    """One instance that encodes and one that does the rest, the latter in this state, with these gauges and limits."""
+    """Shows one instance that encodes and one that does the rest, the latter in this state, with these gauges and
+    limits."""
     now = time.monotonic()
     language = StepReport(True, now - 0.001, 3, 2, 0, 131)
     busy = {"language_step": language, "num_decoding": 2, "transfer": TransferReport(pulled=4, pulled_bytes=4_000_000)}

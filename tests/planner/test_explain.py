@@ -144,7 +144,7 @@ def test_price_ratios_are_of_the_same_kind_of_price() -> None:
 
 
 def test_a_workload_is_told_in_the_papers_terms() -> None:
-    """On devices that take 0.63 times as long for the picture as for a request's tokens, at 0.1 ms each."""
+    """Devices take 0.63 times as long for the picture as for a request's tokens, at 0.1 ms each."""
     decode_s, prefill_s = 127 * 1e-4, 704 * 1e-4
     language_s = prefill_s + decode_s
     cheap = flat_kind("cheap", 0.63 * language_s / 576, 1e-4, price=3000)

@@ -142,7 +142,7 @@ def test_links_are_the_common_one_and_the_hosts() -> None:
 
 
 def test_attention_of_pictures_is_counted_once() -> None:
-    """What patches and pairs cost at the rate of products is the tower's FLOP, no more."""
+    """Patches and pairs cost the tower's FLOP at the rate of products, and no more."""
     spec, surface = spec_of(QWEN2), surface_of(QWEN2, "H200")
     assert spec.vision is not None
     pairs = roofline.patch_pair_flops(spec.vision)

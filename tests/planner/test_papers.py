@@ -40,7 +40,7 @@ def numbered(paper: str, kind: str, *numbers: int) -> set[str]:
 
 
 def column(result: Result, name: str) -> dict[Cell, Cell]:
-    """By the first column."""
+    """The column's cells by the first column's."""
     place = result.table.columns.index(name)
     return {row[0]: row[place] for row in result.table.rows}
 

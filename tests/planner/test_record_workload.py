@@ -191,8 +191,8 @@ def test_a_real_server_records_what_it_was_asked(tmp_path: Path) -> None:
 
 
 def _ask(client: openai.OpenAI) -> dict[str, tuple[int, int]]:
-    """One after the other, so that their order is known: text, a picture twice, what is refused, three answers, and one
-    that is left early."""
+    """Sends one after the other, so that their order is known: text, a picture twice, what is refused, three
+    answers, and one that is cancelled early."""
     words: Any = [{"role": "user", "content": "What is two plus three?"}]
     data = base64.b64encode((DEMO / "pictures" / "shapes.png").read_bytes()).decode()
     shown: Any = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}

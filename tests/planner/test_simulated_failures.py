@@ -46,7 +46,7 @@ def test_requests_of_an_instance_that_dies_are_done_again(topology: str, place: 
 @pytest.mark.parametrize("topology", ["2E+2P+2D", pytest.param("2ED+2P", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(examples(12)))
 def test_instances_die_at_any_moment_two_at_once_too(topology: str, seed: int) -> None:
-    """With small caches, so that requests give way and wait for each other as well."""
+    """Caches are small, so that requests are preempted and wait for each other as well."""
     random = Random(f"{topology} {seed}")
     at = site(num_kv_blocks=40, num_image_blocks=4, block_size=4)
     at = replace(at, config=replace(at.config, max_model_len=34 * 4))

@@ -55,7 +55,7 @@ def test_every_request_ends_once_with_all_its_tokens_and_nothing_is_held(topolog
 
 
 def lonely(topology: str, request: WorkloadRequest) -> Record:
-    """One request, a picture before all else, in an idle deployment of lanes that do not slow each other."""
+    """The record of one request, pictures first, in an idle deployment of lanes that do not slow each other."""
     alone = replace(SURFACE, decode_slowdown=1.0, prefill_slowdown=1.0, vision_slowdown=1.0)
     kind = replace(DEVICE, costs=replace(COSTS, surface=alone))
     deployment = Deployment(topology, replace(site(), devices=gpus(3, kind)))
@@ -66,7 +66,7 @@ def lonely(topology: str, request: WorkloadRequest) -> Record:
 
 
 def step_s(work_s: float) -> float:
-    """From a plan to its result, on an idle lane."""
+    """Seconds from a plan to its result on an idle lane."""
     return COSTS.turn_s + COSTS.submit_s + work_s + COSTS.collect_s
 
 
@@ -90,7 +90,7 @@ def test_an_idle_deployment_takes_the_sum_of_its_parts(topology: str) -> None:
 
 
 def test_the_token_behind_moved_kv_costs_what_a_decode_does() -> None:
-    """It is a chunk by name, and what chunks cost besides is not for one token."""
+    """The token is a chunk by name; the extra cost of a chunk does not apply to it."""
     kind = replace(DEVICE, costs=replace(COSTS, surface=replace(SURFACE, per_chunk_s=0.5)))
     (record,) = simulate("EP+D", replace(site(), devices=gpus(2, kind)), [row(0.0, 20, 4)])
     assert record.ttft_s is not None and record.ttft_s > 0.5
@@ -289,7 +289,7 @@ def test_a_model_without_a_vision_tower_takes_no_pictures(qwen: ModelSpec) -> No
 
 
 def decoded_s(num_requests: int, host: Host, pixel_cache_mib: int = 256, same: bool = False) -> float:
-    """When the first tokens of requests with one large picture each have all come."""
+    """Seconds until the first tokens of all requests, with one large picture each, have come."""
     base = site(1)
     media = replace(base.config.media, pixel_cache_mib=pixel_cache_mib, decode_workers=2)
     at: Site = replace(base, config=replace(base.config, media=media), host=host)
@@ -299,7 +299,7 @@ def decoded_s(num_requests: int, host: Host, pixel_cache_mib: int = 256, same: b
 
 
 def test_pictures_are_decoded_by_as_many_threads_as_there_are_and_once() -> None:
-    """With pixels so slow that nothing else counts."""
+    """Pixels are so slow that nothing else counts."""
     host = Host(cores=2, pixel_s=1e-6)
     work_s = 4e6 * host.pixel_s
     assert decoded_s(2, host) == pytest.approx(work_s, rel=0.1)

@@ -1,5 +1,5 @@
-"""What early hand-overs are worth, on a simulated deployment whose links are slow: without them first tokens and second
-tokens wait for bytes."""
+"""Gain of early hand-overs on a simulated deployment whose links are slow: without them first tokens and second tokens
+wait for bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINK_BYTES_PER_S = 4e6
 
 
 def served(rows: list[WorkloadRequest], **switches: bool) -> list[Record]:
-    """By one instance of each stage, each on a device of its own."""
+    """Records of one instance of each stage, each on a device of its own."""
     config = EngineConfig(scheduler=SchedulerConfig(token_budget=32, max_num_seqs=4), cluster=ClusterConfig(**switches))
     kind = DeviceKind("gpu", Costs(SURFACE, threads=0), link_bytes_per_s=LINK_BYTES_PER_S)
     devices = {f"cuda:{number}": kind for number in range(3)}

@@ -1,4 +1,4 @@
-"""How blocks move between instances of a simulated deployment, and what that is worth."""
+"""Moves of blocks between instances of a simulated deployment, and their gain."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_pictures_of_one_request_are_fetched_side_by_side(monkeypatch: pytest.Mo
 
 
 def one_picture(topology: str, model: Path) -> tuple[Deployment, float]:
-    """In four tiles."""
+    """The deployment and TTFT of a picture of four tiles."""
     deployment = Deployment(topology, site(len(Topology.parse(topology).instances), 1e9, model))
     deployment.submit(WorkloadRequest(at_s=0.0, prompt_tokens=20, output_tokens=4, pictures=(Picture(60, 60, 0),)))
     (record,) = deployment.run()
@@ -73,7 +73,7 @@ def one_picture(topology: str, model: Path) -> tuple[Deployment, float]:
 
 @pytest.mark.slow
 def test_the_parts_of_one_picture_are_encoded_by_several_instances(tmp_path: Path) -> None:
-    """As EPD's parallel encode of one request: LLaVA-NeXT's square and rows of tiles have no work in common."""
+    """EPD calls this parallel encode of one request: LLaVA-NeXT's square and rows of tiles have no work in common."""
     make_tiny("llava_next", tmp_path, seed=1)
     alone, alone_s = one_picture("E+P+D", tmp_path)
     assert {span.instance for span in spans_of(alone, "encode")} == {"e0"}
@@ -89,7 +89,7 @@ SLOW_LINK = 3e7  # bytes per second: a token is copied in about a quarter of the
 
 
 def one_prompt(handover_tokens: int) -> tuple[float, float, list[StageSpan]]:
-    """When the first and the second token are there, and the copies of KV."""
+    """Seconds of the first and the second token, and the copies of KV."""
     deployment = Deployment("P+D", site(2, SLOW_LINK, handover_tokens=handover_tokens))
     deployment.submit(WorkloadRequest(at_s=0.0, prompt_tokens=400, output_tokens=4))
     (record,) = deployment.run()
@@ -110,7 +110,7 @@ def test_one_part_of_a_prompt_is_copied_while_the_next_is_computed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("link_bytes_per_s", [SLOW_LINK, 1e9])
 def test_parts_are_as_large_as_measured_copies_and_steps_make_it_worth_while(link_bytes_per_s: float) -> None:
-    """Where copies are slow, those behind the first ones are hidden; where they are fast, no prompt is split."""
+    """Slow copies are hidden after the first ones; where copies are fast, no prompt is split."""
     gaps: dict[int | None, list[float]] = {}
     pulls: dict[int | None, int] = {}
     for handover_tokens in (None, 0):
@@ -146,7 +146,7 @@ def first_gaps(long_answer: int = 80) -> list[float]:
 def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the loads of their arrival all long answers go to one of two, which has no room for them at once."""
+    """The loads at arrival send all long answers to one of two, which cannot hold them at once."""
     late = first_gaps()
     start = Dispatcher.start
 
@@ -173,7 +173,7 @@ def test_what_has_waited_for_room_at_one_decoder_goes_to_another_that_has_some(m
 def test_a_second_choice_while_kv_is_copied_loses_no_request(
     link_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any patience, and with copies that take longer than a tick: either choice may be the one that has it."""
+    """Patience is zero and copies take longer than a tick: either decoder may be the one that has the KV."""
     monkeypatch.setattr(transitions, "PATIENCE_S", 0.0)
     monkeypatch.setattr(transitions, "_has_room", lambda other, full: other.usable)
     deployment = Deployment("2P+3D", site(5, link_bytes_per_s, max_num_seqs=4, handover_tokens=32))

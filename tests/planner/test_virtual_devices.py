@@ -87,8 +87,8 @@ def test_steps_of_a_dead_instance_are_never_done_and_slow_nobody() -> None:
 
 
 def copied_s(*copies: tuple[int, int, int], fabric: float = 0.0, drop: str = "") -> list[float]:
-    """When copies that begin together have ended: (source, target, bytes) by devices' numbers. `drop`: the instance
-    that loses its copies after half a second; that of copy i is called i."""
+    """Seconds at which copies that begin together have ended: (source, target, bytes) by devices' numbers. `drop`: the
+    instance that loses its copies after half a second; that of copy i is called i."""
     agenda, ended, numbers = Agenda(), {}, count()
     links = Links(agenda, gpus(4, RATES), fabric)
     for (source, target, num_bytes), number in zip(copies, numbers, strict=False):

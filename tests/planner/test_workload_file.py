@@ -176,7 +176,7 @@ def test_a_file_that_is_not_there_or_too_long_is_refused(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_makes_no_request(value: float) -> None:
-    """It could not come out of a file: it is written as null."""
+    """A file cannot hold such a number: it is written as null."""
     request = WorkloadRequest(at_s=value, prompt_tokens=1, output_tokens=1)
     assert problem_of(request) is not None
     video = Video(8, 8, 9, value, 0)

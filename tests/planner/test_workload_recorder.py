@@ -1,5 +1,4 @@
-"""What is recorded of requests that end: sizes, times and numbers in the order of arrival, and nothing of what is in
-them."""
+"""Records of requests that end: sizes, times and numbers in the order of arrival, and nothing of their contents."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def build_byte_level() -> Backend:
 
 
 def build_sentencepiece_like() -> Backend:
-    """As Llama 2's: spaces as ▁, bytes as <0x..> where the alphabet ends, the first space dropped."""
+    """A tokenizer like Llama 2's: spaces as ▁, bytes as <0x..> where the alphabet ends, the first space dropped."""
     letters = [*sorted({char for text in CORPUS[::2] for char in text if not char.isspace()}), "▁"]
     tokens = ["<unk>", *SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "▁t", "he", "▁the", "at"]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -290,5 +290,5 @@ class _ChildHere:
 
 @pytest.fixture
 def fetch_child_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hosts send is read in this process, where it can be looked at and which nobody has to start."""
+    """Reads what hosts send in this process, where it can be looked at and no child has to start."""
     monkeypatch.setattr(fetch_process, "_spawn", _ChildHere)

@@ -99,7 +99,7 @@ class Chat:
 
 
 def kinds_of(published: Published) -> list[str]:
-    """What a checkpoint and its template know."""
+    """Kinds of conversation that a checkpoint and its template support."""
     known = {"a picture": bool(published.image), "pictures": bool(published.image), "videos": bool(published.video)}
     known |= {"tools": published.tools, "system": published.template != "smolvlm"}
     return [kind for kind in KINDS if known.get(kind, True)]
@@ -185,7 +185,7 @@ def clip(size: tuple[int, int], num_frames: int, fps: float) -> Clip:
 
 
 class Sides:
-    """One checkpoint in both hands."""
+    """A checkpoint in the engine and in transformers."""
 
     def __init__(self, published: Published, directory: Path) -> None:
         write_checkpoint(published, directory)
@@ -230,7 +230,7 @@ class Sides:
         return ids
 
     def theirs(self, chat: Chat) -> list[int]:
-        """What users of transformers call."""
+        """Token ids by the method that users of transformers call."""
         told = copy.copy(chat.messages)  # it may change the list; the pictures stay the same objects
         options: dict[str, Any] = {
             "add_generation_prompt": not chat.continued,
@@ -272,7 +272,7 @@ def _as_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _process_videos(processor: Any, directory: Path, videos: Any, **_options: Any) -> tuple[dict[str, Any], list[str]]:
-    """In place of the processor's own method, which resizes; the texts are its own."""
+    """Replaces the processor's own method, which resizes; the texts are its own."""
     clips = [_clip_of(frames) for batch in videos for frames in batch]
     name = type(processor).__name__.removesuffix("Processor")
     if name.startswith("MiniCPM"):
@@ -324,7 +324,7 @@ async def both(sides: Sides, chat: Chat) -> tuple[list[int] | None, list[int] | 
 
 
 async def differing(sides: Sides, kind: str, rng: random.Random, number: int) -> list[Chat]:
-    """Of that many random conversations those with other ids."""
+    """Random conversations, out of `number`, whose ids differ."""
     chats = [draw(sides.published, kind, rng) for _ in range(number)]
     results = [await both(sides, chat) for chat in chats]
     return [chat for chat, (ours, theirs) in zip(chats, results, strict=True) if ours != theirs or ours is None]

@@ -361,7 +361,7 @@ CHECKPOINTS: dict[str, Published] = {
 
 
 def write_checkpoint(published: Published, directory: Path) -> None:
-    """All files but the weights: prompts need no more."""
+    """Writes all files but the weights: prompts need no more."""
     family = TINY[published.family]
     files = tokenizer_files(published.tokenizer, published.extra, **dict(published.settings))
     ids = {token["content"]: token["id"] for token in files.tokenizer["added_tokens"]}

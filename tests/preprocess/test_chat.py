@@ -226,8 +226,8 @@ def test_what_stands_before_an_answer(tokenizer: Tokenizer, name: str, variables
 
 
 def test_what_stands_before_an_answer_of_odd_templates(tokenizer: Tokenizer) -> None:
-    """Of one that reads parts, one that depends on the tools, one that goes on behind a tool's result, one that
-    refuses the conversation, and of none."""
+    """Templates: one that reads parts, one that depends on the tools, one that continues after a tool's result, one
+    that refuses the conversation, and none."""
     parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}!"
     assert ChatTemplate(tokenizer, parts, IMAGE).generation_prompt() == "!"
     tools = ChatTemplate(tokenizer, "{{ messages[0].content }}{{ 'T' if tools else 'N' }}", IMAGE)

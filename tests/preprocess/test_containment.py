@@ -1,4 +1,4 @@
-"""What sandboxed children cannot do, asked of a child that tries."""
+"""Actions that sandboxed children cannot do, asked of a child that tries."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ FLAGS = "\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7"
 def test_a_stop_string_may_begin_inside_what_looks_like_one_character(
     tokenizers: dict[str, Tokenizer], name: str, text: str, stop: str
 ) -> None:
-    """In a stream of single bytes as in one piece; what came before it is not held back for ever."""
+    """A stream of single bytes gives the same as one piece; text before the stop string is not held back for ever."""
     tokenizer = tokenizers[name]
     ids = tokenizer.encode(text, add_special_tokens=False)
     before = tokenizer.decode(ids)[: text.index(stop)]

@@ -168,7 +168,7 @@ def judged_by_pillow(data: bytes) -> np.ndarray | None:
 def test_a_file_without_its_last_bytes_is_judged_as_pillow_does(
     encoded: Encode, picture: Picture, format: str, options: dict, may_lack: int, size: tuple[int, int]
 ) -> None:
-    """It is shown if all of its pixels are there."""
+    """A picture is shown if all of its pixels are there."""
     options = dict(options)
     whole = encoded(picture(*size).convert(options.pop("mode", "RGB")), format, **options)
     assert judged(whole) is not None

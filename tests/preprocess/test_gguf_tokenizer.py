@@ -52,7 +52,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def byte_level(rule: str) -> Tokenizer:
-    """As the published tokenizer.json of Qwen2, Qwen3.5, Llama 3 and GPT-2 are built, of a small vocabulary."""
+    """A tokenizer like the published ones of Qwen2, Qwen3.5, Llama 3 and GPT-2, with a small vocabulary."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=rule == "llama-bpe"))
     if rule.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
@@ -67,7 +67,7 @@ def byte_level(rule: str) -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """As the published tokenizer.json of Llama 2 and LLaVA-1.5 are built."""
+    """A tokenizer like the published ones of Llama 2 and LLaVA-1.5."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -91,7 +91,7 @@ def with_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def settings_of(tokenizer: Tokenizer, rule: str | None) -> dict[str, Any]:
-    """What llama.cpp's converter writes of it; `rule` None: SentencePiece."""
+    """Settings that llama.cpp's converter writes for it; `rule` None: SentencePiece."""
     described = json.loads(tokenizer.to_str())
     size = tokenizer.get_vocab_size() + 3
     tokens, kinds = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size

@@ -1,4 +1,4 @@
-"""Whose pictures and videos are opened and decoded when, and which are not decoded at all."""
+"""Turns of clients: when their pictures and videos are opened and decoded, and which are not decoded at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way is up, asked of Pillow: transformers shows models what `exif_transpose` makes of a file."""
+"""Orientation of pictures, compared with Pillow: transformers shows models the result of `exif_transpose`."""
 
 import io
 import random
@@ -68,7 +68,7 @@ def idat() -> bytes:
 
 
 def profile(data: bytes) -> bytes:
-    """As ImageMagick writes it."""
+    """EXIF data as ImageMagick writes it."""
     return f"\nexif\n{len(data):8}\n{data.hex()}\n".encode()
 
 
@@ -151,7 +151,7 @@ def quiet() -> Iterator[None]:
 
 
 def as_pillow(data: bytes) -> np.ndarray:
-    """What transformers shows a model; the picture as it is stored where Pillow cannot tell."""
+    """The picture that transformers shows a model; as it is stored where Pillow fails to turn it."""
     with Image.open(io.BytesIO(data)) as image:
         try:
             turned = ImageOps.exif_transpose(image)

@@ -32,7 +32,7 @@ def test_modes_without_transparency_are_those_of_transformers(picture: Picture, 
 
 @pytest.mark.parametrize("mode", ["LA", "La", "PA", "RGBA", "RGBa"])
 def test_modes_with_transparency_lie_over_white(picture: Picture, mode: str) -> None:
-    """As the processors of transformers that know of transparency convert them."""
+    """Processors of transformers that support transparency convert so."""
     image = picture(20, 10, channels=4)
     rgba = image.convert("LA").convert("RGBA") if mode in ("LA", "La") else image
     if mode == "PA":

@@ -159,7 +159,7 @@ TYPES += ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 @pytest.mark.quick("llava]", "qwen2_vl", "minicpmv4_6")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_class_of_a_tokenizer_is_the_one_that_auto_tokenizer_takes(tmp_path: Path, model_type: str) -> None:
-    """For every native model type, whatever class the files name: classes make other tokenizers of the same file."""
+    """Native model types get it whatever class the files name: classes make different tokenizers of the same file."""
     build_config(model_type).save_pretrained(tmp_path)
     for kind in ("llama, legacy", "llama 3"):
         files = tokenizer_files(kind)

@@ -38,7 +38,7 @@ async def ids_of(kitchen: Kitchen, *messages: dict[str, Any], **options: Any) ->
 
 
 def literal(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As transformers encodes a text of which no special token is one."""
+    """Ids of a text without special tokens, encoded by transformers."""
     found = tokenizer._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     tokenizer._backend.encode_special_tokens = False
     return list(found)

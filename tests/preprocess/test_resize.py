@@ -84,7 +84,7 @@ def test_sizes_of_models(level: str) -> None:
 
 
 def test_a_tall_picture_is_shrunk_down_before_across(level: str) -> None:
-    """As Pillow 13 does; the other order differs in the last bit. At exactly twice as many rows less it does not."""
+    """Pillow 13 does so; the other order differs in the last bit. At exactly twice as many rows less it does not."""
     for width, height, size in ((40, 200, (30, 100)), (40, 200, (30, 180)), (40, 200, (30, 181)), (3, 3, (34, 2))):
         for resample in ("bilinear", "bicubic", "lanczos"):
             check(noise(width, height, 2), size, resample)

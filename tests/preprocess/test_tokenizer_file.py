@@ -1,4 +1,4 @@
-"""What is looked at in a tokenizer.json before a tokenizer is built of it."""
+"""Checks of a tokenizer.json before a tokenizer is built from it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def video(name: str = "mp4", *, num_frames: int = 12, size: tuple[int, int] = (6
 
 
 def bar(shown: np.ndarray) -> int:
-    """Which frame of `video` this is."""
+    """The number of this frame of `video`."""
     row = shown[-4, :, 0].astype(int)
     return round(int((row > 135).sum()) / 4) - 1
 
@@ -242,7 +242,7 @@ def test_frames_that_are_not_there(decoders: Decoders) -> None:
 
 
 def test_frames_of_another_size_in_the_middle_are_resized(decoders: Decoders) -> None:
-    """As calls over a network record them."""
+    """Calls over a network record such files."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as container:
         stream = container.add_stream("mjpeg", rate=5)

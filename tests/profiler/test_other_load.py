@@ -1,4 +1,4 @@
-"""Whether a machine was busy with other programs: real ones, and what the kernel would count."""
+"""Load of other programs: real ones, and what the kernel would count."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_without_such_a_file_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_programs_beside_are_seen() -> None:
-    """As many as there are cores; whatever else runs here only adds to them."""
+    """Starts as many programs as there are cores; whatever else runs here only adds to them."""
     other = OtherLoad()
     spin = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
     programs = [subprocess.Popen([sys.executable, "-c", spin]) for _ in CORES]

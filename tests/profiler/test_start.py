@@ -1,4 +1,4 @@
-"""Where the surface of a start comes from: measured once, then taken from the file while it holds."""
+"""Surfaces of a start: measured once, then taken from the file while it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved comes back; what is damaged, foreign, outdated, too small or absurd does not."""
+"""Saved profiles are read again; damaged, foreign, outdated, too small or absurd ones are not."""
 
 from __future__ import annotations
 

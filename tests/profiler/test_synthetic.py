@@ -53,7 +53,7 @@ def test_every_request_takes_its_slot_with_a_chunk() -> None:
 
 
 def test_slots_with_a_state_go_on_where_they_are() -> None:
-    """What the lane asserts of recurrent states: a row begins at 0 or where its slot's last row ended."""
+    """The lane asserts of recurrent states: a row begins at 0 or where its slot's last row ended."""
     maker = PlanMaker(SIZES, VOCABULARY, stateful=True)
     seen = dict.fromkeys(range(SIZES.max_num_seqs), 0)
     plans = maker.opening()

@@ -188,7 +188,7 @@ def test_json_is_json_whatever_is_logged() -> None:
 
 
 def test_every_line_of_a_server_is_json_where_that_is_asked_for() -> None:
-    """From the first line to the last, of the instances too."""
+    """Lines from the first to the last, also those of the instances."""
     command = [sys.executable, "-m", "hydra_engine", "serve", "demo", "--port", "0", "--threads", "1"]
     flags = ["--log-format", "json", "--log-level", "info", "--access-log", "json", "--enable-log-requests"]
     process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, cwd=ROOT)

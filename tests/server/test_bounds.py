@@ -1,4 +1,4 @@
-"""Each field at its limit and beyond it: cases made from the types of the requests, so a new field has some too."""
+"""Fields at their limit and beyond it: cases made from the types of the requests, so a new field has some too."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def test_all_operations_are_in_it(schema: Any) -> None:
 def test_what_the_document_says(
     schema: Any, session: requests.Session, method: str, path: str, mode: GenerationMode
 ) -> None:
-    """What its schema allows may be refused all the same, as fields that exclude each other are, and a topology in
-    which nothing decodes."""
+    """A request that its schema allows may still be refused: for fields that exclude each other, and in a topology
+    where nothing decodes."""
     operation = schema[path][method]
     checks = CHECKS + ([negative_data_rejection] if mode is NEGATIVE else [])
 
@@ -134,8 +134,8 @@ EXAMPLES = [(*route, body) for route in ROUTES for body in OPERATIONS[route].exa
 def test_an_example_is_answered_as_the_document_says(
     schema: Any, session: requests.Session, method: str, path: str, body: dict[str, Any]
 ) -> None:
-    """What is drawn above need not hold one that is served: hypothesis draws from the modules that are imported, so
-    alone and behind other tests it draws other values."""
+    """The requests drawn above need not include one that is served: hypothesis draws from the modules that are
+    imported, so alone and after other tests it draws other values."""
     case = schema[path][method].Case(body=body, media_type="application/json")
     response = case.call(session=session, headers=ADMIN, timeout=20)
     assert response.status_code == 200, response.text

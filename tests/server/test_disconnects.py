@@ -172,7 +172,7 @@ async def slow_host() -> AsyncIterator[tuple[str, list[int]]]:
 
 
 async def test_before_the_engine_has_it(one: Rig, slow_host: tuple[str, list[int]]) -> None:
-    """In the middle of the body, and while a picture is fetched: the fetch ends too."""
+    """The client leaves in the middle of the body, and while a picture is fetched: the fetch ends too."""
 
     async def in_the_body() -> Client:
         client = await one.ask(whole=False)
@@ -192,7 +192,7 @@ async def test_before_the_engine_has_it(one: Rig, slow_host: tuple[str, list[int
 
 
 async def test_their_prompts_are_counted_whole(one: Rig) -> None:
-    """What the cache had and what was computed, together the prompts that came to a first token."""
+    """Cached and computed tokens together are the prompts that came to a first token."""
     ended: list[Result] = []
     metrics = FinishedRequests()
     one.engine.add_observer(ended.append)

@@ -1,4 +1,4 @@
-"""Every refusal: its status, its code, the field it names, and what its body must never hold."""
+"""Refusals: their status, code and field, and what their body must never hold."""
 
 from __future__ import annotations
 

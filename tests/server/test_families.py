@@ -1,4 +1,4 @@
-"""Every native family through the whole server: HTTP in, and the very words that transformers generates out."""
+"""Native families through the whole server: HTTP in, and the very words that transformers generates out."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ def test_what_is_no_call_is_content(text: str) -> None:
 
 
 def test_a_call_that_ends_anywhere_is_cut_or_content() -> None:
-    """Every beginning of an answer: it is content until a parameter shows that it is a call, and whole from the end of
-    the function on."""
+    """The beginning of an answer is content until a parameter shows that it is a call, and whole from the end of the
+    function on."""
     text = call("write", path="a", lines="3")
     known, end = text.index("<parameter=") + len("<parameter="), text.index("</function>") + len("</function>")
     for size in range(1, len(text) + 1):

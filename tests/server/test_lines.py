@@ -44,7 +44,7 @@ def texts_of(event: dict[str, Any]) -> str:
 @pytest.mark.parametrize("path", list(ASKED))
 @pytest.mark.parametrize("logprobs", [False, True])
 async def test_no_character_of_an_answer_ends_a_line(served: Served, path: str, logprobs: bool) -> None:
-    """With log probabilities events take the long way."""
+    """Events with log probabilities take the slow path."""
     served.engine.pieces = PIECES
     more = {"/v1/chat/completions": {"logprobs": True}, "/v1/completions": {"logprobs": 2}}.get(path, {})
     events = await events_of(served, path, **more if logprobs else {})

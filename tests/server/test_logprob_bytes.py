@@ -1,5 +1,5 @@
-"""What answers say of their tokens fits together: the bytes of all tokens are the text's, whole and in a stream, for
-every kind of vocabulary."""
+"""Log probabilities of answers are consistent: the bytes of all tokens are the text's, whole and in a stream, for every
+kind of vocabulary."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ async def test_the_campaign_notices_changed_streams_and_growth(served: Served) -
 async def test_a_body_with_many_values_does_not_hold_the_others(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is checked beside the loop, which answers others meanwhile."""
+    """The body is checked outside the loop, which answers others meanwhile."""
     loop = asyncio.get_running_loop()
     seen: list[int] = []
     check = strict_json._check_structure

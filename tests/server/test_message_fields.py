@@ -1,4 +1,4 @@
-"""What an assistant thought earlier, and other fields of messages that templates read, on the way from each API to the
+"""Reasoning of earlier turns, and other fields of messages that templates read, on the way from each API to the
 engine.
 """
 

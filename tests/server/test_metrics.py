@@ -149,7 +149,7 @@ def test_a_request_is_counted_once_everywhere() -> None:
 
 
 def test_times_of_failed_requests_are_not_counted_and_what_their_prompts_took_is() -> None:
-    """Where a prompt was never computed, nothing was taken from a cache for it."""
+    """A prompt that was never computed counts no cached tokens."""
     metrics = Metrics("m")
     for reason in (FinishReason.ABORT, FinishReason.ERROR):
         metrics.requests.add(result(reason))

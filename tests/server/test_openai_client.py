@@ -123,7 +123,7 @@ def test_biases_stops_and_limits(real: Served, client: openai.OpenAI) -> None:
 
 
 def test_answers_as_classes(client: openai.OpenAI) -> None:
-    """What comes is one, whatever the model would have said."""
+    """The answer is an instance, whatever the model would have said."""
     completion = client.chat.completions.parse(model="demo", messages=PICTURE, response_format=Shape, **DRAWN)
     assert isinstance(completion.choices[0].message.parsed, Shape)
     response = client.responses.parse(
@@ -160,7 +160,7 @@ def test_raw_answers_and_headers(client: openai.OpenAI) -> None:
 
 
 async def test_many_at_once(aclient: openai.AsyncOpenAI) -> None:
-    """Each gets its own answer: chat, a stream, a completion and a response."""
+    """Answers are their own: chat, a stream, a completion and a response."""
 
     async def streamed(question: dict[str, Any]) -> str:
         messages: Any = [{"role": "user", "content": content_of(question)}]
@@ -185,7 +185,7 @@ async def test_answers_as_classes_asynchronously(aclient: openai.AsyncOpenAI) ->
 
 
 async def test_leaving_a_stream(real: Served, aclient: openai.AsyncOpenAI) -> None:
-    """By closing it, by cancelling its task, and by a timeout of the client."""
+    """The client closes the stream, cancels its task, or has a timeout."""
     options: Any = {"model": "demo", "messages": SUM, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
     stream = await aclient.chat.completions.create(**options, stream=True)
     async for _ in stream:

@@ -156,7 +156,7 @@ def test_alerts_are_whole() -> None:
 
 
 def test_the_document_has_every_metric_and_no_other(body: str) -> None:
-    """As Prometheus shows them: counters with `_total`, of histograms only the name."""
+    """Names are those that Prometheus shows: counters with `_total`, of histograms only the name."""
     exported = set()
     for family in text_string_to_metric_families(body):
         if not family.name.startswith(("process_", "python_")):

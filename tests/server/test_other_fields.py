@@ -157,7 +157,7 @@ def test_what_would_change_the_answer_is_refused(path: str, fields: dict[str, An
 
 @pytest.mark.parametrize("path", list(KINDS))
 def test_values_that_ask_for_nothing_are_taken(path: str) -> None:
-    """Every refused name with null, what is empty, and each of its defaults."""
+    """Sends every refused name with null, empty values, and each of its defaults."""
     place = other_names_of(KINDS[path])
     for name, harmless in place.refused.items():
         for value in (None, "", [], {}, *(harmless if isinstance(harmless, tuple) else ())):

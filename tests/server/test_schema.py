@@ -115,7 +115,7 @@ def test_the_check_finds_an_unbounded_field() -> None:
 
 
 def test_no_field_is_both_known_and_refused() -> None:
-    """What one endpoint knows another may refuse."""
+    """An endpoint may refuse what another knows."""
     for kind in REQUESTS:
         place, own = other_names_of(kind), frozenset(kind.__struct_fields__)
         assert not own & (place.refused.keys() | place.ignored)
@@ -187,7 +187,7 @@ def test_it_agrees_in_slices_of_any_size_and_after_any_edits(
     edits: list[tuple[int, bytes]],
     slice_bytes: int,
 ) -> None:
-    """Of what is no JSON nothing is said; the parser refuses it."""
+    """The check says nothing of text that is no JSON; the parser refuses it."""
     monkeypatch.setattr(strict_json, "_SLICE", slice_bytes)
     body = json.dumps(document, indent=indent, separators=(",", " :\n" if indent else ":")).encode()
     for place, data in edits:

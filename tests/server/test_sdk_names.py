@@ -1,4 +1,4 @@
-"""Every name that the SDKs of OpenAI and Anthropic can send, in objects of every level, is taken, refused or ignored as
+"""Names that the SDKs of OpenAI and Anthropic can send, in objects of every level: each is taken, refused or ignored as
 the table says.
 """
 

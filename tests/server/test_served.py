@@ -252,7 +252,7 @@ def test_tokens_as_the_vocabulary_spells_them(served: Served) -> None:
 
 
 def test_texts_may_hold_a_nul_character(served: Served, client: openai.OpenAI) -> None:
-    """In prompts, stop strings and forms of the answer, whose texts may hold it too."""
+    """Prompts, stop strings and forms of the answer may hold it, and so may their texts."""
     answer = client.completions.create(model="demo", prompt="One\0 two", max_tokens=3, echo=True, temperature=0)
     assert answer.choices[0].text.startswith("One\0 two")
     messages: Any = [{"role": "user", "content": "What is\0 two\0 plus three?"}]

@@ -304,7 +304,7 @@ ENDS = [
 @pytest.mark.parametrize(("kind", "text"), ENDS)
 @pytest.mark.parametrize("stop_reason", ["END", 7, None])
 async def test_half_a_call_is_none(served: Served, kind: str, text: str, stop_reason: str | int | None) -> None:
-    """It ended at a stop string, a stop token or by itself; the call before it is kept."""
+    """The answer ended at a stop string, a stop token or by itself; the call before it is kept."""
     engine = served.engine
     engine.stop_reason = stop_reason
     if kind == "qwen35":
@@ -371,7 +371,7 @@ async def test_a_named_call_that_is_cut(served: Served) -> None:
 
 
 async def test_calls_cut_by_the_limit_of_tokens_are_shown_as_far_as_they_came(served: Served) -> None:
-    """As OpenAI's; but Anthropic's clients run what they get."""
+    """OpenAI's API shows them; Anthropic's does not, as its clients run what they get."""
     served.engine.pieces = [*cut(BROKEN), "is"]
     limit = len(cut(BROKEN))
     choice = (await ask(served, tools=TOOLS, max_tokens=limit))["choices"][0]

@@ -205,7 +205,7 @@ def test_a_long_text_takes_time_in_proportion() -> None:
 
 
 def test_the_beginning_of_a_call_that_had_to_come_is_no_text() -> None:
-    """Of output that was cut off before the name was complete, or behind a whole call."""
+    """Output was cut off before the name was complete, or after a whole call."""
     for text, calls in (('[{"name":"cl', []), ('[{"name": "clock", "parameters": {}}, {"name":"c', [("clock", "{}")])):
         assert shown(read(JsonParser(NAMES, required=True), list(text))) == ("", calls)
         assert shown(read(JsonParser(NAMES), list(text)))[0].endswith('{"name":"c' + ("l" if not calls else ""))

@@ -243,7 +243,7 @@ async def test_log_probabilities_of_the_prompt_are_vllm_s(served: Served) -> Non
 
 
 async def test_special_tokens_around_a_prompt_are_by_choice(served: Served) -> None:
-    """By default nothing is said: the engine follows the model's processor."""
+    """The default is not to say: the engine follows the model's processor."""
     asked = {"/v1/chat/completions": chat_body(), "/v1/completions": {"prompt": "x"}, "/tokenize": {"prompt": "x"}}
     for path, body in asked.items():
         for choice in (None, True, False):

@@ -193,7 +193,7 @@ def test_what_has_been_followed_for_long_is_compiled_anew(
 def test_nothing_of_a_request_that_is_gone_keeps_its_memory(
     compiler: Compiler, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose constraint may still be in the table of slots; and what is free is given back."""
+    """The table of slots may still have its constraint; free memory is given back."""
     trimmed = threading.Event()
     monkeypatch.setattr(constraints, "trim_heap", trimmed.set)
     monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 0)

@@ -144,7 +144,8 @@ def test_tables_may_be_wider_than_any_context(
 
 @pytest.mark.quick("[llava")
 def test_steps_with_special_rows_are_replayed(rig: Rig, device: LateDevice, model_dir: Path) -> None:
-    """Each by the graph of its rows and the one of their special rows; slots go to later requests, of other kinds."""
+    """A step replays the graph of its rows and the one of its special rows; slots go to later requests, of other
+    kinds."""
     for base, special in ((20, True), (40, False), (60, True)):
         device.replays.clear()
         made = requests(rig, base, special=special)

@@ -70,8 +70,8 @@ def expected_texts(model_dir: Path) -> list[list[int]]:
 
 
 def joining(rig: Rig, made: list[Request], chunk: int, steps: int = 8) -> list[list[int]]:
-    """Every other step another request joins with its first chunk; all steps are submitted before the first has come
-    back."""
+    """Lets another request join every other step with its first chunk; all steps are submitted before the first has
+    come back. Returns the tokens of each request."""
     done, sampled = {request.id: 0 for request in made}, {request.id: 0 for request in made}
     submitted: list[tuple[list[Row], Any]] = []
     waiting, running = list(made), list[Request]()
@@ -98,7 +98,7 @@ def joining(rig: Rig, made: list[Request], chunk: int, steps: int = 8) -> list[l
 @pytest.mark.quick("[llava-4")
 @pytest.mark.parametrize("chunk", [4, 20])
 def test_mixed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model_dir: Path, chunk: int) -> None:
-    """Every step is a replay, and the ones with special rows two; none waits for another."""
+    """A step is one replay, or two with special rows; none waits for another."""
     for base in (30, 60):
         device.replays.clear()
         made = texts(base)

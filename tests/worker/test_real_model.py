@@ -104,7 +104,7 @@ def rig(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture(params=[("reference", False), ("reference", True), ("auto", False), ("auto", True)], ids=str)
 def hybrid(hybrid_dir: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Behind their launch the reference's decodes are replayed, and the others' are not."""
+    """A rig whose decodes are replayed only with the reference backend and asynchronous launches."""
     backend_name, asynchronous = request.param
     rig = make_rig(hybrid_dir, backend_name, num_seq_slots=6, asynchronous=asynchronous)
     captured = list[int]()

@@ -1,5 +1,5 @@
-"""What special rows send, and what a device makes of it: what the host's sampler makes of each row alone, whatever is
-mixed in a step."""
+"""Special rows: what is sent for them, and what a device makes of it: the host sampler's result for each row alone,
+whatever is mixed in a step."""
 
 from __future__ import annotations
 

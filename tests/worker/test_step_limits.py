@@ -61,7 +61,7 @@ def test_an_instance_that_only_encodes_has_no_such_limits() -> None:
 
 
 def test_steps_are_as_long_as_their_tiles_fill_the_device() -> None:
-    """As the notes of the benchmarks have them for 2048 rows; a decoder of 1.5 billion needs more."""
+    """Numbers for 2048 rows are in the notes of the benchmarks; a decoder of 1.5 billion needs more."""
     language = load_spec(EngineConfig(model="llava-1.5-7b").model_path).language
     qwen = load_spec(EngineConfig(model="qwen2-vl-7b").model_path).language
     assert [round(filled_places(language, rows), 2) for rows in (512, 2048)] == [0.67, 0.96]

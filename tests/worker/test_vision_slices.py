@@ -41,7 +41,7 @@ class LayeredModel(FakeModel):
 
 
 class Setup:
-    """One picture per fill, all of one request, and a vision lane with a thread of its own."""
+    """A picture per fill, all of one request, and a vision lane with a thread of its own."""
 
     def __init__(self, *fills: int, gated: bool = True, piece_rows: int = 0, asynchronous: bool = False) -> None:
         self.model = LayeredModel()
@@ -135,7 +135,7 @@ def interrupt() -> None:
 
 
 def test_the_size_of_pieces_reaches_the_model() -> None:
-    """On a processor alone: elsewhere launches would take longer than what they launch."""
+    """A processor alone has pieces: elsewhere launches would take longer than what they launch."""
     for gated, asynchronous, expected in ((True, False, 64), (False, False, 0), (True, True, 0)):
         setup = Setup(10, gated=gated, piece_rows=64, asynchronous=asynchronous)
         setup.run()

@@ -267,7 +267,7 @@ def test_products_and_gated_activations(side: Side, rows: int) -> None:
 @pytest.mark.quick("[5]", "[0]")
 @pytest.mark.parametrize("rows", [0, 1, 5, SMALL_ROWS + 1])
 def test_products_and_norms_on_both_sides(side: Side, rows: int) -> None:
-    """Whether the norm is left to the product behind it or not, as for many rows and for those of a fixed order."""
+    """The norm is deferred to the product after it, except for many rows and for ops of a fixed order."""
     x, residual = strided(random(rows, 96)), random(rows, 64, seed=7)
     weights = random(64, 96, seed=1), random(2 * 40, 64, seed=2)
     bias, norm = random(64, seed=3), random(64, seed=4)

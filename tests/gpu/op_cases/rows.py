@@ -63,7 +63,8 @@ def test_keys_and_values_of_int8(side: Side, heads: tuple[int, int, int], dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pixels_become_rows(side: Side, dtype: torch.dtype) -> None:
-    """All bytes of all colours, bit for bit; a width of no power of 2, with zeros behind, and as it is."""
+    """Checks all bytes of all colours, bit for bit; widths: no power of 2, with zeros after the pixels, and their
+    own."""
     pixels = torch.arange(5 * 1029).to(torch.uint8).view(5, 1029)[:, :588]
     table = random(256, 3, dtype=dtype)
     for width in (588, 592, 1100):
@@ -177,8 +178,8 @@ def test_rows_of_states_are_not_read_again(side: Side) -> None:
 
 
 def test_decodes_read_their_places_when_they_are_used(side: Side) -> None:
-    """As a captured step does it: tensors at fixed addresses, and a row that fills up the batch, whose state is kept
-    nowhere."""
+    """Imitates a captured step: tensors at fixed addresses, and a row that fills up the batch, whose state is not
+    kept."""
     host, device = states(5, 4, 24, 4, 8), side.device
     there = StateCache(side.there(host.conv), side.there(host.recurrent))
     starts, reads, writes = (torch.full((3,), value, device=device) for value in (0, 0, -1))

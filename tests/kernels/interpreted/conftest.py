@@ -28,7 +28,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class InnerRun:
-    """One inner pytest; `result` waits for the outcome of a test."""
+    """An inner pytest; `result` waits for the outcome of a test."""
 
     def __init__(self, nodeids: list[str], output: Path) -> None:
         self._socket, theirs = socket.socketpair()
@@ -99,7 +99,7 @@ _ANSWERS = pytest.StashKey[socket.socket]()
 
 @pytest.fixture(scope="session")
 def interpreter_output(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """Where the inner run writes what it prints; ends that run with the session."""
+    """Output file of the inner run; ends that run with the session."""
     yield tmp_path_factory.mktemp("interpreted") / "output.txt"
     run = request.config.stash.get(_RUN, None)
     if run is not None:
@@ -129,7 +129,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In the inner run: what is asked for, until nobody asks."""
+    """Runs in the inner pytest the tests that the outer one asks for, until it asks for no more."""
     if SOCKET_VARIABLE not in os.environ or not INTERPRETING:
         return None
     items = {item.nodeid: item for item in session.items}
@@ -143,7 +143,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In the inner run: one line of JSON per test, after its call or the phase that kept it from being called."""
+    """Sends from the inner run one line of JSON per test, after its call or the phase that prevented it."""
     report = yield
     answers = item.config.stash.get(_ANSWERS, None)
     if answers is not None and (report.when == "call" or not report.passed):

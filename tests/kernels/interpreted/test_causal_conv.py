@@ -33,7 +33,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def run(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows, tile: int = TILE) -> Tensor:
-    """In layer 1 of states."""
+    """Results with the states of layer 1."""
     counts = rows.cu_q.diff().tolist()
     tiles = [[row, first] for row, count in enumerate(counts) for first in range(0, max(count, 1), tile)]
     table = torch.tensor(tiles, dtype=torch.int32).view(-1, 2)

@@ -1,4 +1,4 @@
-"""What follows a matrix product, against its formula in float64: bias, activation, residual, one rounding."""
+"""Epilogues of a matrix product, against their formula in float64: bias, activation, residual, one rounding."""
 
 import pytest
 import torch

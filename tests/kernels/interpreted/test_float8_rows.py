@@ -18,7 +18,7 @@ SHAPES = [(7, 64, 64), (3, 588, 588), (1, 40, 40), (6, 256, BLOCK), (9, 640, BLO
 
 
 def rows_of(num_rows: int, num_in: int, dtype: torch.dtype) -> Tensor:
-    """Of magnitudes far apart, so that many become subnormal and others zero."""
+    """Rows of magnitudes far apart, so that many numbers become subnormal and others zero."""
     generator = torch.Generator().manual_seed(0)
     numbers, sizes = torch.randn(2, num_rows, num_in, generator=generator)
     return strided((numbers * torch.exp2(4 * sizes)).to(dtype))
@@ -29,7 +29,7 @@ def width_of(num_in: int) -> int:
 
 
 def in_order(numbers: Tensor) -> Tensor:
-    """What words hold, as the inputs of a row follow each other."""
+    """Bytes of the words, in the order of a row's inputs."""
     return numbers.view(torch.uint8).unflatten(1, (-1, PART, 2)).mT.flatten(1)
 
 
@@ -51,7 +51,7 @@ def test_rows(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 def test_every_number_of_sixteen_bits_is_rounded_to_the_nearest() -> None:
-    """Those of bfloat16 below 448, beside 448 itself, so that they are rounded as they are; ties too."""
+    """Numbers of bfloat16 up to 448, each beside 448 itself, so that scaling does not change them; ties too."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     numbers = numbers[numbers.abs() <= 448].float()
     x = torch.cat((numbers, torch.zeros(-len(numbers) % 4095))).view(-1, 4095)

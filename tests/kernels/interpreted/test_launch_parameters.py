@@ -1,4 +1,4 @@
-"""What bench.micro.launches compares: each kernel with torch, and a table whose entries are others meanwhile."""
+"""The comparison of bench.micro.launches: each kernel with torch, and a table whose entries change for the time."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ OPS = ReferenceOps()
 
 
 def random_logits(rows: int, vocabulary: int, seed: int) -> Tensor:
-    """With ties, and a row each that holds what is no number."""
+    """Logits with ties, and a row each with NaN, inf and -inf."""
     logits = (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 8).round() / 2
     for row, value in zip(range(rows - 1, rows - 4, -1), ("nan", "inf", "-inf"), strict=False):
         logits[row, vocabulary // 2] = float(value)
@@ -78,7 +78,7 @@ def test_what_leaves_the_range_of_float32_is_held_at_its_end() -> None:
 @pytest.mark.quick("33", "4100")
 @pytest.mark.parametrize("vocabulary", [1, 33, 4100, 8200])
 def test_scores(vocabulary: int) -> None:
-    """Of one part, of two and of four, of which the last are not full; lists longer than the vocabulary."""
+    """Vocabularies of one, two and four parts, the last not full; lists longer than the vocabulary."""
     logits = random_logits(9, vocabulary, 3)
     rng = np.random.default_rng(4)
     tokens = torch.from_numpy(rng.integers(0, vocabulary, 9))

@@ -61,8 +61,8 @@ def test_a_captured_grid_may_be_larger_than_the_step() -> None:
 @pytest.mark.quick("(7, 1, 32)")
 @pytest.mark.parametrize("heads", HEADS[:2], ids=str)
 def test_a_captured_grid_finds_its_tiles(heads: tuple[int, int, int]) -> None:
-    """Of a step of which the device alone knows the rows: decodes in front are another kernel's, the last requests
-    have no tokens, and tokens behind belong to nobody."""
+    """The device alone knows the rows: decodes in front are another kernel's, the last requests have no tokens, and
+    tokens after them belong to nobody."""
     step = make_step([(1, 67), (1, 3), *ROWS[:2], (131, 140), (0, 1), (0, 0)], heads, 16, torch.float32)
     rest, num_tokens = step.cu_q.clamp(min=2), step.q.shape[0]
     q = torch.cat([step.q, step.q[:9]])
@@ -74,7 +74,7 @@ def test_a_captured_grid_finds_its_tiles(heads: tuple[int, int, int]) -> None:
 
 
 def test_scores_far_from_zero() -> None:
-    """Of some hundreds, where one unit in the last place of float32 is 3e-5."""
+    """Scores are some hundreds, where one unit in the last place of float32 is 3e-5."""
     step = make_step([(40, 70)], (2, 1, 32), 16, torch.float32)
     torch.testing.assert_close(prefill(step, 40.0), step.expected(40.0), rtol=0, atol=3e-4)
 

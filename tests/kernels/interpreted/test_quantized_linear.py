@@ -116,7 +116,8 @@ def test_scales_of_any_dtype_and_offsets_are_not_rounded(group_size: int, scale_
 
 
 def test_every_number_is_multiplied_exactly() -> None:
-    """All of them at every place of a word, also -8 and -128, which nobody rounds to, and subnormal numbers."""
+    """Covers all numbers at every place of a word, also -8 and -128, to which nothing is rounded, and subnormal
+    ones."""
     eight = QuantizedWeight(torch.arange(-128, 128, dtype=torch.int8).view(4, 64), torch.ones(4, 1))
     four = QuantizedWeight(torch.arange(256, dtype=torch.int16).to(torch.uint8).view(4, 64), torch.ones(4, 1), None, 4)
     octets = torch.arange(256, dtype=torch.int16).to(torch.uint8)

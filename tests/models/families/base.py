@@ -264,7 +264,7 @@ class Pair:
         return Prompt(ids, media, spans, ropes, delta, types)
 
     def prompt_of_ids(self, token_ids: Sequence[int], media: Sequence[Media]) -> Prompt:
-        """From a rendered conversation with one placeholder for each of `media`."""
+        """A prompt from a rendered conversation with one placeholder for each of `media`."""
         parts: list[Sequence[int] | Media] = []
         left = list(token_ids)
         for one in media:

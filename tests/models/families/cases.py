@@ -1,4 +1,4 @@
-"""Every family with a native model."""
+"""Cases of all families with a native model."""
 
 from tests.models.families.base import FamilyCase
 from tests.models.families.internvl import INTERNVL

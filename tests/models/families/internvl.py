@@ -13,7 +13,7 @@ from tests.models.families.base import FamilyCase, Inputs, Media
 
 
 class TileInputs(Inputs):
-    """With how many tiles each picture has, which the model does not take."""
+    """Inputs with the number of tiles of each picture, which the model does not take."""
 
     num_tiles: list[int]
 

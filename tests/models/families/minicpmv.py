@@ -26,7 +26,7 @@ HYBRID: dict[str, Any] = {
 
 
 class Processed(Inputs):
-    """What the model takes, and how many pictures of the tower belong to each picture."""
+    """Inputs of the model, and how many pictures of the tower belong to each picture."""
 
     counts: list[int]
 

@@ -78,7 +78,7 @@ def _video(model_dir: Path, clip: Clip) -> tuple[np.ndarray, tuple[int, int, int
 
 
 def _sampled(clip: Clip, depth: int) -> list[Image.Image]:
-    """At most two frames a second, but four where there are as many; whole temporal patches where any is left out."""
+    """Frames at two a second at most, but four where there are as many; whole temporal patches if any is left out."""
     total = len(clip.frames)
     if clip.fps <= 2 or total <= 4:
         return list(clip.frames)

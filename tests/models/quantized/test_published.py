@@ -64,7 +64,7 @@ def without(write: Write, part: str) -> Write:
 
 
 def scaled(write: Write, shape: tuple[int, ...]) -> Write:
-    """With scales of the whole in another shape."""
+    """A writer that stores the scales of the whole in another shape."""
     return lambda weight: replace(
         m := write(weight), parts=m.parts | {"weight_scale": m.parts["weight_scale"].reshape(shape)}
     )
@@ -103,7 +103,7 @@ FP8 |= {"modules_to_not_convert": ["lm_head", "model.visual.merger.linear_fc1"]}
 
 
 def compressed(layout: str, bits: int, kind: str = "int", **more: Any) -> dict[str, Any]:
-    """As llm-compressor writes it, null fields included."""
+    """A quantization_config as llm-compressor writes it, null fields included."""
     weights = {"actorder": None, "block_structure": None, "dynamic": False, "observer_kwargs": {}, "symmetric": True}
     weights |= {"num_bits": bits, "type": kind, **({"group_size": 128} if bits == 4 else {"group_size": None})}
     weights |= {"strategy": "group" if bits == 4 else "channel"}
@@ -223,7 +223,7 @@ FLOATS = ["ModelOpt", "W4A16 and FP8", "FP8-dynamic, the tower too", "FP8 with s
 
 @pytest.mark.parametrize("name", [*FLOATS, "Qwen3-VL FP8"])
 def test_a_gpu_keeps_eight_bit_floats(checkpoint: CheckpointFactory, tmp_path: Path, name: str) -> None:
-    """As they are stored, but where the last block of a row is smaller than others."""
+    """Floats stay as stored, except where the last block of a row is smaller than others."""
     layout = (LAYOUTS | FURTHER)[name]
     expected = write(layout, plain(checkpoint, layout.family), tmp_path)
     spec = load_spec(tmp_path).held_on("cuda:0")
@@ -332,7 +332,7 @@ def test_weights_under_another_name_are_told(checkpoint: CheckpointFactory, tmp_
 
 
 def plain(checkpoint: CheckpointFactory, family: str) -> Path:
-    """With as many layers as DeepStack needs; a head that can be cut into words."""
+    """A checkpoint with as many layers as DeepStack needs, and a head that can be cut into words."""
     layers = 3 if family == "qwen3_vl" else 1
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     text: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "vocab_size": 320}

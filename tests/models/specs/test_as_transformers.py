@@ -1,5 +1,5 @@
-"""What a config.json means where it leaves a field out, says null, or says a thing twice: what the config classes of
-transformers make of it."""
+"""Meaning of a config.json that leaves a field out, says null, or says a thing twice: that of transformers' config
+classes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_null_is_what_transformers_takes_it_for(model_type: str) -> None:
 
 
 def test_heads_that_nobody_counts_are_as_many_as_query_heads() -> None:
-    """As null; a field that is not there is the class's default."""
+    """The value is null; a missing field has the class's default instead."""
     config = config_of("qwen2") | {"num_key_value_heads": None}
     assert build_language(Fields(config, "c"), tie_embeddings=False, nested=True).num_kv_heads == 4
     del config["num_key_value_heads"]

@@ -1,4 +1,4 @@
-"""What transformers says of published models, in the numbers that the engine sizes its caches by."""
+"""Specs of published models by way of transformers, in the numbers that the engine sizes its caches by."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, message: str) -> 
 
 
 def test_every_cut_and_every_changed_byte_is_read_or_refused(tmp_path: Path) -> None:
-    """With a sentence, and without asking for memory that the file has not."""
+    """A refusal is one sentence, and no memory is asked for that the file does not have."""
     rng = random.Random(1)
     end = len(WHOLE) - 244
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

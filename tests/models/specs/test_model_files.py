@@ -1,4 +1,4 @@
-"""Which GGUF files a MODEL means, and what is said where it means none."""
+"""GGUF files that a MODEL names, and the errors where it names none."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_rotary_settings_are_read_as_llama_cpp_reads_them(
 
 
 def test_frequencies_are_not_scaled_twice(folder: Path) -> None:
-    """By a factor, and by the numbers of rope_freqs.weight, of which this file has two."""
+    """The file has two scalings: a factor, and the numbers of rope_freqs.weight."""
     settings = TEXT | {"llama.rope.scaling.factor": (FLOAT32, 4.0)}
     factors = ("rope_freqs.weight", (2,), F32, 1024)
     write(folder / "model.gguf", settings, (EMBEDDING, LAYER, factors))
@@ -231,7 +231,7 @@ def test_a_window_bounds_the_context(folder: Path) -> None:
 
 
 def test_settings_that_change_nothing_are_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those that nobody knows are named when the weights are opened."""
+    """Unknown settings are named when the weights are opened."""
     neutral = {
         **{
             "llama.attention.scale": (FLOAT32, 0.5),

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 def flat(model_type: str, hidden: int, layers: int, heads: int, kv: int, inner: int, vocab: int, tied: bool) -> Json:
-    """As the models were published in transformers 4: the decoder's fields at the top."""
+    """The config as models were published in transformers 4: the decoder's fields at the top."""
     vision = {"depth": 32, "in_chans": 3, "num_heads": 16, "patch_size": 14, "spatial_merge_size": 2}
     vision |= {"spatial_patch_size": 14, "temporal_patch_size": 2}
     if model_type == "qwen2_vl":

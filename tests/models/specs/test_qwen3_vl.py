@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 def published(text: Json, vision: Json, *, tied: bool) -> Json:
-    """As the models were published in transformers 4: an old name for the tower, rope_scaling."""
+    """The config as models were published in transformers 4: an old name for the tower, rope_scaling."""
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "image_token_id": 151655,
@@ -239,7 +239,7 @@ def spoken(parts: tuple[str | ItemPlan, ...]) -> str:
 
 
 def placeholder(depth: int, count: int, num_tokens: int, metadata: VideoMetadata) -> str:
-    """What transformers' processor writes for a video of `count` temporal patches."""
+    """The text of transformers' processor for a video of `count` temporal patches."""
     owner = SimpleNamespace(
         video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=depth),
         video_token="<|video_pad|>",

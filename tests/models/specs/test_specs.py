@@ -236,7 +236,7 @@ def test_where_special_tokens_come_from(published: Directory) -> None:
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_minus_one_is_no_token(published: Directory, file: str) -> None:
-    """As transformers generates with it; what another file says does not come in its place."""
+    """transformers generates so too; another file's value does not take its place."""
     content = GENERATION if file == "generation_config.json" else PUBLISHED
     if file == "config.json":
         (published.path / "generation_config.json").unlink()

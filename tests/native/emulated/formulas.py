@@ -1,4 +1,4 @@
-"""What every emulated instruction does, in numpy, after Intel's manual; and the C++ that calls it.
+"""Definitions of every emulated instruction in numpy, after Intel's manual; and the C++ that calls it.
 
 An operand is written as type.dtype: I, i, x are 64, 32 and 16 bytes of integers, P, p, q of floats, B and b of bf16
 pairs, k a mask, s an integer, m an address; `=8` is a constant.
@@ -137,7 +137,7 @@ def byte_sums(total: ndarray, a: ndarray, b: ndarray) -> ndarray:
 
 
 def nearest(value: Fraction) -> np.float32:
-    """To nearest even."""
+    """Rounds to nearest, ties to even."""
     near = np.float32(float(value))
     around = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
     finite = [each for each in around if np.isfinite(each)]
@@ -188,7 +188,8 @@ def within(bound: float) -> Callable[[ndarray, ndarray], bool]:
 
 
 def close_dot(result: ndarray, expected: ndarray) -> bool:
-    """Where sums are neither tiny nor huge: there processors may round between the products as they like."""
+    """True if sums agree where they are neither tiny nor huge: there processors may round between the products as
+    they like."""
     usual = (np.abs(expected) > 1e-30) & (np.abs(expected) < 1e30)
     return bool(np.allclose(result[usual], expected[usual], rtol=1e-5, atol=0))
 
@@ -221,7 +222,7 @@ def by_avx(chosen: Callable[[ndarray, ndarray], ndarray]) -> Callable[[ndarray, 
 
 
 def to_int32(a: ndarray) -> ndarray:
-    """What does not fit is the smallest integer."""
+    """Integers of the floats; what does not fit becomes the smallest integer."""
     return np.where((a >= -(2.0**31)) & (a < 2.0**31), a, -(2.0**31)).astype(np.int64).astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""With this folder in PYTHONPATH every Python takes the emulated extension for `hydra_engine._C`, see setup.py."""
+"""Makes the emulated extension `hydra_engine._C` for every Python with this folder in PYTHONPATH, see setup.py."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def compiler() -> str | None:
 
 
 def preloads(cxx: str) -> str | None:
-    """What a process must preload to load the module; None where the compiler has it not as a library. The library of
-    C++ comes with it: exceptions are looked for when the process starts."""
+    """Libraries that a process must preload to load the module; None if the compiler does not have them as shared
+    libraries. The C++ library is one of them: exceptions are looked for when the process starts."""
     names = [f"-print-file-name={name}" for name in ("libasan.so", "libstdc++.so.6")]
     found = [subprocess.check_output([*shlex.split(cxx), name], text=True).strip() for name in names]
     return " ".join(found) if all(map(os.path.isabs, found)) else None
@@ -102,7 +102,7 @@ def translated(text: str, name: str) -> str:
 
 
 def split_arguments(text: str) -> list[str]:
-    """At commas outside of parentheses."""
+    """Splits at commas outside of parentheses."""
     parts, depth = [""], 0
     for character in text:
         depth += (character == "(") - (character == ")")
@@ -114,7 +114,7 @@ def split_arguments(text: str) -> list[str]:
 
 
 def fingerprint(cxx: str) -> str:
-    """Of everything that goes in."""
+    """Hash of all sources, the compiler and the versions that the build depends on."""
     version = subprocess.check_output([*shlex.split(cxx), "--version"], text=True)
     digest = hashlib.sha256(f"{version}{sys.version}{pybind11.__version__}{ROOT}".encode())
     paths = [Path(__file__)]

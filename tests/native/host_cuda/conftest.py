@@ -94,5 +94,5 @@ class Launch(NamedTuple):
 
 @pytest.fixture
 def launches(host: Any) -> Callable[[], list[Launch]]:
-    """Those since the last call, or since the test began."""
+    """Launches since the last call, or since the test began."""
     return lambda: [Launch(name, tuple(grid), *rest) for name, grid, *rest in host.take_launches()]
