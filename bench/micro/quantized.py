@@ -24,8 +24,7 @@ from bench.micro.harness import Report, Run, agree, captured, cold_copies, in_tu
 from bench.micro.machine import on_gpu
 from bench.micro.subject import run_ops
 from hydra_engine.backend.base import Backend, PackedLinear
-from hydra_engine.backend.float8 import BLOCK
-from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, quantized
+from hydra_engine.backend.quantized import FLOAT8, FLOAT8_BLOCK, QuantizedWeight, quantized
 
 QUICK_ROWS, FULL_ROWS = (1, 16, 1024), (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 SMALL_ROWS = (1, 8)  # of a processor
@@ -33,7 +32,7 @@ SMALL_ROWS = (1, 8)  # of a processor
 SHAPES = ((37888, 3584), (3584, 18944), (4608, 3584))
 SMALL_SHAPES = ((9728, 896), (896, 4864))
 GROUPS = {"int8": (8, None), "int4": (4, 128)}  # bits, inputs of a group or whole rows
-FLOATS = {"fp8": None, "fp8-128": BLOCK}  # on a GPU
+FLOATS = {"fp8": None, "fp8-128": FLOAT8_BLOCK}  # on a GPU
 _ROUNDED = 0.04  # how far products may be off whose rows are rounded to 8-bit floats: 0.026 each
 _MAX_COPIES = 16
 

@@ -435,7 +435,7 @@ class Ops(Protocol):
         ...
 
     def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
-        """Returns act(gate) * up, [T, F], of gate_up [T, 2 * F] with gate first."""
+        """Returns act(gate) * up, [T, F], act(gate) rounded before the product; gate_up: [T, 2 * F], gate first."""
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

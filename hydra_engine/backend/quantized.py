@@ -25,8 +25,15 @@ Float32 sums are fused multiply-adds, one per part and per group, in this order:
 So every CPU implementation gives the same bits, on any processor, for any batch and number of threads. A part with a
 number that is not finite gives NaN; one without a magnitude of 2^-100 counts as zeros, since 127 / top might overflow.
 On CUDA x is not quantised: products are those with the dequantised weight, with sums in float32 (W4A16, W8A16). Values
-that are 8-bit floats (E4M3) are kept on CUDA only, where products of many rows round x too (`float8.py`). Does not know
-checkpoints or memory layouts of kernels.
+that are 8-bit floats (E4M3) are kept on CUDA only, where products of many rows round x too, dynamically (W8A8):
+
+    s[t, g] = max |x[t, k in g]| / 448        xq[t, k] = e4m3(x[t, k] * (448 / max |x[t, k in g]|)), ties to even
+    y[t, n] = sum over g of  (sum over k in g of xq[t, k] values[n, k]) * (s[t, g] * scales[n, g])
+
+A group is then a row of the weight, or 128 inputs if scales are those of blocks of 128 x 128. NaN and small groups are
+treated as above. This is what tensor cores compute (torch's `_scaled_mm`), except for the order of sums.
+
+Does not know checkpoints or memory layouts of kernels.
 """
 
 from __future__ import annotations
@@ -46,6 +53,8 @@ _CHUNK = 1 << 20  # numbers that are dequantised at once, to bound temporary mem
 _ZERO = {8: 0, 6: 0, 4: 8}
 _LARGEST = {8: 127, 4: 7}
 FLOAT8 = torch.float8_e4m3fn
+FLOAT8_BLOCK = 128  # outputs, and inputs, that share a scale
+_FLOAT8_MAX = 448.0
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -278,6 +287,32 @@ def reference_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
         if weight.offsets is not None:
             total = _fma(row_sum, weight.offsets[None, :, group], total)
     return total
+
+
+def float8_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Rounds x [T, K] of a float type to (xq FLOAT8 [T, K], s float32 [T, K / group_size]) by the module's formulas."""
+    wide = x.float().unflatten(1, (-1, group_size))
+    top = wide.abs().amax(-1)
+    inverse = torch.where(top < SMALLEST, 0.0, torch.tensor(_FLOAT8_MAX, device=x.device) / top)
+    rounded = (wide * inverse[:, :, None]).flatten(1).to(FLOAT8)
+    return rounded, torch.where(top < SMALLEST, 0.0, top / _FLOAT8_MAX)
+
+
+def float8_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """The product y [T, num_out] float32 of rounded rows and 8-bit floats by the module's formulas, in plain torch."""
+    assert weight.is_float
+    rows, steps = float8_rows(x, weight.group_size)
+    groups = (part.float().unflatten(1, (-1, weight.group_size)) for part in (rows, weight.values))
+    sums = torch.einsum("tgk,ngk->tgn", *groups)
+    return torch.einsum("tgn,tg,ng->tn", sums, steps, weight.scales.float())
+
+
+def float8_block_scales(scales: Tensor) -> Tensor | None:
+    """Scales [num_out, G] -> [ceil(num_out / FLOAT8_BLOCK), G] if each FLOAT8_BLOCK consecutive outputs share theirs,
+    else None. Waits for the device."""
+    first = scales[::FLOAT8_BLOCK]
+    same = torch.equal(first.repeat_interleave(FLOAT8_BLOCK, dim=0)[: scales.shape[0]], scales)
+    return first.contiguous() if same else None
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

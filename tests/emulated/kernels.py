@@ -33,8 +33,7 @@ from hydra_engine.backend.base import (
     StateRows,
 )
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
-from hydra_engine.backend.float8 import rounded_rows
-from hydra_engine.backend.quantized import FLOAT8
+from hydra_engine.backend.quantized import FLOAT8, float8_rows
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from hydra_kernels.float8_rows import PART
 from hydra_kernels.quantized_linear import PackedWeight
@@ -177,7 +176,7 @@ def _round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]
     """Rounded rows as words in the kernels' order, with rows of zeros up to a multiple of 4 where steps are those of
     groups."""
     by_rows = group_size == x.shape[1]
-    numbers, steps = rounded_rows(x, group_size)
+    numbers, steps = float8_rows(x, group_size)
     missing = 0 if by_rows else -x.shape[0] % 4
     octets = pad(numbers.view(torch.uint8), (0, 2 * width - x.shape[1], 0, missing))
     words = octets.unflatten(1, (-1, 2, PART)).mT.flatten(1).contiguous()

@@ -178,7 +178,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
-    """Returns act(gate) * up, with act(gate) rounded to the dtype before the product."""
     both = gate_up.shape[-1]
     rows, stride = checks.check_rows("gate_up", gate_up, both, gate_up.dtype)
     if both % 2 or both == 0:

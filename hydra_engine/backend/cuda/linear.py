@@ -4,7 +4,7 @@
 is no bias, before it rounds; an activation, or a residual beside a bias, acts on its rounded product. Quantised weights
 take Triton kernels, which multiply unrounded x with the exact dequantised weight. Exception: weights of 8-bit floats
 multiply more than 16 rows of bfloat16 on FP8 tensor cores (compute capability 8.9 and newer); x is rounded as in
-`backend/float8.py`, and bias, activation and residual act on the rounded product. Rows of 16-bit operands begin at
+`backend/quantized.py`, and bias, activation and residual act on the rounded product. Rows of 16-bit operands begin at
 multiples of 16 bytes, zero-padded: all these kernels load 16 bytes, and cuBLAS is several times slower otherwise. Does
 not know layers.
 """
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hydra_engine.backend import checks
 from hydra_engine.backend.base import Activation, PackedLinear
-from hydra_engine.backend.float8 import BLOCK, block_scales
-from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight
+from hydra_engine.backend.quantized import FLOAT8, FLOAT8_BLOCK, QuantizedWeight, float8_block_scales
 from hydra_engine.backend.reference.ops import PlainLinear
 from hydra_kernels._common import capability_of
 from hydra_kernels.activation import ACTIVATIONS
@@ -70,7 +69,7 @@ class QuantizedCudaLinear:
 
     @property
     def nbytes(self) -> int:
-        blocks = self.tensor_core_scales if self.weight.group_size == BLOCK else None  # else counted already
+        blocks = self.tensor_core_scales if self.weight.group_size == FLOAT8_BLOCK else None  # else counted already
         parts = (self.weight.words, self.weight.scales, self.weight.offsets, self.bias, blocks)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -87,9 +86,9 @@ def _tensor_core_scales(weight: QuantizedWeight) -> Tensor | None:
     scales = weight.scales.float()
     if weight.group_size == weight.num_in:
         return scales.t().contiguous()
-    if weight.group_size != BLOCK or weight.num_in % (4 * BLOCK) or capability != 90:
+    if weight.group_size != FLOAT8_BLOCK or weight.num_in % (4 * FLOAT8_BLOCK) or capability != 90:
         return None
-    blocks = block_scales(scales)
+    blocks = float8_block_scales(scales)
     return None if blocks is None else blocks.t()
 
 

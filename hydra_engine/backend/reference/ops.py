@@ -1,9 +1,9 @@
 """The ops in plain torch with float32 accumulation: the oracle of the tests, and the fallback without the extension.
 
-Written to be read; each docstring is the formula. Rows are computed in tiles of fixed shape, padded at the end: torch's
-matrix product always sees the same shape, so a row's result does not depend on the other rows of the call. Fused ops
-are sequences of plain ones (`ComposedOps`), also for implementations that gain nothing from fusing them. Does not know
-threads, memory layouts of weights or any processor.
+Written to be read; `Ops` (backend/base.py) says what an op computes. Rows are computed in tiles of fixed shape, padded
+at the end: torch's matrix product always sees the same shape, so a row's result does not depend on the other rows of
+the call. Fused ops are sequences of plain ones (`ComposedOps`), also for implementations that gain nothing from fusing
+them. Does not know threads, memory layouts of weights or any processor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_engine.backend import checks, float8
+from hydra_engine.backend import checks
 from hydra_engine.backend.base import (
     Activation,
     AttentionPlan,
@@ -37,7 +37,7 @@ from hydra_engine.backend.base import (
     StateRows,
     apply_deferred_norm,
 )
-from hydra_engine.backend.quantized import QuantizedWeight, reference_product
+from hydra_engine.backend.quantized import QuantizedWeight, float8_product, reference_product
 from hydra_engine.backend.reference import delta_rule
 from hydra_engine.backend.reference.delta_rule import by_vectors
 from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, sample, score_tokens
@@ -237,7 +237,6 @@ class ReferenceOps(ComposedOps):
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """act(x @ W^T + bias) + residual, 32 rows at a time."""
         assert isinstance(weight, PlainLinear | QuantizedLinear)
         checks.check_rows("x", x, weight.num_in, x.dtype)
         out = torch.empty((x.shape[0], weight.num_out), dtype=out_dtype or x.dtype)
@@ -246,7 +245,7 @@ class ReferenceOps(ComposedOps):
         for begin, end in tiles(x.shape[0], _LINEAR_ROWS):
             tile = padded(x[begin:end], _LINEAR_ROWS)
             if isinstance(weight, QuantizedLinear):
-                multiply = float8.product if weight.weight.is_float else reference_product
+                multiply = float8_product if weight.weight.is_float else reference_product
                 product = multiply(tile, weight.weight)
             else:
                 product = tile @ weight.weight.T
@@ -259,7 +258,6 @@ class ReferenceOps(ComposedOps):
     # ---- element-wise and norms
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """round(x / sqrt(mean(x^2) + eps)) * weight, the mean over the last dimension."""
         if x.dim() == 3:
             checks.check_strided_heads("x", x, weight.shape[0])
             return self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
@@ -272,18 +270,15 @@ class ReferenceOps(ComposedOps):
         return normed.to(x.dtype) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """s = x + residual; (rms_norm(s), s)."""
         checks.check_rows("residual", residual, weight.shape[0], x.dtype, x.shape[0])
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once."""
         checks.check_rows("x", x, weight.shape[0], weight.dtype)
         return F.layer_norm(x.float(), (x.shape[1],), weight.float(), bias.float(), eps).to(x.dtype)
 
     def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
-        """round(act(gate)) * up, where gate_up = [gate | up]."""
         checks.check_rows("gate_up", gate_up, gate_up.shape[-1], gate_up.dtype)
         if gate_up.shape[1] % 2:
             raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
@@ -291,18 +286,15 @@ class ReferenceOps(ComposedOps):
         return activation(gate.float(), act).to(gate_up.dtype) * up
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[x1 * cos - x2 * sin | x2 * cos + x1 * sin] with halves x = [x1 | x2], rounded once."""
         checks.check_rotate(x, cos, sin)
         return _rotated(x, cos, sin)
 
     def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-        """round(rms_norm(x) * silu(gate)), the norm rounded too."""
         checks.check_gate(x, gate)
         checks.check_norm_weight(weight, x, wide=False)
         return (self.rms_norm(x, weight, eps).float() * activation(gate.float(), "silu")).to(x.dtype)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """round(x * sigmoid(gate))."""
         checks.check_gate(x, gate)
         return (x.float() * by_vectors(torch.sigmoid, gate.float())).to(x.dtype)
 
@@ -328,8 +320,6 @@ class ReferenceOps(ComposedOps):
     # ---- caches
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
-        """data[slot / S, layer, x, slot % S] = rows[x][t] for every t with slot = slots[t] >= 0, `quantized` if the
-        cache is."""
         checks.check_write(cache, layer, rows, slots)
         _write(cache, layer, rows, slots)
 
@@ -344,7 +334,6 @@ class ReferenceOps(ComposedOps):
         slots: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Writes rotate(rms_norm(k)) and v, returns rotate(rms_norm(q)); a norm without a weight is skipped."""
         checks.check_rope(q, k, v, rotary, cache, layer, slots)
         if norms is not None:
             checks.check_head_norms(norms, q.shape[2], q.dtype)
@@ -357,8 +346,6 @@ class ReferenceOps(ComposedOps):
     def merge_image_tokens(
         self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
-        """hidden[rows[m]] = data[slot / S, plane, 0, slot % S] for every m with slot = slots[m] >= 0; += for a plane
-        above 0."""
         checks.check_merge(hidden, rows, cache, slots, plane)
         _check_slots(slots, cache)
         _check_range("rows", rows, hidden.shape[0])
@@ -369,7 +356,6 @@ class ReferenceOps(ComposedOps):
         hidden[rows] = hidden[rows] + features if plane else features
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """data[slot / S, layer, index, slot % S] for every slot >= 0, times the scales of a quantized cache."""
         checks.check_plane(cache, layer, index)
         checks.check_indices("slots", slots)
         _check_slots(slots, cache)
@@ -383,7 +369,6 @@ class ReferenceOps(ComposedOps):
         return gathered
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
-        """target[pairs[i, 1]] = source[pairs[i, 0]]; no block may be both read and written."""
         checks.check_copy(source, target, pairs)
         _check_range("pairs[:, 0]", pairs[:, 0], source.num_blocks)
         _check_range("pairs[:, 1]", pairs[:, 1], target.num_blocks)
@@ -409,7 +394,6 @@ class ReferenceOps(ComposedOps):
         return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native=_PADDED)
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        """softmax(scale * q K^T + causal mask) V per request, K and V read through its block table."""
         checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
         bounds = plan.cu_q.tolist()
         if bounds[-1] != q.shape[0] and plan.native != _PADDED:
@@ -431,7 +415,6 @@ class ReferenceOps(ComposedOps):
         return PackedPlan(cu_seqlens, max_length)
 
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
-        """softmax(scale * q K^T) V within each segment."""
         bounds = cu_seqlens.cu_seqlens.tolist() if isinstance(cu_seqlens, PackedPlan) else cu_seqlens
         checks.check_packed(q, k, v, bounds)
         out = torch.empty(q.shape, dtype=q.dtype)

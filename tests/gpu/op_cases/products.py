@@ -15,8 +15,7 @@ from hydra_engine.backend.base import (
     apply_deferred_norm,
 )
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, WIDTH_STEP, CudaLinear, QuantizedCudaLinear, implementation
-from hydra_engine.backend.float8 import BLOCK, product
-from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, quantized
+from hydra_engine.backend.quantized import FLOAT8, FLOAT8_BLOCK, QuantizedWeight, float8_product, quantized
 from hydra_engine.backend.reference.ops import PlainLinear, activation
 from hydra_kernels.quantized_linear import MAX_SMALL_ROWS
 from tests.gpu.op_cases.inputs import REFERENCE, random
@@ -152,14 +151,14 @@ def test_a_row_of_an_exact_linear_with_a_quantized_weight_does_not_depend_on_the
 def float8_weight(num_out: int, num_in: int, group_size: int) -> QuantizedWeight:
     """A float8 weight. If groups are smaller than rows, 128 outputs share their scales."""
     values = random(num_out, num_in, seed=1).to(FLOAT8)
-    scales = random(-(-num_out // BLOCK), num_in // group_size, seed=5).abs() * num_in**-0.5
+    scales = random(-(-num_out // FLOAT8_BLOCK), num_in // group_size, seed=5).abs() * num_in**-0.5
     if group_size < num_in:
-        return QuantizedWeight(values, scales.repeat_interleave(BLOCK, dim=0)[:num_out].contiguous())
+        return QuantizedWeight(values, scales.repeat_interleave(FLOAT8_BLOCK, dim=0)[:num_out].contiguous())
     return QuantizedWeight(values, random(num_out, 1, seed=5).abs() * num_in**-0.5)
 
 
 @pytest.mark.quick("18-512-128")
-@pytest.mark.parametrize(("num_in", "group_size"), [(200, 200), (512, 512), (512, BLOCK)])
+@pytest.mark.parametrize(("num_in", "group_size"), [(200, 200), (512, 512), (512, FLOAT8_BLOCK)])
 @pytest.mark.parametrize("rows", [0, 1, SMALL_ROWS, SMALL_ROWS + 1, SMALL_ROWS + 2])
 def test_linear_with_a_weight_of_floats(side: Side, rows: int, num_in: int, group_size: int) -> None:
     """Few rows are multiplied as they are, many are rounded first; those of `exact` never are."""
@@ -170,11 +169,11 @@ def test_linear_with_a_weight_of_floats(side: Side, rows: int, num_in: int, grou
     for ops, rounds in ((side.ops, rows > SMALL_ROWS), (side.exact, False)):
         packed = ops.pack_linear(weight.to(side.device))
         assert isinstance(packed, QuantizedCudaLinear) and packed.tensor_core_scales is not None
-        blocks = packed.tensor_core_scales.nbytes if group_size == BLOCK else 0
+        blocks = packed.tensor_core_scales.nbytes if group_size == FLOAT8_BLOCK else 0
         words = 48 * (-(-num_in // 64) * 64)
         assert packed.nbytes == words + weight.scales.nbytes + blocks, "a byte of each weight"
         packed.has_been_used = rows != SMALL_ROWS + 1  # what the first product compiles is looked at once
-        sums = product(x, weight) if rounds else exact
+        sums = float8_product(x, weight) if rounds else exact
         close_to_product(ops.linear(side.there(x), packed), sums, dtype)
         with_bias = ops.pack_linear(weight.to(side.device), side.there(bias))
         assert isinstance(with_bias, QuantizedCudaLinear)
@@ -191,9 +190,9 @@ def test_which_weights_of_floats_tensor_cores_take(side: Side) -> None:
         assert isinstance(packed, QuantizedCudaLinear)
         return packed.tensor_core_scales is not None
 
-    assert takes(float8_weight(144, 200, 200)) and takes(float8_weight(144, 512, BLOCK))
+    assert takes(float8_weight(144, 200, 200)) and takes(float8_weight(144, 512, FLOAT8_BLOCK))
     assert not takes(float8_weight(56, 512, 512)), "outputs that are no multiple of 16"
-    assert not takes(float8_weight(144, 384, BLOCK)), "cuBLAS reads the scales of four blocks at a time"
+    assert not takes(float8_weight(144, 384, FLOAT8_BLOCK)), "cuBLAS reads the scales of four blocks at a time"
     assert not takes(float8_weight(144, 512, 64))
     uneven = QuantizedWeight(random(144, 512).to(FLOAT8), random(144, 4, seed=5))
     assert not takes(uneven), "outputs of a block have scales of their own"

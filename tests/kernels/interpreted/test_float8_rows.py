@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.float8 import product, rounded_rows
-from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight
+from hydra_engine.backend.quantized import FLOAT8, QuantizedWeight, float8_product, float8_rows
 from hydra_kernels.float8_rows import BLOCK, PART, round_rows
 from hydra_kernels.quantized_linear import pack
 from tests.kernels.comparison import DTYPES, strided
@@ -36,7 +35,7 @@ def in_order(numbers: Tensor) -> Tensor:
 def check(x: Tensor, group_size: int) -> None:
     num_rows, num_in = x.shape
     numbers, steps = round_rows(x, width_of(num_in), group_size)
-    expected, expected_steps = rounded_rows(x, group_size)
+    expected, expected_steps = float8_rows(x, group_size)
     octets = in_order(numbers)
     assert torch.equal(steps[:num_rows], expected_steps)
     assert torch.equal(octets[:num_rows, :num_in].view(FLOAT8).float(), expected.float())
@@ -68,7 +67,7 @@ def test_what_is_not_finite_stays_so_and_what_is_tiny_is_zero() -> None:
     numbers, steps = round_rows(x, 128, 256)
     sums = in_order(numbers).view(FLOAT8).float().sum(1) * steps[:, 0]
     assert sums[:3].isnan().all() and torch.equal(sums[3:5], torch.zeros(2)) and sums[5].isfinite()
-    found = product(x, weight)
+    found = float8_product(x, weight)
     assert found[:3].isnan().all() and torch.equal(found[3:5], torch.zeros(2, 5))
 
 
@@ -83,7 +82,7 @@ def test_rows_and_words_of_a_weight_are_in_one_order(group_size: int) -> None:
     operands = (part.view(FLOAT8).float().unflatten(1, (-1, group_size)) for part in (rows, packed.words))
     sums = torch.einsum("tgk,ngk->tgn", *operands)
     found = torch.einsum("tgn,tg,ng->tn", sums, steps, weight.scales)
-    torch.testing.assert_close(found, product(x, weight), rtol=1e-4, atol=1e-4)  # sums in another order
+    torch.testing.assert_close(found, float8_product(x, weight), rtol=1e-4, atol=1e-4)  # sums in another order
 
 
 def test_steps_lie_as_tensor_cores_read_them() -> None:
