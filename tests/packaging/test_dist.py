@@ -118,8 +118,10 @@ def check_it_runs(wheel: Path, tmp_path: Path) -> None:
     version = run(sys.executable, "-m", "hydra_engine", "--version", cwd=tmp_path, **path)
     assert version == f"hydra-engine {VERSION}\n"
     listed = run(sys.executable, "-m", "hydra_engine", "--help", cwd=tmp_path, **path)
-    assert re.search(r"^ +plan +find the topology", listed, re.MULTILINE)
+    for line in ("plan +find the topology", "chat +chat with", "quantize +write a checkpoint"):  # of other packages
+        assert re.search(f"^ +{line}", listed, re.MULTILINE)
     assert "--workload FILE" in run(sys.executable, "-m", "hydra_engine", "plan", "--help", cwd=tmp_path, **path)
+    assert "--url URL" in run(sys.executable, "-m", "hydra_engine", "chat", "--help", cwd=tmp_path, **path)
     question = ("generate", "Describe the picture.", "--image", target / "hydra_engine/demo/pictures/stars.png")
     script = target / "bin" / "hydra-engine"
     answer = run(script, *question, "--temperature", "0", "--threads", "1", cwd=tmp_path, **path)
