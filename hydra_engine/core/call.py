@@ -152,6 +152,7 @@ class ChatMessage:
             raise InvalidRequest(f"{param} belongs to messages of the assistant only", param=param)
 
     def place_of(self, field: str) -> str:
+        """The place of a field for errors, for example `messages[0].content`; `prompt` has no fields."""
         return f"{self.param}.{field}" if self.param.endswith("]") else self.param
 
     def texts(self) -> Iterator[tuple[str, str]]:

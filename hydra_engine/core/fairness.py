@@ -201,6 +201,7 @@ class FairQueue(Generic[J]):
         self._waiting[client] = state
 
     def _tick(self) -> int:
+        """Advances the logical clock that orders beginnings and waits; returns its time."""
         self._now += 1
         return self._now
 

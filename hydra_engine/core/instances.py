@@ -138,6 +138,7 @@ class Topology:
 
 
 def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
+    """(number of instances, spec of each) of one part of a topology, such as `2P@cuda:1`. Raises ConfigError."""
     match = _PART.fullmatch(part)
     if match is None:
         raise _refused(
@@ -250,6 +251,7 @@ def _kind(device: str) -> str:
 
 
 def _examples(*topologies: Topology) -> str:
+    """The topologies that are short enough for a message, joined by "or"; EPD if none is."""
     shown = [text for topology in topologies if len(text := str(topology)) <= _MAX_EXAMPLE]
     return " or ".join(dict.fromkeys(shown)) or "EPD"
 

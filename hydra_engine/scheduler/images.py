@@ -157,6 +157,7 @@ class ImageTracker:
     # ---- inside
 
     def _need(self, state: RequestState, index: int) -> ImageProgress:
+        """Makes the image a user of its features and returns their progress."""
         num_tokens = state.request.images[index].num_tokens
         return self._features.need((state.request.id, index), state.image_keys[index], num_tokens)
 

@@ -116,12 +116,7 @@ class StageScheduler:
         if Role.P in stages and not external_kv:  # other parts belong to a request that was accepted already
             check_queue(len(self._requests.states), self._max_queue, self._results.finish_times)
         self._requests.add(
-            request,
-            now,
-            stages=stages,
-            external_images=external_images,
-            external_kv=external_kv,
-            held_for=held_for,
+            request, now, stages=stages, external_images=external_images, external_kv=external_kv, held_for=held_for
         )
 
     def release(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:

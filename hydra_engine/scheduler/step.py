@@ -79,7 +79,7 @@ class StepBuilder:
 
 class Admission:
     """The admission of requests: finds a sequence slot and blocks, while every running decode keeps one free block in
-    reserve."""
+    reserve, without which an admission would only cause preemption."""
 
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         self._requests = requests
@@ -124,8 +124,8 @@ class PrefillStarter(Admission):
         """Starts waiting requests by urgency while budget, slots and blocks last, but none younger than `blocked`, a
         running prefill for whose chunk too few blocks are free.
 
-        Every running decode keeps one free block in reserve, or admission would only cause preemption. Younger requests
-        may bypass one without free blocks `max_bypass` times; then none does, and freed blocks are kept for it.
+        Younger requests may bypass one without free blocks `max_bypass` times; then none does, and freed blocks are
+        kept for it.
         """
         requests = self._requests
         if not requests.waiting and not requests.encoding:
@@ -273,13 +273,9 @@ class LanguagePlanner:
         if not len(ready.starts) and not step.chunks:
             return None
         decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
-        rows: list[ChunkRow] = []
-        chunks: list[tuple[RequestId, int]] = []
-        for state, chunk in step.chunks:
-            rows.append(self._chunk_row(state, chunk))
-            chunks.append((state.request.id, chunk))
-        plan = LanguagePlan(step_id, decodes, tuple(rows), budget.vision_s, budget.partition)
-        return LanguageStep(plan, plan.load, budget, chunks)
+        rows = tuple([self._chunk_row(state, chunk) for state, chunk in step.chunks])
+        plan = LanguagePlan(step_id, decodes, rows, budget.vision_s, budget.partition)
+        return LanguageStep(plan, plan.load, budget, [(state.request.id, chunk) for state, chunk in step.chunks])
 
     # ---- decodes
 

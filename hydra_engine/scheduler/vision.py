@@ -82,6 +82,7 @@ class VisionPlanner:
         return state is not None and now - state.image_wait_since_s >= self._patience_s
 
     def _item(self, state: RequestState, index: int, now: float) -> EncodeItem:
+        """Reserves blocks for the features of an image. Returns its item of the plan."""
         request, image = state.request, state.request.images[index]
         self._requests.images.reserve(state, index, now)
         return EncodeItem(

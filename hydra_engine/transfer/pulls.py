@@ -392,6 +392,7 @@ class Destination:
     # ---- inside
 
     def _forgotten_s(self, pull: Pull) -> float:
+        """The time at which an unclaimed offer is forgotten."""
         return pull.heard_s + RENEWALS_UNCLAIMED * self._renew_s
 
     def _claim(self, pull: Pull) -> list[PullEvent]:

@@ -191,6 +191,7 @@ class StagedPulls:
                     yield self._end(pull, now)
 
     def _ask(self, pull: _Pull) -> list[Stage]:
+        """Requests the next pieces of a pull, so that at most `PIECES_AT_ONCE` are under way. Returns the messages."""
         messages = []
         while pull.num_requested < len(pull.job.source_blocks) and len(pull.tickets) < PIECES_AT_ONCE:
             ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1

@@ -40,6 +40,7 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 
 def _with_digits(value: Any) -> Any:
+    """A copy in which integers that msgspec cannot encode (beyond 64 bits) are raw JSON."""
     if isinstance(value, dict):
         return {name: _with_digits(inner) for name, inner in value.items()}
     if isinstance(value, list):

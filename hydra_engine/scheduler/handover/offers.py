@@ -132,6 +132,7 @@ class Offers:
         return True
 
     def _live(self, request_id: RequestId) -> RequestState | None:
+        """The request, if it is here and has not ended."""
         state = self._requests.states.get(request_id)
         return None if state is None or state.ending is not None else state
 
@@ -197,6 +198,7 @@ class EncodeJobQuota:
         return self._held_by_jobs() + num_blocks <= quota
 
     def _held_by_jobs(self) -> int:
+        """Blocks of features that only encode jobs use."""
         states, features = self._requests.states, self._requests.features
         held = ((features.users(key), num_blocks) for key, _, num_blocks in features.held_blocks())
         return sum(n for users, n in held if all(states[request_id].is_encode_job for request_id, _ in users))

@@ -248,6 +248,7 @@ class Pulls:
                     return
 
     def _pull_image(self, state: RequestState, index: int, now: float) -> PullPlan:
+        """Claims an offer of the image and reserves blocks for its features. Returns the plan of the copy."""
         requests = self._requests
         offer = self.images.claim(state, index)
         handover_of(state).images_copied.add(index)

@@ -171,7 +171,7 @@ class StepHistory(StepObserver):
         """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
         next one at `until_s`, which is longer than `tpot_limit_s`. The last step in the gap computed the token; its
         decodes' own time is left out if it is within the limit. Together with that time the causes sum to the gap."""
-        away = self._was_away(request_id, since_s, until_s)
+        away = self._absence(request_id, since_s, until_s)
         question = since_s, until_s, tpot_limit_s, self._serial
         answer = self._answer
         if answer is not None and away is None and answer.question == question and request_id not in answer.involved:
@@ -189,8 +189,8 @@ class StepHistory(StepObserver):
             self._answer = _Answer(question, involved, causes)
         return causes
 
-    def _was_away(self, request_id: RequestId, since_s: float, until_s: float) -> _Away | None:
-        """The absence of the request reported within the gap that ends last, if any."""
+    def _absence(self, request_id: RequestId, since_s: float, until_s: float) -> _Away | None:
+        """The absence of the request that was reported in the gap and ends last; None if there is none."""
         found = None
         for away in reversed(self._away):
             if away.reported_s < since_s:
@@ -279,6 +279,7 @@ class StepHistory(StepObserver):
     # ---- what a step's time went to
 
     def _shares(self, step: _LanguageStep) -> _Shares:
+        """Splits the duration of a step by prediction or estimate, scaled so that the parts do not exceed it."""
         if self._surface is not None:
             decode_s, prefill_s, encode_s = self._predicted(self._surface, step)
         else:
@@ -291,6 +292,7 @@ class StepHistory(StepObserver):
 
     @staticmethod
     def _predicted(surface: CostSurface, step: _LanguageStep) -> tuple[float, float, float]:
+        """(decode, prefill, encode seconds) as the cost surface predicts them."""
         load = step.load
         decode_s = surface.language_s(LanguageLoad(max(load.num_decodes, 1), load.decode_context))
         alone_s = surface.language_s(load)

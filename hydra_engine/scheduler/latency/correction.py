@@ -97,6 +97,7 @@ class Correction:
         return self._of(kind).quantile(0.5)
 
     def _of(self, kind: Kind) -> Window:
+        """The ratios of this kind, or of all kinds while these are few."""
         ratios = self._kinds[kind]
         return (ratios if ratios.count >= FEW else self._all).window
 

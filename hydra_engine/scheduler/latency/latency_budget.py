@@ -93,7 +93,7 @@ class _Step:
         return (allowed_s - alone) / (1 - alone / slowed)
 
     def _slowed(self, alone: float) -> float:
-        """Seconds of the step with vision beside it all along."""
+        """Seconds of the step with vision beside it all along, from its seconds `alone`."""
         surface = self._surface
         return self.base * surface.decode_slowdown + (alone - self.base) * surface.prefill_slowdown
 
