@@ -125,7 +125,7 @@ class FairQueue(Generic[J]):
     def __len__(self) -> int:
         return self._num_waiting
 
-    def running(self, client: str) -> int:
+    def num_running(self, client: str) -> int:
         """Number of the client's jobs that have begun and not ended."""
         return self._clients[client].num_running if client in self._clients else 0
 
@@ -284,7 +284,7 @@ class Turns:
             begun[1].set_result(None)
 
     def _may_begin(self, client: str) -> bool:
-        num_running = self._queue.running(client)
+        num_running = self._queue.num_running(client)
         return not self._keeps_free or not num_running or num_running < self._num_free
 
 

@@ -294,13 +294,13 @@ class Migration(MigrationPort):
         for event in events:
             match event:
                 case Offered(handle, request_id, None, num_blocks, end):
-                    connector.pulls.kv_offered(request_id, handle, num_blocks, end)
+                    connector.pulls.on_kv_offer(request_id, handle, num_blocks, end)
                 case Offered(handle, request_id, int() as index):
-                    connector.pulls.images.offered(request_id, index, handle)
+                    connector.pulls.images.on_offer(request_id, index, handle)
                 case Gone(handle, None):
-                    connector.pulls.kv_offer_gone(handle)
+                    connector.pulls.on_kv_offer_gone(handle)
                 case Gone(handle):
-                    connector.pulls.images.offer_gone(handle)
+                    connector.pulls.images.on_offer_gone(handle)
 
     def plan_pulls(self, now: float) -> list[PullPlan]:
         return self._connector.pulls.plan(now)
@@ -428,7 +428,7 @@ class StagedMoves:
         if not result.ticket:
             return result
         self.num_bytes += result.num_bytes
-        peer, messages, ended = self._pulls.copied(result)
+        peer, messages, ended = self._pulls.end_copy(result)
         self._peers.send(peer, messages)
         return ended
 
@@ -454,7 +454,7 @@ class StagedMoves:
 
     def on_staging(self, result: StagingResult) -> Owner | None:
         """Takes the result of a staging copy. Returns the owner of blocks that could not be staged, if any."""
-        done = self._staging.copied(result.number)
+        done = self._staging.end_copy(result.number)
         self._start()
         if done is None:
             return None

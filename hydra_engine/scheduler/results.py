@@ -18,7 +18,7 @@ from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step_stats import StepTimes
-from hydra_engine.scheduler.timeline import anonymised
+from hydra_engine.scheduler.timeline import anonymise
 
 
 class _StepOutput:
@@ -225,5 +225,5 @@ class ResultProcessor:
         tpot_limit_s = timeline.tpot_limit_s if timeline.tpot_limit_s < math.inf else self._times.gap_s
         causes = self._requests.observer.explain(state.request.id, since_s, ended_s, tpot_limit_s)
         if state.request.cache_salt:  # an isolated client: it must not learn of other requests
-            causes = anonymised(causes)
+            causes = anonymise(causes)
         return timeline.gap(since_s, max(since_s, ended_s - self._times.typical_s), causes)

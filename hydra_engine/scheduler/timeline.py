@@ -207,7 +207,7 @@ def _joined(run: list[StageSpan]) -> StageSpan:
     )
 
 
-def anonymised(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
+def anonymise(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
     """The causes summed by kind, without request ids and amounts."""
     seconds: dict[str, float] = {}
     for cause in causes:

@@ -65,7 +65,7 @@ class Staging:
         return True
 
     def start(self) -> Iterator[StagingJob]:
-        """Yields the copies for which blocks are free, in the order of the requests for them within a pool. `copied`
+        """Yields the copies for which blocks are free, in the order of the requests for them within a pool. `end_copy`
         must follow each."""
         for pool, waiting in self._waiting.items():
             free = self._free[pool]
@@ -76,7 +76,7 @@ class Staging:
                 self._copying[number] = piece
                 yield StagingJob(number, pool, piece.stage.blocks, tuple(piece.blocks))
 
-    def copied(self, number: int) -> tuple[str, Staged] | None:
+    def end_copy(self, number: int) -> tuple[str, Staged] | None:
         """Ends a copy. Returns (peer, message) to send; None if the offer is over."""
         piece = self._copying.pop(number)
         if not piece.blocks:
@@ -133,7 +133,7 @@ class _Pull:
 
 
 class StagedPulls:
-    """The target's staged pulls. A pull ends with exactly one result, from `copied` or `end_expired`."""
+    """The target's staged pulls. A pull ends with exactly one result, from `end_copy` or `end_expired`."""
 
     def __init__(self) -> None:
         self.ignored = 0  # messages
@@ -148,7 +148,7 @@ class StagedPulls:
         return self._ask(pull)
 
     def on_staged(self, peer: str, staged: Staged) -> PullJob | None:
-        """Returns the copy job of a piece, with its ticket; `copied` must follow. None if no pull waits for the piece
+        """Returns the copy job of a piece, with its ticket; `end_copy` must follow. None if no pull waits for the piece
         any more."""
         pull = self._of_ticket.get(staged.ticket)
         begin, end = (0, 0) if pull is None else pull.tickets[staged.ticket]
@@ -166,7 +166,7 @@ class StagedPulls:
             ticket=staged.ticket,
         )
 
-    def copied(self, result: PullResult) -> tuple[str, list[Taken | Stage], PullResult | None]:
+    def end_copy(self, result: PullResult) -> tuple[str, list[Taken | Stage], PullResult | None]:
         """Ends the copy of a piece, successful or failed. Returns (peer, messages to send, the result of the pull if it
         has ended)."""
         pull = self._pulls[result.step_id]

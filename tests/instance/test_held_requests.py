@@ -138,7 +138,7 @@ def test_an_offer_of_what_is_held_is_let_go(how: str) -> None:
     request = hold(s, 1, 9, stages=D, external_kv=True)
     s.offer_kv(1, 7, 3, end_of(request))
     if how == "gone":
-        s.connector.pulls.kv_offer_gone(7)
+        s.connector.pulls.on_kv_offer_gone(7)
         check(s.scheduler)
         s.release(1)
         assert handover_of(s.state(1)).parking is Parking.REMOTE_PREFILL

@@ -43,11 +43,11 @@ def test_a_pull_goes_in_pieces_of_which_a_few_are_under_way() -> None:
     second = pulls.on_staged("s", Staged(1, 3, 2, (8, 9)))
     assert second is not None and second.ticket == 2 and second.checksums == (2, 3)
     assert second.source_blocks.tolist() == [8, 9] and second.target_blocks.tolist() == [2, 3]
-    assert pulls.copied(result(second)) == ("s", [Taken(1, 3, 2), Stage(1, 3, 3, (34,))], None)
+    assert pulls.end_copy(result(second)) == ("s", [Taken(1, 3, 2), Stage(1, 3, 3, (34,))], None)
     for ticket, blocks in ((1, (4, 5)), (3, (0,))):
         piece = pulls.on_staged("s", Staged(1, 3, ticket, blocks))
         assert piece is not None
-        peer, messages, ended = pulls.copied(result(piece))
+        peer, messages, ended = pulls.end_copy(result(piece))
         assert (peer, messages) == ("s", [Taken(1, 3, ticket)])
     assert ended == PullResult(StepId(7), 0.5, 2.0, True, 5) and not pulls._pulls
 
@@ -58,8 +58,8 @@ def test_a_piece_that_does_not_count_ends_the_pull_with_its_copies(wrong: dict) 
     pulls.begin(job(7, 3, 6), 1, 2, 0.0)
     pieces = [pulls.on_staged("s", Staged(1, 3, ticket, (0, 1))) for ticket in (1, 2)]
     assert pieces[0] is not None and pieces[1] is not None
-    assert pulls.copied(result(pieces[0], **wrong)) == ("s", [], None), "the other copy is in flight"
-    _, messages, ended = pulls.copied(result(pieces[1]))
+    assert pulls.end_copy(result(pieces[0], **wrong)) == ("s", [], None), "the other copy is in flight"
+    _, messages, ended = pulls.end_copy(result(pieces[1]))
     assert not messages and ended is not None and not ended.valid and ended.problem == wrong.get("problem")
 
 
@@ -72,7 +72,7 @@ def test_an_offer_that_is_over_ends_pulls_that_wait_for_a_piece() -> None:
     ended = list(pulls.end_expired(lambda job: job.sequence < 3, 9.0))
     assert [(r.step_id, r.valid, r.ended_s) for r in ended] == [(1, False, 9.0)]
     assert not list(pulls.end_expired(lambda job: job.sequence < 3, 9.0))
-    _, messages, last = pulls.copied(result(copying))
+    _, messages, last = pulls.end_copy(result(copying))
     assert not messages and last is not None and (last.step_id, last.valid) == (2, False)
     for late in (1, 4):
         assert pulls.on_staged("s", Staged(1, 1, late, (0,))) is None
@@ -93,7 +93,7 @@ def test_pieces_wait_for_room_in_order() -> None:
         assert staging.request("t", Stage(1, ticket, ticket, tuple(range(count))), POOL)
     (first,) = staging.start()
     assert first == StagingJob(1, POOL, (0, 1, 2), (0, 1, 2)) and not list(staging.start())
-    assert staging.copied(1) == ("t", Staged(1, 1, 1, (0, 1, 2)))
+    assert staging.end_copy(1) == ("t", Staged(1, 1, 1, (0, 1, 2)))
     for stranger in (("x", Taken(1, 1, 1)), ("t", Taken(1, 1, 2)), ("t", Taken(1, 2, 2))):
         staging.on_taken(*stranger)
     assert staging.ignored == 3 and not list(staging.start())
@@ -117,8 +117,8 @@ def test_pieces_of_an_offer_that_is_over_are_free() -> None:
     staging.free_ended(lambda sequence: sequence == 3)
     (third,) = staging.start()
     assert third.blocks == (0, 1) and staging.num_live == 1, "the first is being written, the second never will be"
-    assert staging.copied(first.number) is None
-    assert staging.copied(third.number) == ("t", Staged(1, 3, 3, third.staging_blocks))
+    assert staging.end_copy(first.number) is None
+    assert staging.end_copy(third.number) == ("t", Staged(1, 3, 3, third.staging_blocks))
     staging.free_ended(lambda sequence: False)
     assert staging.num_live == 0
     check_staging(staging)
@@ -219,7 +219,7 @@ class Walk:
 
     def fill(self) -> None:
         if self.filling and self.filling[0][0].step():
-            done = self.staging.copied(self.filling.pop(0)[1].number)
+            done = self.staging.end_copy(self.filling.pop(0)[1].number)
             if done is not None:
                 self.sides[done[0]].incoming.append(done[1])
             self.start()
@@ -233,7 +233,7 @@ class Walk:
                     side.copies.append((Copy(self.pool, side.rows[piece.sequence], pairs), piece))
             if side.copies and side.copies[0][0].step():
                 _, piece = side.copies.pop(0)
-                _, messages, ended = side.pulls.copied(result(piece, valid=piece.sequence in self.offers))
+                _, messages, ended = side.pulls.end_copy(result(piece, valid=piece.sequence in self.offers))
                 side.outgoing += messages
                 if ended is not None:
                     self.end(side, ended)
@@ -282,9 +282,9 @@ def test_pieces_arrive_whole_or_not_at_all() -> None:
 
 
 class FreesWhatIsStaged(Staging):
-    def copied(self, number: int) -> tuple[str, Staged] | None:
+    def end_copy(self, number: int) -> tuple[str, Staged] | None:
         piece = self._copying[number]
-        done = super().copied(number)
+        done = super().end_copy(number)
         if done is not None:
             self._free[piece.pool] += piece.blocks
         return done

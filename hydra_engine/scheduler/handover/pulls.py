@@ -46,7 +46,7 @@ class RemoteImages:
             handover.requested_images.discard(index)
             self._refuse(state, index)
 
-    def offered(self, request_id: RequestId, index: int, offer: int) -> None:
+    def on_offer(self, request_id: RequestId, index: int, offer: int) -> None:
         """Records that features of a remote image can be pulled. `offer`: the caller's number, as in the plan of the
         pull.
 
@@ -68,10 +68,10 @@ class RemoteImages:
     def claim(self, state: RequestState, index: int) -> int:
         """Removes and returns the latest offer of an image, to copy or to refuse it."""
         offer = handover_of(state).image_offers[index][-1]
-        self.offer_gone(offer)
+        self.on_offer_gone(offer)
         return offer
 
-    def offer_gone(self, offer: int) -> None:
+    def on_offer_gone(self, offer: int) -> None:
         """Removes a withdrawn offer; a copy in flight still comes back, as not valid. Ignores unknown offers."""
         if offer in self.offers:
             state, index = self.offers.pop(offer)
@@ -123,7 +123,7 @@ class Pulls:
 
     # ---- offers of other instances
 
-    def kv_offered(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
+    def on_kv_offer(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
         """Records that the first `num_blocks` of a request's KV can be pulled; called again as there are more, the last
         time with `end`. A later offer replaces an earlier one."""
         state = self._requests.states.get(request_id)
@@ -139,7 +139,7 @@ class Pulls:
         state.keeps_blocks = end is not None
         self._requests.requeue(state)
 
-    def kv_offer_gone(self, offer: int) -> None:
+    def on_kv_offer_gone(self, offer: int) -> None:
         """Removes an offer that was withdrawn. Ignores unknown offers."""
         state = self.kv_offers.get(offer)
         if state is not None:

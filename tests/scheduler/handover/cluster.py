@@ -373,9 +373,9 @@ class Cluster:
             return
         node.known[number] = offer
         if offer.target_index is None:
-            node.connector.pulls.kv_offered(RequestId(offer.request_id), number, num_blocks, end)
+            node.connector.pulls.on_kv_offer(RequestId(offer.request_id), number, num_blocks, end)
         else:
-            node.connector.pulls.images.offered(RequestId(offer.request_id), offer.target_index, number)
+            node.connector.pulls.images.on_offer(RequestId(offer.request_id), offer.target_index, number)
         self._after(node)
 
     def _gone(self, node: Node, owner: int, index: int | None) -> None:
@@ -389,9 +389,9 @@ class Cluster:
         if offer.number in node.known and not any(pull.offer == offer.number for pull in node.pulls):
             node.known.pop(offer.number).over = True
         if offer.target_index is None:
-            node.connector.pulls.kv_offer_gone(offer.number)
+            node.connector.pulls.on_kv_offer_gone(offer.number)
         else:
-            node.connector.pulls.images.offer_gone(offer.number)
+            node.connector.pulls.images.on_offer_gone(offer.number)
         self._after(node)
 
     def _released(self, offer: Offer) -> None:

@@ -94,11 +94,11 @@ class Part(Stepper):
         return self._collect(self.connector.on_pull(plan.step_id, self.now, valid=valid, **times))
 
     def offer_kv(self, number: int, offer: int, num_blocks: int, end: KvEnd | None = None) -> None:
-        self.connector.pulls.kv_offered(RequestId(number), offer, num_blocks, end)
+        self.connector.pulls.on_kv_offer(RequestId(number), offer, num_blocks, end)
         check(self.scheduler)
 
     def offer_image(self, number: int, index: int, offer: int) -> None:
-        self.connector.pulls.images.offered(RequestId(number), index, offer)
+        self.connector.pulls.images.on_offer(RequestId(number), index, offer)
         check(self.scheduler)
 
 

@@ -213,7 +213,7 @@ def test_an_offer_that_is_gone_frees_the_blocks_as_soon_as_nothing_is_copied_int
     plan = s.pull()
     if not in_flight:
         s.pulled(plan)
-    s.connector.pulls.kv_offer_gone(1)
+    s.connector.pulls.on_kv_offer_gone(1)
     check(s.scheduler)
     assert s.scheduler.ledger().kv_blocks_held == 4 * in_flight
     if in_flight:

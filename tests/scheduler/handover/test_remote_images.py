@@ -73,7 +73,7 @@ def test_an_invalid_pull_waits_for_the_next_offer_and_asks_nobody() -> None:
     assert s.state(1).images == [WAITING] and not s.told() and not s.pulls()
     assert s.scheduler.ledger().image_blocks_held == 0
     s.offer_image(1, 0, 2)
-    s.connector.pulls.images.offer_gone(2)
+    s.connector.pulls.images.on_offer_gone(2)
     assert not s.pulls()
     s.offer_image(1, 0, 3)
     plan = s.pull()
@@ -90,7 +90,7 @@ def test_of_two_offers_for_an_image_none_is_refused_before_the_features_are_here
     s.told()
     for offer in (1, 2, 3):
         s.offer_image(1, 0, offer)
-    s.connector.pulls.images.offer_gone(2)
+    s.connector.pulls.images.on_offer_gone(2)
     s.pulled(s.pull(), valid=False)
     assert not s.told()
     plan = s.pull()
