@@ -202,7 +202,7 @@ class PrefillStarter(Admission):
         return True
 
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
-        """Yields every candidate once by urgency; of those that wait for images only the first `early_limit` (at most
+        """Yields every candidate once by urgency; of those that wait for images only the first `_early_limit` (at most
         `MAX_SKIPPED`) and the oldest.
 
         Requests bypassed too often, also within this step, come first: the oldest that waits for images, then the

@@ -191,7 +191,7 @@ def compact(spans: list[StageSpan]) -> list[StageSpan]:
 
 
 def _joined(run: list[StageSpan]) -> StageSpan:
-    """One span in place of consecutive spans of a stage."""
+    """Merges consecutive spans of one stage into one."""
     first, last = run[0], run[-1]
     longest = max(run, key=lambda span: span.end_s - span.start_s)
     return StageSpan(

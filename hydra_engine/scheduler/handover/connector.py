@@ -109,15 +109,14 @@ class PeerConnector(Connector):
     # ---- decodes lent by other instances
 
     def set_role(self, role: Role) -> None:
-        """An instance that encodes and decodes borrows decodes from others while it has nothing to encode
+        """Lets an instance that encodes and decodes borrow decodes from others while it has nothing to encode
         (HeteroServe, section 5.3). If it does not prefill either, language steps wait for images first."""
         self._may_borrow = Role.E in role and Role.D in role
         self.vision_first = self._may_borrow and Role.P not in role
 
     def language_due_s(self, ended_s: float) -> float:
-        """While all decodes here are borrowed, the next step waits so that the vision lane has the device to itself,
-        for at most the patience. An image that could be encoded is in a vision step already; one without free blocks is
-        not waited for."""
+        """The end of the patience while all decodes here are borrowed: until then a language step waits for the vision
+        step in flight, which gets the device to itself. An image without free blocks is not waited for."""
         return ended_s + self._patience_s if self._may_borrow and self._only_borrowed() else -math.inf
 
     def _only_borrowed(self) -> bool:
