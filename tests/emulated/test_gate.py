@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hydra_engine.worker.vision import gate as gates
 from hydra_engine.worker.vision.gate import DeviceGate
 from tests.emulated.clock import Clock, Line, Machine, Mark, Work
+from tests.examples import examples
 
 MACHINE = Machine()
 GAPS_S = MACHINE.graph_s + 4 * MACHINE.gap_s  # of a piece
@@ -107,7 +108,7 @@ SECONDS = st.floats(1e-4, 3e-3)
 STEPS = st.lists(st.tuples(st.one_of(st.just(0.0), st.floats(0, 6e-3), st.just(inf)), SECONDS), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(steps=STEPS, encodes=st.lists(st.tuples(st.integers(1, 12), SECONDS), min_size=1, max_size=4), pause_s=SECONDS)
 def test_a_step_has_its_allowance_and_one_piece_beside_it(
     steps: list[tuple[float, float]], encodes: list[tuple[int, float]], pause_s: float
@@ -135,7 +136,7 @@ def test_a_step_has_its_allowance_and_one_piece_beside_it(
     ), "all of it was computed"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(steps=STEPS, pieces=st.lists(SECONDS, min_size=1, max_size=30))
 def test_pieces_that_are_not_as_expected(steps: list[tuple[float, float]], pieces: list[float]) -> None:
     """A piece may take longer than all before it did."""

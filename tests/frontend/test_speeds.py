@@ -101,7 +101,7 @@ def test_reports_of_all_instances_are_compared_by_kind_and_forgotten_with_a_deat
 # ---- who gets what
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.floats(ALIKE, 8.0), st.lists(st.integers(10, 400), min_size=30, max_size=60))
 def test_load_is_shared_by_speed(factor: float, prompts: list[int]) -> None:
     """Prompts that all wait: tokens go as 1 to the factor, but for the last prompt."""
@@ -118,7 +118,7 @@ def test_load_is_shared_by_speed(factor: float, prompts: list[int]) -> None:
     assert abs(fast - factor * slow) <= factor * max(prompts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.floats(ALIKE, 8.0), st.integers(40, 120))
 def test_decodes_and_pictures_are_shared_by_speed(factor: float, count: int) -> None:
     instances = table("2E+P+2D")

@@ -14,6 +14,7 @@ from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, Sharing, Track,
 from hydra_engine.backend.select import create_backend, resolve_sm_split
 from hydra_engine.config import EngineConfig
 from hydra_engine.errors import BackendError, ConfigError
+from tests.examples import examples
 
 
 def test_tokens_have_the_whole_device_while_no_picture_is_encoded() -> None:
@@ -140,7 +141,7 @@ def test_a_job_that_was_withdrawn_is_no_work() -> None:
     assert not sharing._has_work(VISION)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     sizes=st.permutations([16, 32, 64, 96]),
     events=st.lists(st.tuples(st.sampled_from(["step", "encode", "end"]), st.integers(0, 4)), max_size=40),

@@ -20,6 +20,7 @@ from hydra_engine.preprocess.preprocessor import CallFacts
 from hydra_planner.workload import recorder as workload_recorder
 from hydra_planner.workload.file import Picture, Video, WorkloadRequest, header_line, read_workload
 from hydra_planner.workload.recorder import BLOCK_TOKENS, WorkloadRecorder
+from tests.examples import examples
 from tests.frontend.rig import make_request
 
 IMAGE_TOKENS = 4
@@ -115,7 +116,7 @@ def test_lines_come_in_the_order_of_arrival_when_all_earlier_ones_have_ended() -
     assert [row.at_s for row in recorder.release()] == [4.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=30))
 def test_whatever_the_order_of_the_ends_the_file_can_be_read(
     tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]]

@@ -14,6 +14,7 @@ from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.profiler.fit import CorunTimes, LanguageTimes, Samples, VisionTimes, fit, without_bursts
 from hydra_engine.profiler.grid import LanguagePoint, VisionPoint, make_grid
 from hydra_engine.profiler.store import SCHEMA, Identity, Profile, Reach, problem_of
+from tests.examples import examples
 from tests.profiler.fakes import SIZES, SURFACE, SquareVision, decodes, prompt
 
 POINTS = make_grid(SIZES, SquareVision())
@@ -85,7 +86,7 @@ def test_one_point_that_all_others_contradict_is_outvoted() -> None:
     assert found.language_s(decodes(4, 32)) == pytest.approx(SURFACE.language_s(decodes(4, 32)), rel=0.1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_whatever_was_measured_the_surface_makes_sense(data: st.DataObject) -> None:
     """Monotone, never negative, slowdowns of at least 1: all that a stored profile is checked for."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.core.fairness import ByteBudget
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
+from hydra_engine.server.page import events as page
 from hydra_engine.server.state import STATE, Lifecycle
 from tests.server.stub import StubEngine
 
@@ -57,6 +59,14 @@ async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
 
 
 Serve = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def page_files() -> Iterator[None]:
+    """Reads the files of the page once; each application would, which is more than half of its start."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(page, "_read_files", cache(page._read_files))
+        yield
 
 
 @pytest.fixture

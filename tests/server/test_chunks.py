@@ -21,6 +21,7 @@ from hydra_engine.server.protocol.chat import ChatChunk, ChatChunkChoice, ChatCo
 from hydra_engine.server.protocol.common import Usage, usage_of
 from hydra_engine.server.protocol.completions import CompletionRequest
 from hydra_engine.server.tools.tool_calls import ToolUse
+from tests.examples import examples
 
 IDENTITY = Identity('chatcmpl-"1":1,\\', 1, 'a "model" of 1:2')
 CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -52,7 +53,7 @@ def answers(kind: str, usage: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("usage", USAGES)
 @pytest.mark.parametrize("kind", ["chat", "completions"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(texts=texts)
 def test_the_short_way_writes_what_the_long_way_writes(kind: str, usage: str, texts: list[str]) -> None:
     short, long = answers(kind, usage)
@@ -61,7 +62,7 @@ def test_the_short_way_writes_what_the_long_way_writes(kind: str, usage: str, te
         assert short.text_event(piece) == long.events(piece)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(texts=texts, counts=st.lists(st.integers(0, 2**40), min_size=6, max_size=6))
 def test_each_choice_has_bytes_of_its_own(texts: list[str], counts: list[int]) -> None:
     def make(index: int, text: str, usage: Any) -> ChatChunk:

@@ -108,7 +108,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(**CASES)
 def test_bytes_of_all_tokens_are_the_text(tokenizers: dict[str, Tokenizer], **case: Any) -> None:
     assert_bytes_are_the_text(tokenizers[case.pop("kind")], **case)

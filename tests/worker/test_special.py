@@ -24,6 +24,7 @@ from hydra_engine.worker.language.special import (
     sample_special,
     special_columns,
 )
+from tests.examples import examples
 from tests.worker.fakes import make_request
 
 OPS: Ops = ReferenceOps()
@@ -60,7 +61,7 @@ def steps(draw: st.DrawFn) -> tuple[int, list[tuple[dict[str, Any], list[int], l
     return vocabulary, rows, draw(st.integers(0, 1 << 30))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(steps())
 def test_rows_are_the_hosts(step: tuple[int, list[tuple[dict[str, Any], list[int], list[int]]], int]) -> None:
     vocabulary, rows, seed = step

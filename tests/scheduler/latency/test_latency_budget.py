@@ -14,6 +14,7 @@ from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.pending_limits import stretch
+from tests.examples import examples
 from tests.scheduler.machine import make_surface
 
 LIMIT = 0.04
@@ -244,7 +245,7 @@ class TestNobodyStarves:
         budget = make_budgets(surface).language(pending._replace(tpot_limit_s=limit))
         assert budget.vision_s >= min(work, 0.05 * limit)
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     @given(surfaces(), demands(vision=True), st.floats(0.001, 0.02), st.booleans())
     def test_a_prefill_gets_a_chunk_within_65_steps(
         self, surface: CostSurface, pending: PendingWork, limit: float, at_risk: bool
