@@ -186,7 +186,8 @@ class Bench:
             self._added += 1
 
     def _settle(self) -> None:
-        """Until as many run as shall, all in different places of their blocks; then come those that wait."""
+        """Steps until as many requests run as shall, all in different places of their blocks; then adds those that
+        wait."""
         self._instance.turn()
         while self._scheduler.status().num_waiting:
             self._step()

@@ -242,7 +242,7 @@ def close() -> None:
 
 
 def _serve(sock: socket.socket) -> Job:
-    """Until the other side has gone. Returns in what it has forked, once in each."""
+    """Serves until the other side has gone. Returns in every forked process, with its job."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(sock, _MAX_REQUEST, _MAX_DESCRIPTORS)
         if not data:

@@ -70,7 +70,7 @@ class RequestScheduler(StageScheduler):
         return super().plan_vision(now)
 
     def plan_language(self, now: float) -> LanguagePlan | None:
-        """Not beside an encode. Images that could be encoded now are in a vision step already."""
+        """None while an encode runs. Images that could be encoded now are in a vision step already."""
         if self._vision_plans or (self._language_steps and self._requests.unencoded):
             return None
         return super().plan_language(now)

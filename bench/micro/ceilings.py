@@ -115,7 +115,8 @@ class Machine:
         return self._usable[1]
 
     def sustained_flops(self) -> float:
-        """Over `sustained_s`, of which the first half is left out: until clocks have settled at the power cap."""
+        """Sustained rate of matrix products: the median of the second half of `sustained_s`, when clocks have
+        settled at the power cap."""
         rates: list[float] = []
         began = time.perf_counter()
         while (elapsed := time.perf_counter() - began) < self.sizes.sustained_s:

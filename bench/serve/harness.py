@@ -142,7 +142,7 @@ class Harness:
         return run
 
     def alone(self, target: Target, count: int, content: int) -> Run:
-        """So many requests, each sent when the one before has ended."""
+        """Runs `count` requests, each sent when the one before has ended."""
         run = closed_loop(target, self.settings.workload.specs(count, content), 1)
         self.note(target, run, concurrency=1)
         return run

@@ -81,8 +81,8 @@ def _measured(run: Any) -> Run:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[bool]:
-    """While stamps are taken: no garbage collection, and where the system allows it this process goes first, because a
-    busy server on few cores would otherwise delay its own measurement. Gives whether it did."""
+    """Stops garbage collection inside and, where the system allows it, raises this process's priority, because a
+    busy server on few cores would otherwise delay its own measurement. Yields True if the priority was raised."""
     gc.collect()
     gc.disable()
     before = os.getpriority(os.PRIO_PROCESS, 0)

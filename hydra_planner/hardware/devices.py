@@ -38,7 +38,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Within it: each byte is read and written."""
+        """Bandwidth of copies within the device: each byte is read and written."""
         return self.memory_bytes_per_s / 2
 
 

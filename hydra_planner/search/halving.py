@@ -85,7 +85,7 @@ class Entry:
 
 
 def requests_at(rate: float, effort: Effort, share: float = 1.0) -> int:
-    """So many that the load lasts for a share of the longest one's seconds, within bounds."""
+    """Number of requests that last for a share of the longest load's seconds, within bounds."""
     assert effort.seconds is not None
     least, most = effort.requests
     return max(int(min(rate * effort.seconds, most) * share), least)

@@ -64,7 +64,7 @@ class SimulatedCluster:
         self.nodes[name].send(messages)
 
     def set_role(self, name: str, role: Role) -> None:
-        """After deaths too."""
+        """Sets the role of the instance, also for its starts after a death."""
         self._roles[name] = role
         if name in self.nodes:
             self.send(name, [SetRole(role.letters)])

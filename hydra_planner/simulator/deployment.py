@@ -151,10 +151,10 @@ class Deployment:
         self.dispatcher.submit(active_of(request, handle), pixels, self.agenda.now_s)
 
     def run(self, *, audit: bool = True, until_s: float = math.inf, due_s: float = math.inf) -> list[Record]:
-        """Until every request has ended, or so many seconds after the deployment was up; records of those that run then
-        end there, and it can go on from there. `due_s`: records only of requests that were due by then. Raises
-        SimulationError if one does not end, or with `audit` if something is held then: every instance is asked for its
-        ledger, which takes as long as a small load."""
+        """Runs until every request has ended, or so many seconds after the deployment was up; records of those that
+        run then end there, and it can go on from there. `due_s`: records only of requests that were due by then.
+        Raises SimulationError if one does not end, or with `audit` if something is held then: every instance is
+        asked for its ledger, which takes as long as a small load."""
         with _without_collections():
             if not self._ticks:
                 self._ticks = True

@@ -23,7 +23,7 @@ def preprocess_s(host: Host, pixels: int) -> float:
 
 
 def pixels_of(row: WorkloadRequest) -> int:
-    """If nothing of it has been decoded lately."""
+    """Pixels to decode for the request, if none of its media were decoded lately."""
     pictures = sum(picture.width * picture.height for picture in row.pictures)
     return pictures + sum(video.width * video.height * video.frames for video in row.videos)
 

@@ -377,7 +377,7 @@ gc.freeze()
 
 @pytest.mark.slow
 def test_importing_the_frontend_loads_no_torch_and_importing_everything_touches_no_gpu() -> None:
-    """Also that exported names exist."""
+    """Checks too that exported names exist."""
     wanted = [module_of(path) for path in modules() if path.name != "__main__.py"]
     command = [sys.executable, "-c", IMPORTS, *wanted]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

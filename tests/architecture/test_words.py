@@ -36,6 +36,8 @@ NO_FIRST_WORDS = {
     *("Of", "As", "By", "For", "In", "With", "From", "At", "On", "Under", "Behind", "To", "Without"),
     *("Those", "Others", "Where", "What", "Whose", "Whether", "Which", "How", "When", "Once", "It", "That"),
     *("One", "Each", "Every", "All", "Nothing"),
+    *("And", "But", "So", "Not", "If", "Unless", "Else", "Until", "Since"),
+    *("Whatever", "Wherever", "Who", "Within", "Over"),
 }
 _MAY_BEGIN_SO = re.compile(rf"[\"'][\W_]*({'|'.join(sorted(NO_FIRST_WORDS))})\b")  # parsing all tests takes seconds
 # In prose, code and comments.

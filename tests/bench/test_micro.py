@@ -304,7 +304,8 @@ def test_flags_of_several_benchmarks_go_to_those_that_know_them(
 
 @pytest.mark.slow
 def test_several_benchmarks_of_one_model_draw_its_weights_once(tmp_path: Path) -> None:
-    """And take the ceilings of a document, if it is of their dtype; what crashed is not begun again."""
+    """The run takes the ceilings of a document, if it is of their dtype; a benchmark that crashed is not begun
+    again."""
     measured, (dtype, _) = tmp_path / "ceilings.json", resolve_dtype("auto", "bfloat16")
     document_of("ceilings", measured, "--dtype", str(dtype).removeprefix("torch."))
     flags = ["--model", "demo", "--dir", str(tmp_path), "--prefix", "x-", "--no-peers", "--device", "cpu"]

@@ -61,7 +61,7 @@ def test_a_part_that_fails_takes_nothing_from_the_others(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
-    """Also where both ignore that they are asked to end."""
+    """The part and its child ignore SIGTERM."""
     code = (
         "import os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -154,7 +154,7 @@ def limits(folder: Path, *parts: Part, budget_s: float) -> list[int]:
 
 
 def test_what_is_planned_for_later_parts_is_kept_for_them(tmp_path: Path) -> None:
-    """And what a part leaves over, the next one may use."""
+    """Seconds that a part leaves over may be used by the next one."""
     first = script("first", "pass", limit_s=80.0, planned_s=10.0)
     second = script("second", "pass", limit_s=80.0, planned_s=30.0)
     third = script("third", "pass", limit_s=20.0, planned_s=15.0)

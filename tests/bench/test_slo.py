@@ -1,4 +1,4 @@
-"""Who met the limits, attainment, goodput, and the search for it."""
+"""Limits met, attainment, goodput, and the search for it."""
 
 from __future__ import annotations
 

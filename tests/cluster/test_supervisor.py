@@ -214,7 +214,7 @@ async def test_an_instance_that_hangs_while_it_starts_is_killed_and_started_agai
 
 
 async def test_an_instance_that_nobody_replaces_starts_at_once(make: Make) -> None:
-    """After any number of deaths, as long as it had served; and one that waits, when the last other one dies."""
+    """The instance has died any number of times after it had served; or it waits when the last other one dies."""
     never = replace(QUICK, backoff_s=(0.0, 1e6))
     supervisor, recorder = make("2E+PD", never), Recorder()
     await supervisor.start(recorder)
@@ -425,7 +425,7 @@ def frontend(*arguments: str) -> subprocess.Popen[str]:
 
 
 def test_no_instance_outlives_a_killed_frontend() -> None:
-    """Not even one that is stopped, which cannot notice the end of its channel."""
+    """A stopped instance cannot notice the end of its channel, and ends too."""
     with frontend("E+P+D", "60", "600") as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]

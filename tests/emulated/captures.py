@@ -18,9 +18,9 @@ class Pool:
 
 
 class Captures:
-    """While one is under way the allocator releases no memory, and the random generator neither draws outside of it nor
-    lets a graph be replayed. One that fails is under way for ever, unless somebody ends it. Nobody can end it for the
-    allocator of pinned memory, which refuses a second capture into its pool."""
+    """Captures under way. During one the allocator releases no memory, and the random generator neither draws
+    outside of it nor lets a graph be replayed. A failed capture is under way for ever, unless somebody ends it.
+    Nobody can end it for the allocator of pinned memory, which refuses a second capture into its pool."""
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []

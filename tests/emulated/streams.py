@@ -89,8 +89,9 @@ class Streams:
             self._of_thread.has_device = before
 
     def check_device(self) -> None:
-        """Before an event is asked or waited for, which torch does on the thread's device, whatever the event's is. The
-        main thread is not held to it: it builds an instance and names the device each time."""
+        """Records a finding if the thread has not set its device before it asks an event or waits for one: torch
+        uses the thread's device, whatever the event's is. The main thread is exempt: it builds an instance and names
+        the device each time."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main and not getattr(self._of_thread, "has_device", False):
             self.found("an event, by a thread that has not set its device")
@@ -117,8 +118,8 @@ class Streams:
         return self.clock if self.clock is not None and self.clock.time.takes_part else None
 
     def check_part(self) -> None:
-        """Before kernels run on the calling thread's stream: no other one, unless this comes behind it, has kernels in
-        flight on some of its multiprocessors. Streams of the whole device share it on purpose."""
+        """Records a finding if kernels of another stream, unless this one comes after it, are in flight on
+        multiprocessors of the calling thread's stream. Streams of the whole device share it on purpose."""
         stream = self.current
         if not stream.part or not self.serving:
             return
@@ -145,7 +146,8 @@ class Streams:
         assert self.working.wait(90), "nobody lets the device work"
 
     def check_draw(self) -> None:
-        """Before random numbers are drawn, and before a graph is replayed, which may draw some."""
+        """Raises torch's error if random numbers are drawn, or a graph is replayed that may draw some, outside a
+        capture."""
         if self.captures.draws and self.current.trace is None:
             raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 

@@ -81,7 +81,7 @@ class Present:
 
 
 class Accesses:
-    """Who wrote something last, and who has read it since."""
+    """The last write to something, and the reads since."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -158,7 +158,7 @@ def test_an_encode_that_is_not_held_up_leaves_no_gap() -> None:
 
 
 def test_no_more_than_two_pieces_are_in_flight() -> None:
-    """Also while no step runs, for one may begin at any time."""
+    """The limit holds while no step runs, too, for one may begin at any time."""
     with lanes() as both:
 
         def decode() -> None:

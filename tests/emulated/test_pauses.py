@@ -83,7 +83,7 @@ class Busy:
         return result
 
     def decode_until(self, step: StepId, allowance_s: float) -> list[LanguageResult]:
-        """Beside an encode that was submitted."""
+        """Results of decodes until the encode `step`, which was submitted before, has ended."""
         results = []
         while step not in self.rig._results:
             results.append(self.decode(allowance_s))
@@ -145,7 +145,7 @@ def seconds(result: LanguageResult | VisionResult) -> float:
 
 @pytest.mark.slow
 def test_decode_steps_keep_the_limit_beside_a_large_encode(deep: Path) -> None:
-    """And an encode to which the limit leaves room takes hardly longer than without pieces."""
+    """Pieces hardly delay an encode to which the limit leaves time."""
     with serving(deep, LIMIT_S) as busy:
         gate = busy.gate
         gate.can_hold = False

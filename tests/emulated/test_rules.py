@@ -50,7 +50,7 @@ def test_a_divided_lane_knows_how_many_multiprocessors_it_gets(streams: Streams)
 
 
 def test_lanes_that_share_multiprocessors_of_their_parts_are_found(streams: Streams) -> None:
-    """But not one that comes behind the other, nor streams of the whole device."""
+    """Streams that come after the other, and streams of the whole device, are not findings."""
     parts = [streams.make(part=frozenset(part)) for part in ((0, 1), (1, 2), (2, 3), ())]
     first, beside, apart, whole = parts
     values = [torch.zeros(1, device=DEVICE) for _ in parts]

@@ -143,7 +143,7 @@ PLENTY: dict[str, Any] = {"token_budget": 2048, "cuda_graph_sizes": (6,), "encod
 
 
 def started(models: Models) -> tuple[InstanceSummary, list[tuple[int, ...]]]:
-    """And its answers."""
+    """The summary of an engine after its start, and its answers."""
     options = test_engine.SMALL | {"max_num_seqs": 6} | PLENTY
     with Engine(models("llava"), device="cuda", **options) as engine:
         return engine.summary, test_engine.ask(engine)

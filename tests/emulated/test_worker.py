@@ -115,7 +115,7 @@ def test_steps_are_launched_while_the_device_does_nothing(
 
 @pytest.mark.slow
 def test_small_steps_with_prompts_are_replayed(on_device: Rigs, models: Models, replays: list[CUDAGraph]) -> None:
-    """Beside decodes whose tokens nobody has read; special rows take one launch more."""
+    """Tokens of the decodes beside them are not read yet; special rows take one launch more."""
     rig = on_device("llava")
     made = mixed_texts(10)
     for request in made:
@@ -147,7 +147,7 @@ def test_features_that_are_no_numbers_fail_their_picture(on_device: Rigs) -> Non
 
 
 def test_encodes_that_no_graph_takes_wait_for_nothing(on_device: Rigs) -> None:
-    """Not for the copies of what their pictures' sizes make of them either."""
+    """The copies of what follows from their pictures' sizes are not waited for either."""
     with_pictures(on_device("qwen2_5_vl", enforce_eager=True), 1, seed=3, count=2)
 
 
@@ -201,7 +201,7 @@ def test_a_lane_that_moves_between_partitions_keeps_its_order(
 def test_no_stream_goes_first_where_kernels_begin_early(
     streams: Streams, lane_priority: str, sm_split: tuple[int, ...]
 ) -> None:
-    """Whatever is asked for, and also those on parts of the device."""
+    """Priorities are equal for every setting, also on parts of the device."""
     device = create_backend("cuda", torch.float32, threads=1, lane_priority=lane_priority, sm_split=sm_split).device
     for lane in [device.lane(name) for name in ("language", "vision", "peers")]:
         lane.close()

@@ -96,7 +96,7 @@ class VirtualTime:
         return self.me.time_s
 
     def spend(self, seconds: float) -> None:
-        """So many seconds of the calling thread's processor pass."""
+        """Lets so many seconds of the calling thread's processor time pass."""
         assert seconds >= 0, "time does not go back"
         self.me.time_s += seconds
         self.turn()
@@ -106,7 +106,7 @@ class VirtualTime:
         self._hand_on(self.me)
 
     def wait_in(self, place: deque[Member], timeout_s: float = inf) -> bool:
-        """Until `wake` takes this thread out of there; False: the time was over first."""
+        """Waits in `place` until `wake` removes this thread. False if the time was over first."""
         me = self.me
         me.began_s, me.was_woken, me.waits_in = me.time_s, False, place
         place.append(me)

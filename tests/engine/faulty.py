@@ -80,7 +80,7 @@ class Rig:
             os.kill(pid, signal.SIGKILL)
 
     def wake(self, name: str, pid: int) -> None:
-        """Unless it has been killed meanwhile: its number may be somebody else's."""
+        """Continues the process, unless the instance has been restarted: the number may be somebody else's."""
         if self.state(name).pid == pid:
             self.signal(name, signal.SIGCONT)
 

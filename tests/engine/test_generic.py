@@ -144,7 +144,7 @@ def test_budgets_smaller_than_a_picture_change_nothing(
     models: Mapping[str, Path],
     transformers_says: Mapping[str, list[tuple[int, list[int]]]],
 ) -> None:
-    """Also where its rows see each other, so that no chunk may end among them."""
+    """Rows of one of the models see each other, so no chunk may end among them."""
     engine = make_engine(model=models["gemma3"], model_impl="transformers", token_budget=9, image_budget=1)
     check_all(engine, transformers_says["gemma3"])
 

@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_answers_as_from_the_directory(make_engine: EngineFactory, tiny_model: Path, tmp_path: Path) -> None:
-    """Through the file's own template and tokenizer, and what its mmproj says of pictures; in a process of its own."""
+    """Uses the file's own template and tokenizer, and its mmproj for pictures; in a process of its own."""
     text, mmproj = write_gguf(tiny_model, tmp_path / "files")
     engine, origin = make_engine(model=text, mmproj=str(mmproj), processes=True), make_engine()
     assert engine.model_name == str(text)

@@ -114,7 +114,7 @@ def test_preemption_loses_nothing(make_engine: EngineFactory, hybrid_model: Path
 
 
 def test_a_cancelled_request_gives_its_slot_back(make_engine: EngineFactory, hybrid_model: Path) -> None:
-    """Twice as many requests as slots, some of them cancelled while they run."""
+    """Requests are twice as many as slots, and some are cancelled while they run."""
     engine = make_engine(model=hybrid_model, max_num_seqs=2, token_budget=16)
     settings = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for _ in range(2):

@@ -43,7 +43,7 @@ def rig(whole_rig: Rig) -> Iterator[Rig]:
 
 
 def slow_down(rig: Rig) -> None:
-    """So that the load is in the middle of everything when an instance is stopped."""
+    """Delays steps, so that the load is in the middle of everything when an instance is stopped."""
     for state in rig.engine.instances():
         rig.arm(state.name, "eng.before_step", "delay", "seconds=0.02")
 

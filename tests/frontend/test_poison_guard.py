@@ -1,4 +1,4 @@
-"""Who is blamed for the death of an instance, however it is noticed first, and who is tried alone after that."""
+"""Blame for the death of an instance, however it is noticed first, and the requests that are tried alone after it."""
 
 from __future__ import annotations
 

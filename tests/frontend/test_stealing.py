@@ -114,7 +114,7 @@ def test_one_at_a_time_for_each_thief() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_nothing_moves_twice_or_against_the_order_of_roles(data: st.DataObject) -> None:
-    """Over a whole run with changing queues: hand-overs are carried out as the frontend would."""
+    """Draws a whole run with changing queues; hand-overs are carried out as the frontend would."""
     topology = data.draw(st.sampled_from(["ED+PD", "2ED+PD", "ED+2PD", "ED+P+D", "EPD+PD", "2ED+P+2D"]))
     instances = table(topology)
     policy = StealPolicy(dict.fromkeys(instances, 8))

@@ -102,7 +102,7 @@ def engine_of(model: Path, topology: str, engine_type: Any = shared.Engine, **op
 def test_tokens_are_those_of_one_instance(
     num_devices: int, tiny: Path, expected: Any, topology: str, transport: str
 ) -> None:
-    """Twice: with empty caches, and with what they hold."""
+    """Asks twice: with empty caches, and with what they hold then."""
     wanted = expected()
     with engine_of(tiny, placed(topology, num_devices), transport=transport, check_transfers=True) as engine:
         for _ in range(2):

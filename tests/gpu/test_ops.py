@@ -70,7 +70,7 @@ def test_blocks_of_int8_are_copied_with_their_scales(side: Side, cuda: torch.dev
 
 @pytest.mark.parametrize("shape", [(33, 4096), (300, 1176), (17, 588)], ids=str)
 def test_products_of_real_widths(side: Side, shape: tuple[int, int]) -> None:
-    """Also of widths that are no multiple of 16 bytes."""
+    """Widths that are no multiple of 16 bytes are among them."""
     rows, width = shape
     x, weight = random(rows, width, dtype=torch.bfloat16), random(520, width, dtype=torch.bfloat16, seed=1)
     wide = x.double() @ weight.double().T

@@ -130,7 +130,7 @@ def test_lanes_on_a_partition_run_on_disjoint_multiprocessors(
 def test_parts_of_all_partitions_nest(
     device: CudaDevice, language: Lane, vision: Lane, noted: Callable[[], Tensor]
 ) -> None:
-    """So a lane on one partition shares nothing with the other one on a larger one."""
+    """A lane on one partition therefore shares nothing with the other one on a larger one."""
     used: dict[tuple[str, int], set[int]] = {}
     for (name, lane), partition in product((("language", language), ("vision", vision)), (1, 2)):
         out = noted()
@@ -243,7 +243,7 @@ def test_a_lane_moves_when_the_other_has_work_and_back(device: CudaDevice, langu
 def test_a_graph_keeps_the_partition_of_its_capture(
     device: CudaDevice, language: Lane, noted: Callable[[], Tensor]
 ) -> None:
-    """And other partitions keep theirs, wherever the lane is now."""
+    """Other partitions keep their graphs, wherever the lane is now."""
     outs, graphs = [noted() for _ in range(3)], {}
 
     def capture(partition: int) -> None:

@@ -16,7 +16,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def assert_close(result: Tensor, expected: Tensor, *, ulps: float, atol: float = 1e-6) -> None:
-    """Within `ulps` units of the dtype's precision, relative to the expected value. The interpreter truncates to
+    """Allows `ulps` units of the dtype's precision, relative to the expected value. The interpreter truncates to
     bfloat16 where a GPU rounds, which alone is one unit."""
     assert result.shape == expected.shape and result.dtype is expected.dtype
     precision = torch.finfo(expected.dtype).eps

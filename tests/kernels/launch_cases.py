@@ -165,7 +165,7 @@ TILES = torch.zeros(4, 2, dtype=torch.int32)
 
 
 def convolution(tokens: int) -> object:
-    """Over the queries, keys and values of a fused projection of MiniCPM-V 4.6."""
+    """A causal convolution of the queries, keys and values in a fused projection of MiniCPM-V 4.6."""
     states = torch.zeros(2, 3, 3, 6144, dtype=BF16)[:, 1]
     x, taps = rows(6144 + 2048 + 32)[:, :6144], torch.zeros(6144, 4, dtype=BF16)
     return causal_conv(x, taps, states, TILES, PLACES, PLACES[:4], PLACES[:4], PLACES[:4], tokens=tokens)

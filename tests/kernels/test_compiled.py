@@ -172,7 +172,7 @@ def test_words_are_copied_sixteen_bytes_at_a_time(name: str, capability: int) ->
 
 @pytest.mark.parametrize(("name", "capability"), targets([name for name in CASES if name.startswith("linear")]))
 def test_weights_are_read_sixteen_bytes_at_a_time_and_nothing_smaller_is_copied(name: str, capability: int) -> None:
-    """But the weights of a norm, one copy a stage."""
+    """The weights of a norm are the exception, one copy a stage."""
     result = next(iter(compiled(name, capability).values()))
     copies = result.count(r"cp\.async\.c[ag]\.shared\.global")
     given = launches_of(name, capability)[0].arguments

@@ -78,7 +78,7 @@ def test_products_are_waited_for_together(name: str) -> None:
 @QUICK
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_programs_fit_as_were_meant_to(name: str) -> None:
-    """And no partition of specialised warps comes on top of those that were asked for."""
+    """Triton adds no partition of specialised warps to the warps asked for."""
     result = compiled(name)
     assert result.stack == 0 and result.warps == 8 and result.count("setmaxnreg") == 0
     programs = 1 if name.endswith("128") else 2

@@ -236,7 +236,8 @@ class Driver:
         return plan(*(torch.tensor(values, dtype=torch.int32) for values in (cu_q, contexts, tables)))
 
     def _states(self, work: Sequence[tuple[Request, int]]) -> States | None:
-        """After `num_computed` has moved on. What a row reads stays as it is: it writes to its other place."""
+        """States of a step whose `num_computed` is already advanced. A row's old state stays: it writes to its other
+        place."""
         if self.states is None:
             return None
         cu_q = [0]

@@ -117,7 +117,7 @@ def test_tiny_checkpoints_come_with_a_processor_that_transformers_finds(checkpoi
 def test_the_benchmark_recipe_writes_quantised_forms_that_load(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from rows that are not whole blocks of Q4_K, as those of 50m are."""
+    """Rows that are not whole blocks of Q4_K, like those of 50m, are among them."""
     small: dict[str, Any] = {**tiny._BENCH_TEXT, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2}
     small |= {"vocab_size": 400, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(tiny._BENCH_SIZES, "50m", (small, tiny.VISION))

@@ -232,7 +232,7 @@ def test_models_of_transformers_are_counted(
 
 
 def test_modules_of_transformers_are_counted_while_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a config multiplies."""
+    """The bound holds for any field that a config multiplies."""
     monkeypatch.setattr(generic, "_FREE", 20)
     built: list[Any] = []
 

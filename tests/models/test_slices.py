@@ -159,7 +159,7 @@ def test_no_call_gets_more_rows_than_a_piece(case: FamilyCase, variant: str, che
 def test_an_encode_that_waits_in_every_step_has_the_same_features(
     case: FamilyCase, variant: str, checkpoints: Checkpoints
 ) -> None:
-    """Through the gate that serves, beside a lane whose steps leave no room at all."""
+    """The gate is the real one, beside a lane whose steps leave no time at all."""
     backend = create_backend("cpu", torch.float32, backend=BACKENDS[-1], threads=1)
     pair = Pair(case, variant, checkpoints.of(case, variant), backend)
     spans, planes = spans_of(pair)[:2], pair.vision.num_planes
@@ -226,7 +226,7 @@ def test_a_failed_encode_of_transformers_forgets_its_checkpoint(generic_director
 
 
 def test_decoder_layers_are_not_hooked(generic_directory: Callable[[str], Path]) -> None:
-    """They run in the other lane."""
+    """Decoder layers run in the other lane."""
     backend = create_backend("cpu", torch.float32, threads=1)
     pair = GenericPair(generic_directory("llava"), backend)
     assert all(not module._forward_pre_hooks for module in pair.driver.model._decoder.modules())

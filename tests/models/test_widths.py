@@ -22,7 +22,7 @@ class WideOps(ReferenceOps):
 
 
 def mlp_of(ops: ReferenceOps, kind: str, form: Form) -> tuple[GatedMlp | Mlp, list[Linear]]:
-    """And its linears."""
+    """A feed-forward block and its linears."""
     demands = Demands()
     scope = Scope(ops, torch.float32, torch.device("cpu"), demands, quantize=4 if form == "quantised at load" else None)
     if kind == "gated":

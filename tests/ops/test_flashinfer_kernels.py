@@ -126,7 +126,7 @@ def test_compiled_kernels_are_known_by_the_names_of_their_modules(
 
 
 def test_what_a_package_carries_is_known_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """So that a measurement is made again once there are others."""
+    """A measurement is made again once there are others."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert flashinfer_kernels.describe_installed() == ""
     about = tmp_path / "flashinfer_python-0.7.2.dist-info"

@@ -74,7 +74,8 @@ def test_norms_and_gates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(64, 96), (999, 77), (1024, 512)], ids=str)
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
-    """Whatever its place in the call: torch picks its matrix product by shape, so the reference keeps the shape."""
+    """The place in the call does not count: torch picks its matrix product by shape, so the reference keeps the
+    shape."""
     ops = ReferenceOps()
     num_in, num_out = sizes
     x, weight = random(ROWS, num_in, dtype=dtype), random(num_in, dtype=dtype, seed=4)

@@ -75,7 +75,8 @@ def num_descriptors() -> int:
 
 
 def named_segments() -> set[str]:
-    """But for those of the OpenMP library behind torch, which every process has one of and a killed one leaves."""
+    """Segments in /dev/shm without those of torch's OpenMP library: every process has one, and a killed one leaves
+    it."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("__KMP_")}
 
 

@@ -86,7 +86,7 @@ def test_a_step_moves_to_the_partition_that_it_chooses_and_the_next_encode_follo
 
 
 def test_a_step_that_chose_more_stays_off_what_the_encode_has() -> None:
-    """After that encode the next one is on the larger partition's part, and the step after it follows."""
+    """The next encode is on the larger partition's part, and the step after it follows."""
     sharing, done = Sharing((32, 64)), [False]
     sharing.submitted(LANGUAGE)
     sharing.submitted(VISION)
@@ -101,7 +101,7 @@ def test_a_step_that_chose_more_stays_off_what_the_encode_has() -> None:
 
 
 def test_an_encode_stays_off_what_a_step_has() -> None:
-    """Also where the steps behind that one have gone to a smaller part, or to the whole device."""
+    """The steps after that one have gone to a smaller part, or to the whole device."""
     for chosen in (1, 0):
         sharing, done = Sharing((32, 64)), [False]
         sharing.submitted(VISION)
@@ -147,7 +147,7 @@ def test_a_job_that_was_withdrawn_is_no_work() -> None:
     events=st.lists(st.tuples(st.sampled_from(["step", "encode", "end"]), st.integers(0, 4)), max_size=40),
 )
 def test_parts_of_jobs_that_run_are_never_the_same(sizes: list[int], events: list[tuple[str, int]]) -> None:
-    """Whatever steps choose, and in whatever order jobs end."""
+    """Draws the partitions that steps choose and the order in which jobs end."""
     sharing = Sharing(sizes)
     running: dict[str, list[list[int]]] = {LANGUAGE: [], VISION: []}  # [partition, 1 once it has ended]
 

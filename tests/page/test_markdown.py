@@ -78,7 +78,7 @@ def test_common_markdown(page: Any) -> None:
 
 
 def test_every_beginning_looks_as_if_it_had_come_at_once(page: Any) -> None:
-    """And blocks that are complete keep their nodes."""
+    """Blocks that are complete keep their nodes."""
     text = "\n\n".join(text for text, _ in CASES) + "\n\n1. a\n\n2. b\n\n> q\n#x\n\n- a\n\n- b\ntext\n===\n"
     wrong, kept = page.evaluate(
         """async (text) => {

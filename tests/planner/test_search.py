@@ -217,7 +217,7 @@ def test_a_finalist_takes_few_loads_and_two_where_the_last_round_was_near(truth:
 
 
 def test_the_first_round_is_at_a_rate_that_tells_the_good_from_the_bad() -> None:
-    """Wherever the truth is against the estimate."""
+    """The truth differs from the estimate by these factors."""
     found = candidates({f"cuda:{index}": "fast" for index in range(4)})
     kinds = {f"cuda:{index}": FAST for index in range(4)}
     for truth in (0.05, 0.4, 0.7, 1.2):

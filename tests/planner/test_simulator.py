@@ -39,7 +39,7 @@ def test_equal_runs_are_equal(topology: str) -> None:
 @pytest.mark.parametrize("topology", ["2EP1D", "2ED2P", "1E1P2D"])
 @pytest.mark.parametrize("sizes", [{}, {"num_kv_blocks": 34, "num_image_blocks": 4, "block_size": 4}])
 def test_every_request_ends_once_with_all_its_tokens_and_nothing_is_held(topology: str, sizes: dict[str, int]) -> None:
-    """Also where caches are so small that requests give way; `run` raises if one ends twice or anything is held."""
+    """Caches may be so small that requests are preempted; `run` raises if one ends twice or anything is held."""
     at = site(**sizes)
     if sizes:
         at = replace(at, config=replace(at.config, max_model_len=34 * 4))
@@ -332,7 +332,7 @@ def test_roles_are_switched_while_requests_are_served(before: str, after: str) -
 def test_tokens_that_become_no_text_are_counted_as_the_serving_frontend_counts_them(
     topology: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where instances die and requests give way."""
+    """Instances die and requests are preempted meanwhile."""
     at = site(num_kv_blocks=40, num_image_blocks=4, block_size=4)
     at = replace(at, config=replace(at.config, max_model_len=34 * 4))
 

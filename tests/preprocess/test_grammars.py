@@ -192,7 +192,7 @@ async def test_a_verdict_is_for_one_client_and_salt_alone(
 
 
 async def test_clients_take_turns(checker: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one of bob's waits, at most two of alice's begin."""
+    """A waiting check of bob's lets at most two of alice's begin."""
     begun: list[str] = []
     first_begun, may_go = threading.Event(), threading.Semaphore(0)
 

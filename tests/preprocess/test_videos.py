@@ -214,7 +214,7 @@ def test_damaged_files_end_in_an_answer_and_keep_the_child(decoders: Decoders, n
 
 
 def test_a_file_that_ends_too_early_is_refused(decoders: Decoders, tmp_path: Path) -> None:
-    """Also one that has its index in front and could be played up to where it ends."""
+    """The index may be in front, so that the file could be played up to where it ends."""
     at_the_end = video(num_frames=30)
     path = str(tmp_path / "video.mp4")
     with av.open(path, "w", options={"movflags": "faststart"}) as out, av.open(io.BytesIO(at_the_end)) as source:

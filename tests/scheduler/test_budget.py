@@ -78,7 +78,7 @@ def test_steps_beside_vision_count_where_no_others_are_known() -> None:
 
 @pytest.mark.parametrize("token_s", [0.002, 2e-5], ids=["slow products", "fast products"])
 def test_a_long_prompt_does_not_stop_a_stream_and_all_tokens_stay_the_same(token_s: float) -> None:
-    """Twice: beside a stream, and alone after it."""
+    """Sends the prompt twice: beside a stream, and alone after it."""
 
     def seconds(plan: LanguagePlan) -> float:
         return 0.01 + token_s * sum(len(chunk.token_ids) for chunk in plan.chunks)

@@ -1,4 +1,4 @@
-"""Who goes first: priorities and due first tokens order requests, and never let anybody wait for ever."""
+"""The order of requests by priorities and due first tokens, which never lets anybody wait for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens, every accepted request ends once and with the right tokens: random workloads against the oracle."""
+"""Accepted requests end once and with the right tokens, whatever happens: random workloads against the oracle."""
 
 from __future__ import annotations
 

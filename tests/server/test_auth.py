@@ -1,4 +1,4 @@
-"""Who may come in, as whom, and what is never told about a key."""
+"""Authentication: accepted keys, the clients they stand for, and what no answer or log says of a key."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ def test_processes_of_instances_get_no_secrets(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_process_that_starts_is_not_interrupted_with_its_group() -> None:
-    """Not before it ignores that itself, from when on it blocks nothing for what it starts."""
+    """A new process blocks the interrupt until it ignores it itself, and from then on blocks nothing for its
+    children."""
     interrupted = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     ignoring = (
         "import signal, sys\nfrom hydra_engine.cluster import process\n"

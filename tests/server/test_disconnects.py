@@ -259,7 +259,7 @@ async def test_in_one_instance(one: Rig) -> None:
 
 
 async def test_after_the_last_token(one: Rig) -> None:
-    """Between the end of the answer and the end of the connection."""
+    """The client leaves between the end of the answer and the end of the connection."""
 
     async def reach() -> Client:
         client = await one.ask(max_tokens=3)
@@ -284,7 +284,7 @@ async def test_after_the_last_token(one: Rig) -> None:
     ],
 )
 async def test_between_two_instances(two: Rig, name: str, point: str) -> None:
-    """While KV is offered, copied, acknowledged and let go."""
+    """The client leaves while KV is offered, copied, acknowledged or freed."""
 
     async def reach() -> Client:
         two.arm(name, point, "seconds=0.5 times=1")

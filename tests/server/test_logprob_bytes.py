@@ -172,7 +172,7 @@ def test_a_part_of_a_character_has_its_byte(tokenizers: dict[str, Tokenizer]) ->
 
 
 def test_a_text_that_is_repeated_begins_at_its_own_first_character() -> None:
-    """Whatever a tokenizer puts before it."""
+    """Tokens that a tokenizer adds before the text do not count."""
     for beginning, raws, offsets in (
         ("Hello you", (b"<s>", b" Hello", b" you"), [0, 0, 5]),
         ("<s>Hi", (b"<s>", b"Hi"), [0, 3]),

@@ -107,7 +107,7 @@ def test_arguments_fit_their_schema_as_far_as_it_can_be_enforced(texts: Texts, d
 
 
 def test_white_space_that_a_schema_asks_for(texts: Texts) -> None:
-    """Also where calls begin as the form does."""
+    """Calls that begin like the form are accepted too."""
     source = json.dumps({"type": "object", "properties": {"a": {}}, "x-guidance": {"whitespace_pattern": "[ \n]{0,9}"}})
     for dialect, calls in CALLS.items():
         grammar = chosen(Grammar("json_schema", source), dialect).grammar

@@ -498,5 +498,5 @@ class Model:
         return x._replace(network=self._ordered(filter(matters, x.network)))
 
     def _ordered(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        """Between channels, and without streams everywhere, the order means nothing."""
+        """Messages in the order of their channels; sorted where streams do not keep an order."""
         return tuple(sorted(messages, key=lambda m: CHANNELS[m[0]])) if self.in_order else tuple(sorted(messages))

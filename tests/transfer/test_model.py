@@ -74,7 +74,7 @@ def test_every_safeguard_is_needed(mutants: tuple[str, ...], sizes: dict, kind: 
 
 
 def test_an_early_acknowledgement_alone_tears_nothing_because_the_word_is_read() -> None:
-    """And without leases and faults nobody notices that it is not read: the pair above is what the order protects."""
+    """The word's check goes unnoticed without leases and faults: the pair above is what the order protects."""
     assert not explore(Model(**TWO, mutants=("ack_before_copy",))).violation
     assert not explore(Model(**(TWO | {"leases": False}), mutants=("no_verify",))).violation
 

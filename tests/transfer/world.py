@@ -502,7 +502,7 @@ class World:
         )
 
     def _work_off(self) -> None:
-        """Whatever can be done without time passing."""
+        """Does all that can be done without time passing."""
         busy = True
         while busy:
             before = self._progress()

@@ -83,7 +83,7 @@ def pull(target: Side, blocks: tuple[int, ...], to: tuple[int, ...], **rest: Any
 
 
 def moves_blocks(source: Side, target: Side) -> None:
-    """Through a staging pool of 8 blocks."""
+    """Moves blocks through a staging pool of 8 blocks and checks them."""
     assert source.exchange.staging_blocks == {PoolKind.KV: 8}
     assert target.exchange.piece_blocks("source", PoolKind.KV) == 1
     blocks, staged, to = (3, 4, 5, 30, 12), (6, 7, 0, 2, 1), (39, 0, 1, 2, 20)

@@ -135,7 +135,7 @@ def test_a_prefill_that_failed_in_its_middle_does_not_go_on(rig: Rig) -> None:
 
 
 def test_a_slot_goes_on_with_its_next_request(rig: Rig) -> None:
-    """Also after one that failed, whatever sampling_state the one before had."""
+    """The request before may have failed, and may have had any sampling state."""
     before = all_kinds()
     poison = make_request(90, [NAN_TOKEN], temperature=1.0, seed=3)
     for index, request in enumerate([poison, *before]):
@@ -331,7 +331,7 @@ def test_without_a_gate_nothing_runs_beside_a_step(rig: Rig) -> None:
 
 
 def test_poisoned_steps_log_the_row_that_failed_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """Not again for every step that was planned ahead."""
+    """Steps that were planned ahead of the failure log nothing."""
     poison = make_request(9, [POISON_TOKEN])
     rig.add(poison)
     with caplog.at_level(logging.ERROR):

@@ -177,7 +177,7 @@ class Alternately:
 
 
 def test_a_grammar_waits_for_its_last_token_behind_the_forward(rig: Rig, device: LateDevice) -> None:
-    """And the step's other rows with it, but for no more than that."""
+    """Other rows of the step wait with it, but for no more than that."""
     grammar = Grammar("regex", "a*")
     plain, bound = make_request(1, [5, 6]), make_request(2, [7, 8], grammar=grammar, temperature=1.0, seed=3)
     for request in (plain, bound):
@@ -246,7 +246,7 @@ def test_a_request_that_begins_anew_is_not_barred_by_what_it_was(rig: Rig, devic
 
 
 def test_a_decode_that_goes_on_from_nothing_fails(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """Not with the token of whoever sat there before."""
+    """The token of an earlier request in the slot is not used."""
     first, second = make_request(1, [5, 6]), make_request(2, [7, 8, 9, 10])
     rig.add(first)
     rig.language(*prefill(rig, first))
@@ -351,7 +351,7 @@ def test_the_gate_is_told_of_whole_steps_one_after_the_other(device: LateDevice)
 
 
 def test_beside_a_step_on_a_part_of_the_device_vision_runs_all_along() -> None:
-    """Whatever its allowance, which is for the undivided device; the plan says which part."""
+    """Its allowance is for the undivided device and does not count; the plan says which part."""
     device, chosen = LateDevice(num_partitions=3), list[int]()
 
     def choose(partition: int) -> None:

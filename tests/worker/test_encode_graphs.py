@@ -300,7 +300,7 @@ def rig(checkpoints: Callable[[str], Path], device: LateDevice) -> Iterator[Rig]
 
 
 def with_pictures(rig: Rig, request_id: int, *sizes: tuple[int, int], white: int = -1) -> Request:
-    """Not encoded yet. `white`: the number of one without any detail."""
+    """A request whose pictures are not encoded yet. `white`: the number of one without any detail."""
     assert rig.spec.vision is not None
     rng, prompt, images, pixels = np.random.default_rng(request_id), [1, 20], [], []
     shapes = [rig.spec.vision.plan_image(*size).items[0] for size in sizes]

@@ -59,7 +59,7 @@ def asks(client: str, expression: str, salt: str = "") -> Request:
 
 
 def all_ready(compiler: Compiler, requests: list[Request]) -> None:
-    """They have become so, in this order."""
+    """Waits until the grammars of these requests are ready, in this order."""
     for request in requests:
         result = compiler.results.get(timeout=60)
         assert (result.request_id, result.error) == (request.id, None)

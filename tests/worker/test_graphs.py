@@ -126,7 +126,7 @@ def test_replayed_steps_give_the_same_tokens(rig: Rig, device: LateDevice, model
 def test_tables_may_be_wider_than_any_context(
     rig: Rig, device: LateDevice, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And hold anything behind the blocks of their row."""
+    """Columns after the blocks of a row may hold anything."""
     graphs = rig.worker._language.graphs.decodes
     assert graphs is not None
     replay = graphs.replay

@@ -57,7 +57,7 @@ class Log:
         watch(self._events.append, "front")
 
     def events(self, *, reset: bool) -> list[Event]:
-        """Since the latest reset."""
+        """Events since the latest reset."""
         events = [*self._events, *self._of_instances(reset=reset)]
         if reset:
             self._events.clear()

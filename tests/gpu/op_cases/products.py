@@ -26,7 +26,7 @@ from tests.kernels.comparison import DTYPES, assert_close, strided
 
 
 def close_to_product(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Twice rounded at most, of values of about 10."""
+    """Allows two roundings of values of about 10."""
     assert result.dtype is dtype and result.is_contiguous() and result.shape == expected.shape
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(result.cpu().double(), expected.double(), rtol=3 * eps, atol=max(24 * eps, 1e-4))
@@ -69,7 +69,7 @@ def test_linear(
 def test_linear_of_rows_that_are_no_multiple_of_16_bytes(
     side: Side, num_in: int, rows: int, dtype: torch.dtype
 ) -> None:
-    """Such as the pixels of a patch."""
+    """The pixels of a patch are such rows."""
     weight, bias = random(56, num_in, dtype=dtype, seed=1) * 0.1, random(56, dtype=dtype, seed=2)
     x, residual = strided(random(rows, num_in, dtype=dtype, seed=3)), strided(random(rows, 56, dtype=dtype, seed=4))
     plain, bare = REFERENCE.pack_linear(weight, bias), REFERENCE.pack_linear(weight)

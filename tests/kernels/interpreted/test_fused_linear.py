@@ -130,7 +130,7 @@ def test_rotated_heads_are_rounded_where_the_ops_round(num_rows: int) -> None:
 
 
 def test_values_are_not_turned() -> None:
-    """Not even by an angle of 0, which would make NaN of infinity."""
+    """An angle of 0 would make NaN of infinity."""
     x, weight = torch.ones(1, 16), torch.zeros(3 * 16, 16)
     weight[-16:, 0] = float("inf")
     weight[-16:, 1:] = 1.0

@@ -75,7 +75,7 @@ def test_everything_is_rounded_once(linear: Callable[..., Tensor], num_rows: int
 
 
 def test_the_inputs_of_few_outputs_are_split() -> None:
-    """So that the shapes above run both ways."""
+    """The shapes above therefore run both ways."""
     assert small_launch(2, 20, 1100, torch.float32, 90).splits > 1
     assert small_launch(2, 33, 257, torch.bfloat16, 90).splits == 1
     assert all(small_launch(2, size, 4096, torch.bfloat16, 90).splits == 1 for size in (3584, 4096, 22016))

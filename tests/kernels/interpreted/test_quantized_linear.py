@@ -150,7 +150,7 @@ def test_everything_is_rounded_once(linear: Callable[..., Tensor]) -> None:
 
 
 def test_the_inputs_of_few_outputs_are_split() -> None:
-    """So that the shapes above run both ways. How they are split is the same for every number of rows."""
+    """The shapes above therefore run both ways. The split is the same for every number of rows."""
     assert few_rows_quantized_launch(33, 20, 1152, torch.bfloat16).splits > 1
     assert all(few_rows_quantized_launch(1, shape[1], shape[2], torch.bfloat16).splits == 1 for shape in SHAPES[:4])
     splits = {few_rows_quantized_launch(rows, 4096, 4096, torch.bfloat16).splits for rows in (1, 2, 16)}

@@ -227,7 +227,7 @@ def to_int32(a: ndarray) -> ndarray:
 
 
 def above_whole(a: ndarray) -> ndarray:
-    """Over the whole number below, rounded down: minus zero if nothing; 0 for infinities."""
+    """The part above the whole number below, rounded down: minus zero if nothing; 0 for infinities."""
     left = a - np.floor(a)
     left = np.where(left + np.floor(a) > a, np.nextafter(left, np.float32(0)), left)
     return np.where(np.isinf(a), np.float32(0), np.where(left == 0, np.float32(-0.0), left))

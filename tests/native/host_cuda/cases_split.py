@@ -49,7 +49,8 @@ def divided(
 @FORMS
 @pytest.mark.parametrize(("major", "num_sms"), DEVICES)
 def test_parts_of_any_counts_nest(host: Any, major: int, num_sms: int, spread: bool) -> None:
-    """So a lane on one part shares nothing with the other lane on another one, if that one's count is no smaller."""
+    """A lane on one part therefore shares nothing with the other lane on another one, if that one's count is no
+    smaller."""
     group = group_of(major)
     most = num_sms // group * group - group
     counts = [*range(1, most + 1, 3), most]

@@ -219,7 +219,7 @@ class Cluster:
     # ---- what happens next
 
     def run(self, arrivals: list[Request], *, aborts: float = 0.0, max_steps: int = 60_000) -> None:
-        """Until every request has ended and nothing is held."""
+        """Runs random events until every request has ended and nothing is held."""
         ages = self.random.sample(range(1, len(arrivals) + 1), len(arrivals))  # who is older may come later
         waiting = [replace(request, age=age) for request, age in zip(reversed(arrivals), ages, strict=True)]
         pace = self.random.choice((0.02, 0.2, 1.0))

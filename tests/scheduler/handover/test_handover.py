@@ -1,4 +1,4 @@
-"""Who goes first and what is reported of parts of requests: earlier attempts, and steps that look ahead."""
+"""Priority and reports of parts of requests: earlier attempts, and steps that look ahead."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_what_gives_way_before_an_image_takes_its_offer_back_and_offers_again() 
 
 
 def test_a_prefill_that_moves_on_takes_all_its_blocks_at_once() -> None:
-    """Else a younger one could get between them, and wait at its target for what this one holds there."""
+    """A younger one could otherwise get between them, and wait at its target for what this one holds there."""
     s = Part(P, kv_blocks=6, token_budget=4)
     s.put(make_request(1, 20, max_new=30))
     s.language()
@@ -273,7 +273,7 @@ def test_an_older_arrival_takes_the_room_of_one_that_is_still_pulled() -> None:
 
 
 def test_what_is_computed_to_its_end_takes_the_room_of_older_ones_that_are_not() -> None:
-    """Else it would hold, where it was computed, what others need there: a decode waits for no prefill."""
+    """Otherwise it would hold, where it was computed, what others need there: a decode waits for no prefill."""
     s = Part(D, kv_blocks=6)
     s.put(make_request(1, 17, max_new=4), age=1, external_kv=True)
     s.offer_kv(1, 1, 2)

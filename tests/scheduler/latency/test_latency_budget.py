@@ -250,7 +250,7 @@ class TestNobodyStarves:
     def test_a_prefill_gets_a_chunk_within_65_steps(
         self, surface: CostSurface, pending: PendingWork, limit: float, at_risk: bool
     ) -> None:
-        """Also where decodes alone take longer than the limit, and where all the slack goes to a picture."""
+        """Decodes alone may take longer than the limit, and all the slack may go to a picture."""
         budgets = make_budgets(surface)
         due = {"ttft_due_s": pending.now + 0.001, "due_patches": 5000} if at_risk else {}
         pending = pending._replace(tpot_limit_s=limit, stretch_s=limit, **due)

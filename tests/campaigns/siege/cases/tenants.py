@@ -19,7 +19,7 @@ _PAGE = ("/", "/ui/events")
 
 
 async def matrix(stage: Stage) -> list[Finding]:
-    """While alice has requests that run, that have ended and that wait, bob asks for everything."""
+    """Sends bob's requests for everything while alice has requests that run, that have ended and that wait."""
     alice, bob = stage.alice, stage.bob
     paths = json.loads((await bob.get("/openapi.json")).body)["paths"]
     body = {
