@@ -57,14 +57,12 @@ class Source:
         self.expired = 0  # included in `withdrawn`
         self.ignored = 0
         self._incarnation = incarnation
-        self._num_slots = num_slots
         self._set_word = set_word
         self._lease_s = lease_s
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._live: dict[int, _Live] = {}  # by sequence; all leases are equally long, so this is the order of deadlines
         self._sequence_of: dict[Owner, int] = {}
         self._next_sequence = 1
-        self._words: dict[int, int] = {}  # what was written last, by slot
 
     # ---- what the owner does
 
@@ -91,7 +89,7 @@ class Source:
         complete = image_index is not None or end is not None
         self._live[sequence] = _Live(owner, peer, sequence, slot, complete, now + self._lease_s)
         self._sequence_of[owner] = sequence
-        self._write(slot, valid_word(sequence))
+        self._set_word(slot, valid_word(sequence))
         self.offered += 1
         return Offer(
             incarnation=self._incarnation,
@@ -218,12 +216,8 @@ class Source:
     def _end(self, live: _Live) -> Owner:
         """Ends the offer and frees its slot. Writes the control word first: once the owner is notified, its blocks may
         be overwritten."""
-        self._write(live.slot, gone_word(live.sequence))
+        self._set_word(live.slot, gone_word(live.sequence))
         del self._live[live.sequence]
         del self._sequence_of[live.owner]
         self._free_slots.append(live.slot)
         return live.owner
-
-    def _write(self, slot: int, word: int) -> None:
-        self._set_word(slot, word)
-        self._words[slot] = word

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hydra_engine.transfer.offers import Source, valid_word
 from hydra_engine.transfer.pulls import MAX_UNCLAIMED, Destination, Records
 from hydra_engine.transfer.staging import Staging
 
 
-def check_source(source: Source) -> None:
-    """Raises AssertionError if the tables disagree."""
+def check_source(source: Source, words: Mapping[int, int], num_slots: int) -> None:
+    """Raises AssertionError if the tables disagree, or the control words (by slot) as peers see them."""
     assert {live.owner: live.sequence for live in source._live.values()} == source._sequence_of, "owners and offers"
     slots = [live.slot for live in source._live.values()]
-    assert sorted(slots + source._free_slots) == list(range(source._num_slots)), "a slot is lost or given out twice"
+    assert sorted(slots + source._free_slots) == list(range(num_slots)), "a slot is lost or given out twice"
     assert all(sequence == live.sequence < source._next_sequence for sequence, live in source._live.items())
-    valid = {slot: word for slot, word in source._words.items() if word & 1}
+    valid = {slot: word for slot, word in words.items() if word & 1}
     assert valid == {live.slot: valid_word(live.sequence) for live in source._live.values()}, "words and offers"
     deadlines = [live.deadline_s for live in source._live.values()]
     assert deadlines == sorted(deadlines), "leases out of order: `now` went back"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hydra_engine.transfer.messages import Ack, More, Offer, Renew, Withdraw
 from hydra_engine.transfer.offers import Owner, Source
@@ -14,9 +15,12 @@ from tests.transfer.world import World
 class WordStaysValid(Source):
     """Blocks are taken back, the control word is not."""
 
-    def _write(self, slot: int, word: int) -> None:
-        if word & 1:
-            super()._write(slot, word)
+    def __init__(self, incarnation: int, num_slots: int, set_word: Callable[[int, int], None], lease_s: float) -> None:
+        def set_if_valid(slot: int, word: int) -> None:
+            if word & 1:
+                set_word(slot, word)
+
+        super().__init__(incarnation, num_slots, set_if_valid, lease_s)
 
 
 class SequenceUsedAgain(Source):

@@ -13,6 +13,7 @@ from tests.transfer.audit import check_source
 
 INCARNATION = 7
 END = KvEnd(num_tokens=30, token_id=5, token_s=1.0, first_token_s=1.0)
+NUM_SLOTS = 3
 KV = (11, None)
 PICTURE = (12, 0)
 
@@ -36,7 +37,7 @@ def words() -> Words:
 
 @pytest.fixture
 def source(words: Words) -> Source:
-    return Source(INCARNATION, 3, words, lease_s=10.0)
+    return Source(INCARNATION, NUM_SLOTS, words, lease_s=10.0)
 
 
 def offer_kv(source: Source, owner=KV, peer="d0", blocks=(4, 5), now=0.0, end=None) -> Offer:
@@ -64,7 +65,7 @@ def test_an_offer_names_the_targets_request_and_its_word_is_valid_before_anybody
     assert (offer.incarnation, offer.request_id, offer.image_index, offer.blocks) == (INCARNATION, 90, 3, (1,))
     assert offer.checksums == (77,) and offer.end is None
     assert [*source._sequence_of] == [PICTURE] and source.num_live == 1
-    check_source(source)
+    check_source(source, words.now, NUM_SLOTS)
 
 
 def test_without_a_free_slot_nothing_happens_and_a_later_attempt_succeeds(source, words) -> None:
@@ -77,7 +78,7 @@ def test_without_a_free_slot_nothing_happens_and_a_later_attempt_succeeds(source
     assert source.on_ack("d0", INCARNATION, first.sequence) is None  # not complete yet
     assert source.on_refuse("d0", INCARNATION, first.sequence) == (1, None)
     assert offer_kv(source, (4, None)).slot == first.slot
-    check_source(source)
+    check_source(source, words.now, NUM_SLOTS)
 
 
 def test_a_slot_is_used_again_but_a_sequence_number_never(source) -> None:
@@ -128,7 +129,7 @@ def test_an_acknowledgement_frees_and_the_word_is_gone(source, words) -> None:
     assert words.now[offer.slot] == gone_word(offer.sequence)
     assert (source.acknowledged, source.withdrawn, source.num_live) == (1, 0, 0)
     assert [*source._sequence_of] == []
-    check_source(source)
+    check_source(source, words.now, NUM_SLOTS)
 
 
 def test_kv_cannot_be_acknowledged_before_all_of_it_was_offered(source, words) -> None:
@@ -143,7 +144,7 @@ def test_a_refusal_is_as_good_at_any_time(source, words) -> None:
     offer = offer_kv(source)
     assert source.on_refuse("d0", INCARNATION, offer.sequence) == KV
     assert words.now[offer.slot] == gone_word(offer.sequence) and source.acknowledged == 1
-    check_source(source)
+    check_source(source, words.now, NUM_SLOTS)
 
 
 @pytest.mark.parametrize("way", ["withdraw", "expire", "peer_lost", "ack", "refuse"])
@@ -181,7 +182,7 @@ def test_a_lost_peer_takes_its_offers_along_and_no_others(source, words) -> None
     assert [*source._sequence_of] == [(2, None)] and words.now[other.slot] == other.word
     assert source.withdrawn == 2 and source.expired == 0
     assert source.peer_lost("d0") == []
-    check_source(source)
+    check_source(source, words.now, NUM_SLOTS)
 
 
 # ---- DONE, GONE, unknown, other incarnation: count and ignore
@@ -207,20 +208,20 @@ def test_what_does_not_name_the_offer_exactly_is_ignored(source, words, kind, pe
 # ---- leases
 
 
-def test_a_lease_ends_without_renewal_and_not_before(source) -> None:
+def test_a_lease_ends_without_renewal_and_not_before(source, words) -> None:
     offer_kv(source, now=5.0)
     assert source.next_deadline() == 15.0
     assert source.expire(14.999) == []
     assert [owner for owner, _, _ in source.expire(15.0)] == [KV]
     assert (source.expired, source.withdrawn) == (1, 1) and source.next_deadline() == math.inf
-    check_source(source)
+    check_source(source, words.now, NUM_SLOTS)
 
 
-def test_a_renewal_starts_the_lease_again(source) -> None:
+def test_a_renewal_starts_the_lease_again(source, words) -> None:
     first = offer_kv(source, (1, None), now=0.0)
     offer_kv(source, (2, None), now=1.0)
     source.on_renew("d0", renewal(first.sequence), 9.0)
-    check_source(source)
+    check_source(source, words.now, NUM_SLOTS)
     assert source.next_deadline() == 11.0
     assert [owner for owner, _, _ in source.expire(18.0)] == [(2, None)]
     assert [owner for owner, _, _ in source.expire(19.0)] == [(1, None)]
@@ -263,4 +264,4 @@ def test_check_sees_tables_that_disagree(source, words) -> None:
     offer_kv(source)
     source._free_slots.pop()
     with pytest.raises(AssertionError, match="slot"):
-        check_source(source)
+        check_source(source, words.now, NUM_SLOTS)

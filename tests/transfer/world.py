@@ -449,8 +449,9 @@ class World:
     def check(self) -> None:
         for node in self.sources.values():
             if self.tables:
-                check_source(node.source)
-                num_valid = sum(word & 1 for word in node.memory.words)
+                words = node.memory.words
+                check_source(node.source, dict(enumerate(words)), len(words))
+                num_valid = sum(word & 1 for word in words)
                 assert num_valid == node.source.num_live, "OWNER: a control word outlives its offer"
             held = [block for job in node.jobs.values() for block in job.blocks]
             assert sorted(held + node.memory.free) == list(range(NUM_BLOCKS)), "OWNER: a source block"

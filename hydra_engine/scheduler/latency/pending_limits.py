@@ -6,16 +6,14 @@ import math
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
+from hydra_engine.core.plans import Int64s
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.budget import PendingWork
 from hydra_engine.scheduler.decodes import Ready
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import MAX_SEEN
-
-Seconds = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
+from hydra_engine.scheduler.timeline import Seconds
 
 # A request keeps its TPOT limit if 90 % of its gaps do; half of the rest may be spent on purpose.
 STRETCHED_SHARE = 0.05
@@ -35,7 +33,7 @@ def with_limits(pending: PendingWork, requests: RequestTable, ready: Ready, due:
     return pending
 
 
-def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Counts, late_gaps: Counts) -> float:
+def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Int64s, late_gaps: Int64s) -> float:
     """Longest duration in seconds of the next step with which every running decode still keeps its TPOT limit, for
     `PendingWork.stretch_s`. Infinite without decodes.
 
