@@ -33,17 +33,17 @@ _KINDS = (
 
 def read_file(folder: Path, name: str) -> bytes | None:
     """The content of a small file; None if there is none. `name` may begin with a subfolder. Raises CheckpointError."""
-    most = _max_bytes(name)
-    file = _open_small(folder, name, most)
+    max_bytes = _max_bytes(name)
+    file = _open_small(folder, name, max_bytes)
     if file is None:
         return None
     try:
         with file:
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except OSError as error:
         _cannot_be_read(name, error)
-    if len(data) > most:
-        raise _too_large(name, most)
+    if len(data) > max_bytes:
+        raise _too_large(name, max_bytes)
     return data
 
 

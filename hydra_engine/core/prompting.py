@@ -200,8 +200,8 @@ class PixelBudget:
         this budget."""
         if detail != "low":
             return self
-        most = LOW_DETAIL_PIXELS if self.max_pixels is None else min(self.max_pixels, LOW_DETAIL_PIXELS)
-        return PixelBudget(None if self.min_pixels is None else min(self.min_pixels, most), most)
+        max_pixels = LOW_DETAIL_PIXELS if self.max_pixels is None else min(self.max_pixels, LOW_DETAIL_PIXELS)
+        return PixelBudget(None if self.min_pixels is None else min(self.min_pixels, max_pixels), max_pixels)
 
 
 AS_CONFIGURED = PixelBudget()

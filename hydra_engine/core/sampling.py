@@ -132,8 +132,9 @@ class SamplingParams:
         The default of `max_tokens` is not used: the preprocessor applies it, limited by the context. The default of
         `min_tokens` is lowered to a given `max_tokens`.
         """
-        if (most := given.get("max_tokens")) is not None and "min_tokens" not in given and most < self.min_tokens:
-            given["min_tokens"] = most
+        max_tokens = given.get("max_tokens")
+        if max_tokens is not None and "min_tokens" not in given and max_tokens < self.min_tokens:
+            given["min_tokens"] = max_tokens
         return replace(self, **({"max_tokens": None} | given))
 
     @property

@@ -342,7 +342,7 @@ class DecodeTable:
         token_list: list[int] = token_ids.tolist()
         assert min(token_list, default=0) >= 0, "a row came back without a token"
         deque(map(list.append, generated, token_list), maxlen=0)  # half the time of a loop
-        late = self.times.tick(indices, ended_s, batch=batch, gap_s=gap_s)
+        late = self.times.add_tokens(indices, ended_s, batch=batch, gap_s=gap_s)
         return NewTokens(
             live=live,
             request_ids=id_list,
@@ -463,7 +463,7 @@ class DecodeTimes:
         watched.num_steps, watched.num_rows = self._num_steps, self._num_rows
         return late_since_s
 
-    def tick(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
+    def add_tokens(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
         """Records a token of each of these members, from a step of `batch` rows. Returns (index, time of the token
         before) of each late token. `gap_s`: `StepTimes.gap_s`."""
         before_s = self._last_s[indices]
@@ -483,7 +483,7 @@ class DecodeTimes:
         return found
 
     def resume(self, index: int, resumed_s: float) -> None:
-        """Opens a new decode span of a member, its late token included, at the end of a gap that `tick` returned."""
+        """Opens a new decode span of a member, from its late token on, at the end of a gap before that."""
         watched = self._watched[index]
         watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
         watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch

@@ -225,18 +225,18 @@ def times_of(*latest_token_s: float) -> tuple[DecodeTimes, list[Timeline]]:
 @pytest.mark.parametrize("alone", [slice(0, 1), np.array([0])], ids=["the first", "one of them"])
 def test_what_a_member_waited_before_it_joined_is_kept_until_its_first_token(alone: slice | np.ndarray) -> None:
     times, _ = times_of(1.0, 0.9)
-    times.tick(alone, 1.02, batch=1, gap_s=9.0)
+    times.add_tokens(alone, 1.02, batch=1, gap_s=9.0)
     assert times.elapsed(slice(0, 2))[1].tolist() == [0, 0]
-    times.tick(slice(0, 2), 1.04, batch=2, gap_s=9.0)
+    times.add_tokens(slice(0, 2), 1.04, batch=2, gap_s=9.0)
     assert times.elapsed(slice(0, 2))[1].tolist() == [0, 1], "0.1 s before its latest step, and 0.04 s behind"
-    times.tick(slice(0, 2), 1.08, batch=2, gap_s=9.0)
+    times.add_tokens(slice(0, 2), 1.08, batch=2, gap_s=9.0)
     assert times.elapsed(slice(0, 2))[1].tolist() == [0, 1], "counted once"
 
 
 def test_the_last_member_takes_its_times_along_to_the_place_of_who_left() -> None:
     times, timelines = times_of(1.0, 1.0, 0.9)
     times.leave(0)
-    times.tick(slice(0, 2), 1.04, batch=2, gap_s=9.0)
+    times.add_tokens(slice(0, 2), 1.04, batch=2, gap_s=9.0)
     for place in (0, 0):
         times.leave(place)
     assert [timeline.late_gaps for timeline in timelines] == [0, 0, 1]

@@ -169,7 +169,8 @@ class LatencyBudgets(Budgets):
         if not pending.encode_patches:
             tokens = _largest(step.alone_s, self._allowed(Kind.CHUNKS, target_s), want, guess=guess)
             self._guesses[towards] = tokens
-            vision_s = max(0.0, step.vision_room_s(tokens, allowed) - self._overrun_s)  # if a picture arrives meanwhile
+            # for a picture that arrives meanwhile
+            vision_s = max(0.0, step.vision_room_s(tokens, allowed) - self._overrun_s)
             return StepBudget(tokens, vision_s, tpot_limit_s, target_s, step.alone_s(tokens), tokens < want)
         if step.corun_s(want, math.inf) <= allowed:
             return StepBudget(want, math.inf, tpot_limit_s, target_s)
@@ -177,26 +178,27 @@ class LatencyBudgets(Budgets):
             tokens = _largest(lambda count: step.corun_s(count, math.inf), allowed, want, guess=guess)
             return StepBudget(tokens, math.inf, tpot_limit_s, target_s, step.corun_s(tokens, math.inf), tokens < want)
         work = self._vision_s(pending.encode_patches)
-        least = min(work, MIN_VISION * tpot_limit_s)
-        tokens = self._tokens_beside(step, pending, want, allowed, least, work, towards) if want else 0
+        min_s = min(work, MIN_VISION * tpot_limit_s)
+        tokens = self._tokens_beside(step, pending, want, allowed, min_s, work, towards) if want else 0
         self._guesses[towards] = tokens
         room = step.vision_room_s(tokens, allowed)
-        vision_s = max(least, room - self._overrun_s)
+        vision_s = max(min_s, room - self._overrun_s)
         planned = step.corun_s(tokens, vision_s + self._overrun_s)
         return StepBudget(tokens, vision_s, tpot_limit_s, target_s, planned, tokens < want, room < work)
 
     def _tokens_beside(
-        self, step: _Step, pending: PendingWork, want: int, allowed: float, least: float, work: float, towards: _Towards
+        self, step: _Step, pending: PendingWork, want: int, allowed: float, min_s: float, work: float, towards: _Towards
     ) -> int:
-        """Tokens of prefill: as many as leave vision its share of the slack, or more if vision cannot use its share."""
+        """Tokens of prefill, at most `want`: as many as leave vision its share of the slack, or more if vision cannot
+        use its share. `work`: seconds of vision that wait; `min_s`: those that it gets in any case."""
         guess = self._guesses[towards]
         prefill_work = (step.alone_s(want) - step.base) * pending.prefill_tokens / want
         share = min(1 - MIN_SHARE, max(MIN_SHARE, prefill_work / (prefill_work + work)))
         if towards is not _Towards.BOTH:
             share = 1.0 if towards is _Towards.PREFILL else 0.0
         own = _largest(step.alone_s, step.base + share * (allowed - step.base), want, guess=guess)
-        if share > 1 - MIN_SHARE or step.corun_s(own, least + self._overrun_s) > allowed:
-            own = _largest(lambda count: step.corun_s(count, least + self._overrun_s), allowed, own)
+        if share > 1 - MIN_SHARE or step.corun_s(own, min_s + self._overrun_s) > allowed:
+            own = _largest(lambda count: step.corun_s(count, min_s + self._overrun_s), allowed, own)
         if own == want or step.corun_s(own + 1, work) > allowed:
             return own
         return _largest(lambda count: step.corun_s(count, work), allowed, want, low=own, guess=guess)
