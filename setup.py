@@ -220,7 +220,7 @@ class EmulatedBuild(IncrementalBuild):
 
 setup(
     packages=[
-        *find_packages(include=["hydra_engine*", "hydra_planner*", "hydra_chat*", "hydra_quantizer*"]),
+        *find_packages(include=["hydra_engine*", "hydra_planner*", "hydra_terminal*", "hydra_quantizer*"]),
         "hydra_kernels",
     ],
     package_dir={"hydra_kernels": "kernels/hydra_kernels"},
@@ -229,7 +229,7 @@ setup(
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],
         "hydra_engine.models": ["shapes/*/*"],
         "hydra_planner": ["py.typed"],
-        "hydra_chat": ["py.typed"],
+        "hydra_terminal": ["py.typed"],
         "hydra_quantizer": ["py.typed"],
         "hydra_planner.hardware": ["*.json"],
         "hydra_engine.server.page": ["static/**/*"],

@@ -43,7 +43,6 @@ _OWN = {
         "hydra_engine.cli.doctor",
         70,
     ),
-    "completion": Command("print a completion script for bash, zsh or fish", "hydra_engine.cli.completion", 80),
 }
 _ALIASES = {"env": "doctor"}
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("hydra_engine", "hydra_planner", "hydra_chat", "hydra_quantizer")
+PACKAGES = ("hydra_engine", "hydra_planner", "hydra_terminal", "hydra_quantizer")
 SHIPPED = (*PACKAGES, "kernels", "tools")  # packages, and tools that follow their rules
 
 

@@ -95,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "cli",
     },
-    "hydra_chat": BASE | {"core", "config", "cli"},
+    "hydra_terminal": BASE | {"core", "config", "cli"},
     "hydra_quantizer": BASE | {"core", "config", "specs", "backend", "models", "cli"},
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
@@ -118,7 +118,7 @@ TORCH_FREE = {
         "preprocess",
         "cluster",
     ),
-    *("frontend", "engine", "server", "cli", "profiler", "hydra_planner", "hydra_chat", "transfer"),
+    *("frontend", "engine", "server", "cli", "profiler", "hydra_planner", "hydra_terminal", "transfer"),
 }
 TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}
 # Folders and files that only some deployments need: `HOOKS` attaches them.

@@ -11,7 +11,7 @@ from tests.architecture.sources import ROOT, files_in, text_of
 LOOKED_AT = (
     "hydra_engine/",
     "hydra_planner/",
-    "hydra_chat/",
+    "hydra_terminal/",
     "hydra_quantizer/",
     "kernels/",
     "bench/",

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.architecture.sources import ROOT, files_in, nodes_of
+from tests.architecture.sources import PACKAGES, ROOT, files_in, nodes_of
 
 FOLDERS = ("tests", "bench", "tools")
-OURS = ("hydra_engine", "hydra_planner", "hydra_chat", "hydra_quantizer", "hydra_kernels", "bench", "tests", "tools")
+OURS = (*PACKAGES, "hydra_kernels", "bench", "tests", "tools")
 
 
 def scripts(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, ast.Module]]:

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from hydra_chat.client import Answer, Piece, pieces_of
-from hydra_chat.screen import Screen, clean, coloured
+from hydra_terminal.client import Answer, Piece, pieces_of
+from hydra_terminal.screen import Screen, clean, coloured
 
 
 def test_an_answer_cannot_drive_the_terminal() -> None:

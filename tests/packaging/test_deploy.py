@@ -59,7 +59,7 @@ def test_images_start_the_server_as_nobody_with_keys_and_a_health_check(path: Pa
         "csrc",
         "hydra_engine",
         "hydra_planner",
-        "hydra_chat",
+        "hydra_terminal",
         "hydra_quantizer",
         "kernels",
         "pyproject.toml",

@@ -13,16 +13,16 @@ from typing import Any
 
 import msgspec
 
-from hydra_chat.client import Answer, Client, ServerError
-from hydra_chat.commands import COMMANDS, Commands, Next
-from hydra_chat.conversation import Conversation
-from hydra_chat.prompt import Prompt
-from hydra_chat.screen import Screen
 from hydra_engine.cli.options import DEFAULT_URL, add_sampling_options, sampling_from
 from hydra_engine.cli.summary import timeline_lines
 from hydra_engine.config import environment_api_keys
 from hydra_engine.core.outputs import SloReport, StageSpan
 from hydra_engine.errors import ConfigError, RequestFailed
+from hydra_terminal.client import Answer, Client, ServerError
+from hydra_terminal.commands import COMMANDS, Commands, Next
+from hydra_terminal.conversation import Conversation
+from hydra_terminal.prompt import Prompt
+from hydra_terminal.screen import Screen
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

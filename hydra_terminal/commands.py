@@ -8,9 +8,9 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-from hydra_chat.conversation import Attachment, Conversation, Turn, attachment
-from hydra_chat.screen import Screen
 from hydra_engine.errors import ConfigError
+from hydra_terminal.conversation import Attachment, Conversation, Turn, attachment
+from hydra_terminal.screen import Screen
 
 HELP = """\
   /image PATH...    attach pictures to the next question (paths, quoted or with ~, or http addresses); alone: list them
