@@ -83,6 +83,12 @@ def check_indices(name: str, indices: Tensor, count: int | None = None) -> int:
     return shape[0]
 
 
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Requires this shape and dtype, at any strides."""
+    if tensor.shape != shape or tensor.dtype is not dtype:
+        raise ValueError(f"{name}: expected {list(shape)} {dtype}, got {described(tensor)}")
+
+
 def check_whole(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Requires a contiguous tensor of this shape and dtype."""
     if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
@@ -241,9 +247,7 @@ def check_mixed_plan(rows: MixedRows, num_tokens: int) -> int:
     """Checks shapes and dtypes only, since contents change. Returns B."""
     batch, _ = check_decode_plan(rows.num_context, rows.block_tables)
     for name, size in (("cu_q", batch + 1), ("rest_cu_q", batch + 1), ("decode_context", batch)):
-        given = getattr(rows, name)
-        if given.shape != (size,) or given.dtype is not torch.int32:
-            raise ValueError(f"{name}: expected [{size}] torch.int32, got {described(given)}")
+        _check_tensor(name, getattr(rows, name), (size,), torch.int32)
     if batch > num_tokens:
         raise ValueError(f"num_tokens: expected at least {batch}, one for each row, got {num_tokens}")
     return batch
@@ -263,8 +267,7 @@ def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
     sizes = check_logits(logits, wide=wide)
     for name, column in sampling._asdict().items():
         dtype = torch.int32 if name == "top_k" else torch.float64 if wide else torch.float32
-        if column.shape != logits.shape[:1] or column.dtype is not dtype:
-            raise ValueError(f"{name}: expected [{logits.shape[0]}] {dtype}, got {described(column)}")
+        _check_tensor(name, column, sizes[:1], dtype)
     return sizes
 
 
@@ -281,19 +284,16 @@ def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, in
         "masks": ((num_masks, -(-vocabulary // 32)), torch.int32),
     }
     for name, (shape, dtype) in shapes.items():
-        given = getattr(adjustments, name)
-        if given.shape != shape or given.dtype is not dtype:
-            raise ValueError(f"{name}: expected {list(shape)} {dtype}, got {described(given)}")
+        _check_tensor(name, getattr(adjustments, name), shape, dtype)
     return sizes
 
 
 def check_scores(logits: Tensor, tokens: Tensor, num_top: Tensor) -> tuple[int, int]:
     """Returns B and V."""
-    batch, vocabulary = check_logits(logits, wide=True)
-    for name, given, dtype in (("tokens", tokens, torch.int64), ("num_top", num_top, torch.int32)):
-        if given.shape != (batch,) or given.dtype is not dtype:
-            raise ValueError(f"{name}: expected [{batch}] {dtype}, got {described(given)}")
-    return batch, vocabulary
+    sizes = check_logits(logits, wide=True)
+    _check_tensor("tokens", tokens, sizes[:1], torch.int64)
+    _check_tensor("num_top", num_top, sizes[:1], torch.int32)
+    return sizes
 
 
 def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from hydra_engine.backend import devices
 from hydra_engine.backend.base import Backend, OpChoice, Ops
 from hydra_engine.backend.cpu.device import CpuDevice, set_torch_threads, usable_cores
 from hydra_engine.backend.cuda.attention_choice import AUTO, TRITON, Shapes, choose_by_name
-from hydra_engine.backend.cuda.lanes import priorities, priority_note
+from hydra_engine.backend.cuda.lanes import priorities
 from hydra_engine.backend.devices import CPU, ChosenDevice, load_extension
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.core.options import NICENESS
@@ -76,9 +76,7 @@ def create_backend(
         result = Backend(CpuDevice(count, _set_threads, lane_priority), _cpu_ops(backend), dtype, count)
     else:
         exact, _ = resolve_deterministic(deterministic, chosen.name)
-        result = _on_cuda(
-            chosen, chosen.index, dtype, exact, count, lane_priority, sm_split, attention, shapes, profiles
-        )
+        result = _on_cuda(chosen, dtype, exact, count, lane_priority, sm_split, attention, shapes, profiles)
     if for_this_thread:
         _set_threads(count)
         if chosen.index is not None:
@@ -145,11 +143,6 @@ def resolve_sm_split(sm_split: str, num_sms: int) -> str:
     return ",".join(map(str, counts)) if counts[0] else "off"
 
 
-def lane_note(lane_priority: str, chosen: ChosenDevice) -> str | None:
-    """A note for the user if the GPU's streams do not get the priorities of `lane_priority`."""
-    return priority_note(lane_priority, chosen.capability)
-
-
 def resolve_dtype(
     dtype: str, checkpoint_dtype: str, backend: str = "auto", device: str = CPU
 ) -> tuple[torch.dtype, str]:
@@ -207,7 +200,6 @@ def describe_cpu() -> dict[str, Any]:
 
 def _on_cuda(
     chosen: ChosenDevice,
-    index: int,
     dtype: torch.dtype,
     deterministic: bool,
     threads: int,
@@ -217,14 +209,15 @@ def _on_cuda(
     shapes: Shapes | None,
     profiles: Path | None,
 ) -> Backend:
+    assert chosen.index is not None
     # These modules import GPU libraries, which are known to be installed and wanted only here.
     host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
     cuda: Any = importlib.import_module("hydra_engine.backend.cuda.ops")
     of_lanes, split = priorities(lane_priority, chosen.capability), None
     if sm_split:
         sms: Any = importlib.import_module("hydra_engine.backend.cuda.sm_split")
-        split = sms.SplitDevice(torch.device("cuda", index), sm_split, of_lanes)
-    device = host.CudaDevice(index, threads, _set_threads, of_lanes, split)
+        split = sms.SplitDevice(torch.device("cuda", chosen.index), sm_split, of_lanes)
+    device = host.CudaDevice(chosen.index, threads, _set_threads, of_lanes, split)
     if attention == AUTO:
         assert shapes is not None, "attention is measured for a model"
         timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")

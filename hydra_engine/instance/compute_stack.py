@@ -20,12 +20,12 @@ import torch
 
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.cuda.attention_choice import AUTO, FLASHINFER, TRITON, Heads, Shapes, Tower, resolve_attention
+from hydra_engine.backend.cuda.lanes import priority_note
 from hydra_engine.backend.device import Device
 from hydra_engine.backend.devices import ChosenDevice, is_time_sliced
 from hydra_engine.backend.select import (
     all_cores,
     create_backend,
-    lane_note,
     resolve_deterministic,
     resolve_device,
     resolve_dtype,
@@ -284,7 +284,7 @@ def _backend(
         profiles=config.profile_folder if attention == AUTO else None,
     )
     undivided = None if both or not config.sm_counts else "sm_split: not divided, this instance runs one model"
-    return backend, (undivided, lane_note(config.lane_order, chosen) if both else None)
+    return backend, (undivided, priority_note(config.lane_order, chosen.capability) if both else None)
 
 
 def _tower(spec: ModelSpec) -> Tower | None:

@@ -288,7 +288,7 @@ def test_a_backend_measures_where_nobody_chose_and_says_what_it_took(
 
     monkeypatch.setattr(attention_timing, "choose_attention", choose)
     gpu, shapes = ChosenDevice("cuda:0", 0, 132, "as asked"), Shapes(HEADS)
-    make: Any = partial(select._on_cuda, gpu, 0, torch.bfloat16, False, 1, "balanced", ())
+    make: Any = partial(select._on_cuda, gpu, torch.bfloat16, False, 1, "balanced", ())
     made = make("auto", shapes, tmp_path)
     assert [one[:5] for one in asked] == [("cuda:0", 132, torch.bfloat16, shapes, tmp_path)]
     assert made.notes == ("attention: flashinfer, measured",)

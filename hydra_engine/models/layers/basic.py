@@ -180,8 +180,12 @@ class RmsNorm:
 
     def __init__(self, scope: Scope, num_channels: int, eps: float, *, centred: bool = False) -> None:
         self._ops = scope.ops
-        self._weight = norm_weight(scope, "weight", num_channels, centred=centred)
         self._eps = eps
+        if centred:
+            wide = torch.float32
+            self._weight = Weight(scope, "weight", (num_channels,), dtype=wide, transform=lambda weight: weight + 1.0)
+        else:
+            self._weight = Weight(scope, "weight", (num_channels,))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self._weight.tensor, self._eps)
@@ -195,12 +199,6 @@ class RmsNorm:
         """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written."""
         (packed,) = linear.packed
         return self._ops.linear_add_norm(x, packed, residual, RowNorm(self._weight.tensor, None, self._eps))
-
-
-def norm_weight(scope: Scope, name: str, num_channels: int, *, centred: bool) -> Weight:
-    if centred:
-        return Weight(scope, name, (num_channels,), dtype=torch.float32, transform=lambda weight: weight + 1.0)
-    return Weight(scope, name, (num_channels,))
 
 
 class LayerNorm:

@@ -79,15 +79,10 @@ class PagedAttention:
         self._k_norm = Weight(scope, "k_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
 
     def __call__(
-        self,
-        x: Tensor | DeferredNorm,  # [T, C]
-        rotary: Rotary,
-        cache: PagedCache,
-        step: StepInputs,
-        rows: Tensor | None = None,
+        self, x: Tensor | DeferredNorm, rotary: Rotary, cache: PagedCache, step: StepInputs, rows: Tensor | None = None
     ) -> Tensor:
-        """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Keys and values of all rows are
-        written in any case."""
+        """Returns the input of `out`, [T, Hq * D], or only the given rows of it; writes keys and values of all rows. x:
+        [T, C]."""
         norms = None
         if self._q_norm is not None and self._k_norm is not None:
             norms = HeadNorms(self._q_norm.tensor, self._k_norm.tensor, self._eps)
@@ -163,15 +158,10 @@ class GatedAttention:
         self.out = Linear(scope, {"o_proj": spec.hidden_size}, width, bias=spec.output_bias)
 
     def __call__(
-        self,
-        x: Tensor | DeferredNorm,  # [T, C]
-        rotary: Rotary,
-        cache: PagedCache,
-        step: StepInputs,
-        rows: Tensor | None = None,
+        self, x: Tensor | DeferredNorm, rotary: Rotary, cache: PagedCache, step: StepInputs, rows: Tensor | None = None
     ) -> Tensor:
-        """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Keys and values of all rows are
-        written in any case."""
+        """Returns the input of `out`, [T, Hq * D], or only the given rows of it; writes keys and values of all rows. x:
+        [T, C]."""
         ops = self._ops
         projected = self._qkv(apply_deferred_norm(ops, x)).unflatten(1, (-1, self._head_dim))
         q, k, v, gate = projected.split(self._heads, dim=1)
