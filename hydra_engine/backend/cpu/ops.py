@@ -216,7 +216,6 @@ class SamplingOps:
 
     @staticmethod
     def best_tokens(logits: Tensor) -> Tensor:
-        """`Ops.best_tokens`."""
         rows, columns = checks.check_logits(logits)
         tokens = torch.empty(rows, dtype=torch.int64)
         _C.best_of_rows(logits.data_ptr(), logits.stride(0), rows, columns, tokens.data_ptr())
@@ -224,7 +223,6 @@ class SamplingOps:
 
     @staticmethod
     def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """`Ops.sample`. The columns of numbers may be float64, as logits may be then."""
         rows, _ = checks.check_sample(logits, sampling)
         numbers = (sampling.temperatures, sampling.top_p, sampling.min_p, sampling.numbers)
         temperatures, top_p, min_p, drawn = (column.double().contiguous() for column in numbers)
@@ -236,7 +234,6 @@ class SamplingOps:
 
     @staticmethod
     def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
-        """`Ops.adjust_logits`."""
         checks.check_adjustments(logits, adjustments)
         begins, ends, ids, values, penalties, counted, counts, masked, masks = (
             part.contiguous() for part in adjustments
@@ -262,7 +259,6 @@ class SamplingOps:
 
     @staticmethod
     def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
-        """`Ops.score_tokens`. `numbers` have the logits' dtype."""
         rows, _ = checks.check_scores(logits, tokens, num_top)
         tokens, num_top = tokens.contiguous(), num_top.contiguous()
         numbers = torch.full((rows, 3 + max_top), float("nan"), dtype=logits.dtype)

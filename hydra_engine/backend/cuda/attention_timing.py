@@ -131,6 +131,7 @@ def utc_date() -> str:
 
 
 def _decoded(body: bytes) -> _Kept:
+    """Decodes a kept measurement. Raises `profile_file.Refused` with the reason if it cannot be used."""
     try:
         kept = msgspec.json.decode(body, type=_Kept, strict=True)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

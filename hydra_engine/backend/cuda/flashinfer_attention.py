@@ -251,6 +251,7 @@ class Wrappers:
         self._held: dict[Hashable, tuple[Any, torch.cuda.Event]] = {}  # in LRU order; the event: its plan was copied
 
     def get_planned(self, key: Hashable, plan: Callable[[Any], None]) -> Any:
+        """The wrapper whose last plan is `key`, or the next one after `plan(wrapper)`."""
         if key in self._held:
             self._held[key] = self._held.pop(key)
             return self._held[key][0]

@@ -78,7 +78,7 @@ def installed() -> FlashKernels:
     library: Any = importlib.import_module("flashinfer")
     env = library.jit.env
     others = (name for provider in getattr(env, "FLASHINFER_AOT_PROVIDERS", ()) for name in provider.modules)
-    return _in_folders(env.FLASHINFER_AOT_DIR, env.FLASHINFER_INCLUDE_DIR, others)
+    return _find_kernels(env.FLASHINFER_AOT_DIR, env.FLASHINFER_INCLUDE_DIR, others)
 
 
 def describe_installed() -> str:
@@ -87,11 +87,13 @@ def describe_installed() -> str:
         folder = Path(str(metadata.distribution("flashinfer-python").locate_file("flashinfer"))) / "data"
     except metadata.PackageNotFoundError:
         return ""
-    kernels = _in_folders(folder / "aot", folder / "include")
+    kernels = _find_kernels(folder / "aot", folder / "include")
     return f"{kernels.describe()}; {kernels.problem}"
 
 
-def _in_folders(ahead: Path, headers: Path, others: Iterable[str] = ()) -> FlashKernels:
+def _find_kernels(ahead: Path, headers: Path, others: Iterable[str] = ()) -> FlashKernels:
+    """Lists kernels. ahead: folder of those compiled ahead of time; headers: that of the sources, which a reduced
+    package lacks; others: names of further compiled ones."""
     names = {path.parent.name for path in ahead.glob("*/*.so")}.union(others)
     return FlashKernels(frozenset(_kernels(names)), _problem(headers))
 

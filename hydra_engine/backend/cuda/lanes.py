@@ -63,7 +63,7 @@ class CudaLane(ThreadLane):
         super().__init__(name, threads, set_threads=self._begin)
 
     def submit(self, job: Job) -> None:
-        super().submit(self._behind_caller(job))
+        super().submit(self._after_caller(job))
 
     def close(self) -> None:
         """Also waits for what the jobs have launched."""
@@ -78,7 +78,8 @@ class CudaLane(ThreadLane):
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)
 
-    def _behind_caller(self, job: Job) -> Job:
+    def _after_caller(self, job: Job) -> Job:
+        """Returns `job`, made to wait on the device for what the calling thread has launched."""
         caller = torch.cuda.current_stream(self._device)
         if caller == self._stream or caller.query():
             return job

@@ -210,14 +210,14 @@ class SplitLane(CudaLane):
         super()._begin(threads)
         self._of_thread.track, self._of_thread.name = self._track, self.name
 
-    def _behind_caller(self, job: Job) -> Job:
-        behind = super()._behind_caller(job)
+    def _after_caller(self, job: Job) -> Job:
+        after = super()._after_caller(job)
 
         def run() -> None:
             try:
                 # First: the wait for the caller's launches must be on the stream of the job.
                 self._track.switch_to(self._sharing.begin(self.name))
-                behind()
+                after()
             finally:
                 self._sharing.launched(self.name, self._track.end_of_job())
 
