@@ -325,7 +325,7 @@ struct Driver : TaskColumns<Math> {
     Math::multiply_keys(state.q + first * query_width, rows_from(first), key_tile, used, dim, target);
   }
 
-  // Columns [first, first + rows) with the tile's keys [begin, begin + used).
+  // Adds the tile's values, weighted, to the sums of columns [first, first + rows).
   HYDRA_INLINE void add_values(const HeadState<Math>& state, int64_t first, int64_t begin, int used, float* tile) {
     const ColumnState tile_state = weigh_columns(state, first, begin, used, tile, weights);
     Math::multiply_values(weights, rows_from(first), values, used, dim, tile_state.sums);

@@ -41,7 +41,7 @@ HYDRA_INLINE float quantize(const T* x, int64_t dim, int8_t* out) {
   return scale;
 }
 
-// All heads of one token.
+// Quantizes all heads of one token.
 template <class T>
 HYDRA_INLINE void quantize_row(const CacheView& cache, char* plane, int64_t slot, const T* x) {
   int8_t* row = reinterpret_cast<int8_t*>(cache.row(plane, slot));

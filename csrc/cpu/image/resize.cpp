@@ -111,7 +111,7 @@ class Down {
   int64_t taps() const { return weights_.taps; }
   int64_t first(int64_t y) const { return weights_.first[y]; }
 
-  // `row(n)` gives row first(y) + n or, where there is no such row, any.
+  // `row(n)` returns row first(y) + n, or any row if there is none: its weight is 0.
   template <class Row>
   void run(int64_t y, uint8_t* out, int64_t bytes, Row&& row) {
     for (int64_t t = 0; t < taps(); ++t) rows_[t] = row(t);

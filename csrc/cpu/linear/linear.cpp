@@ -20,7 +20,7 @@ constexpr int kTileBytes = 64;               // of a row that is packed at once:
 constexpr int kTileWords = kTileBytes / 4;   // a word is one float or two neighbouring halves
 constexpr int64_t kTileLine = kTile * kTileBytes;
 
-// Hands the words of kTile rows to `put(word, first row, the word of four rows)`.
+// Transposes the words of kTile rows: calls `put(word, row, four)` with that word of rows [row, row + 4).
 template <class Put>
 inline void transpose_tile(const char* rows, int64_t row_bytes, Put&& put) {
   for (int row = 0; row < kTile; row += 4) {

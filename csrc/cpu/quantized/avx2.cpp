@@ -43,7 +43,8 @@ HYDRA_INLINE void store_numbers(int8_t* target, vi numbers, int bytes) {
   }
 }
 
-// Products of 16 bits, numbers with their lower bytes, whose pairs of sums have 32: instructions on bytes would saturate.
+// Multiplies 16-bit numbers, which include their lower bytes, and adds pairs of products in 32 bits: instructions on
+// bytes would saturate.
 template <int kRows, int kVectors>
 HYDRA_INLINE void dot8(vi (&sums)[kRows][kVectors], const int8_t* x, const uint8_t* weights, int64_t steps,
                        const int32_t* from) {

@@ -72,7 +72,7 @@ HYDRA_INLINE void transpose(vf* rows) {
   }
 }
 
-// w[k]: number k of every group. The best steps; 0 where there is none.
+// Returns the best step of each group, one per lane; 0 if there is none, as for zeros. w[k]: number k of every group.
 HYDRA_INLINE vf best_steps(const vf (&w)[kGroup]) {
   vi most = {};  // of the bits of magnitudes
   vf top = {}, best = splat(-1.0f), steps = {};

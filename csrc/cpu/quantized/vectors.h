@@ -53,7 +53,8 @@ HYDRA_INLINE void add_groups(const Block& block, const Scale* scales, int64_t gr
   }
 }
 
-// Adds `steps` steps of a tile, a part of a group or the only one, to the totals. `at`: of the part in the arrays of the block.
+// Adds the sums of `steps` steps of a tile, one part of a group, to the totals. `at`: index of the part in the block's
+// arrays.
 template <int kBits, int kSteps, bool kLow, int kRows, int kVectors>
 HYDRA_INLINE void add_part(const Block& block, const int8_t* x, const uint8_t* tile, int64_t steps, int64_t at,
                            vf (&totals)[kRows][kVectors]) {
