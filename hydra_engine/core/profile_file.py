@@ -8,10 +8,13 @@ import hashlib
 import os
 import secrets
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 MAX_BYTES = 4 << 20
+
+T = TypeVar("T")
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,8 +28,9 @@ class Refused(Exception):
     """Raised if a file exists and is not usable; the message is the reason."""
 
 
-def write(path: Path, body: bytes) -> None:
-    """Writes `body`, which is JSON, atomically and with mode 0600. Raises OSError."""
+def write(path: Path, profile: object) -> None:
+    """Writes `profile` as JSON, atomically and with mode 0600. Raises OSError."""
+    body = msgspec.json.encode(profile)
     content = msgspec.json.encode(_File(_digest(body), msgspec.Raw(body)))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -42,8 +46,8 @@ def write(path: Path, body: bytes) -> None:
         raise
 
 
-def read(path: Path) -> bytes | None:
-    """The body that `write` wrote; None if there is no file. Raises Refused."""
+def read(path: Path, kind: type[T]) -> T | None:
+    """The profile that `write` wrote; None if there is no file. Raises Refused."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -55,12 +59,11 @@ def read(path: Path) -> bytes | None:
         raise Refused(f"it has more than {MAX_BYTES >> 20} MiB")
     try:
         outer = msgspec.json.decode(content, type=_File, strict=True)
+        if _digest(bytes(outer.profile)) != outer.digest:
+            raise Refused("it is damaged")
+        return msgspec.json.decode(outer.profile, type=kind, strict=True)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused("it is damaged, or of another version of the engine") from error
-    body = bytes(outer.profile)
-    if _digest(body) != outer.digest:
-        raise Refused("it is damaged")
-    return body
 
 
 def _digest(body: bytes) -> str:

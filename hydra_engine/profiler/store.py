@@ -119,15 +119,14 @@ def file_name(directory: Path, identity: Identity) -> str:
 
 def save(profile: Profile, path: Path) -> None:
     """Writes the profile atomically, with mode 0600. Raises OSError."""
-    profile_file.write(path, msgspec.json.encode(profile))
+    profile_file.write(path, profile)
 
 
 def load(path: Path, identity: Identity, reach: Reach) -> Profile | None:
     """Loads a profile; None if there is no file. Raises Refused with the reason if the file cannot be used."""
-    body = profile_file.read(path)
-    if body is None:
+    profile = profile_file.read(path, Profile)
+    if profile is None:
         return None
-    profile = _decoded(body)
     if profile.identity != identity:
         raise Refused(_difference(profile.identity, identity))
     if not profile.reach.covers(reach):
@@ -151,13 +150,6 @@ def problem_of(profile: Profile) -> str | None:
     checks.append(_out_of("other_load", [profile.other_load], 0.0, 1.0))
     checks.append(_out_of("samples", _numbers(msgspec.to_builtins(profile.samples)), 0.0, 1e18))
     return next((check for check in checks if check is not None), None)
-
-
-def _decoded(body: bytes) -> Profile:
-    try:
-        return msgspec.json.decode(body, type=Profile, strict=True)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused("it is damaged, or of another version of the engine") from error
 
 
 def _difference(then: Identity, now: Identity) -> str:

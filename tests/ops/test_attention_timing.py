@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -405,11 +404,10 @@ def test_numbers_that_nobody_measured_are_refused(
 ) -> None:
     machine(tmp_path)
     (file,) = tmp_path.glob("attention-*.json")
-    body = attention_timing.profile_file.read(file)
-    assert body is not None
-    changed = msgspec.json.decode(body)
+    changed = attention_timing.profile_file.read(file, dict)
+    assert changed is not None
     changed["measured"]["seconds"]["decodes"] = seconds
-    attention_timing.profile_file.write(file, msgspec.json.encode(changed))
+    attention_timing.profile_file.write(file, changed)
     assert machine(tmp_path)[1] == 1 and len(caplog.records) == 1
 
 

@@ -107,10 +107,10 @@ def file_of(folder: Path, key: Key) -> Path:
 def load_measurement(folder: Path, key: Key) -> Measured | None:
     """The kept measurement of `key`, or None. Logs why a file cannot be used."""
     try:
-        body = profile_file.read(file_of(folder, key))
-        if body is None:
+        kept = profile_file.read(file_of(folder, key), _Kept)
+        if kept is None:
             return None
-        kept = _decoded(body)
+        _check_numbers(kept.measured)
         if kept.key != key:
             raise profile_file.Refused(f"it was measured with {_difference(kept.key, key)}")
     except profile_file.Refused as reason:
@@ -121,7 +121,7 @@ def load_measurement(folder: Path, key: Key) -> Measured | None:
 
 def save_measurement(folder: Path, key: Key, measured: Measured) -> None:
     try:
-        profile_file.write(file_of(folder, key), msgspec.json.encode(_Kept(key, measured)))
+        profile_file.write(file_of(folder, key), _Kept(key, measured))
     except OSError as error:
         logger.warning("the choice of attention kernels could not be kept: %s; the next start measures again", error)
 
@@ -130,19 +130,13 @@ def utc_date() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
-def _decoded(body: bytes) -> _Kept:
-    """Decodes a kept measurement. Raises `profile_file.Refused` with the reason if it cannot be used."""
-    try:
-        kept = msgspec.json.decode(body, type=_Kept, strict=True)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise profile_file.Refused("it is damaged, or of another version of the engine") from error
-    for use, seconds in kept.measured.seconds.items():
+def _check_numbers(measured: Measured) -> None:
+    for use, seconds in measured.seconds.items():
         if TRITON not in seconds:
             raise profile_file.Refused(f"it has no time of ours for {use[:20]}")
         for value in seconds.values():
             if not (math.isfinite(value) and 0 < value <= _LONGEST_S):
                 raise profile_file.Refused(f"a number is out of range: {value:g} s")
-    return kept
 
 
 def _difference(then: Key, now: Key) -> str:
