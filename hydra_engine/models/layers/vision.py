@@ -339,18 +339,11 @@ class PackedAttention:
         return self._ops.attention_packed(q, k, v, cu_seqlens, self._scale)
 
 
-class PixelNormaliser:
-    """Computes (x * rescale - mean) / std in float32, with the product rounded once, exactly as transformers'
-    processors do."""
-
-    def __init__(self, spec: PreprocessSpec, device: torch.device) -> None:
-        self._rescale = spec.rescale
-        self._mean = torch.tensor(spec.mean, dtype=torch.float32, device=device)
-        self._std = torch.tensor(spec.std, dtype=torch.float32, device=device)
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Normalises uint8 [..., 3] to float32 of the same shape."""
-        return pixels.to(torch.float64).mul_(self._rescale).to(torch.float32).sub_(self._mean).div_(self._std)
+def normalise_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
+    """Returns (x * rescale - mean) / std of uint8 [..., 3] in float32, with the product rounded once, exactly as
+    transformers' processors do. On the CPU."""
+    mean, std = (torch.tensor(colours, dtype=torch.float32) for colours in (spec.mean, spec.std))
+    return pixels.to(torch.float64).mul_(spec.rescale).to(torch.float32).sub_(mean).div_(std)
 
 
 class PixelRows:
@@ -360,8 +353,7 @@ class PixelRows:
     def __init__(self, scope: Scope, preprocess: PreprocessSpec, width: int) -> None:
         self._ops, self._width = scope.ops, width
         colours = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 3)
-        table = PixelNormaliser(preprocess, torch.device("cpu"))(colours).to(scope.dtype)
-        self._table = table.to(scope.device)
+        self._table = normalise_pixels(colours, preprocess).to(scope.dtype).to(scope.device)
 
     def __call__(self, patches: Tensor) -> Tensor:
         """Converts uint8 [P, pixels * 3] to [P, width]."""
