@@ -178,7 +178,7 @@ def test_packed_attention(attention: FlashInferAttention, cuda: torch.device, bo
     q, k, v = fused.unbind(1)
     expected = ReferenceOps().attention_packed(q, k, v, bounds, dim**-0.5)
     there = fused.to(cuda).unbind(1)
-    if not attention.takes_packed(there[0], bounds) and dim in HEAD_DIMS:
+    if not attention.supports_packed(there[0], bounds) and dim in HEAD_DIMS:
         needs((4, 4, dim), "fa2")
     got = attention.attend_packed(*there, bounds, dim**-0.5)
     assert_attention_close(got.cpu(), expected)

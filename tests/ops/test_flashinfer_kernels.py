@@ -204,7 +204,7 @@ def test_rows_whose_kernel_is_not_there_are_tritons(
     assert captured.refresh is not None
     captured.refresh(ints(9, 9), ints(*range(8)).reshape(2, 4))
     attention.paged(q[:2], cache, 0, captured, SCALE)
-    assert attention.takes_packed(q, [0, 1, 4]) == ("Packed" in planned)
+    assert attention.supports_packed(q, [0, 1, 4]) == ("Packed" in planned)
     attention.attend_packed(q, q, q, [0, 1, 4], SCALE)
     assert (library.plans, by_triton.asked) == (planned, asked)
 

@@ -127,7 +127,7 @@ def test_head_dims(calls: list[str], dim: int) -> None:
     found = kernels(by_triton, None)
     q, k, v = rows(EQUAL, dim)
     for name in ("cudnn", "torch-varlen", "triton-tma"):
-        assert found[name].takes(q, k, v, EQUAL)
+        assert found[name].supports(q, k, v, EQUAL)
         assert close(found[name].attend(q, k, v, EQUAL, 0.1), EQUAL, q, k, v)
 
 
@@ -135,7 +135,7 @@ def test_what_torch_does_not_take(calls: list[str]) -> None:
     by_triton = Triton()
     found = kernels(by_triton, None)
     for q, k, v in (rows(EQUAL, 76), rows(EQUAL, 136), [x.float() for x in rows(EQUAL)]):
-        assert not any(found[name].takes(q, k, v, EQUAL) for name in ("cudnn", "torch-varlen"))
+        assert not any(found[name].supports(q, k, v, EQUAL) for name in ("cudnn", "torch-varlen"))
     towers = TowerAttention(CHOSEN, by_triton, found)
     q, k, v = rows([0, 0])
     assert towers.attend_packed(q, k, v, [0, 0], 0.1).shape == (0, 2, 80) and not calls
@@ -143,8 +143,8 @@ def test_what_torch_does_not_take(calls: list[str]) -> None:
 
 def test_a_segment_without_rows_is_not_equal_to_the_others(calls: list[str]) -> None:
     bounds = [0, 0, 0]
-    assert not kernels(Triton(), None)["cudnn"].takes(*rows(bounds), bounds)
-    assert not kernels(Triton(), None)["cudnn"].takes(*rows(EQUAL), [0, 100, 100, 200])
+    assert not kernels(Triton(), None)["cudnn"].supports(*rows(bounds), bounds)
+    assert not kernels(Triton(), None)["cudnn"].supports(*rows(EQUAL), [0, 100, 100, 200])
 
 
 def test_varlen_has_the_arguments_that_it_is_given_and_gives_rows() -> None:
@@ -160,8 +160,8 @@ def test_flashinfer_takes_what_the_host_knows(monkeypatch: pytest.MonkeyPatch, c
     by_triton = Triton()
     found = kernels(by_triton, FlashInferAttention(CPU, NUM_SMS, send, by_triton, library))["flashinfer"]
     q, k, v = rows(UNEQUAL, 64)
-    assert found.takes(q, k, v, UNEQUAL) and not found.takes(*rows(UNEQUAL, 80), UNEQUAL)
-    assert not found.takes(q, k, v, by_triton.plan_packed(torch.tensor(UNEQUAL, dtype=torch.int32), 100))
+    assert found.supports(q, k, v, UNEQUAL) and not found.supports(*rows(UNEQUAL, 80), UNEQUAL)
+    assert not found.supports(q, k, v, by_triton.plan_packed(torch.tensor(UNEQUAL, dtype=torch.int32), 100))
     assert close(found.attend(q, k, v, UNEQUAL, 0.1), UNEQUAL, q, k, v)
 
 

@@ -332,7 +332,7 @@ def packed_candidates(
     by_flashinfer = None if flashinfer_missing() else site.flashinfer()
 
     def of_rows(kernel: Kernel) -> Attend:
-        if not kernel.takes(q, k, v, segments):
+        if not kernel.supports(q, k, v, segments):
             raise Refusal("does not take these shapes")
         return partial(kernel.attend, q, k, v, segments, tower.head_dim**-0.5)
 

@@ -31,7 +31,7 @@ from hydra_engine.backend.base import AttentionPlan, MixedRows, PackedPlan, Page
 from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan, Int32s, num_leading_decodes
 from hydra_engine.backend.cuda.attention_choice import DTYPES, HEAD_DIMS
-from hydra_engine.backend.cuda.flashinfer_kernels import takes_tensor_cores
+from hydra_engine.backend.cuda.flashinfer_kernels import uses_tensor_cores
 from hydra_engine.backend.device import Send
 
 # A schedule needs a few words per block of its largest launch; a wrapper's own buffer would be 16 times as large.
@@ -91,7 +91,7 @@ class Kind(NamedTuple):
     @property
     def tensor_cores(self) -> bool:
         """True if decodes use them."""
-        return takes_tensor_cores(self.heads, self.kv_heads, self.head_dim)
+        return uses_tensor_cores(self.heads, self.kv_heads, self.head_dim)
 
 
 def workspace_bytes(kind: Kind, num_sms: int, captured_batch: int = 0) -> int:
@@ -367,7 +367,7 @@ class FlashInferAttention:
         if isinstance(native, CudaPlan):
             return self._by_triton.paged(q, cache, layer, plan, scale)
         assert isinstance(native, FlashPlan | GraphPlan), "a plan of other ops"
-        decodes, prompts = self._takes_decodes(q, cache.data.shape[4]), self._kernel(self.wanted_prompts, q)
+        decodes, prompts = self._supports_decodes(q, cache.data.shape[4]), self._kernel(self.wanted_prompts, q)
         if not decodes and (prompts is None or isinstance(native, GraphPlan)):
             return self._by_triton.paged(q, cache, layer, replace(plan, native=native.triton), scale)
         checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
@@ -391,7 +391,7 @@ class FlashInferAttention:
             self._prefill(kind, native, prompts).run(q[split:], kv, out=out[split:])
         return out
 
-    def takes_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
+    def supports_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
         """True if `attend_packed` uses FlashInfer: it plans on the host, so the host must know the segments."""
         return not isinstance(cu_seqlens, PackedPlan) and self._kernel("auto", q) is not None
 
@@ -417,7 +417,7 @@ class FlashInferAttention:
 
     # ---- kernels
 
-    def _takes_decodes(self, q: Tensor, kv_heads: int) -> bool:
+    def _supports_decodes(self, q: Tensor, kv_heads: int) -> bool:
         _, heads, head_dim = q.shape
         kernel = flashinfer_kernels.decode_kernel(heads, kv_heads, head_dim)
         return self._decodes and _fits(q) and not self._kernels.reason_missing(kernel, q.dtype, head_dim)

@@ -64,13 +64,13 @@ class FlashKernels(NamedTuple):
         return ", ".join(f"{name}-{head_dim}" for name, head_dim in names) or "none"
 
 
-def takes_tensor_cores(heads: int, kv_heads: int, head_dim: int) -> bool:
+def uses_tensor_cores(heads: int, kv_heads: int, head_dim: int) -> bool:
     """True if decodes use tensor cores (FA2); otherwise they use DECODE."""
     return heads // kv_heads not in _PLAIN_GROUPS or head_dim > _PLAIN_HEAD_DIM
 
 
 def decode_kernel(heads: int, kv_heads: int, head_dim: int) -> str:
-    return FA2 if takes_tensor_cores(heads, kv_heads, head_dim) else DECODE
+    return FA2 if uses_tensor_cores(heads, kv_heads, head_dim) else DECODE
 
 
 def installed() -> FlashKernels:

@@ -39,7 +39,7 @@ _MAX_WIDTH = 128
 class Kernel(NamedTuple):
     """A packed-attention kernel and the inputs that it supports."""
 
-    takes: Callable[[Tensor, Tensor, Tensor, Segments], bool]
+    supports: Callable[[Tensor, Tensor, Tensor, Segments], bool]
     attend: Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 
 
@@ -61,7 +61,7 @@ def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None)
         VARLEN: Kernel(lambda q, _k, _v, _segments: _fits(q), by_varlen),
     }
     if by_flashinfer is not None:
-        planned = by_flashinfer.takes_packed
+        planned = by_flashinfer.supports_packed
         found[FLASHINFER] = Kernel(lambda q, _k, _v, segments: planned(q, segments), by_flashinfer.attend_packed)
     return found
 
@@ -80,7 +80,7 @@ class TowerAttention:
         else:
             _, longest = self._by_triton.segments(q, k, v, cu_seqlens)
             kernel = self._by_host[longest <= WINDOW]
-        if kernel is None or not q.shape[0] or not kernel.takes(q, k, v, cu_seqlens):
+        if kernel is None or not q.shape[0] or not kernel.supports(q, k, v, cu_seqlens):
             return self._by_triton.attend_packed(q, k, v, cu_seqlens, scale)
         return kernel.attend(q, k, v, cu_seqlens, scale)
 
