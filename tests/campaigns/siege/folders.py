@@ -139,12 +139,15 @@ def _templates_outside(folder: Path) -> None:
 # ---- JSON
 
 
+def _lists(count: int) -> str:
+    return "[" + "[]," * count + "[]]"
+
+
 def _json() -> dict[str, HostileFolder]:
     deep, digits = "[" * 10**6 + "]" * 10**6, "9" * 10**6
-    lists = "[" + "[]," * 20_000_000 + "[]]"
     found: dict[str, Change] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        found[f"{name} of lists"] = lambda folder, name=name: _write(name, f'{{"x": {lists}}}')(folder)
+        found[f"{name} of lists"] = lambda folder, name=name: _write(name, f'{{"x": {_lists(20_000_000)}}}')(folder)
         found[f"{name} deep"] = _write(name, f'{{"x": {deep}}}')
         found[f"{name} not an object"] = _write(name, "[1]")
         found[f"{name} not text"] = _write(name, b'{"x": "\xff"}')
@@ -203,17 +206,21 @@ def _tensor(begin: int, end: int, *shape: int) -> Json:
     return {"dtype": "U8", "shape": list(shape), "data_offsets": [begin, end]}
 
 
+def _many_tensors(folder: Path) -> None:
+    tensors = (b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % n for n in range(400_000))
+    _safetensors(b"{" + b",".join(tensors) + b"}")(folder)
+
+
 def _weights() -> dict[str, HostileFolder]:
-    many = b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % n for n in range(400_000)) + b"}"
     found: dict[str, Change] = {
-        "header of 90 MB": _safetensors(b'{"x":[' + b"[]," * 30_000_000 + b"[]]}"),
-        "header of 400,000 tensors": _safetensors(many),
+        "header of 90 MB": lambda folder: _safetensors(f'{{"x":{_lists(30_000_000)}}}'.encode())(folder),
+        "header of 400,000 tensors": _many_tensors,
         "header deep": _safetensors(b"[" * 10**6 + b"]" * 10**6),
         "header longer than the file": _write("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
         "overlap": _safetensors({"a": _tensor(0, 4, 4), "b": _tensor(2, 6, 4)}, bytes(6)),
         "negative offsets": _safetensors({"a": _tensor(-4, 0, 4)}, bytes(4)),
         "shape without numbers": _safetensors({"a": _tensor(0, 0, 2**62, 0)}),
-        "with a long name": _safetensors({"a" * (8 << 20): _tensor(0, 1, 1)}, bytes(1)),
+        "with a long name": lambda folder: _safetensors({"a" * (8 << 20): _tensor(0, 1, 1)}, bytes(1))(folder),
         "pickle": _pickle,
         "index outside": _indexed("../../x.safetensors"),
         "index of a long name": _indexed("x" * 5000 + ".safetensors"),
@@ -246,11 +253,15 @@ def _gguf(*, tensors: int = 0, settings: int = 0, body: bytes = b"") -> Change:
 def _gguf_files() -> dict[str, HostileFolder]:
     name = struct.pack("<Q", 1) + b"x"
     array = name + struct.pack("<I", 9)
-    found = {
+
+    def large_array(kind: int, count: int, num_bytes: int) -> Change:
+        return _gguf(settings=1, body=array + struct.pack("<IQ", kind, count) + bytes(num_bytes))
+
+    found: dict[str, Change] = {
         "counts": _gguf(tensors=2**63, settings=2**63),
         "array of 2^60": _gguf(settings=1, body=array + struct.pack("<IQ", 0, 2**60)),
-        "array of bytes": _gguf(settings=1, body=array + struct.pack("<IQ", 0, 60_000_000) + bytes(60_000_000)),
-        "array of empty texts": _gguf(settings=1, body=array + struct.pack("<IQ", 8, 7_000_000) + bytes(56_000_000)),
+        "array of bytes": lambda folder: large_array(0, 60_000_000, 60_000_000)(folder),
+        "array of empty texts": lambda folder: large_array(8, 7_000_000, 56_000_000)(folder),
         "nothing": _gguf(),
     }
     return {f"gguf {name}": HostileFolder("llama", change) for name, change in found.items()}
@@ -293,8 +304,9 @@ def _templates() -> dict[str, HostileFolder]:
         if name not in _REFUSED_BY_CHATS:
             found[f"template {name}"] = HostileFolder("llama", _template(_TALK + text))
         found[f"template {name} when asked"] = HostileFolder("llama", _template(_asked(text)), WORDS)
-    found["template of 50 MB"] = HostileFolder("llama", _template("x" * 50_000_000))
-    found["template of 300,000 blocks"] = HostileFolder("llama", _template("{% if 1 %}{% endif %}" * 300_000))
+    for name, part, count in (("50 MB", "x", 50_000_000), ("300,000 blocks", "{% if 1 %}{% endif %}", 300_000)):
+        change = lambda folder, part=part, count=count: _template(part * count)(folder)  # noqa: E731
+        found[f"template of {name}"] = HostileFolder("llama", change)
     within = _edit("tokenizer_config.json", chat_template="x" * 5_000_000)
     found["template in tokenizer_config.json"] = HostileFolder("llama", _both(_remove("chat_template.jinja"), within))
     tools = _write("additional_chat_templates/tool_use.jinja", _TALK + _loops())
@@ -370,7 +382,7 @@ def _long_token(folder: Path) -> None:
 
 
 def hostile_folders() -> dict[str, HostileFolder]:
-    """The hostile folders by name."""
+    """The hostile folders by name. Large contents are made when a change is applied: names are listed often."""
     return {
         **_files(),
         **_json(),
