@@ -18,7 +18,7 @@ from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors,
 from hydra_engine.models.layers.decoder import LanguageInput, Scored
 from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
-from hydra_engine.worker.language.special import WORDS, SpecialTensors, sample_special
+from hydra_engine.worker.language.sampler import WORDS, SpecialTensors, sample_special
 from hydra_engine.worker.ports import ServedModel
 
 
@@ -83,7 +83,8 @@ def draw_blank(ops: Ops, logits: torch.Tensor) -> None:
     counts, masks = (
         torch.zeros((1, columns), dtype=torch.int32, device=device) for columns in (vocabulary, -(-vocabulary // 32))
     )
-    sample_special(ops, logits, sampling, SpecialTensors.from_packed(packed, count, ids, values, masks), counts)
+    chosen = logits.index_select(0, torch.arange(count, device=device))  # as the rows of a step op by op
+    sample_special(ops, chosen, sampling, SpecialTensors.from_packed(packed, count, ids, values, masks), counts)
 
 
 def _drop(logits: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from hydra_engine.cli.summary import start_lines
 from hydra_engine.core.messages import InstanceSummary
 from hydra_engine.core.units import size
 from hydra_engine.instance import compute_stack
-from hydra_engine.worker.language.step import AsynchronousStep
+from hydra_engine.worker.language.step import LanguageStep
 from hydra_engine.worker.memory import working
 from hydra_engine.worker.memory.measure import measure
 from hydra_engine.worker.worker import Worker
@@ -54,9 +54,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     launched: Counter[int] = Counter()  # by thread: others may encode meanwhile
 
     def counts(name: str, into: list[int]) -> None:
-        run = getattr(AsynchronousStep, name)
+        run = getattr(LanguageStep, name)
 
-        def counted(self: AsynchronousStep, *given: Any) -> Any:
+        def counted(self: LanguageStep, *given: Any) -> Any:
+            if not self._slot_table.asynchronous:  # the processor whose tokens are expected
+                return run(self, *given)
             before = launched[get_ident()]
             try:
                 return run(self, *given)
@@ -66,7 +68,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
                 if begun.scoring is not None:
                     seen.scored.append(into[-1])
 
-        monkeypatch.setattr(AsynchronousStep, name, counted)
+        monkeypatch.setattr(LanguageStep, name, counted)
 
     def launches(owner: Any, name: str) -> None:
         launch = getattr(owner, name)

@@ -87,11 +87,8 @@ class _FaultyStep:
     def __init__(self, step: Any, faults: FaultPoints) -> None:
         self._step, self._faults = step, faults
         self._begin, step._begin = step._begin, self.begin
-        name = "_logits" if hasattr(step, "_logits") else "_forward"
-        self._logits = getattr(step, name)
-        setattr(step, name, self.logits)
-        if hasattr(step, "_replay_of"):
-            self._replay_of, step._replay_of = step._replay_of, self.replay_of
+        self._forward, step._forward = step._forward, self.forward
+        self._replay_of, step._replay_of = step._replay_of, self.replay_of
 
     def begin(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Any:
         self._plan = plan
@@ -104,8 +101,8 @@ class _FaultyStep:
             return None
         return self._replay_of(*inputs)
 
-    def logits(self, *inputs: Any) -> Tensor:
-        logits: Tensor = self._logits(*inputs)
+    def forward(self, *inputs: Any) -> Tensor:
+        logits: Tensor = self._forward(*inputs)
         poisoned = self._poisoned | self._faults.hit(MID_LANGUAGE_STEP, self._requests())
         slots = self._context.sampling.seq_slots.tolist()
         rows = [row for row, slot in enumerate(slots) if self._step._slot_table.owners[slot] in poisoned]

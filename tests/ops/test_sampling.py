@@ -10,7 +10,8 @@ from hydra_engine.backend.base import LOWEST_LOGIT, Adjustments, Ops, SamplingTe
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.worker.language.sampler import MAX_NUMBER, draw
+from hydra_engine.worker.language.sampler import MAX_NUMBER
+from tests.worker.host_sampler import draw
 
 IMPLEMENTATIONS: list[Ops] = [ReferenceOps(), NativeOps()]
 # Numbers that float32 holds as they are: the host's parameters are float64.

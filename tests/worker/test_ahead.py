@@ -13,7 +13,7 @@ import torch
 
 from hydra_engine.core.request import Request
 from hydra_engine.models.layers.decoder import LanguageInput
-from hydra_engine.worker.language.sampler import Constraint, SamplingState, sample_row
+from hydra_engine.worker.language.sampler import Constraint, SamplingState
 from hydra_engine.worker.vision.gate import LaneGate
 from tests.faults.points import FaultPoints
 from tests.virtual_clock import VirtualClock
@@ -28,6 +28,7 @@ from tests.worker.fakes import (
     make_request,
     outcomes_of,
 )
+from tests.worker.host_sampler import sample_row
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
@@ -120,7 +121,7 @@ def test_a_row_that_failed_is_not_computed_again_and_harms_nobody(rig: Rig, bad_
     assert tokens == [[], *expected_of(healthy, steps=6)]
     first = [9] if bad_token == NAN_TOKEN else [9] + [1] * 9
     counts = rig.model.row_counts
-    if bad_token == NAN_TOKEN and rig.worker._language._asynchronous:
+    if bad_token == NAN_TOKEN and rig.worker._language._readers is not None:
         # What was launched before the first step had been read has the row in it.
         assert counts == sorted(counts, reverse=True) and {*counts} <= {9, 8}
     else:
@@ -306,7 +307,7 @@ class InTheGate(FakeModel):
         return super().forward(inputs, *caches)  # type: ignore[arg-type]
 
 
-def test_the_gate_is_told_of_every_forward_and_ends_with_it() -> None:
+def test_the_gate_is_told_of_every_step_and_ends_with_it() -> None:
     gate, model = RecordingGate(), InTheGate()
     model.gate = gate
     rig = Rig(model, gate=gate)
@@ -319,8 +320,8 @@ def test_the_gate_is_told_of_every_forward_and_ends_with_it() -> None:
     assert gate.begun == [0.25, math.inf] and not gate.running
     result = rig.wait(rig.submit(row, rig.row(poison, 0, [POISON_TOKEN], 0), vision_s=1.5))
     assert [number for number, _ in result.failures] == [1]
-    assert result.vision_s == 3.0  # once for both rows, then for each of them, with what was left
-    assert gate.begun[2:] == [1.5, 0.5, 0.0] and not gate.running
+    assert result.vision_s == 1.0  # of the step, whose rows ran together and then each of them alone
+    assert gate.begun[2:] == [1.5] and not gate.running
     rig.worker.close()
 
 

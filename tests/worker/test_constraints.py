@@ -20,9 +20,10 @@ from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ErrorInfo, InvalidRequest
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
 from hydra_engine.worker.language.constraints import Constraints, GrammarConstraint
-from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState, sample_row
+from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState
 from tests.faults.points import BEFORE_COMPILE, FaultPoints
 from tests.faults.worker import make_faulty
+from tests.worker.host_sampler import sample_row
 
 DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model"
 EOS = 2

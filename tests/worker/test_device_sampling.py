@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.sampling import TokenRules
-from hydra_engine.worker.language.sampler import MAX_NUMBER, NO_FAST_PATH, SamplingState, draw_number, seed_state
-from hydra_engine.worker.language.slot_table import SlotSampling, draw_numbers
+from hydra_engine.worker.language.sampler import (
+    MAX_NUMBER,
+    NO_FAST_PATH,
+    SamplingState,
+    SlotSampling,
+    draw_numbers,
+    seed_states,
+)
 from tests.worker.fakes import make_request
+from tests.worker.host_sampler import draw_number, seed_state
 
 
 def test_numbers_are_the_hosts() -> None:
@@ -16,14 +23,15 @@ def test_numbers_are_the_hosts() -> None:
     seeds = [0, 1, -1, 42, 1 << 63, (1 << 64) - 1, 1 << 70, *rng.integers(0, 1 << 62, 200).tolist()]
     counters = rng.integers(0, 1 << 20, len(seeds))
     counters[:5] = [0, 1, 2, 3, 1 << 40]
-    found = draw_numbers(np.array([seed_state(seed) for seed in seeds], dtype=np.uint64), counters)
+    assert seed_states(seeds).tolist() == [seed_state(seed) for seed in seeds]
+    found = draw_numbers(seed_states(seeds), counters)
     assert found.dtype == np.float32
     assert found.tolist() == [draw_number(seed, count) for seed, count in zip(seeds, counters.tolist(), strict=True)]
     assert len({*found.tolist()}) > len(seeds) - 3
 
 
 def test_a_number_never_reaches_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hydra_engine.worker.language.sampler.uniform", lambda seed, counter: 1 - 2.0**-53)
+    monkeypatch.setattr("tests.worker.host_sampler.uniform", lambda seed, counter: 1 - 2.0**-53)
     assert draw_number(0, 0) == MAX_NUMBER < 1
     assert float(np.float32(MAX_NUMBER)) == MAX_NUMBER
 
@@ -46,7 +54,7 @@ def test_slots_keep_what_their_requests_ask_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "device_path_from"),
+    ("params", "fast_path_from"),
     [
         ({}, 0),
         ({"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, 0),
@@ -63,8 +71,5 @@ def test_slots_keep_what_their_requests_ask_for() -> None:
         ({"rules": TokenRules(not_first=(3,)), "min_tokens": 4}, 4),
     ],
 )
-def test_what_needs_the_host_is_never_drawn_on_the_device(params: dict, device_path_from: int) -> None:
-    sampling_state = SamplingState.from_request(make_request(1, [5], **params))
-    assert sampling_state.device_path_from == device_path_from
-    greedy = params.get("temperature", 0.0) == 0.0
-    assert sampling_state.fast_path_from == (device_path_from if greedy else NO_FAST_PATH)
+def test_what_needs_the_host_is_never_drawn_on_the_device(params: dict, fast_path_from: int) -> None:
+    assert SamplingState.from_request(make_request(1, [5], **params)).fast_path_from == fast_path_from

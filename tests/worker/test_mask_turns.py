@@ -23,7 +23,7 @@ class Masks:
     """A constraint whose masks take so long, on a clock that nothing else moves."""
 
     def __init__(self, mask_s: float) -> None:
-        self.mask_s = self.dearest_s = mask_s
+        self.mask_s = self.max_mask_s = mask_s
         self.num_made = 0
         self.now: list[float] = []
 
@@ -115,7 +115,7 @@ def test_on_a_device_masks_hold_up_no_launch_before_they_take_too_long() -> None
     dear = Masks(0.3 * STEP_S)
     rows = Rows([("bob", None), ("alice", dear), ("alice", Masks(0.3 * STEP_S))], expected_only=True)
     assert rows.step() == [] and rows.now == [0.0]
-    dear.mask_s = dear.dearest_s = 1.5 * STEP_S
+    dear.mask_s = dear.max_mask_s = 1.5 * STEP_S
     assert rows.step() == [2] and dear.num_made == 1
 
 

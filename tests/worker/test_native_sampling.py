@@ -13,10 +13,10 @@ import torch
 from hydra_engine.backend.base import SamplingTensors
 from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.worker.language.sampler import SamplingState, sample_row
-from hydra_engine.worker.language.slot_table import DeviceSlotTable
-from hydra_engine.worker.language.special import SpecialTensors, logprobs_of, sample_special
+from hydra_engine.worker.language.sampler import SamplingState, SpecialTensors, logprobs_of, sample_special
+from hydra_engine.worker.language.slot_table import SlotTable
 from tests.worker.fakes import make_request
+from tests.worker.host_sampler import sample_row
 from tests.worker.test_real_model import make_rig, requests
 
 DEMO = Path(__file__).parents[2] / "hydra_engine" / "demo" / "model"
@@ -63,7 +63,7 @@ def random_parameters(rng: np.random.Generator, vocabulary: int) -> dict[str, An
 
 def check_step(logits: np.ndarray, rng: np.random.Generator) -> None:
     size, vocabulary = logits.shape
-    table, slots = DeviceSlotTable(size, torch.device("cpu")), rng.permutation(size)
+    table, slots = SlotTable(size, torch.device("cpu")), rng.permutation(size)
     states, counts = [], rng.integers(0, 6, size)
     for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
         prompt = rng.integers(0, vocabulary + 2, 8).tolist()

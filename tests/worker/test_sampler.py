@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_engine.backend.base import SamplingTensors
+from hydra_engine.backend.cpu.ops import NativeOps
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.sampling import SamplingParams, TokenRules
-from hydra_engine.errors import InvalidRequest
+from hydra_engine.errors import HydraError, InvalidRequest
 from hydra_engine.worker.language.sampler import (
     NO_FAST_PATH,
+    Logits,
     SamplingState,
+    SpecialTensors,
     TokenHistory,
-    draw,
-    filtered,
     finite_rows,
-    sample_row,
+    logprobs_of,
+    sample_special,
     token_logprobs,
-    uniform,
 )
+from hydra_engine.worker.language.slot_table import SlotTable
 from tests.examples import examples
+from tests.worker import host_sampler
 from tests.worker.fakes import make_request
+from tests.worker.host_sampler import Sample, draw, filtered, uniform
 
 
 def literal_probabilities(logits: list[float], params: SamplingParams) -> list[float]:
@@ -67,6 +74,31 @@ def sampling_state_of(
     if sampling_state.history is not None:
         sampling_state.history.record(len(prompt), output)
     return sampling_state
+
+
+def sample_row(logits: Logits, state: SamplingState, num_generated: int) -> Sample:
+    """Samples a row as a step does whose only row it is, and holds the oracle's answer against it."""
+    table, slots, vocabulary = SlotTable(1), np.zeros(1, dtype=np.int64), logits.size
+    table.sampling.assign(0, state)
+    table.specials.assign(0, state)
+    recounts = table.specials.recounts(slots, vocabulary)
+    if recounts is not None:
+        table.recount(*(torch.from_numpy(array) for array in recounts), vocabulary)
+    special = table.specials.arrays(slots, slots, np.array([num_generated]), 1, vocabulary)
+    if special.failures:
+        with pytest.raises(HydraError) as caught:
+            host_sampler.sample_row(logits, state, num_generated)
+        assert caught.value.info() == special.failures[0][1]
+        raise caught.value
+    packed, *lists = (torch.from_numpy(array) for array in special[:4])
+    draws = SamplingTensors(*(torch.from_numpy(x) for x in table.sampling.arrays(slots, np.array([num_generated]))))
+    tensors, counts = SpecialTensors.from_packed(packed, 1, *lists), table.counts(vocabulary)
+    found = sample_special(NativeOps(), torch.from_numpy(np.array(logits)[None]), draws, tensors, counts)
+    token, num_top = int(found.tokens[0]), int(special.num_top[0])
+    scores = None if num_top < 0 else logprobs_of(token, num_top, found.numbers[0].numpy(), found.places[0].numpy())
+    expected = host_sampler.sample_row(logits, state, num_generated)
+    assert bool(found.finite[0]) and token == expected.token_id and (scores is None) == (expected.logprobs is None)
+    return Sample(token, scores)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -218,6 +250,14 @@ def test_history_counts_each_position_once() -> None:
     assert history.prompt_ids.tolist() == [5, 6, 7]
 
 
+def test_the_sampler_counts_tokens_of_earlier_attempts_as_output() -> None:
+    request = replace(make_request(1, range(5), frequency_penalty=1.0), generated_token_ids=(7, 8, 7))
+    history = SamplingState.from_request(request).history
+    assert history is not None and history.output_counts == {7: 2, 8: 1}
+    history.record(0, (*request.prompt_token_ids, 7, 8, 7, 9))
+    assert history.output_counts == {7: 2, 8: 1, 9: 1}, "prefilled again, they count once"
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_tokens_masks_every_token_that_would_end_the_request(temperature: float) -> None:
     logits = np.float32([0.0, 1.0, 9.0, 8.0, 2.0])  # 2 ends (eos), 3 is a stop token
@@ -228,7 +268,7 @@ def test_min_tokens_masks_every_token_that_would_end_the_request(temperature: fl
     assert late & {2, 3}
     at_the_limit = sampling_state_of(min_tokens=3, stop_token_ids=(3,), logprobs=0)
     assert [sample_row(logits, at_the_limit, n).token_id for n in (2, 3)] == [4, 2]
-    assert sampling_state.fast_path_from == (3 if temperature == 0 else NO_FAST_PATH)
+    assert sampling_state.fast_path_from == 3
 
 
 def test_the_models_rules_of_tokens() -> None:

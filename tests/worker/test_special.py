@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from hydra_engine.backend.base import Ops, SamplingTensors
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.worker.language.sampler import SamplingState, sample_row
-from hydra_engine.worker.language.slot_table import DeviceSlotTable
-from hydra_engine.worker.language.special import (
+from hydra_engine.worker.language.sampler import (
     SampledRows,
+    SamplingState,
     SlotSpecials,
     SpecialTensors,
     logprobs_of,
     sample_special,
     special_columns,
 )
+from hydra_engine.worker.language.slot_table import SlotTable
 from tests.examples import examples
 from tests.worker.fakes import make_request
+from tests.worker.host_sampler import sample_row
 
 OPS: Ops = ReferenceOps()
 SLOTS = 7
@@ -69,7 +70,7 @@ def test_rows_are_the_hosts(step: tuple[int, list[tuple[dict[str, Any], list[int
     logits = (np.round(rng.normal(0, 6, (len(rows), vocabulary))) / 2).astype(np.float32)
     broken = rng.random(len(rows)) < 0.15
     logits[broken, rng.integers(0, vocabulary)] = rng.choice([np.nan, np.inf, -np.inf])
-    table, slots = DeviceSlotTable(SLOTS, torch.device("cpu")), rng.permutation(SLOTS)[: len(rows)]
+    table, slots = SlotTable(SLOTS, torch.device("cpu")), rng.permutation(SLOTS)[: len(rows)]
     states = []
     for (kind, prompt, output), slot in zip(rows, slots.tolist(), strict=True):
         request = make_request(slot, prompt, seed=seed + slot, **kind)
@@ -105,7 +106,7 @@ def test_rows_are_the_hosts(step: tuple[int, list[tuple[dict[str, Any], list[int
 
 
 def sampled(
-    table: DeviceSlotTable, logits: np.ndarray, slots: np.ndarray, counts: np.ndarray
+    table: SlotTable, logits: np.ndarray, slots: np.ndarray, counts: np.ndarray
 ) -> tuple[SampledRows, set[int], np.ndarray]:
     """(rows, which of them have no token, their `num_top`): as a step of prompts that end."""
     size, vocabulary = logits.shape
@@ -122,7 +123,7 @@ def sampled(
 
 
 def test_counts_follow_what_is_sampled_and_begin_anew_with_the_slots_next_request() -> None:
-    table = DeviceSlotTable(3, torch.device("cpu"))
+    table = SlotTable(3, torch.device("cpu"))
     logits = np.zeros((1, 9), dtype=np.float32)
     logits[0, [4, 6]] = 2.0, 1.0
     slot, count = np.array([1]), np.array([0])

@@ -56,7 +56,7 @@ class _Compiled:
     client: str
     own_bytes: int
     first: TokenMask  # at the beginning of the text
-    dearest_s: float  # processor time of a mask, for any request
+    max_mask_s: float  # the longest processor time of a mask, for any request
     is_kept: bool = True
     num_users: int = 0  # requests
     num_steps: int = 0  # of all requests so far
@@ -195,8 +195,8 @@ class Constraints:
             first = matcher.copy().allowed()
         except GrammarError as error:
             raise _not_followed(error, grammar.param) from None
-        dearest_s = time.thread_time() - began_s
-        return _Compiled(matcher, request.client, matcher.num_bytes() + first.nbytes, first, dearest_s)
+        max_mask_s = time.thread_time() - began_s
+        return _Compiled(matcher, request.client, matcher.num_bytes() + first.nbytes, first, max_mask_s)
 
     # ---- with the lock
 
@@ -247,8 +247,8 @@ class GrammarConstraint:
         return self._matcher is not None
 
     @property
-    def dearest_s(self) -> float:
-        return 0.0 if self._compiled is None else self._compiled.dearest_s
+    def max_mask_s(self) -> float:
+        return 0.0 if self._compiled is None else self._compiled.max_mask_s
 
     def prepare(self, output_ids: Sequence[int]) -> None:
         """Computes the mask after these tokens ahead of `allowed`. Raises InvalidRequest."""
@@ -276,7 +276,7 @@ class GrammarConstraint:
         except GrammarError as error:
             raise _not_followed(error, self._param) from None
         finally:
-            compiled.dearest_s = max(compiled.dearest_s, time.thread_time() - began_s)
+            compiled.max_mask_s = max(compiled.max_mask_s, time.thread_time() - began_s)
 
 
 def _not_followed(error: GrammarError, param: str) -> InvalidRequest:
@@ -300,7 +300,7 @@ class _Mask:
 class MaskTurns:
     """The budget of a step for masks; chooses the rows to defer.
 
-    `expected_only`: sampling is on a device, where masks are computed while a step's forward runs and delay nothing.
+    `expected_only`: the device is asynchronous, so masks are computed while a step's forward runs and delay nothing.
     Then masks are computed ahead only if they are expected to exceed the budget.
     """
 
@@ -336,9 +336,11 @@ class MaskTurns:
             self._mask(row, seq_slot) for row, seq_slot in zip(rows, seq_slots_of(plan)[rows].tolist(), strict=True)
         ]
         max_s = ALONE_S if is_alone else STEP_S
-        if self._expected_only and sum(mask.constraint.dearest_s for mask in masks) <= max_s:
+        if self._expected_only and sum(mask.constraint.max_mask_s for mask in masks) <= max_s:
             return []
-        masks = [mask for mask in sorted(masks, key=self._since) if self._is_next(plan, mask)]
+        for mask in masks:
+            mask.history.resolve()
+        masks = [mask for mask in sorted(masks, key=self._since) if not mask.history.is_broken]
         left = self._left_alone(masks) if is_alone else self._left_by_turns(masks)
         since = {mask.seq_slot: self._since(mask) for mask in left}
         for mask in masks:
@@ -383,11 +385,3 @@ class MaskTurns:
 
     def _since(self, mask: _Mask) -> int:
         return self._deferred_since.get(mask.seq_slot, self._step)
-
-    def _is_next(self, plan: LanguagePlan, mask: _Mask) -> bool:
-        """True if the row samples the token after those of its history; False if an earlier row of it failed."""
-        mask.history.resolve()
-        if not self._expected_only and mask.row < len(plan.decodes):
-            start, token_id = self._slot_table.known_token(plan.decodes, mask.row)
-            mask.history.record(start, (token_id,))
-        return not mask.history.is_broken

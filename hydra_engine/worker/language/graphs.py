@@ -3,7 +3,7 @@ sampling of special rows after both.
 
 Inputs of a replay lie at fixed addresses: one send and two copies bring a step's there. Rows, or tokens, beyond a
 step's own are padding that leaves nothing behind: KV slot -1, a context of 1, a sequence slot of their own, and a
-recurrent state that begins and is not kept. Special rows (special.py) are drawn once more, by a graph of their own
+recurrent state that begins and is not kept. Special rows (sampler.py) are drawn once more, by a graph of their own
 after the step's, from the same logits.
 
 Up to about a thousand tokens of a model of 7B, steps with prompts take less time to compute than to launch. A bucket
@@ -32,15 +32,16 @@ from hydra_engine.backend.device import Device, Graph
 from hydra_engine.core.plans import BlockIds, Int64s, LanguagePlan
 from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.language.batches import StepParts, StepRows, image_merges
-from hydra_engine.worker.language.slot_table import DeviceSlotTable, SamplingArrays
-from hydra_engine.worker.language.special import (
+from hydra_engine.worker.language.sampler import (
     MAX_BIASES,
     WORDS,
     SampledRows,
+    SamplingArrays,
     SpecialArrays,
     SpecialTensors,
     sample_special,
 )
+from hydra_engine.worker.language.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class SpecialGraphs:
     """The graphs that sample special rows, for steps in which at most `max_rows` rows sample. Used by the lane's
     thread, in inference mode."""
 
-    def __init__(self, ops: Ops, device: Device, slot_table: DeviceSlotTable, max_rows: int) -> None:
+    def __init__(self, ops: Ops, device: Device, slot_table: SlotTable, max_rows: int) -> None:
         self.num_bytes = 0  # of device memory that graphs took, and what they read
         self._ops = ops
         self._device = device
@@ -199,7 +200,7 @@ class DecodeGraphs:
     def __init__(
         self,
         parts: StepParts,
-        slot_table: DeviceSlotTable,
+        slot_table: SlotTable,
         special: SpecialGraphs,
         sizes: Sequence[int],
         max_model_len: int,
@@ -466,7 +467,7 @@ class MixedGraphs:
     def __init__(
         self,
         parts: StepParts,
-        slot_table: DeviceSlotTable,
+        slot_table: SlotTable,
         special: SpecialGraphs,
         sizes: Sequence[MixedSize],
         max_model_len: int,
@@ -630,7 +631,7 @@ class StepGraphs:
     def __init__(
         self,
         parts: StepParts,
-        slot_table: DeviceSlotTable,
+        slot_table: SlotTable,
         decode_sizes: tuple[int, ...],
         mixed_sizes: tuple[MixedSize, ...],
         max_model_len: int,

@@ -29,9 +29,9 @@ from hydra_engine.worker.boundary import OUT_OF_MEMORY, run_guarded_step
 from hydra_engine.worker.language.batches import StepParts
 from hydra_engine.worker.language.constraints import MaskTurns
 from hydra_engine.worker.language.graphs import StepGraphs, default_sizes, mixed_sizes
-from hydra_engine.worker.language.slot_table import DeviceSlotTable, SlotOwners, SlotTable, StateTable, part_of
-from hydra_engine.worker.language.step import AsynchronousStep, PendingSamples, Samples, SynchronousStep
-from hydra_engine.worker.ports import NO_GATE, Gate, Guard, Job, ServedModel, WorkerRequest
+from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable, part_of
+from hydra_engine.worker.language.step import LanguageStep, PendingSamples, Samples
+from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class StepOrder:
     """The queue of steps in flight, oldest first. The gate's `begin` and `end` follow the oldest: on the device a step
     begins when it is launched or, if that is later, when the one before it ends."""
 
-    def __init__(self, slot_table: SlotTable, clock: Clock, gate: Gate = NO_GATE) -> None:
+    def __init__(self, slot_table: SlotTable, clock: Clock, gate: Gate) -> None:
         self._slot_table = slot_table
         self._clock = clock
         self._gate = gate
@@ -153,8 +153,8 @@ class StepOrder:
 
 class LanguageLane:
     """The lane that runs language plans in order, in its own thread. `asynchronous`: a step is launched before the
-    previous one is read; decode steps, and steps with prompts of at most `captured_tokens`, may be replayed; and the
-    gate covers whole steps instead of forwards only. `run` is called in the lane's threads."""
+    previous one is read, and decode steps, and steps with prompts of at most `captured_tokens`, may be replayed. `run`
+    is called in the lane's threads."""
 
     captures = "language steps"
 
@@ -178,7 +178,6 @@ class LanguageLane:
         self._readers: Lane | None = None  # where results are waited for
         self._run = run
         self._clock = clock
-        self._asynchronous = asynchronous
         self._device = device = backend.device
         num_seq_slots, max_model_len = config.scheduler.max_running_requests, config.max_model_len or spec.max_model_len
         self._warm_up = partial(
@@ -187,22 +186,16 @@ class LanguageLane:
         state_table = None if states is None else StateTable(states)
         multimodal = spec.language.rope_sections is not None
         parts = StepParts(model, backend.ops, device, kv_cache, image_cache, state_table, multimodal)
-        self._slot_table: SlotTable
-        self._step: AsynchronousStep | SynchronousStep
+        self._slot_table = slot_table = SlotTable(num_seq_slots, device.torch_device, asynchronous=asynchronous)
         if asynchronous:
-            self._slot_table = slot_table = DeviceSlotTable(num_seq_slots, device.torch_device)
+            self._readers = device.reader("results")
             if model.can_be_captured and not config.enforce_eager:
                 scheduler = config.scheduler
                 mixed = mixed_sizes(scheduler.max_step_tokens, scheduler.max_running_requests, captured_tokens)
                 self.graphs = StepGraphs(parts, slot_table, _graph_sizes(config), mixed, max_model_len)
-            self._step = AsynchronousStep(parts, slot_table, self.graphs)
-            self._order = StepOrder(slot_table, clock, gate)
-            self._readers = device.reader("results")
-        else:
-            self._slot_table = SlotTable(num_seq_slots)
-            self._step = SynchronousStep(parts, self._slot_table, gate)
-            self._order = StepOrder(self._slot_table, clock)
-        self._mask_turns = MaskTurns(self._slot_table, expected_only=asynchronous)
+        self._step = LanguageStep(parts, slot_table, self.graphs)
+        self._order = StepOrder(slot_table, clock, gate)
+        self._mask_turns = MaskTurns(slot_table, expected_only=asynchronous)
         self.thread = device.lane("language")
 
     def submit(
@@ -241,9 +234,7 @@ class LanguageLane:
         partitions.set_partition(plan.partition)
         pending = Pending(self._order, plan, self._clock.now(), divided=partitions.current() > 0)
         self._order.add(pending)
-        self._step.vision_s = 0.0
         self._launch(pending, records)
-        pending.vision_s = self._step.vision_s
         return pending
 
     # ---- rows that fail alone
@@ -251,7 +242,7 @@ class LanguageLane:
     def _launch(self, pending: Pending, records: Sequence[WorkerRequest]) -> None:
         plan, slot_table = pending.plan, self._slot_table
         slot_table.begin_step(plan, records)
-        if self._asynchronous:
+        if self._readers is not None:
             pending.slot_owners = slot_table.slot_owners(plan)
         rows, failed_rows = np.arange(plan.num_rows), slot_table.failed_rows(plan)
         pending.deferred = self._mask_turns.deferred(plan, failed_rows)
@@ -284,8 +275,7 @@ class LanguageLane:
         if not isinstance(outcome, ErrorInfo):
             pending.add(rows, outcome)
             return
-        if self._asynchronous:
-            pending.wait_for(self._device.fetch(()))
+        pending.wait_for(self._device.fetch(()))
         if alone or (len(rows) == 1 and outcome is not OUT_OF_MEMORY):
             pending.fail(rows, outcome)
             return

@@ -1,14 +1,19 @@
-"""Logits -> token: biases, masks, filters, draws and logprobs, as the OpenAI API and vLLM's extras mean them.
+"""Sampling of a step's rows, logits -> tokens and log probabilities, as the OpenAI API and vLLM's extras mean it.
 
-Order: logprobs from the raw logits; logit_bias; repetition penalty (prompt and output), frequency and presence
+Order: log probabilities from the raw logits; logit_bias; repetition penalty (prompt and output), frequency and presence
 penalties (output only); masks: allowed_token_ids or the model's own rules, the grammar, and min_tokens on tokens that
-would end the request;
-temperature, top_k, top_p, min_p; one draw.
+would end the request; temperature, top_k (ties with the k-th best stay, as in vLLM), top_p (the lowest id of equals),
+min_p; one draw.
 
-A row's token depends on its own logits, its own request and its own counter alone. The random number is a fixed hash
-of (seed, number of tokens generated before), and the draw inverts the cumulative distribution in vocabulary order in
-float64, so the same request gets the same token whatever else is in the batch. Does not know plans, caches or torch:
-logits are host arrays (one numpy pass over a step costs a tenth of handing it to torch's thread pool).
+A row's token depends on its own logits, its own request and its own counter alone. The random number is a fixed hash of
+(seed, number of tokens generated before), and the draw inverts the cumulative distribution in vocabulary order, so the
+same request gets the same token whatever else is in the batch.
+
+The ops of the device compute all of it. Rows on the fast path need only filters and a draw; special rows have biases,
+penalties, masks or log probabilities. Parameters lie in arrays by sequence slot. A step sends those of its special rows
+after its forward: the mask of a grammar needs the previous token on the host, and the device computes while the host
+waits for it. Tokens of penalised requests are counted on the device, so counts include tokens that the host has not
+read. Does not know plans, caches, graphs or lanes.
 """
 
 from __future__ import annotations
@@ -16,27 +21,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import lru_cache, partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.backend.base import Adjustments, Ops, SamplingTensors
+from hydra_engine.core.plans import Int64s, TokenLogprobs
 from hydra_engine.core.request import Request
-from hydra_engine.core.sampling import NO_RULES, SamplingParams, TokenRules
-from hydra_engine.errors import InvalidRequest
+from hydra_engine.core.sampling import MAX_LOGPROBS, NO_RULES, SamplingParams, TokenRules
+from hydra_engine.errors import ErrorInfo, InvalidRequest
+from hydra_engine.worker.boundary import run_guarded
 
 Logits = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]  # [V]
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]  # [V]
+_Words = npt.NDArray[np.int32]
 
 NO_FAST_PATH = (1 << 63) - 1  # more tokens than anything generates
-
 MAX_NUMBER = float(np.nextafter(np.float32(1), np.float32(0)))  # of a draw
-GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step
+MAX_BIASES = 1 << 14  # that a captured step has room for
+WORDS = 6  # of 8 bytes, that a row has in `SpecialColumns`
 
-_MASK = (1 << 64) - 1
 _MAX_PENDING = 8  # more than are in flight, so that reading the oldest is no wait
 
 
@@ -99,7 +109,7 @@ class Constraint(Protocol):
         ...
 
     @property
-    def dearest_s(self) -> float:
+    def max_mask_s(self) -> float:
         """The longest processor time, in seconds, that `allowed` has taken so far."""
         ...
 
@@ -140,11 +150,6 @@ class SamplingState:
 
     @property
     def fast_path_from(self) -> int:
-        """Number of generated tokens from which on the token is the largest logit and nothing else is returned."""
-        return self.device_path_from if self.params.greedy else NO_FAST_PATH
-
-    @property
-    def device_path_from(self) -> int:
         """Number of generated tokens from which on filters and a draw choose the token and nothing else is returned."""
         chosen = self.biases is not None or self.allowed_ids is not None or self.history is not None
         if self.params.logprobs is not None or chosen or self.rules.never or self.rules.last:
@@ -159,52 +164,6 @@ class SamplingState:
     def forced(self, num_generated: int) -> tuple[int, ...]:
         """Tokens of which one must be the next; empty if any may be."""
         return self.rules.last if num_generated == self.num_last else ()
-
-
-class Sample(NamedTuple):
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-# ---- whole steps
-
-
-def finite_rows(logits: Logits) -> npt.NDArray[np.bool_]:
-    """True for rows of [B, V] whose values are all finite, [B]."""
-    finite: npt.NDArray[np.bool_] = np.isfinite(logits.max(axis=-1)) & np.isfinite(logits.min(axis=-1))
-    return finite
-
-
-def sample_row(logits: Logits, state: SamplingState, num_generated: int) -> Sample:
-    """Samples a token from a row [V] of finite logits."""
-    raw: Scores = logits.astype(np.float64)
-    params = state.params
-    scores = raw if num_generated >= state.fast_path_from else _adjusted(raw, state, num_generated)
-    if params.greedy:
-        token = int(scores.argmax())
-    else:
-        token = draw(scores, params, draw_number(state.seed, num_generated))
-    if params.logprobs is None:
-        return Sample(token)
-    return Sample(token, token_logprobs(raw, token, params.logprobs))
-
-
-# ---- biases, penalties and masks
-
-
-def _adjusted(raw: Scores, state: SamplingState, num_generated: int) -> Scores:
-    """A copy of `raw` with biases, penalties and masks applied."""
-    scores, params = raw.copy(), state.params
-    if state.biases is not None:
-        ids, values = state.biases
-        inside = ids < scores.size
-        np.add.at(scores, ids[inside], values[inside])
-    if state.history is not None and params.penalises:
-        _penalise(scores, params, state.history)
-    mask = allowed_tokens(state, num_generated, scores.size)
-    if mask is not None:
-        scores[~mask] = -np.inf
-    return scores
 
 
 def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask | None:
@@ -261,91 +220,330 @@ def _any_but(token_ids: Sequence[int], size: int) -> Mask:
     return ~_only(token_ids, size)
 
 
-def _penalise(scores: Scores, params: SamplingParams, history: TokenHistory) -> None:
-    counts = history.output_counts
-    output: Ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
-    if params.repetition_penalty != 1.0:
-        seen = np.union1d(history.prompt_ids, output)
-        seen = seen[seen < scores.size]  # image placeholders may lie beyond the logits
-        values = scores[seen]
-        scores[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if counts:
-        times = np.fromiter(counts.values(), dtype=np.float64, count=len(counts))
-        scores[output] -= params.frequency_penalty * times + params.presence_penalty
+# ---- parameters by sequence slot
+
+_Floats = npt.NDArray[np.floating]
+_States = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
+_MASK = (1 << 64) - 1
+_MAX_TOP_K = (1 << 31) - 1
+_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # 0 would mean the largest logit
 
 
-# ---- draws
+class SamplingArrays(NamedTuple):
+    """`SamplingTensors` of backend/base.py in host memory, [B] each, float32 or float64."""
+
+    temperatures: _Floats
+    top_k: npt.NDArray[np.int32]
+    top_p: _Floats
+    min_p: _Floats
+    numbers: _Floats
 
 
-def uniform(seed: int, counter: int) -> float:
-    """A number in [0, 1) with 53 bits: output number `counter` of a splitmix64 generator started from the mixed seed.
-    The seed counts modulo 2^64."""
-    return (mix64(seed_state(seed) + (counter + 1) * GOLDEN & _MASK) >> 11) * 2.0**-53
+class SlotSampling:
+    """Temperatures, filters and seeds by sequence slot. Rows of slots without a request get a token too, which is not
+    used. `dtype` of the numbers: float64 where the ops compute with it."""
+
+    def __init__(self, num_seq_slots: int, dtype: type[np.floating] = np.float32) -> None:
+        self._dtype = dtype
+        self.temperatures: _Floats = np.zeros(num_seq_slots, dtype=dtype)  # 0: the largest logit
+        self._top_k: npt.NDArray[np.int32] = np.zeros(num_seq_slots, dtype=np.int32)
+        self._top_p: _Floats = np.ones(num_seq_slots, dtype=dtype)
+        self._min_p: _Floats = np.zeros(num_seq_slots, dtype=dtype)
+        self._states: _States = np.zeros(num_seq_slots, dtype=np.uint64)  # start states of the seeds' generators
+
+    def assign(self, seq_slot: int, state: SamplingState) -> None:
+        params = state.params
+        self.temperatures[seq_slot] = 0.0 if params.greedy else max(params.temperature, _MIN_TEMPERATURE)
+        self._top_k[seq_slot] = min(max(params.top_k, 0), _MAX_TOP_K)
+        self._top_p[seq_slot] = params.top_p
+        self._min_p[seq_slot] = params.min_p
+        self._states[seq_slot] = seed_states([state.seed])[0]
+
+    def arrays(self, seq_slots: Int64s, num_generated: Int64s) -> SamplingArrays:
+        temperatures = self.temperatures[seq_slots]
+        if temperatures.any():
+            numbers: _Floats = draw_numbers(self._states[seq_slots], num_generated).astype(self._dtype)
+        else:
+            numbers = np.zeros(len(seq_slots), dtype=self._dtype)
+        return SamplingArrays(
+            temperatures, self._top_k[seq_slots], self._top_p[seq_slots], self._min_p[seq_slots], numbers
+        )
 
 
-def seed_state(seed: int) -> int:
-    """Start state of this seed's generator, 64 bits."""
-    return mix64(seed & _MASK)
+def seed_states(seeds: Sequence[int]) -> _States:
+    """Start states of the seeds' splitmix64 generators. Seeds count modulo 2^64."""
+    return _mix64(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
 
 
-def draw_number(seed: int, counter: int) -> float:
-    """`uniform` rounded to the float32 that devices draw with, still below 1."""
-    return min(float(np.float32(uniform(seed, counter))), MAX_NUMBER)
+def draw_numbers(states: _States, counters: Int64s) -> _Floats:
+    """Numbers in [0, 1), one per (start state, counter) pair: output number `counter` of the generator, with 53 bits,
+    rounded to the float32 that devices draw with, still below 1."""
+    steps = (counters + 1).astype(np.uint64) * _GOLDEN  # modulo 2^64, as all of this
+    bits = _mix64(states + steps) >> np.uint64(11)
+    return np.minimum((bits * 2.0**-53).astype(np.float32), np.float32(MAX_NUMBER))
 
 
-def mix64(value: int) -> int:
+def _mix64(values: _States) -> _States:
     """splitmix64's finaliser: a bijection on 64 bits."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
 
 
-def draw(scores: Scores, params: SamplingParams, number: float) -> int:
-    """The token at `number` in [0, 1) of the filtered distribution's cumulative sum, in vocabulary order."""
-    ids, weights = filtered(scores, params)
-    cumulative = np.cumsum(weights)
-    # Rounding must not lift the mark to the total: beyond it there is no token.
-    mark = min(number * cumulative[-1], float(np.nextafter(cumulative[-1], 0.0)))
-    index = int(np.searchsorted(cumulative, mark, side="right"))
-    return index if ids is None else int(ids[index])
+# ---- special rows
+
+_Column = TypeVar("_Column")
+_NO_PENALTY = (1.0, 0.0, 0.0)
+_SHORT = 6  # columns of int32
 
 
-def filtered(scores: Scores, params: SamplingParams) -> tuple[Ids | None, Scores]:
-    """Applies temperature and filters. Returns (token ids ascending or None for all, weights): probabilities scaled so
-    that the largest is 1."""
-    ids: Ids | None = None
-    with np.errstate(over="ignore"):  # a tiny temperature sends differences to -inf, which is right
-        scaled = (scores - scores.max()) / params.temperature
-    if 0 < params.top_k < scaled.size:
-        # Ties with the k-th best stay, as in vLLM.
-        threshold = np.partition(scaled, scaled.size - params.top_k)[scaled.size - params.top_k]
-        ids = np.flatnonzero(scaled >= threshold)
-        scaled = scaled[ids]
-    weights: Scores = np.exp(scaled)
-    if params.top_p < 1.0:
-        kept = _nucleus(weights, params.top_p)
-        ids, weights = kept if ids is None else ids[kept], weights[kept]
-    if params.min_p > 0.0:
-        kept = np.flatnonzero(weights >= params.min_p)
-        ids, weights = kept if ids is None else ids[kept], weights[kept]
-    return ids, weights
+class SpecialColumns(NamedTuple, Generic[_Column]):
+    """The columns of a step's sampling rows, [B] each, int32 except the first: see `Adjustments`. They share one array
+    of WORDS * B words of 8 bytes."""
+
+    penalties: _Column  # [B, 3] float64
+    bias_begins: _Column
+    bias_ends: _Column
+    counted: _Column
+    increments: _Column  # of the count of the row's new token
+    masked: _Column
+    num_top: _Column  # log probabilities beside the token's own, -1: none at all
 
 
-def _nucleus(weights: Scores, top_p: float) -> Ids:
-    """Indices of the fewest largest weights whose sum reaches top_p of all, at least one; the lowest index on ties."""
-    total = weights.sum()
-    # Everything below this bound together weighs less than half of what may be left out: no need to sort it.
-    head = weights[weights >= 0.5 * (1.0 - top_p) * total / weights.size]
-    head = np.sort(head)[::-1]
-    before = np.concatenate(([0.0], np.cumsum(head)[:-1]))
-    num_kept = max(1, int(np.count_nonzero(before < top_p * total)))
-    smallest = head[num_kept - 1]
-    above = np.flatnonzero(weights > smallest)
-    ties = np.flatnonzero(weights == smallest)[: num_kept - above.size]
-    return np.sort(np.concatenate((above, ties)))
+def special_columns(packed: Any, size: int, int32: Any, float64: Any) -> SpecialColumns[Any]:
+    """Views an int64 array or tensor, [WORDS * size], as columns. `int32` and `float64` are dtypes of its library."""
+    first = (WORDS - _SHORT // 2) * size
+    short = packed[first : WORDS * size].view(int32).reshape(_SHORT, size)
+    return SpecialColumns(packed[:first].view(float64).reshape(size, 3), *short)
 
 
-# ---- logprobs
+@lru_cache(maxsize=64)
+def _blank(size: int) -> Int64s:
+    """Columns of rows without special parameters. Shared by calls: read only."""
+    packed = np.zeros(WORDS * size, dtype=np.int64)
+    columns = special_columns(packed, size, np.int32, np.float64)
+    columns.penalties[:] = _NO_PENALTY
+    columns.counted[:] = columns.masked[:] = columns.num_top[:] = -1
+    return packed
+
+
+class SpecialArrays(NamedTuple):
+    """Host arrays that a step sends for its special rows."""
+
+    packed: Int64s  # of `SpecialColumns`
+    bias_ids: _Words
+    bias_values: npt.NDArray[np.float64]
+    masks: _Words  # [M, ceil(V / 32)]
+    num_top: _Words  # [B]
+    penalises: bool = False
+    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # rows, of those that sample, that have no token to choose from
+
+    @property
+    def adjusts(self) -> bool:
+        """True if any row is drawn from other logits than the model's."""
+        return self.penalises or len(self.bias_ids) > 0 or len(self.masks) > 0
+
+    @property
+    def scores(self) -> bool:
+        """True if any row has log probabilities."""
+        return bool((self.num_top >= 0).any())
+
+    @classmethod
+    def blank(cls, size: int, vocabulary: int) -> SpecialArrays:
+        masks = np.empty((0, -(-vocabulary // 32)), dtype=np.int32)
+        none = np.full(size, -1, dtype=np.int32)
+        return cls(_blank(size).copy(), np.empty(0, np.int32), np.empty(0, np.float64), masks, none)
+
+
+class Recounts(NamedTuple):
+    """New token counts of some slots."""
+
+    seq_slots: Int64s  # [n]
+    places: Int64s  # [m] slot * V + token
+    counts: _Words  # [m]
+
+
+class SlotSpecials:
+    """The special parameters of requests (biases, penalties, masks, log probabilities) by sequence slot."""
+
+    def __init__(self, num_seq_slots: int) -> None:
+        self._penalties: npt.NDArray[np.float64] = np.ones((num_seq_slots, 3), dtype=np.float64)
+        self._penalised: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)
+        self._num_top: _Words = np.full(num_seq_slots, -1, dtype=np.int32)
+        self._num_biases: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
+        self._states: list[SamplingState | None] = [None] * num_seq_slots  # of biases, masks and histories
+        # Of requests without a grammar, with what it depends on besides the request.
+        self._masks: dict[int, tuple[tuple[bool, ...], _Words]] = {}
+
+    def assign(self, seq_slot: int, state: SamplingState) -> None:
+        params = state.params
+        self._penalties[seq_slot] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self._penalised[seq_slot] = params.penalises
+        self._num_top[seq_slot] = -1 if params.logprobs is None else params.logprobs
+        self._num_biases[seq_slot] = 0 if state.biases is None else len(state.biases[0])
+        self._states[seq_slot] = state
+        self._masks.pop(seq_slot, None)
+
+    def num_biases(self, seq_slots: Int64s) -> int:
+        return int(self._num_biases[seq_slots].sum())
+
+    def history(self, seq_slot: int) -> TokenHistory | None:
+        state = self._states[seq_slot]
+        return None if state is None else state.history
+
+    def arrays(
+        self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int
+    ) -> SpecialArrays:
+        """Builds the host arrays of a step with `size` sampling rows. `rows`: indices of the special ones, to which
+        `seq_slots` and `num_generated` belong. Waits for the last token of requests with a grammar."""
+        packed = _blank(size).copy()
+        columns: SpecialColumns[Any] = special_columns(packed, size, np.int32, np.float64)
+        penalised = self._penalised[seq_slots]
+        columns.penalties[rows] = self._penalties[seq_slots]
+        columns.counted[rows] = np.where(penalised, seq_slots, -1)
+        columns.increments[rows] = 2 * penalised
+        columns.num_top[rows] = np.minimum(self._num_top[seq_slots], vocabulary)
+        bias_ids, bias_values = [np.empty(0, np.int32)], [np.empty(0, np.float64)]
+        masks: list[_Words] = []
+        failures: list[tuple[int, ErrorInfo]] = []
+        end = 0
+        for row, seq_slot, count in zip(rows.tolist(), seq_slots.tolist(), num_generated.tolist(), strict=True):
+            state = self._states[seq_slot]
+            assert state is not None
+            if state.biases is not None:
+                bias_ids.append(state.biases[0].astype(np.int32))
+                bias_values.append(state.biases[1])
+                columns.bias_begins[row], end = end, end + len(state.biases[0])
+                columns.bias_ends[row] = end
+            mask = run_guarded("sampling", partial(self._mask, seq_slot, state, count, vocabulary))
+            if isinstance(mask, ErrorInfo):
+                failures.append((row, mask))
+            elif mask is not None:
+                columns.masked[row] = len(masks)
+                masks.append(mask)
+        words = -(-vocabulary // 32)
+        every = np.stack(masks) if masks else np.empty((0, words), dtype=np.int32)
+        ids, values = np.concatenate(bias_ids), np.concatenate(bias_values)
+        return SpecialArrays(packed, ids, values, every, columns.num_top, bool(penalised.any()), tuple(failures))
+
+    def _mask(self, seq_slot: int, state: SamplingState, num_generated: int, vocabulary: int) -> _Words | None:
+        """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if the request has failed."""
+        if state.constraint is not None:
+            assert state.history is not None
+            state.history.resolve()
+            if state.history.is_broken:
+                return None
+            mask = allowed_tokens(state, num_generated, vocabulary)
+            return None if mask is None else _bits(mask)
+        phase = num_generated < state.params.min_tokens, num_generated == 0, num_generated == state.num_last
+        kept = self._masks.get(seq_slot)
+        if kept is not None and kept[0] == phase:
+            return kept[1]
+        mask = allowed_tokens(state, num_generated, vocabulary)
+        if mask is None:
+            return None
+        self._masks[seq_slot] = phase, _bits(mask)
+        return self._masks[seq_slot][1]
+
+    def recounts(self, seq_slots: Int64s, vocabulary: int) -> Recounts | None:
+        """Counts all tokens so far of the slots whose requests have penalties; None if no slot has."""
+        penalised = seq_slots[self._penalised[seq_slots]]
+        if not penalised.size:
+            return None
+        places, counts = [], []
+        for seq_slot in penalised.tolist():
+            history = self.history(seq_slot)
+            assert history is not None
+            history.resolve()
+            held = np.zeros(vocabulary, dtype=np.int32)
+            held[history.prompt_ids[history.prompt_ids < vocabulary]] = 1  # image placeholders may lie beyond
+            output = np.array([*history.output_counts.items()], dtype=np.int64).reshape(-1, 2)
+            held[output[:, 0]] += 2 * output[:, 1].astype(np.int32)
+            tokens = held.nonzero()[0]
+            places.append(seq_slot * vocabulary + tokens)
+            counts.append(held[tokens])
+        return Recounts(penalised, np.concatenate(places), np.concatenate(counts))
+
+
+def _bits(mask: npt.NDArray[np.bool_]) -> _Words:
+    packed = np.zeros(-(-len(mask) // 32) * 4, dtype=np.uint8)
+    bits = np.packbits(mask, bitorder="little")
+    packed[: len(bits)] = bits
+    return packed.view("<i4")
+
+
+class SpecialTensors(NamedTuple):
+    """`SpecialArrays` on the device."""
+
+    columns: SpecialColumns[Tensor]
+    bias_ids: Tensor
+    bias_values: Tensor
+    masks: Tensor
+
+    @classmethod
+    def from_packed(
+        cls, packed: Tensor, size: int, bias_ids: Tensor, bias_values: Tensor, masks: Tensor
+    ) -> SpecialTensors:
+        return cls(special_columns(packed, size, torch.int32, torch.float64), bias_ids, bias_values, masks)
+
+
+class SampledRows(NamedTuple):
+    """The result of `sample_special`, on the device."""
+
+    tokens: Tensor  # [B] int64
+    finite: Tensor  # [B] bool
+    numbers: Tensor  # [B, 3 + MAX_LOGPROBS] float32 and
+    places: Tensor  # [B, 1 + MAX_LOGPROBS] int32, as `Ops.score_tokens` has them
+
+
+def sample_special(
+    ops: Ops, logits: Tensor, sampling: SamplingTensors, special: SpecialTensors, counts: Tensor
+) -> SampledRows:
+    """Samples and scores all rows of logits [B, V]. `counts` [slots, V] as in `Adjustments`, by sequence slot. Computes
+    with the dtype of `sampling`."""
+    logits = logits.to(sampling.temperatures.dtype)
+    tokens, finite = ops.sample(adjust_special(ops, logits, special, counts), sampling)
+    return SampledRows(tokens, finite, *ops.score_tokens(logits, tokens, special.columns.num_top, MAX_LOGPROBS))
+
+
+def adjust_special(ops: Ops, logits: Tensor, special: SpecialTensors, counts: Tensor) -> Tensor:
+    """`Ops.adjust_logits` with the adjustments of special rows."""
+    columns = special.columns
+    return ops.adjust_logits(
+        logits,
+        Adjustments(
+            columns.bias_begins,
+            columns.bias_ends,
+            special.bias_ids,
+            special.bias_values,
+            columns.penalties,
+            columns.counted,
+            counts,
+            columns.masked,
+            special.masks,
+        ),
+    )
+
+
+def logprobs_of(token: int, num_top: int, numbers: npt.NDArray[np.float32], places: _Words) -> TokenLogprobs:
+    """Log probabilities of one row from `Ops.score_tokens`: numbers [3 + MAX_LOGPROBS], places [1 + MAX_LOGPROBS].
+    `num_top` is at most the vocabulary."""
+    chosen, largest, total, *best = numbers.tolist()
+    log_total = largest + float(np.log(total))
+    ranked: Sequence[tuple[int, float]] = [*zip(places[1:].tolist(), best, strict=True)][:num_top]
+    top = tuple((token_id, value - log_total) for token_id, value in ranked)
+    return TokenLogprobs(token, chosen - log_total, int(places[0]), top)
+
+
+# ---- log probabilities of prompt tokens
+
+
+def finite_rows(logits: Logits) -> npt.NDArray[np.bool_]:
+    """True for rows of [B, V] whose values are all finite, [B]."""
+    finite: npt.NDArray[np.bool_] = np.isfinite(logits.max(axis=-1)) & np.isfinite(logits.min(axis=-1))
+    return finite
 
 
 def token_logprobs(raw: Scores, token: int, num_top: int) -> TokenLogprobs:

@@ -23,8 +23,7 @@ from torch import Tensor
 from hydra_engine.backend.base import StateCache, StateRows
 from hydra_engine.core.plans import ChunkRow, DecodeRows, Int64s, LanguagePlan
 from hydra_engine.core.request import Request
-from hydra_engine.worker.language.sampler import GOLDEN, MAX_NUMBER, NO_FAST_PATH, SamplingState, seed_state
-from hydra_engine.worker.language.special import SlotSpecials
+from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState, SlotSampling, SlotSpecials
 from hydra_engine.worker.ports import WorkerRequest
 
 
@@ -75,6 +74,7 @@ def lacks_one_token(chunk: ChunkRow) -> bool:
     return chunk.sample and len(chunk.token_ids) == 1 and chunk.num_generated > 0
 
 
+_HOST = torch.device("cpu")
 _NO_OWNER = -1
 _NEVER = -1
 
@@ -97,18 +97,26 @@ class SamplingRows(NamedTuple):
 
 
 class SlotTable:
-    """The state of running requests, in arrays with one entry per sequence slot.
+    """The state of running requests, in arrays with one entry per sequence slot, and their last tokens on `device`.
 
     A request owns its slot from the step `since`; restarting a request resets `since`. Steps are numbered from 1.
+    `asynchronous`: decodes that take their token from the device keep token -1 on the host (`resolve`); padding rows
+    have a slot of their own, after all others.
     """
 
-    def __init__(self, num_seq_slots: int) -> None:
+    def __init__(self, num_seq_slots: int, device: torch.device = _HOST, *, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
         self.step = 0  # the number of the step in hand
         self.owners: Int64s = np.full(num_seq_slots, _NO_OWNER, dtype=np.int64)  # request ids
         self.rope_deltas: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
         self.fast_path_from: Int64s = np.full(num_seq_slots, NO_FAST_PATH, dtype=np.int64)  # see SamplingState
         self.since: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # the step that the request owns it from
-        self._last_tokens: Int64s = np.full(num_seq_slots, -1, dtype=np.int64)
+        self.sampling = SlotSampling(num_seq_slots, np.float64 if device.type == "cpu" else np.float32)
+        self.specials = SlotSpecials(num_seq_slots)
+        self.padding = num_seq_slots  # the slot of padded rows
+        self._device = device
+        self._counts: Tensor | None = None
+        self._has_token: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)  # of its present request
         self._checked: Int64s | None = None  # slots of decodes that their requests owned; no owner has changed since
         self._requests: list[Request | None] = [None] * num_seq_slots
         self._sampling_states: list[SamplingState | None] = [None] * num_seq_slots
@@ -124,24 +132,23 @@ class SlotTable:
         """Begins a step: assigns slots to the requests of its chunks. `records[i]` belongs to `plan.chunks[i]`."""
         self.step += 1
         for chunk, record in zip(plan.chunks, records, strict=True):
-            seq_slot = chunk.seq_slot
+            seq_slot, state = chunk.seq_slot, record.sampling_state
             if self.owners[seq_slot] != chunk.request_id:
                 self.owners[seq_slot] = chunk.request_id
                 self._checked = None
-                self._last_tokens[seq_slot] = -1  # not another request's: no model takes it
                 self.since[seq_slot] = self.step
             elif chunk.start == 0:
                 self.since[seq_slot] = self.step  # the request restarts
+            if self.since[seq_slot] == self.step:
+                self._has_token[seq_slot] = False
             self._deferred_at[seq_slot] = _NEVER
-            self._constrained[seq_slot] = record.sampling_state.constraint is not None
+            self._constrained[seq_slot] = state.constraint is not None
             self._requests[seq_slot] = record.request
-            self._sampling_states[seq_slot] = record.sampling_state
-            self._assign(seq_slot, record)
-
-    def _assign(self, seq_slot: int, record: WorkerRequest) -> None:
-        """Stores the request's values that steps read by slot."""
-        self.rope_deltas[seq_slot] = record.request.rope_delta
-        self.fast_path_from[seq_slot] = record.sampling_state.fast_path_from
+            self._sampling_states[seq_slot] = state
+            self.rope_deltas[seq_slot] = record.request.rope_delta
+            self.fast_path_from[seq_slot] = state.fast_path_from
+            self.sampling.assign(seq_slot, state)
+            self.specials.assign(seq_slot, state)
 
     # ---- rows that failed: rows of their requests that were planned ahead have nothing to go on from
 
@@ -179,7 +186,7 @@ class SlotTable:
         """Records that these rows of the plan are left to a later step, and that all others are computed. No earlier
         row of their requests may be in flight."""
         seq_slots, starts = seq_slots_of(plan), starts_of(plan)
-        self._deferred_at[seq_slots[self._at(plan)]] = _NEVER
+        self._deferred_at[seq_slots[self._deferred_at[seq_slots] == starts]] = _NEVER
         self._deferred_at[seq_slots[rows]] = starts[rows]
 
     def after_deferred(self, plan: LanguagePlan) -> list[int]:
@@ -188,14 +195,11 @@ class SlotTable:
         rows: list[int] = np.flatnonzero((at != _NEVER) & (at != plan.decodes.starts)).tolist()
         return rows
 
-    def _at(self, plan: LanguagePlan) -> npt.NDArray[np.bool_]:
-        """True for rows that were deferred before, [num_rows]."""
-        at: npt.NDArray[np.bool_] = self._deferred_at[seq_slots_of(plan)] == starts_of(plan)
-        return at
-
     def deferrable(self, plan: LanguagePlan) -> list[int]:
         """Rows, ascending, of requests with a grammar that compute a single token: decodes, and chunks that only lack
         the last token."""
+        if not np.count_nonzero(self._constrained):
+            return []
         rows: list[int] = np.flatnonzero(self._constrained[seq_slots_of(plan)]).tolist()
         first = len(plan.decodes)
         return [row for row in rows if row < first or lacks_one_token(plan.chunks[row - first])]
@@ -220,32 +224,65 @@ class SlotTable:
     # ---- tokens
 
     def tokens(self, decodes: DecodeRows) -> Int64s:
-        """Tokens of the rows, [B]; -1 is replaced by the token that was sampled last for the slot."""
-        return self.known_tokens(decodes)
-
-    def known_tokens(self, decodes: DecodeRows) -> Int64s:
-        """Like `tokens`, on the host; if tokens are on the device, valid only for rows off the fast path."""
-        self.check_owners(decodes)
-        ids = decodes.token_ids
-        unread = ids < 0
-        return np.where(unread, self._last_tokens[decodes.seq_slots], ids) if np.count_nonzero(unread) else ids
-
-    def known_token(self, decodes: DecodeRows, row: int) -> tuple[int, int]:
-        """Returns (position, id) of the input token of a row off the fast path."""
-        token_id = int(decodes.token_ids[row])
-        return int(decodes.starts[row]), token_id if token_id >= 0 else int(self._last_tokens[decodes.seq_slots[row]])
-
-    def check_owners(self, decodes: DecodeRows) -> None:
-        """Asserts that the decodes' requests own their slots. Plans share the array of slots while the same requests
-        decode, so an array that was checked is skipped."""
+        """Tokens of the rows, [B]: those of the plan, and the last sampled ones where it has -1; on an asynchronous
+        device -1 stays. Asserts that the decodes' requests own their slots."""
+        # Plans share the array of slots while the same requests decode, so an array that was checked is skipped.
         if decodes.seq_slots is not self._checked:
             owned = self.owners[decodes.seq_slots] == decodes.request_ids
             assert owned.all(), "a decode names a slot that is not its request's"
             self._checked = decodes.seq_slots
+        ids = decodes.token_ids
+        unread = ids < 0
+        if not np.count_nonzero(unread):
+            return ids
+        assert self._has_token[decodes.seq_slots[unread]].all(), "a decode goes on from a token that was not sampled"
+        return ids if self.asynchronous else np.where(unread, self.last_tokens.numpy()[decodes.seq_slots], ids)
+
+    @cached_property
+    def last_tokens(self) -> Tensor:
+        """Last token of each slot, [num_seq_slots + 1] int64, at a fixed address. The lane creates it on first use, so
+        that the allocation is ordered on the lane's stream."""
+        return torch.zeros(self.padding + 1, dtype=torch.int64, device=self._device)
+
+    def resolve(self, token_ids: Tensor, seq_slots: Tensor) -> Tensor:
+        """Token ids [B] with -1 replaced by the slot's last token; all on the device."""
+        return torch.where(token_ids < 0, self.last_tokens.index_select(0, seq_slots), token_ids)
+
+    def write(self, seq_slots: Tensor, token_ids: Tensor) -> None:
+        """Stores the slots' last tokens; both on the device."""
+        self.last_tokens.index_copy_(0, seq_slots, token_ids)
+
+    def written(self, seq_slots: Int64s) -> None:
+        """Records that the device has a token of these slots' current requests."""
+        self._has_token[seq_slots] = True
 
     def put(self, seq_slots: Int64s, token_ids: Int64s) -> None:
-        """Stores the sampled tokens of `seq_slots`; -1 for a row that failed."""
-        self._last_tokens[seq_slots] = token_ids
+        """Does what `write` and `written` do, on a synchronous device."""
+        self.last_tokens.numpy()[seq_slots] = token_ids
+        self._has_token[seq_slots] = True
+
+    # ---- how often requests with penalties have had each token
+
+    def counts(self, vocabulary: int) -> Tensor:
+        """Token counts [num_seq_slots + 1, V] int32 as in `Adjustments`, at a fixed address. The lane creates them on
+        first use. Rows of requests without penalties are meaningless."""
+        if self._counts is None:
+            shape = self.padding + 1, vocabulary
+            if self._device.type == "cpu":  # np.zeros writes no pages: those that nothing is counted in take no memory
+                self._counts = torch.from_numpy(np.zeros(shape, dtype=np.int32))
+            else:
+                self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._counts
+
+    def recount(self, seq_slots: Tensor, places: Tensor, counts: Tensor, vocabulary: int) -> None:
+        """Replaces the slots' counts, see `Recounts`; all on the device."""
+        table = self.counts(vocabulary)
+        table.index_fill_(0, seq_slots, 0)
+        table.view(-1).index_copy_(0, places, counts)
+
+    def count(self, seq_slots: Tensor, token_ids: Tensor, increments: Tensor, vocabulary: int) -> None:
+        """Adds `increments` to the counts of the rows' tokens; all [B] on the device."""
+        self.counts(vocabulary).view(-1).index_add_(0, seq_slots * vocabulary + token_ids, increments)
 
     # ---- sampling
 
@@ -260,6 +297,11 @@ class SlotTable:
             num_generated = np.concatenate((num_generated, more[:, 2]))
         special = (num_generated < self.fast_path_from[seq_slots]).nonzero()[0]
         return SamplingRows(rows, seq_slots, num_generated, special)
+
+    def is_greedy(self, sampling: SamplingRows) -> bool:
+        """True if every row takes its largest logit."""
+        drawn = np.count_nonzero(self.sampling.temperatures[sampling.seq_slots])
+        return not drawn and not sampling.special.size
 
 
 class StateTable:
@@ -289,133 +331,3 @@ class StateTable:
         seq_slots = seq_slots_of(plan)
         self._current[seq_slots] = 1 - self._current[seq_slots]
         self._num_tokens[seq_slots] = starts_of(plan) + counts_of(plan)
-
-
-_Floats = npt.NDArray[np.floating]
-_Words = npt.NDArray[np.uint64]
-
-_MAX_TOP_K = (1 << 31) - 1
-_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # 0 would mean the largest logit
-
-
-class SamplingArrays(NamedTuple):
-    """`SamplingTensors` of backend/base.py in host memory, [B] each, float32 or float64."""
-
-    temperatures: _Floats
-    top_k: npt.NDArray[np.int32]
-    top_p: _Floats
-    min_p: _Floats
-    numbers: _Floats
-
-
-class SlotSampling:
-    """Sampling parameters by sequence slot. Rows of slots without a request get a token too, which is not used.
-    `dtype` of the numbers: float64 where the ops compute with it."""
-
-    def __init__(self, num_seq_slots: int, dtype: type[np.floating] = np.float32) -> None:
-        self._dtype = dtype
-        self._temperatures: _Floats = np.zeros(num_seq_slots, dtype=dtype)
-        self._top_k: npt.NDArray[np.int32] = np.zeros(num_seq_slots, dtype=np.int32)
-        self._top_p: _Floats = np.ones(num_seq_slots, dtype=dtype)
-        self._min_p: _Floats = np.zeros(num_seq_slots, dtype=dtype)
-        self._states: _Words = np.zeros(num_seq_slots, dtype=np.uint64)  # of the seeds' generators
-
-    def assign(self, seq_slot: int, state: SamplingState) -> None:
-        params = state.params
-        self._temperatures[seq_slot] = 0.0 if params.greedy else max(params.temperature, _MIN_TEMPERATURE)
-        self._top_k[seq_slot] = min(max(params.top_k, 0), _MAX_TOP_K)
-        self._top_p[seq_slot] = params.top_p
-        self._min_p[seq_slot] = params.min_p
-        self._states[seq_slot] = seed_state(state.seed)
-
-    def arrays(self, seq_slots: Int64s, num_generated: Int64s) -> SamplingArrays:
-        temperatures = self._temperatures[seq_slots]
-        if temperatures.any():
-            numbers: _Floats = draw_numbers(self._states[seq_slots], num_generated).astype(self._dtype)
-        else:
-            numbers = np.zeros(len(seq_slots), dtype=self._dtype)
-        return SamplingArrays(
-            temperatures, self._top_k[seq_slots], self._top_p[seq_slots], self._min_p[seq_slots], numbers
-        )
-
-
-def draw_numbers(states: _Words, counters: Int64s) -> _Floats:
-    """Vectorised `sampler.draw_number`: one number per (seed state, counter) pair."""
-    steps = (counters + 1).astype(np.uint64) * np.uint64(GOLDEN)  # modulo 2^64, as all of this
-    bits = _mix64(states + steps) >> np.uint64(11)
-    return np.minimum((bits * 2.0**-53).astype(np.float32), np.float32(MAX_NUMBER))
-
-
-def _mix64(values: _Words) -> _Words:
-    """Vectorised `sampler.mix64`."""
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
-
-
-class DeviceSlotTable(SlotTable):
-    """A slot table with the last tokens on the device. Rows on the fast path need only filters and a draw; other rows
-    are special (`SamplingState.device_path_from`, special.py). Rows that take their token from the device have token
-    -1; padding rows have a slot of their own, after all others."""
-
-    def __init__(self, num_seq_slots: int, device: torch.device) -> None:
-        super().__init__(num_seq_slots)
-        self.sampling = SlotSampling(num_seq_slots, np.float64 if device.type == "cpu" else np.float32)
-        self.specials = SlotSpecials(num_seq_slots)
-        self.padding = num_seq_slots  # the slot of padded rows
-        self._device = device
-        self._counts: Tensor | None = None
-        # By slot: a token of its present request is on the device.
-        self._filled: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)
-
-    @cached_property
-    def last_tokens(self) -> Tensor:
-        """Last token of each slot, [num_seq_slots + 1] int64, at a fixed address. The lane creates it on first use, so
-        that the allocation is ordered on the lane's stream."""
-        return torch.zeros(self.padding + 1, dtype=torch.int64, device=self._device)
-
-    def _assign(self, seq_slot: int, record: WorkerRequest) -> None:
-        super()._assign(seq_slot, record)
-        self.fast_path_from[seq_slot] = record.sampling_state.device_path_from
-        self.sampling.assign(seq_slot, record.sampling_state)
-        self.specials.assign(seq_slot, record.sampling_state)
-        if self.since[seq_slot] == self.step:
-            self._filled[seq_slot] = False
-
-    def tokens(self, decodes: DecodeRows) -> Int64s:
-        """Tokens of the rows, [B]; -1 where the token is on the device (`resolve`)."""
-        self.check_owners(decodes)
-        has_token = self._filled[decodes.seq_slots] | (decodes.token_ids >= 0)
-        assert has_token.all(), "a decode goes on from a token that was not sampled"
-        return decodes.token_ids
-
-    def resolve(self, token_ids: Tensor, seq_slots: Tensor) -> Tensor:
-        """Token ids [B] with -1 replaced by the slot's last token; all on the device."""
-        return torch.where(token_ids < 0, self.last_tokens.index_select(0, seq_slots), token_ids)
-
-    def write(self, seq_slots: Tensor, token_ids: Tensor) -> None:
-        """Stores the slots' last tokens; both on the device."""
-        self.last_tokens.index_copy_(0, seq_slots, token_ids)
-
-    def written(self, seq_slots: Int64s) -> None:
-        """Records that the device has a token of these slots' current requests."""
-        self._filled[seq_slots] = True
-
-    # ---- how often requests with penalties have had each token
-
-    def counts(self, vocabulary: int) -> Tensor:
-        """Token counts [num_seq_slots + 1, V] int32 as in `Adjustments`, at a fixed address. The lane creates them on
-        first use. Rows of requests without penalties are meaningless."""
-        if self._counts is None:
-            self._counts = torch.zeros((self.padding + 1, vocabulary), dtype=torch.int32, device=self._device)
-        return self._counts
-
-    def recount(self, seq_slots: Tensor, places: Tensor, counts: Tensor, vocabulary: int) -> None:
-        """Replaces the slots' counts, see `Recounts`; all on the device."""
-        table = self.counts(vocabulary)
-        table.index_fill_(0, seq_slots, 0)
-        table.view(-1).index_copy_(0, places, counts)
-
-    def count(self, seq_slots: Tensor, token_ids: Tensor, increments: Tensor, vocabulary: int) -> None:
-        """Adds `increments` to the counts of the rows' tokens; all [B] on the device."""
-        self.counts(vocabulary).view(-1).index_add_(0, seq_slots * vocabulary + token_ids, increments)

@@ -1,7 +1,7 @@
 """A step of the language lane: a plan -> logits -> sampled tokens, log probabilities and failures of its rows.
 
-A synchronous step is complete when the call returns and samples on the host. An asynchronous one samples on the device,
-where the next step takes its tokens, so that it can be launched before they have been read: op by op, or as a replay.
+The device samples, and the next step takes its tokens there: an asynchronous device can launch it before they have been
+read, op by op or as a replay. On a synchronous device the samples are complete when the call returns.
 
 A step that raises has no lasting effect: KV writes are idempotent, recurrent states are written to another state slot
 than they are read from, and the slot table receives a step's tokens last. So it can be run again, row by row. The row
@@ -24,23 +24,26 @@ from torch import Tensor
 
 from hydra_engine.backend.base import SamplingTensors
 from hydra_engine.backend.device import Device, Fetch
-from hydra_engine.core.plans import DecodeRows, Int64s, LanguagePlan, TokenLogprobs
+from hydra_engine.core.plans import Int64s, LanguagePlan, TokenLogprobs
+from hydra_engine.core.sampling import MAX_LOGPROBS
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.layers.decoder import LanguageInput, Scored
 from hydra_engine.worker.boundary import not_finite, run_guarded
 from hydra_engine.worker.language.batches import StepParts, StepRows, sent_input, step_rows
 from hydra_engine.worker.language.graphs import SpecialGraph, StepGraphs
-from hydra_engine.worker.language.sampler import Logits, Scores, finite_rows, sample_row, token_logprobs
-from hydra_engine.worker.language.slot_table import DeviceSlotTable, SamplingRows, SlotTable
-from hydra_engine.worker.language.special import (
+from hydra_engine.worker.language.sampler import (
     MAX_BIASES,
-    SampledRows,
+    SamplingArrays,
+    Scores,
     SpecialArrays,
     SpecialTensors,
+    adjust_special,
+    finite_rows,
     logprobs_of,
-    sample_special,
+    token_logprobs,
 )
-from hydra_engine.worker.ports import NO_GATE, Gate, PromptPositions, WorkerRequest
+from hydra_engine.worker.language.slot_table import SamplingRows, SlotTable
+from hydra_engine.worker.ports import PromptPositions, WorkerRequest
 
 _NO_TOKEN: Int64s = np.array([-1])
 
@@ -152,133 +155,15 @@ class StepContext(NamedTuple):
     scoring: PromptScoring | None
 
 
-class LanguageStep:
-    """The base class of both kinds of step. `vision_s`: seconds that the vision lane ran beside the runs since it was
-    set to 0; stays 0 if the gate covers whole steps."""
-
-    def __init__(self, parts: StepParts, slot_table: SlotTable) -> None:
-        self._parts = parts
-        self._slot_table = slot_table
-        self.vision_s = 0.0
-
-    def _begin(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> StepContext:
-        sampling = self._slot_table.sampling_rows(plan)
-        self._record_histories(plan, records, sampling)
-        return StepContext(sampling, PromptScoring.from_plan(plan, records))
-
-    def _rows(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> StepRows:
-        rope: list[PromptPositions] | None = None
-        if self._parts.multimodal_rope:
-            rope = [record.rope for record in records if record.rope is not None]
-        return step_rows(plan, self._slot_table, self._parts.kv_cache.block_size, rope)
-
-    def _sent(
-        self,
-        plan: LanguagePlan,
-        rows: StepRows,
-        scoring: PromptScoring | None,
-        beside: Sequence[npt.NDArray[np.generic]] = (),
-    ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
-        parts = self._parts
-        return sent_input(
-            plan,
-            rows,
-            parts.ops,
-            parts.device,
-            image_block_size=1 if parts.image_cache is None else parts.image_cache.block_size,
-            states=parts.states,
-            scored=None if scoring is None else scoring.wanted(parts.device),
-            beside=beside,
-        )
-
-    def _forward(self, inputs: LanguageInput) -> Tensor:
-        """Logits [B', V] float32."""
-        return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
-
-    def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], sampling: SamplingRows) -> None:
-        """Records the chunks' tokens in the histories of requests with penalties or a grammar."""
-        for chunk, record in zip(plan.chunks, records, strict=True):
-            history = record.sampling_state.history
-            if history is not None:
-                history.resolve()
-                history.record(chunk.start, chunk.token_ids)
-
-
-class SynchronousStep(LanguageStep):
-    """The step of a synchronous device. Logits come to host memory; rows on the fast path are sampled together, the
-    others one by one."""
-
-    def __init__(self, parts: StepParts, slot_table: SlotTable, gate: Gate = NO_GATE) -> None:
-        super().__init__(parts, slot_table)
-        self._gate = gate
-
-    def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples:
-        context = self._begin(plan, records)
-        inputs, _ = self._sent(plan, self._rows(plan, records), context.scoring)
-        logits = self._logits(inputs, plan.vision_s)
-        samples = self._sample(logits, plan.num_rows, context.sampling)
-        if context.scoring is not None:
-            context.scoring.put(samples)
-        # Nothing below raises: the step has succeeded.
-        if self._parts.states is not None:
-            self._parts.states.advance(plan)
-        self._slot_table.put(context.sampling.seq_slots, samples.token_ids[context.sampling.rows])
-        return samples
-
-    def _logits(self, inputs: LanguageInput, vision_s: float) -> Tensor:
-        """Runs the forward inside the gate. `vision_s`: allowance of the plan; a retried step gets the rest."""
-        self._gate.begin(max(vision_s - self.vision_s, 0.0))
-        try:
-            return self._forward(inputs).cpu()
-        finally:
-            self.vision_s += self._gate.end()
-
-    def _record_histories(self, plan: LanguagePlan, records: Sequence[WorkerRequest], sampling: SamplingRows) -> None:
-        """Records decodes too: requests with a history are never on the fast path."""
-        super()._record_histories(plan, records, sampling)
-        if not sampling.special.size:
-            return
-        decodes = plan.decodes
-        special = sampling.special[sampling.special < len(decodes)]
-        token_ids = self._slot_table.known_tokens(decodes)
-        for row in special.tolist():
-            history = self._slot_table.sampling_state(int(decodes.seq_slots[row])).history
-            if history is not None:
-                history.record(int(decodes.starts[row]), (int(token_ids[row]),))
-
-    def _draw(self, samples: Samples, sampling: SamplingRows, index: int, logits: Logits) -> None:
-        """Samples row `index` of `sampling` with its request's sampling state. `logits` [V] are finite."""
-        row, state = int(sampling.rows[index]), self._slot_table.sampling_state(int(sampling.seq_slots[index]))
-        sample = run_guarded("sampling", partial(sample_row, logits, state, int(sampling.num_generated[index])))
-        if isinstance(sample, ErrorInfo):
-            samples.token_ids[row] = -1
-            samples.failures.append((row, sample))
-            return
-        samples.token_ids[row] = sample.token_id
-        if sample.logprobs is not None:
-            samples.logprobs.append((row, sample.logprobs))
-
-    def _sample(self, logits: Tensor, num_rows: int, sampling: SamplingRows) -> Samples:
-        """Samples all rows of the plan. `logits` [B', V] belong to the rows in `sampling`, in order."""
-        if not len(sampling.rows):
-            return Samples.none(num_rows)
-        token_ids: Int64s = self._parts.ops.best_tokens(logits).numpy()
-        special = sampling.special
-        samples = sampled(num_rows, sampling.rows, token_ids)
-        for index in special[token_ids[special] >= 0].tolist() if special.size else ():
-            self._draw(samples, sampling, index, logits[index].numpy())
-        return samples
-
-
 class PendingSamples(NamedTuple):
     """A step whose tokens the device samples; the fetch brings (token ids, finite) of the rows that sample, or nothing
-    where none does, and with log probabilities what they are made of."""
+    where none does, and (numbers, places) of `Ops.score_tokens` if any of them has log probabilities."""
 
     num_rows: int
     rows: Int64s  # that sample
     fetch: Fetch
-    num_top: npt.NDArray[np.int32] | None = None  # of these, as `SpecialColumns` has it
-    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # of these, whatever token they got
+    scored: tuple[tuple[int, int, int], ...] = ()  # (index in `rows`, row of the numbers, log probabilities beside its)
+    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # of indices in `rows`, whatever token they got
 
     def read(self) -> Samples:
         """Waits for the device and returns the step's samples. Raises BackendError if the device failed."""
@@ -292,14 +177,12 @@ class PendingSamples(NamedTuple):
             if samples.token_ids[row] >= 0:
                 samples.token_ids[row] = -1
                 samples.failures.append((row, error))
-        if scores and self.num_top is not None:
-            numbers, places = scores
-            for index in np.flatnonzero(self.num_top >= 0).tolist():
-                row = int(self.rows[index])
-                token = int(samples.token_ids[row])
-                if token >= 0:
-                    num_top = int(self.num_top[index])
-                    samples.logprobs.append((row, logprobs_of(token, num_top, numbers[index], places[index])))
+        for index, place, num_top in self.scored:
+            row = int(self.rows[index])
+            token = int(samples.token_ids[row])
+            if token >= 0:
+                numbers, places = scores
+                samples.logprobs.append((row, logprobs_of(token, num_top, numbers[place], places[place])))
         return samples
 
     def token(self, index: int) -> int:
@@ -315,25 +198,41 @@ class _Replay(NamedTuple):
     special: SpecialGraph
 
 
-class AsynchronousStep(LanguageStep):
-    """The step of an asynchronous device, which samples. The host waits for no token but the last one of requests with
-    a grammar, after the forward. Replays a graph if one fits. The slot table is written last, so that a step that
-    raised can be run again; a replay writes it itself, and an error after a replay fails its rows."""
+class LanguageStep:
+    """The step of a language lane. The device samples; the host waits for no token but the last one of requests with a
+    grammar, after the forward. Replays a graph if one fits. The slot table is written last, so that a step that raised
+    can be run again; a replay writes it itself, and an error after a replay fails its rows."""
 
-    _slot_table: DeviceSlotTable
-
-    def __init__(self, parts: StepParts, slot_table: DeviceSlotTable, graphs: StepGraphs | None = None) -> None:
-        super().__init__(parts, slot_table)
+    def __init__(self, parts: StepParts, slot_table: SlotTable, graphs: StepGraphs | None = None) -> None:
+        self._parts = parts
+        self._slot_table = slot_table
         self._graphs = graphs
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | PendingSamples:
+        """Launches the step. On an asynchronous device its samples are pending, unless a prompt is scored."""
         context = self._begin(plan, records)
-        rows = self._rows(plan, records)
+        rope: list[PromptPositions] | None = None
+        if self._parts.multimodal_rope:
+            rope = [record.rope for record in records if record.rope is not None]
+        rows = step_rows(plan, self._slot_table, self._parts.kv_cache.block_size, rope)
         replay = self._replay_of(plan, rows, context)
         outcome = self._eager(plan, rows, context) if replay is None else self._replayed(replay, plan, rows, context)
         if self._parts.states is not None:
             self._parts.states.advance(plan)
         return outcome
+
+    def _begin(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> StepContext:
+        """Records the chunks' tokens in the histories of requests with penalties or a grammar."""
+        for chunk, record in zip(plan.chunks, records, strict=True):
+            history = record.sampling_state.history
+            if history is not None:
+                history.resolve()
+                history.record(chunk.start, chunk.token_ids)
+        return StepContext(self._slot_table.sampling_rows(plan), PromptScoring.from_plan(plan, records))
+
+    def _forward(self, inputs: LanguageInput) -> Tensor:
+        """Logits [B', V] float32."""
+        return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
 
     # ---- graphs
 
@@ -382,52 +281,70 @@ class AsynchronousStep(LanguageStep):
     ) -> PendingSamples:
         assert self._graphs is not None
         self._recount(plan, sampling, captured.vocabulary)
-        special = self._special(sampling, captured.size, captured.vocabulary)
-        found = self._graphs.special.replay(captured, special, len(sampling.rows))
-        return self._pending_samples(plan.num_rows, rows, sampling, special, found)
-
-    # ---- special rows
-
-    def _special(self, sampling: SamplingRows, size: int, vocabulary: int) -> SpecialArrays:
         index = sampling.special
         given = sampling.seq_slots[index], sampling.num_generated[index]
-        return self._slot_table.specials.arrays(index, *given, size, vocabulary)
-
-    def _pending_samples(
-        self, num_rows: int, rows: StepRows, sampling: SamplingRows, special: SpecialArrays, found: SampledRows
-    ) -> PendingSamples:
-        """The pending result of a step with special rows. Their requests' histories read its tokens when needed."""
-        num_top = special.num_top[: len(sampling.rows)]
-        tensors = found if (num_top >= 0).any() else found[:2]
-        pending = PendingSamples(num_rows, sampling.rows, self._parts.device.fetch(tensors), num_top, special.failures)
-        failed = {index for index, _ in special.failures}
-        for index in sampling.special.tolist():
-            history = self._slot_table.specials.history(int(sampling.seq_slots[index]))
-            if history is not None and index not in failed:
-                history.expect(int(rows.num_context[sampling.rows[index]]), partial(pending.token, index))
-        return pending
+        special = self._slot_table.specials.arrays(index, *given, captured.size, captured.vocabulary)
+        found = self._graphs.special.replay(captured, special, len(sampling.rows))
+        return self._pending_samples(plan.num_rows, rows, sampling, special, index, found)
 
     # ---- op by op
 
+    def _sent(
+        self,
+        plan: LanguagePlan,
+        rows: StepRows,
+        scoring: PromptScoring | None,
+        beside: Sequence[npt.NDArray[np.generic]] = (),
+    ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
+        parts = self._parts
+        return sent_input(
+            plan,
+            rows,
+            parts.ops,
+            parts.device,
+            image_block_size=1 if parts.image_cache is None else parts.image_cache.block_size,
+            states=parts.states,
+            scored=None if scoring is None else scoring.wanted(parts.device),
+            beside=beside,
+        )
+
+    def _greedy(self, plan: LanguagePlan, rows: StepRows, context: StepContext) -> Samples:
+        """Runs a step of rows that take their largest logit, on a synchronous device: sends nothing for sampling."""
+        sampling = context.sampling
+        inputs, _ = self._sent(plan, rows, context.scoring)
+        logits = self._forward(inputs)
+        if len(sampling.rows):
+            token_ids: Int64s = self._parts.ops.best_tokens(logits).numpy()
+            samples = sampled(plan.num_rows, sampling.rows, token_ids)
+        else:
+            samples = Samples.none(plan.num_rows)
+        if context.scoring is not None:
+            context.scoring.put(samples)
+        self._slot_table.put(sampling.seq_slots, samples.token_ids[sampling.rows])
+        return samples
+
     def _eager(self, plan: LanguagePlan, rows: StepRows, context: StepContext) -> Samples | PendingSamples:
         sampling, slot_table, parts = context.sampling, self._slot_table, self._parts
+        if not slot_table.asynchronous and slot_table.is_greedy(sampling):
+            return self._greedy(plan, rows, context)
         arrays = slot_table.sampling.arrays(sampling.seq_slots, sampling.num_generated)
         inputs, (device_slots, *columns) = self._sent(plan, rows, context.scoring, (sampling.seq_slots, *arrays))
-        logits = self._forward(self._resolved(inputs, plan.decodes, device_slots))
+        logits = self._forward(self._resolved(inputs, rows.token_ids[: len(plan.decodes)], device_slots))
         if not len(sampling.rows):
-            return self._without_tokens(plan, context)
-        sampling_tensors = SamplingTensors(*columns)
-        if sampling.special.size:
-            outcome = self._eager_special(plan, rows, sampling, logits, sampling_tensors, device_slots)
+            outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(()))  # only marks the step's end
         else:
-            tokens, finite = parts.ops.sample(logits, sampling_tensors)
-            outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch((tokens, finite)))
-            slot_table.write(device_slots, tokens)
-        slot_table.written(sampling.seq_slots)
-        if context.scoring is None:
+            found = parts.ops.sample(logits, SamplingTensors(*columns))
+            if sampling.special.size:
+                outcome = self._eager_special(plan, rows, sampling, arrays, logits, found)
+            else:
+                outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(found))
+            slot_table.write(device_slots, found[0])
+            slot_table.written(sampling.seq_slots)
+        if slot_table.asynchronous and context.scoring is None:
             return outcome
         samples = outcome.read()
-        context.scoring.put(samples)
+        if context.scoring is not None:
+            context.scoring.put(samples)
         return samples
 
     def _eager_special(
@@ -435,19 +352,35 @@ class AsynchronousStep(LanguageStep):
         plan: LanguagePlan,
         rows: StepRows,
         sampling: SamplingRows,
+        arrays: SamplingArrays,
         logits: Tensor,
-        sampling_tensors: SamplingTensors,
-        device_slots: Tensor,
+        found: tuple[Tensor, Tensor],
     ) -> PendingSamples:
-        parts, slot_table, (size, vocabulary) = self._parts, self._slot_table, logits.shape
+        """Scores the special rows, and replaces the tokens in `found` of those that are drawn from other logits."""
+        (ops, device), slot_table, (tokens, finite) = (self._parts.ops, self._parts.device), self._slot_table, found
+        index, vocabulary = sampling.special, logits.shape[1]
+        seq_slots, count, places = sampling.seq_slots[index], len(index), np.arange(len(index))
         self._recount(plan, sampling, vocabulary)
-        special = self._special(sampling, size, vocabulary)
-        packed, *lists = parts.device.send((special.packed, special.bias_ids, special.bias_values, special.masks))
-        tensors = SpecialTensors.from_packed(packed, size, *lists)
-        found = sample_special(parts.ops, logits, sampling_tensors, tensors, slot_table.counts(vocabulary))
-        slot_table.write(device_slots, found.tokens)
-        slot_table.count(device_slots, found.tokens, tensors.columns.increments, vocabulary)
-        return self._pending_samples(plan.num_rows, rows, sampling, special, found)
+        special = slot_table.specials.arrays(places, seq_slots, sampling.num_generated[index], count, vocabulary)
+        # In one copy: a device has buffers for a few of each step.
+        asked = (index, seq_slots, special.packed, special.bias_ids, special.bias_values, special.masks)
+        device_index, device_slots, packed, ids, values, masks, *columns = device.send(
+            (*asked, *(column[index] for column in arrays))
+        )
+        tensors = SpecialTensors.from_packed(packed, count, ids, values, masks)
+        chosen = logits if count == len(logits) else logits.index_select(0, device_index)
+        chosen = chosen.to(columns[0].dtype)
+        if special.adjusts:
+            adjusted = adjust_special(ops, chosen, tensors, slot_table.counts(vocabulary))
+            drawn, _ = ops.sample(adjusted, SamplingTensors(*columns))
+            tokens.index_copy_(0, device_index, drawn)
+            if special.penalises:
+                slot_table.count(device_slots, drawn, tensors.columns.increments, vocabulary)
+        scores: tuple[Tensor, ...] = ()
+        if special.scores:
+            of_rows = tokens.index_select(0, device_index)
+            scores = ops.score_tokens(chosen, of_rows, tensors.columns.num_top, MAX_LOGPROBS)
+        return self._pending_samples(plan.num_rows, rows, sampling, special, places, (tokens, finite, *scores))
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
         """Recounts the tokens of penalised requests whose prompt, or recomputation after a preemption, ends here."""
@@ -457,22 +390,40 @@ class AsynchronousStep(LanguageStep):
             seq_slots, places, counts = self._parts.device.send(recounts)
             self._slot_table.recount(seq_slots, places, counts, vocabulary)
 
-    def _resolved(self, inputs: LanguageInput, decodes: DecodeRows, seq_slots: Tensor) -> LanguageInput:
-        """Fills in the decode tokens that only the device has. `seq_slots` begin with the slots of the decodes."""
-        count = len(decodes)
-        if not (decodes.token_ids < 0).any():
+    def _resolved(self, inputs: LanguageInput, decoded: Int64s, seq_slots: Tensor) -> LanguageInput:
+        """Fills in the decode tokens that only the device has: -1 in `decoded`. `seq_slots` begin with the slots of the
+        decodes."""
+        count = len(decoded)
+        if not (decoded < 0).any():
             return inputs
         head, rest = inputs.token_ids[:count], inputs.token_ids[count:]
         # What was sent may be the plan's own memory: nothing is written there.
         token_ids = self._slot_table.resolve(head, seq_slots[:count])
         return replace(inputs, token_ids=torch.cat((token_ids, rest)) if rest.shape[0] else token_ids)
 
-    def _without_tokens(self, plan: LanguagePlan, context: StepContext) -> Samples | PendingSamples:
-        """The result of a step in which no row samples; the fetch only marks its end."""
-        fetch = self._parts.device.fetch(())
-        if context.scoring is None:
-            return PendingSamples(plan.num_rows, context.sampling.rows, fetch)
-        fetch.result()
-        samples = Samples.none(plan.num_rows)
-        context.scoring.put(samples)
-        return samples
+    # ---- special rows
+
+    def _pending_samples(
+        self,
+        num_rows: int,
+        rows: StepRows,
+        sampling: SamplingRows,
+        special: SpecialArrays,
+        places: Int64s,
+        found: tuple[Tensor, ...],
+    ) -> PendingSamples:
+        """The pending result of a step with special rows, which are rows `places` of `special` and of the scores in
+        `found`: (tokens, finite, and if any row is scored numbers and places of `Ops.score_tokens`). Their requests'
+        histories read its tokens when needed."""
+        index_of = dict(zip(places.tolist(), sampling.special.tolist(), strict=True))
+        num_top = special.num_top.tolist()
+        scored = tuple((index, place, num_top[place]) for place, index in index_of.items() if num_top[place] >= 0)
+        failures = tuple((index_of[place], error) for place, error in special.failures)
+        fetch = self._parts.device.fetch(found if scored else found[:2])
+        pending = PendingSamples(num_rows, sampling.rows, fetch, scored, failures)
+        failed = {index for index, _ in failures}
+        for index in index_of.values():
+            history = self._slot_table.specials.history(int(sampling.seq_slots[index]))
+            if history is not None and index not in failed:
+                history.expect(int(rows.num_context[sampling.rows[index]]), partial(pending.token, index))
+        return pending

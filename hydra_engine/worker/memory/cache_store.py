@@ -34,9 +34,9 @@ def allocate_kv_cache(
     device: torch.device = _CPU,
     share: Share | None = None,
 ) -> PagedCache:
-    """[N, L, 2, S, Hkv, D] of `dtype`, or of int8 with scales for rows of it.
-    `share`: peers read this cache, which they do where prefill is computed.
-    Elsewhere own memory is better: the system gives it larger pages."""
+    """Allocates the KV cache [N, L, 2, S, Hkv, D] of `dtype`; `quantized`: of int8, with scales for rows of `dtype`.
+    `share`: given if peers read this cache, as they do where prefill is computed. Without it the memory is private, and
+    the system gives it larger pages."""
     language = spec.language
     shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
     if not quantized:

@@ -44,9 +44,8 @@ def filled_places(language: LanguageSpec, num_tokens: int) -> float:
 def with_limits(
     config: EngineConfig, spec: ModelSpec, role: Role, dtype_bytes: int, own_bytes: int, weight_bytes: int | None
 ) -> tuple[EngineConfig, str | None]:
-    """Returns the configuration with both limits, and a note on defaults. `own_bytes`: the instance's part of the
-    device; `weight_bytes` of a weight, where that is less than `dtype_bytes` of an
-    activation."""
+    """Returns the configuration with both limits, and a note for the user on those that were chosen here. `own_bytes`:
+    the instance's part of the device. `dtype_bytes`: bytes of an activation; `weight_bytes`: of a weight, if fewer."""
     given = config.scheduler
     if not role.needs_language or (given.token_budget is not None and given.max_num_seqs is not None):
         return config, None

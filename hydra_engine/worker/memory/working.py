@@ -198,7 +198,7 @@ def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int)
 
 
 def special_row_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Bytes of token counts and masks on a device that samples special rows itself (worker/language/special.py)."""
+    """Bytes of token counts and masks on a device that samples special rows itself (worker/language/sampler.py)."""
     per_slot = 4 * spec.language.vocab_size + 4 * -(-spec.language.vocab_size // 32)
     return (config.scheduler.max_running_requests + 1) * per_slot
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.worker.language.sampler import draw
 from hydra_kernels.sampling import greedy, sample
 from tests.kernels.comparison import strided
 from tests.kernels.poison import poisoned_memory  # noqa: F401
+from tests.worker.host_sampler import draw
 
 
 class Row(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hydra_engine.core.instances import EPD
-from hydra_engine.worker.language.sampler import SamplingState
 from tests.scheduler.handover.handover import (
     A,
     B,
@@ -112,14 +111,6 @@ def test_what_gave_way_elsewhere_starts_only_with_room_for_all() -> None:
     assert s.language() == [(2, 5)] and s.scheduler.ledger().kv_blocks_held == 6
     s.finish_all()
     assert s.finished[2].num_preemptions == 0
-
-
-def test_the_sampler_counts_tokens_of_earlier_attempts_as_output() -> None:
-    request = replace(make_request(1, 5, frequency_penalty=1.0), generated_token_ids=(7, 8, 7))
-    history = SamplingState.from_request(request).history
-    assert history is not None and history.output_counts == {7: 2, 8: 1}
-    history.record(0, (*request.prompt_token_ids, 7, 8, 7, 9))
-    assert history.output_counts == {7: 2, 8: 1, 9: 1}, "prefilled again, they count once"
 
 
 # ---- look-ahead
