@@ -12,8 +12,8 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.plans import LanguageLoad, LanguagePlan
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
-from tests.scheduler.machine import make_surface
 from tests.scheduler.sim import Costs, Simulator, config, expected_tokens, make_request
+from tests.scheduler.surface import make_surface
 
 PROMPT = 600
 

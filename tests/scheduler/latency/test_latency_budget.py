@@ -15,7 +15,7 @@ from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.pending_limits import stretch
 from tests.examples import examples
-from tests.scheduler.machine import make_surface
+from tests.scheduler.surface import make_surface
 
 LIMIT = 0.04
 NEVER_LATE = 1 + 1e-6  # rounding

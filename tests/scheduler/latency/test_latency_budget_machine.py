@@ -14,7 +14,8 @@ from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from tests.examples import examples
-from tests.scheduler.machine import Prompt, SimulatedMachine, Step, Traffic, make_surface
+from tests.scheduler.latency.machine import Prompt, SimulatedMachine, Step, Traffic
+from tests.scheduler.surface import make_surface
 
 LIMIT = 0.04
 ROUNDING = 1 + 1e-9

@@ -3,7 +3,7 @@
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.latency.limit_check import best_tpot_s, best_ttft_s, check_limits
-from tests.scheduler.machine import make_surface
+from tests.scheduler.surface import make_surface
 
 PICTURE = VisionLoad(4096, 4096**2)
 

@@ -17,7 +17,8 @@ from hydra_engine.core.cost import CostSurface, Slowdowns
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.scheduler.budget import PendingWork
 from hydra_engine.scheduler.latency.latency_budget import GAIN, LOOK, LatencyBudgets, PartitionChoice
-from tests.scheduler.machine import SimulatedMachine, Step, Traffic, make_surface
+from tests.scheduler.latency.machine import SimulatedMachine, Step, Traffic
+from tests.scheduler.surface import make_surface
 
 LIMIT = 0.04
 LEARNING = 20  # steps
