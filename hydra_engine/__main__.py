@@ -100,7 +100,7 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
     """Drops switches of other engines that have no effect here, with a note on standard error."""
     if not extra:
         return []
-    from hydra_engine.cli.settings.other_engines import reason_ignored
+    from hydra_engine.cli.other_engines import reason_ignored
 
     rest = []
     for argument in extra:

@@ -1,7 +1,7 @@
 """Command-line options from the configuration classes, which alone define name, type, default, help and other names.
 
 An option has one name everywhere: `--max-num-seqs` as a flag, HYDRA_MAX_NUM_SEQS in the environment, `max-num-seqs` in
-the file of `--config`. `sources.py` reads the values and chooses between sources, `values.py` parses them. Imports no
+the file of `--config`. `sources.py` reads and parses the values and chooses between sources. Imports no
 torch, so that `--help` is fast.
 """
 
@@ -228,7 +228,7 @@ _LONGEST_CHOICES = 70  # characters; longer lists are in the help and not in the
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
-    """Adds one option. Values stay text; `values.py` parses them with the rules for the environment."""
+    """Adds one option. Values stay text; `sources.py` parses them with the rules for the environment."""
     text = option.help
     choices = ", ".join(option.choices or ())
     if len(choices) > _LONGEST_CHOICES:

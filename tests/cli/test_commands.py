@@ -13,9 +13,8 @@ import pytest
 
 from hydra_engine.__main__ import main
 from hydra_engine.backend.devices import probe
-from hydra_engine.cli import serve
+from hydra_engine.cli import other_engines, serve
 from hydra_engine.cli.commands import build_parser
-from hydra_engine.cli.settings import other_engines
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.frontend.frontend import Frontend
 from tests.cli.conftest import Here

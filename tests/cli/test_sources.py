@@ -16,8 +16,7 @@ from hydra_engine.cli.commands import build_parser
 from hydra_engine.cli.config import config_lines
 from hydra_engine.cli.options import SECTIONS, Option, all_options, options_by_name, variable_of
 from hydra_engine.cli.parser import Parser
-from hydra_engine.cli.settings.values import from_yaml
-from hydra_engine.cli.sources import Settings, read_settings
+from hydra_engine.cli.sources import Settings, read_settings, value_from_yaml
 from hydra_engine.config import ServerConfig
 from hydra_engine.errors import ConfigError
 
@@ -305,7 +304,7 @@ def test_all_defaults_are_no_lines() -> None:
 def test_secrets_are_known_as_such() -> None:
     assert {option.name for option in all_options() if option.secret} >= {"api-key", "admin-key"}
     with pytest.raises(ConfigError) as caught:
-        from_yaml(options_by_name()["admin-key"], ["sesame"], "admin-key")
+        value_from_yaml(options_by_name()["admin-key"], ["sesame"], "admin-key")
     assert "sesame" not in caught.value.message
 
 
