@@ -240,6 +240,10 @@ class SamplingArrays(NamedTuple):
     min_p: _Floats
     numbers: _Floats
 
+    def rows(self, index: Int64s) -> SamplingArrays:
+        temperatures, top_k, top_p, min_p, numbers = self
+        return SamplingArrays(temperatures[index], top_k[index], top_p[index], min_p[index], numbers[index])
+
 
 class SlotSampling:
     """Temperatures, filters and seeds by sequence slot. Rows of slots without a request get a token too, which is not
@@ -349,6 +353,11 @@ class SpecialArrays(NamedTuple):
     def scores(self) -> bool:
         """True if any row has log probabilities."""
         return bool((self.num_top >= 0).any())
+
+    @property
+    def computes(self) -> bool:
+        """True if other numbers follow from logits, which float32 would round; masks alone change none."""
+        return self.scores or self.penalises or len(self.bias_ids) > 0
 
     @classmethod
     def blank(cls, size: int, vocabulary: int) -> SpecialArrays:

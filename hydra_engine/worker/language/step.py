@@ -148,6 +148,13 @@ def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
     return samples
 
 
+def _host_rows(logits: Tensor, index: Int64s, *, wide: bool) -> Tensor:
+    """Rows `index` of logits in host memory, as float64 if `wide`. By numpy: torch would divide the copy among threads
+    and wait for those whose core is in use."""
+    rows = logits.numpy() if len(index) == len(logits) else logits.numpy()[index]
+    return torch.from_numpy(rows.astype(np.float64) if wide else rows)
+
+
 class StepContext(NamedTuple):
     """The state of a step before its rows are built."""
 
@@ -327,7 +334,10 @@ class LanguageStep:
         sampling, slot_table, parts = context.sampling, self._slot_table, self._parts
         if not slot_table.asynchronous and slot_table.is_greedy(sampling):
             return self._greedy(plan, rows, context)
-        arrays = slot_table.sampling.arrays(sampling.seq_slots, sampling.num_generated)
+        arrays = special = slot_table.sampling.arrays(sampling.seq_slots, sampling.num_generated)
+        if sampling.special.size:
+            special = arrays.rows(sampling.special)
+            arrays.temperatures[sampling.special] = 0.0  # drawn later, when their adjustments are known
         inputs, (device_slots, *columns) = self._sent(plan, rows, context.scoring, (sampling.seq_slots, *arrays))
         logits = self._forward(self._resolved(inputs, rows.token_ids[: len(plan.decodes)], device_slots))
         if not len(sampling.rows):
@@ -335,7 +345,7 @@ class LanguageStep:
         else:
             found = parts.ops.sample(logits, SamplingTensors(*columns))
             if sampling.special.size:
-                outcome = self._eager_special(plan, rows, sampling, arrays, logits, found)
+                outcome = self._eager_special(plan, rows, sampling, special, logits, found)
             else:
                 outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(found))
             slot_table.write(device_slots, found[0])
@@ -356,7 +366,7 @@ class LanguageStep:
         logits: Tensor,
         found: tuple[Tensor, Tensor],
     ) -> PendingSamples:
-        """Scores the special rows, and replaces the tokens in `found` of those that are drawn from other logits."""
+        """Draws and scores the special rows, to which `arrays` belong, and replaces their tokens in `found`."""
         (ops, device), slot_table, (tokens, finite) = (self._parts.ops, self._parts.device), self._slot_table, found
         index, vocabulary = sampling.special, logits.shape[1]
         seq_slots, count, places = sampling.seq_slots[index], len(index), np.arange(len(index))
@@ -364,14 +374,17 @@ class LanguageStep:
         special = slot_table.specials.arrays(places, seq_slots, sampling.num_generated[index], count, vocabulary)
         # In one copy: a device has buffers for a few of each step.
         asked = (index, seq_slots, special.packed, special.bias_ids, special.bias_values, special.masks)
-        device_index, device_slots, packed, ids, values, masks, *columns = device.send(
-            (*asked, *(column[index] for column in arrays))
-        )
+        device_index, device_slots, packed, ids, values, masks, *columns = device.send((*asked, *arrays))
         tensors = SpecialTensors.from_packed(packed, count, ids, values, masks)
-        chosen = logits if count == len(logits) else logits.index_select(0, device_index)
-        chosen = chosen.to(columns[0].dtype)
-        if special.adjusts:
-            adjusted = adjust_special(ops, chosen, tensors, slot_table.counts(vocabulary))
+        if not slot_table.asynchronous:
+            chosen = _host_rows(logits, index, wide=special.computes)
+        else:
+            chosen = logits if count == len(logits) else logits.index_select(0, device_index)
+            chosen = chosen.to(columns[0].dtype)
+        if special.adjusts or arrays.temperatures.any():
+            adjusted = chosen
+            if special.adjusts:
+                adjusted = adjust_special(ops, chosen, tensors, slot_table.counts(vocabulary))
             drawn, _ = ops.sample(adjusted, SamplingTensors(*columns))
             tokens.index_copy_(0, device_index, drawn)
             if special.penalises:
