@@ -212,7 +212,7 @@ class SamplingOps:
     """The sampling ops of `Ops`, multithreaded over rows (csrc/cpu/sampling).
 
     Computed in float64, with the rules of worker/language/sampler.py. Logits are float32 or float64, and results that
-    are logits have their dtype: float64 logits are not rounded on the way, so tokens are those of the sampler."""
+    are logits have their dtype: the caller chooses float64 where adjusted logits must not be rounded."""
 
     @staticmethod
     def best_tokens(logits: Tensor) -> Tensor:

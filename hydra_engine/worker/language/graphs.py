@@ -494,7 +494,7 @@ class MixedGraphs:
         with torch.inference_mode():
             try:
                 least = self.sizes[0]
-                self._parts.ops.plan_mixed(self._rows(self._of(least), least), least.tokens, least.chunks)
+                self._parts.ops.plan_mixed(self._rows(self._columns(least), least), least.tokens, least.chunks)
             except ValueError as error:
                 reason = str(error)
         if reason:
@@ -508,7 +508,7 @@ class MixedGraphs:
         with torch.inference_mode(), parts.device.partitions.use(partition):
             blank = self._blank(size)
             self._packed[: len(blank)].copy_(parts.device.send((blank,))[0])
-            columns = self._of(size)
+            columns = self._columns(size)
             results: list[Tensor] = []
             graph = parts.device.capture(partial(self._launch, self._inputs(columns, size), columns, results))
             special = self._special.capture(size.rows, columns.seq_slots, columns.sampling, results)
@@ -541,7 +541,7 @@ class MixedGraphs:
         tables = self._tables[: size.rows]
         return MixedRows(columns.cu_q, columns.rest_cu_q, columns.num_context, columns.decode_context, tables)
 
-    def _of(self, size: MixedSize) -> _MixedColumns[Tensor]:
+    def _columns(self, size: MixedSize) -> _MixedColumns[Tensor]:
         columns: _MixedColumns[Tensor] = _mixed_columns(self._packed, size, self._layout, _TENSORS)
         return columns
 

@@ -341,8 +341,8 @@ class SpecialArrays(NamedTuple):
     bias_values: npt.NDArray[np.float64]
     masks: _Words  # [M, ceil(V / 32)]
     num_top: _Words  # [B]
-    penalises: bool = False
-    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # rows, of those that sample, that have no token to choose from
+    penalises: bool = False  # any row has penalties
+    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why it has no token to choose from)
 
     @property
     def adjusts(self) -> bool:
