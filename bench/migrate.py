@@ -40,7 +40,7 @@ from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Ack, Hello, Offer
 from hydra_engine.transfer.plans import PullJob, PullResult
-from hydra_engine.worker.transfer.exchange import Exchange
+from hydra_engine.worker.transfer import Exchange
 
 DTYPE = torch.bfloat16
 KV_BLOCK_KIB = 16 * 28 * 2 * 4 * 128 * 2 >> 10

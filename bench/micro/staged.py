@@ -22,8 +22,7 @@ from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import Stage
 from hydra_engine.transfer.plans import PullJob, PullResult, StagingResult
 from hydra_engine.transfer.staging import StagedPulls, Staging
-from hydra_engine.worker.transfer.exchange import Exchange
-from hydra_engine.worker.transfer.staging import NUM_PIECES
+from hydra_engine.worker.transfer import NUM_PIECES, Exchange
 
 _SLOT, _WORD = 5, 0x1234
 _SMALL_BYTES = 32 << 20

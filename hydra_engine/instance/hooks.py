@@ -37,7 +37,7 @@ from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.limit_check import check_limits
 from hydra_engine.worker.memory.plan import kv_token_bytes
 from hydra_engine.worker.ports import Gate
-from hydra_engine.worker.transfer.exchange import Exchange
+from hydra_engine.worker.transfer import Exchange
 from hydra_engine.worker.vision.gate import DeviceGate, LaneGate
 
 _DECODES = (1, 8)  # numbers of decodes in the summary, besides the maximum

@@ -8,7 +8,7 @@ asynchronous device one more thread per lane waits for its results, in order, wh
 Does not decide what to run, when a request ends, or which block holds what.
 
 Two parts are plugged in by the caller: the gate at which encodes wait for language steps (`vision/gate.py`), and the
-lane that copies blocks of other instances into the local caches (`transfer/`), through `run_job` and `deliver`.
+lane that copies blocks of other instances into the local caches (`transfer.py`), through `run_job` and `deliver`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migra
 # Folders and files that only some deployments need: `HOOKS` attaches them.
 OPTIONAL_PARTS = {
     *("scheduler/handover", "scheduler/latency"),
-    *("worker/transfer", "worker/vision/gate.py", "instance/migration.py"),
+    *("worker/transfer.py", "worker/vision/gate.py", "instance/migration.py"),
 }
 # Copies between instances, which only the optional parts of these folders know.
 TRANSFER = "hydra_engine.transfer"

@@ -25,7 +25,7 @@ collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() else []
 # Where a lane may wait for the device besides `Device.fetch` and `Device.finish`, and why.
 MAY_WAIT = {
     "worker/language/step.py PromptScoring._take": "logits of prompt tokens come in slices, so that they fit",
-    "worker/transfer/lane.py checksums_of": "checksums are for those who check transfers",
+    "worker/transfer.py checksums_of": "checksums are for those who check transfers",
 }
 Rigs = Callable[..., Rig]
 

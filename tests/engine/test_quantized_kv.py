@@ -13,7 +13,7 @@ from hydra_engine import Engine
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import ConfigError
-from hydra_engine.worker.transfer.lane import layout_of
+from hydra_engine.worker.transfer import layout_of
 from tests.engine.conftest import EngineFactory, assert_at_rest
 from tests.engine.test_topologies import differences
 from tools.demo_training.scenes import held_out_questions

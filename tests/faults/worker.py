@@ -19,7 +19,7 @@ from hydra_engine.errors import ErrorInfo
 from hydra_engine.transfer.plans import StagingJob
 from hydra_engine.worker.boundary import not_finite
 from hydra_engine.worker.ports import WorkerRequest
-from hydra_engine.worker.transfer.exchange import Exchange
+from hydra_engine.worker.transfer import Exchange
 from hydra_engine.worker.vision.lane import Flag
 from hydra_engine.worker.worker import Worker
 from tests.faults.points import (

@@ -58,7 +58,7 @@ from hydra_engine.models.specs.base import (
     no_videos,
 )
 from hydra_engine.worker.ports import Gate
-from hydra_engine.worker.transfer.exchange import Exchange
+from hydra_engine.worker.transfer import Exchange
 from hydra_engine.worker.vision.gate import LaneGate
 from hydra_engine.worker.worker import Worker
 from tests.faults.points import FaultPoints

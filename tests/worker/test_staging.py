@@ -10,7 +10,7 @@ import torch
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.worker.transfer.staging import piece_of
+from hydra_engine.worker.transfer import piece_of
 from tests.worker.pulling import num_descriptors, num_mappings
 from tests.worker.staging import BLOCK_BYTES, SLOT, WORD, Side, moves_blocks, pull, sides, stage
 

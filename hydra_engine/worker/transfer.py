@@ -1,0 +1,344 @@
+"""The memory that instances map of each other, and the lane that copies blocks between it and the local caches.
+
+The instance thread calls the methods of `Exchange` and owns the table of peers; jobs run in the lane's thread. A job
+takes its peer to the lane, and the lane closes a peer after the jobs that read it. A peer's blocks are read without its
+knowledge: it may take them back at any time, and invalidates a control word before it does. So a copy is valid only if
+the word, read after it, is still the one in the offer. An instance copies blocks into staging pools in host memory for
+peers that cannot map its caches; there is one pool of a few blocks per kind of cache, and a peer asks for blocks in
+pieces. Does not know requests or offers, how a peer is reached, or when a block is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from hydra_engine.backend.base import Backend, Ops, PagedCache
+from hydra_engine.backend.cpu.shared_memory import TRANSPORT, ControlWords, PeerWords
+from hydra_engine.backend.device import Device, PeerMemory, SharedMemory
+from hydra_engine.clock import Clock
+from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
+from hydra_engine.errors import ErrorInfo, TransferError
+from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob, StagingResult
+from hydra_engine.worker.boundary import run_guarded_step
+
+logger = logging.getLogger(__name__)
+
+NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
+STAGING_BYTES = 256 << 20  # of one pool, at most, unless one block is larger
+NUM_PIECES = 8  # that a pool has room for
+
+
+def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
+    data = cache.data
+    dtype = str(data.dtype).removeprefix("torch.")
+    return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
+
+
+def cache_in(memory: SharedMemory | PeerMemory, num_blocks: int, like: PagedCache) -> PagedCache:
+    """A cache view of `num_blocks` blocks in the format of `like`, at the beginning of `memory`."""
+    shape = num_blocks, *like.data.shape[1:]
+    raw = memory.tensor()[: num_blocks * like.block_bytes]
+    if like.scales is not None:
+        return PagedCache.quantized(raw, shape, like.row_dtype)
+    return PagedCache(raw.view(like.data.dtype).view(shape))
+
+
+def piece_of(num_blocks: int) -> int:
+    """Blocks per piece in a pool of `num_blocks`."""
+    return max(1, num_blocks // NUM_PIECES)
+
+
+class StagingPools:
+    """The staging pools of the caches in memory that not all peers can map; `always`: of every cache that peers read.
+    `max_bytes`: limit of one pool."""
+
+    def __init__(
+        self, caches: Mapping[PoolKind, PagedCache], device: Device, *, always: bool, max_bytes: int = STAGING_BYTES
+    ) -> None:
+        self.num_blocks: dict[PoolKind, int] = {}
+        self._sources = caches
+        self._memory: dict[PoolKind, SharedMemory] = {}
+        self._caches: dict[PoolKind, PagedCache] = {}  # made when they are used first: until then they take nothing
+        for kind, cache in caches.items():
+            if cache.memory is not None and (always or cache.memory.transport != TRANSPORT):
+                self.num_blocks[kind] = max(1, min(max_bytes // cache.block_bytes, cache.num_blocks))
+                self._memory[kind] = device.stage(self.num_blocks[kind] * cache.block_bytes)
+
+    def exports(self, first: int) -> tuple[tuple[PoolExport, ...], tuple[int, ...]]:
+        """Returns (exports of the pools, their descriptors). Descriptor indices begin at `first`."""
+        pools = [
+            PoolExport(
+                replace(layout_of(kind, self._sources[kind]), num_blocks=self.num_blocks[kind]),
+                memory.transport,
+                memory.num_bytes,
+                index,
+            )
+            for index, (kind, memory) in enumerate(self._memory.items(), first)
+        ]
+        return tuple(pools), tuple(memory.descriptor for memory in self._memory.values())
+
+    def fill(self, job: StagingJob, ops: Ops, device: Device) -> None:
+        """Copies the job's blocks and waits for the copy. Raises the device's errors."""
+        kind = PoolKind(job.pool)
+        if kind not in self._caches:
+            self._caches[kind] = cache_in(self._memory[kind], self.num_blocks[kind], self._sources[kind])
+        pairs = np.stack((job.blocks, job.staging_blocks), axis=1).astype(np.int64)
+        ops.copy_blocks(self._sources[kind], self._caches[kind], torch.from_numpy(pairs))
+        device.finish()
+
+    def close(self) -> None:
+        """Releases the memory; no copy may be in flight. Peers keep their mappings."""
+        self._caches.clear()
+        for memory in self._memory.values():
+            memory.close()
+
+
+def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
+    """CRC-32 of each block's bytes."""
+    return tuple(zlib.crc32(cache.block_view(block).cpu().numpy().data) for block in blocks)
+
+
+def exports_of(
+    caches: Mapping[PoolKind, PagedCache], words: ControlWords, staging: StagingPools
+) -> tuple[Exports, tuple[int, ...]]:
+    """Returns (exports, descriptors): the caches that peers can map, the control words and the staging pools. Exports
+    refer to descriptors by index."""
+    pools, descriptors = [], [words.descriptor]
+    for kind, cache in caches.items():
+        memory = cache.memory
+        if memory is None:
+            continue
+        index = -1
+        if memory.descriptor >= 0:
+            index = len(descriptors)
+            descriptors.append(memory.descriptor)
+        pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, index, memory.handle))
+    staged, more = staging.exports(len(descriptors))
+    return Exports(tuple(pools), words=0, num_words=words.num_words, staging=staged), (*descriptors, *more)
+
+
+class Peer:
+    """The mapped memory of one peer: its pools, or its staging pools if a pool cannot be mapped here."""
+
+    def __init__(
+        self,
+        exports: Exports,
+        descriptors: Sequence[int],
+        caches: Mapping[PoolKind, PagedCache],
+        device: Device,
+        *,
+        through_host: bool = False,
+    ) -> None:
+        """Maps the peer's pools of the kinds in `caches`, the local caches. The caller keeps the descriptors.
+        `through_host`: prefer staging pools. Raises TransferError if the memory does not match `exports` or the peer's
+        blocks differ from the local ones."""
+        self.pools: dict[PoolKind, PagedCache] = {}
+        self.piece_blocks: dict[PoolKind, int] = {}  # of those that are staging pools
+        self.not_mapped = ""  # why there are such, if that was not asked for
+        staging = {export.layout.kind: export for export in exports.staging}
+        with ExitStack() as opened:
+            self.words = PeerWords(_chosen(descriptors, exports.words), exports.num_words)
+            opened.callback(self.words.close)
+            for export in exports.pools:
+                ours = caches.get(export.layout.kind)
+                if ours is None:
+                    continue
+                staged = staging.get(export.layout.kind)
+                _check(export, ours)
+                memory = None
+                if staged is None or not through_host:
+                    memory = self._mapped(export, descriptors, device, needed=staged is None)
+                if memory is None and staged is not None:
+                    export = staged
+                    _check(export, ours)
+                    memory = device.open_staging(export, _chosen(descriptors, export.descriptor))
+                    self.piece_blocks[export.layout.kind] = piece_of(export.layout.num_blocks)
+                assert memory is not None
+                opened.callback(memory.close)
+                self.pools[export.layout.kind] = cache_in(memory, export.layout.num_blocks, ours)
+            self._opened = opened.pop_all()
+
+    def _mapped(
+        self, export: PoolExport, descriptors: Sequence[int], device: Device, *, needed: bool
+    ) -> PeerMemory | None:
+        descriptor = -1 if export.descriptor < 0 else _chosen(descriptors, export.descriptor)
+        try:
+            return device.open_peer(export, descriptor)
+        except TransferError as error:
+            if needed:
+                raise
+            self.not_mapped = error.message
+            return None
+
+    def close(self) -> None:
+        """Unmaps everything; no other reference to the tensors may be left. A second call does nothing."""
+        self.pools.clear()
+        self._opened.close()
+
+
+def _check(export: PoolExport, ours: PagedCache) -> None:
+    theirs = export.layout
+    expected = layout_of(theirs.kind, ours)
+    if not theirs.agrees_with(expected):
+        raise TransferError(
+            f"{theirs.kind} blocks of the peer are {list(theirs.block_shape)} {theirs.dtype}, ours "
+            f"{list(expected.block_shape)} {expected.dtype}; give both instances the same model, dtype and block sizes"
+        )
+    if not 0 < theirs.num_blocks * theirs.block_bytes <= export.num_bytes:
+        raise TransferError(
+            f"{theirs.num_blocks} {theirs.kind} blocks of {theirs.block_bytes} bytes do not lie in {export.num_bytes}"
+        )
+
+
+def _chosen(descriptors: Sequence[int], index: int) -> int:
+    if not 0 <= index < len(descriptors):
+        raise TransferError(f"a peer names descriptor {index} of the {len(descriptors)} that came with its memory")
+    return descriptors[index]
+
+
+class TransferLane:
+    def __init__(
+        self,
+        ops: Ops,
+        device: Device,
+        caches: Mapping[PoolKind, PagedCache],
+        clock: Clock,
+    ) -> None:
+        self._ops = ops
+        self._device = device
+        self._caches = caches
+        self._clock = clock
+
+    def stage(self, job: StagingJob, staging: StagingPools) -> StagingResult:
+        """Copies blocks into a staging pool. Raises only BackendError, if the device failed; another failure is the
+        result's `problem`."""
+        fill = partial(staging.fill, job, self._ops, self._device)
+        outcome = run_guarded_step(self._device, f"copies of {job.pool} blocks for a peer", fill)
+        problem = "they could not be copied; the log says why" if isinstance(outcome, ErrorInfo) else None
+        return StagingResult(job.number, problem)
+
+    def run(self, job: PullJob, peer: Peer | None) -> PullResult:
+        """Copies a peer's blocks. `peer` None: the job's peer is not open. Raises only BackendError, if the device
+        failed; another failure is the result's `problem`."""
+        started_s = self._clock.now()
+        outcome = run_guarded_step(self._device, f"pull from instance {job.peer}", partial(self._pull, job, peer))
+        if isinstance(outcome, ErrorInfo):
+            outcome = False, 0, _problem(job, outcome)
+        valid, num_bytes, problem = outcome
+        return PullResult(job.step_id, started_s, self._clock.now(), valid, num_bytes, problem, job.ticket)
+
+    def _pull(self, job: PullJob, peer: Peer | None) -> tuple[bool, int, str | None]:
+        """Copies and validates. Returns (control word still valid, bytes, problem)."""
+        kind = PoolKind(job.pool)
+        if peer is None:
+            raise TransferError(f"instance {job.peer} is not connected")
+        if kind not in peer.pools:
+            raise TransferError(f"instance {job.peer} lets nobody read its {kind} blocks")
+        source, target = peer.pools[kind], self._caches[kind]
+        blocks = np.stack((job.source_blocks, job.target_blocks), axis=1)
+        self._ops.copy_blocks(source, target, torch.from_numpy(blocks.astype(np.int64)))
+        self._device.finish()
+        # All bytes have been read: a word that is still valid now was valid for each of them.
+        valid = peer.words.load(job.slot) == job.word
+        problem = None
+        if valid and job.checksums and checksums_of(target, job.target_blocks.tolist()) != job.checksums:
+            problem = f"{kind} blocks of instance {job.peer} are not what it offered: their checksums differ"
+        return valid, len(blocks) * target.block_bytes, problem
+
+
+def _problem(job: PullJob, error: ErrorInfo) -> str:
+    if error.kind == TransferError.__name__:
+        return error.message
+    return f"blocks of instance {job.peer} could not be copied; the log says why"
+
+
+class Exchange:
+    """The `TransferPort` over one backend. `caches`: the instance's caches, mappable by peers or not. `deliver`
+    and `run` are called in the lane; `run` runs a copy and may raise BackendError if the device failed.
+    `through_host`: stage blocks in host memory even if peers could map them. `staging_bytes`: limit of one staging
+    pool."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        caches: Mapping[PoolKind, PagedCache | None],
+        clock: Clock,
+        deliver: Callable[[PullResult | StagingResult], None],
+        run: Callable[[Callable[[], None]], None] = lambda job: job(),
+        *,
+        through_host: bool = False,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._run = run
+        self._deliver = deliver
+        self._device = backend.device
+        self._caches = {kind: cache for kind, cache in caches.items() if cache is not None and cache.num_blocks}
+        self._words = ControlWords(NUM_CONTROL_WORDS)
+        self._through_host = through_host
+        self._staging = StagingPools(self._caches, backend.device, always=through_host, max_bytes=staging_bytes)
+        self._peers: dict[str, Peer] = {}
+        self._runner = TransferLane(backend.ops, backend.device, self._caches, clock)
+        self._lane = backend.device.lane("transfer")
+
+    def exports(self) -> tuple[Exports, tuple[int, ...]]:
+        return exports_of(self._caches, self._words, self._staging)
+
+    def set_word(self, slot: int, word: int) -> None:
+        self._words.store(slot, word)
+
+    def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        return checksums_of(self._caches[PoolKind(pool)], blocks)
+
+    def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
+        """Maps the peer's memory. Closes the descriptors in any case. Raises TransferError if the memory cannot be
+        mapped or its blocks differ from the local ones."""
+        try:
+            assert name not in self._peers, "a peer opened twice"
+            peer = Peer(exports, descriptors, self._caches, self._device, through_host=self._through_host)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._peers[name] = peer
+        if peer.not_mapped:
+            logger.warning("blocks of instance %s come through host memory: %s", name, peer.not_mapped)
+
+    def close_peer(self, name: str) -> None:
+        """Closes the peer after its jobs. An unknown name is ignored; a name can be opened again at once."""
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._lane.submit(peer.close)
+
+    def piece_blocks(self, peer: str, pool: str) -> int:
+        opened = self._peers.get(peer)
+        return 0 if opened is None else opened.piece_blocks.get(PoolKind(pool), 0)
+
+    @property
+    def staging_blocks(self) -> Mapping[PoolKind, int]:
+        return self._staging.num_blocks
+
+    def submit_staging(self, job: StagingJob) -> None:
+        self._lane.submit(lambda: self._run(lambda: self._deliver(self._runner.stage(job, self._staging))))
+
+    def submit_pull(self, job: PullJob) -> None:
+        pull = partial(self._runner.run, job, self._peers.get(job.peer))
+        self._lane.submit(lambda: self._run(lambda: self._deliver(pull())))
+
+    def close(self) -> None:
+        """Waits for the jobs and releases all memory; peers keep their mappings of it. A second call does nothing."""
+        self._lane.close()
+        while self._peers:
+            self._peers.popitem()[1].close()
+        for cache in self._caches.values():
+            if cache.memory is not None:
+                cache.memory.close()
+        self._staging.close()
+        self._words.close()
