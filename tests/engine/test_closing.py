@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hydra_engine import Engine
+from hydra_engine import Engine, Grammar, SamplingParams
 from hydra_engine.errors import CheckpointError, EngineClosed
+from hydra_engine.guidance.guide import Guide
 from tests.engine.conftest import EngineFactory
 
 ASKED = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -113,7 +114,7 @@ def test_an_engine_that_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
 
 FORGOTTEN = """
 import asyncio, sys
-from hydra_engine import Engine
+from hydra_engine import Engine, Grammar, SamplingParams
 
 async def main():
     global engine
@@ -137,10 +138,16 @@ def test_at_the_interpreters_exit(tiny_model: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_is_told_so_and_the_engine_goes_on(make_engine: EngineFactory) -> None:
+def test_a_forked_child_is_told_so_and_the_engine_goes_on(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls that would wait for threads that a fork leaves behind raise; what has ended can be read."""
-    engine = make_engine()
-    before, running = engine.generate("Hello", **ASKED), engine.submit("Hello", **LONG)
+    engine, compiling_may_end = make_engine(), threading.Event()
+    compile_grammar = Guide.compile
+    monkeypatch.setattr(Guide, "compile", lambda *given: compiling_may_end.wait(60) and compile_grammar(*given))
+    before = engine.generate("Hello", **ASKED)
+    bound = SamplingParams(temperature=0, max_tokens=4, grammar=Grammar("regex", "[a-c]{4}"))
+    running = engine.submit("Hello", sampling=bound)  # does not end before its grammar is compiled
     ended = engine.submit("Hello", **ASKED)
     ended.result()
     calls: dict[str, Callable[[], object]] = {
@@ -171,5 +178,6 @@ def test_a_forked_child_is_told_so_and_the_engine_goes_on(make_engine: EngineFac
     with os.fdopen(reading) as told:
         assert told.read().split() == [*calls, "True"]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    running.cancel()
+    compiling_may_end.set()
+    assert len(running.result(60).text) == 4
     assert engine.generate("Hello", **ASKED).text == before.text
