@@ -28,7 +28,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from bench.common import Times, card, emit, interleaved
 from hydra_engine.config import MediaConfig
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, View
 from hydra_engine.models.specs.vision import shortest_edge_size
 from hydra_engine.preprocess.media import images

@@ -5,16 +5,45 @@ The first tag of each union is fixed text, so a frame of another version fails t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
-from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
 WIRE_VERSION = 7
+
+
+# ---- pixels of an image span, from the preprocessor to a vision lane
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """An array inside a payload: name, numpy dtype, shape. The bytes of the arrays are concatenated."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PixelPayload:
+    """The pixels of one span, for a vision lane.
+
+    Plain: `count` pictures of one size, uint8 RGB, `count * height * width * 3` bytes, row-major. With `arrays` the
+    bytes are those arrays instead (models that run through transformers' own processors).
+    """
+
+    digest: ImageDigest
+    width: int
+    height: int
+    data: bytes
+    count: int = 1
+    arrays: tuple[ArrayLayout, ...] = ()
 
 
 # ---- frontend -> instance

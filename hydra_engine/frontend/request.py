@@ -21,8 +21,7 @@ import msgspec
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.logprobs import FIRST, SILENT, Logprobs, PromptLogprobs, TextLogprob, extend_logprobs
-from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Delta, Encode, Finished, StageReport
+from hydra_engine.core.messages import Delta, Encode, Finished, PixelPayload, StageReport
 from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, Usage
 from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request, Resumed

@@ -21,7 +21,6 @@ import msgspec
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, Role
-from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Abort,
     Delta,
@@ -29,6 +28,7 @@ from hydra_engine.core.messages import (
     HandOver,
     NeedDecoder,
     NeedImages,
+    PixelPayload,
     PromptScores,
     Submit,
     ToFrontend,

@@ -14,12 +14,12 @@ from typing import Protocol
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD, Role
-from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Encode,
     Finished,
     NeedDecoder,
     NeedImages,
+    PixelPayload,
     RequestMessage,
     Submit,
     ToFrontend,

@@ -16,7 +16,7 @@ from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
 from hydra_engine.core.call import ChatMessage, GenerationCall, MediaPart, Role, TextPart
 from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import TemplateOptions, texts_of
 from hydra_engine.core.request import ImageItem, Request, RopeSpan, Slo

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from hydra_engine.clock import Clock
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import LaneResult, LanguageLoad, LanguagePlan, LanguageResult, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import ChunkRow, DecodeRows, EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.request import ImageItem, Request, RopeSpan
 from hydra_engine.core.sampling import SamplingParams

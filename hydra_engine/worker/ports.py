@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import Int64s
 from hydra_engine.core.request import Request
 from hydra_engine.models.layers.decoder import LanguageInput

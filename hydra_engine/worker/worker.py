@@ -28,7 +28,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD, Role
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import LaneResult, LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError, ErrorInfo

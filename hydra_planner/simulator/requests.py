@@ -12,7 +12,7 @@ from hashlib import blake2b
 import numpy as np
 
 from hydra_engine.core.ids import ImageDigest, RequestId
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.request import ImageItem, Request, Slo
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError

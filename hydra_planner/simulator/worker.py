@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import (
     Int64s,
     LaneResult,

@@ -12,8 +12,7 @@ from hydra_engine.cluster import wire
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.instances import Role
-from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Abort, Loading, Submit, ToInstance
+from hydra_engine.core.messages import Abort, Loading, PixelPayload, Submit, ToInstance
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.core.request import Request
 from hydra_engine.core.sampling import SamplingParams

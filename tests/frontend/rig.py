@@ -13,7 +13,6 @@ from typing import Any
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.instances import Topology
-from hydra_engine.core.media import PixelPayload
 from hydra_engine.core.messages import (
     Abort,
     Encode,
@@ -21,6 +20,7 @@ from hydra_engine.core.messages import (
     HandOver,
     NeedDecoder,
     NeedImages,
+    PixelPayload,
     Submit,
     ToInstance,
     Tokens,

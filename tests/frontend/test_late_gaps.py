@@ -18,8 +18,7 @@ import pytest
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role
-from hydra_engine.core.media import PixelPayload
-from hydra_engine.core.messages import Delta, ToFrontend, Tokens
+from hydra_engine.core.messages import Delta, PixelPayload, ToFrontend, Tokens
 from hydra_engine.core.outputs import FinishReason, Result, StageSpan
 from hydra_engine.core.request import Request, Slo
 from hydra_engine.frontend.request import ActiveRequest

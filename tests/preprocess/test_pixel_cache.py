@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.errors import InvalidImage
 from hydra_engine.preprocess.media.media import PixelCache, await_payloads
 from hydra_engine.preprocess.media.opening import Payloads

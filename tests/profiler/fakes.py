@@ -12,7 +12,7 @@ import numpy as np
 
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import LanguageLoad, LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo

@@ -28,7 +28,7 @@ from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.core.instances import EPD, Role
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import (
     ChunkRow,
     DecodeRows,

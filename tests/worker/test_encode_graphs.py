@@ -20,7 +20,7 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, StepId
 from hydra_engine.core.instances import EPD, Role
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.errors import BackendError, ConfigError

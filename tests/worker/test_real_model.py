@@ -17,7 +17,7 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.instances import EPD
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.models.build import load_model
 from hydra_engine.models.layers.vision import VisionLayer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import ImageItem, Request
 from tests.worker.fakes import BLOCK, Rig, make_request

@@ -20,7 +20,7 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.call import ImagePart, MediaPart, VideoPart
 from hydra_engine.core.fairness import ByteBudget, Lease, Turns, WorkerPool
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import HydraError, InvalidRequest, from_info

@@ -23,7 +23,7 @@ from PIL import Image
 
 from hydra_engine.config import MediaConfig
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.processes import launch
 from hydra_engine.core.prompting import PixelBudget
 from hydra_engine.core.units import size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hydra_engine.core.ids import ImageDigest
-from hydra_engine.core.media import ArrayLayout, PixelPayload
+from hydra_engine.core.messages import ArrayLayout, PixelPayload
 from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidImage, from_info
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ProcessorSpec, View

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 from PIL import Image
 
-from hydra_engine.core.media import ArrayLayout
+from hydra_engine.core.messages import ArrayLayout
 from hydra_engine.errors import ErrorInfo, HydraError
 from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.preprocess.sandbox.child_loop import Memory, serve

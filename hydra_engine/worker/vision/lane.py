@@ -24,7 +24,7 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Device, Fetch
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.media import PixelPayload
+from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan, VisionResult
 from hydra_engine.core.request import ImageItem
 from hydra_engine.errors import ErrorInfo
