@@ -4,8 +4,8 @@
 
 A scheduler of a single instance (tests/scheduler/stepper.py) plans it with a budget of 16 tokens: two decodes, the last
 chunk of a prompt and the start of another one. `--functions` lists what `plan_language` enters, `--write` puts the
-order into docs/architecture.md. The reading order also has the files of an encode step and of both results: types
-first, then files in the order of their first function.
+order into docs/architecture.md. The reading order also has what a start with cached blocks enters, a vision step, and
+the results of both: the types that travel, the scheduler, then each file after those that it imports.
 
 Calls into C (msgspec, numpy) are not seen. The file of a message type counts where a function that ran names the type.
 """
@@ -13,13 +13,14 @@ Calls into C (msgspec, numpy) are not seen. The file of a message type counts wh
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
-import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hydra_engine"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- python -m tools.scheduling_step --write -->", "<!-- end -->"
-TYPES_FIRST = ("core/request.py", "core/state.py", "core/plans.py")
+FIRST = ("core/ids.py", "scheduler/scheduler.py")  # of the types, whose names are used and not called; of the steps
+OPTIONAL = ("scheduler/latency/", "scheduler/handover/")
 # What is said of other instances. The core knows that it may run some stages only (`stages`, `Role`) and that a
 # connector may bring what it does not compute (`external_...`), but not from where, nor how.
 OTHER_INSTANCES = re.compile(
@@ -116,8 +118,21 @@ def mixed_step() -> tuple[Trace, Trace]:
     return planned, trace(lambda: stepper.scheduler.on_language(result, stepper.now + 0.01))
 
 
-def encode_step() -> Trace:
-    """`plan_vision` of one picture and `on_vision` of its result."""
+def cached_start() -> Trace:
+    """`plan_language` of a prompt of three blocks, of which two are in the cache."""
+    from tests.scheduler.stepper import Stepper
+
+    stepper = Stepper()
+    stepper.run(1, 12)
+    stepper.add(2, 12, source=0, max_new=2)
+    plans: list[Any] = []
+    planned = trace(lambda: plans.append(stepper.scheduler.plan_language(stepper.now)))
+    assert [len(chunk.token_ids) for chunk in plans[0].chunks] == [4], "not the start that is described above"
+    return planned
+
+
+def vision_step() -> tuple[Trace, Trace]:
+    """`plan_vision` of one picture; and what `on_vision` of its result enters."""
     from hydra_engine.core.plans import VisionResult
     from tests.scheduler.sim import Img
     from tests.scheduler.stepper import Stepper
@@ -127,17 +142,54 @@ def encode_step() -> Trace:
     plans: list[Any] = []
     planned = trace(lambda: plans.append(stepper.scheduler.plan_vision(stepper.now)))
     result = VisionResult(plans[0].step_id, stepper.now, stepper.now + 0.01, (None,))
-    ended = trace(lambda: stepper.scheduler.on_vision(result, stepper.now + 0.01))
-    return Trace(planned.functions + ended.functions, [*dict.fromkeys(planned.files + ended.files)])
+    return planned, trace(lambda: stepper.scheduler.on_vision(result, stepper.now + 0.01))
 
 
-def reading_order() -> list[str]:
-    """The files of a mixed step, an encode step and their results, each once: types first, then by first entry."""
+def reading_order() -> dict[str, list[str]]:
+    """The files of a mixed step, a vision step and their results by part of the step, each file once. The last part has
+    those of optional parts."""
     planned, ended = mixed_step()
-    files = [*dict.fromkeys([*planned.files, *encode_step().files, *ended.files])]
-    types = [file for file in TYPES_FIRST if file in files]
-    types += sorted(file for file in files if file.startswith("core/") and file not in types)
-    return [*types, *(file for file in files if file not in types)]
+    vision, encoded = vision_step()
+    parts = {
+        "a language step is planned": [*FIRST, *planned.files, *cached_start().files],
+        "a vision step adds": vision.files,
+        "their results add": [*ended.files, *encoded.files],
+    }
+    order: dict[str, list[str]] = {"types": [], **{part: [] for part in parts}, "optional": []}
+    for part, files in parts.items():
+        for file in _after_their_imports(files):
+            if not any(file in found for found in order.values()):
+                types, optional = file.startswith("core/"), file.startswith(OPTIONAL)
+                in_types = types and part != "their results add"
+                order["optional" if optional else "types" if in_types else part].append(file)
+    return order
+
+
+def _after_their_imports(files: Sequence[str]) -> list[str]:
+    """Sorts files so that each stands after those that it imports; FIRST begin, other ties keep the given order."""
+    order: list[str] = []
+
+    def add(file: str) -> None:
+        if file in order:
+            return
+        if file not in FIRST:
+            for other in files:
+                if other != file and other in imports_of(file):
+                    add(other)
+        order.append(file)
+
+    for file in files:
+        add(file)
+    return order
+
+
+@cache
+def imports_of(file: str) -> frozenset[str]:
+    """Files of the package that a file imports, those for types alone included."""
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    names = [name for node in imports for name in (node.module, *(f"{node.module}.{one.name}" for one in node.names))]
+    return frozenset(f"{name.removeprefix('hydra_engine.').replace('.', '/')}.py" for name in names if name)
 
 
 def name_other_instances() -> list[str]:
@@ -154,9 +206,12 @@ def name_other_instances() -> list[str]:
 def order_on_page() -> str:
     """The reading order as the lines between BEGIN and END of docs/architecture.md."""
     order = reading_order()
-    text = ", ".join(f"`{file}`" for file in order)
-    text += f": {len(order)} files, {sum(map(num_lines, order)):,} lines."
-    return f"\n{textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)}\n"
+    lines = ["", "| part | files | lines |", "| --- | --- | --- |"]
+    for part, files in order.items():
+        lines.append(f"| {part} | {', '.join(f'`{file}`' for file in files)} | {sum(map(num_lines, files)):,} |")
+    files = list(chain(*order.values()))
+    lines.append(f"| all | {len(files)} files | {sum(map(num_lines, files)):,} |")
+    return "\n".join(lines) + "\n"
 
 
 def print_step(*, functions: bool = False) -> None:
@@ -168,9 +223,12 @@ def print_step(*, functions: bool = False) -> None:
     for (file, function), calls in planned.functions.items() if functions else ():
         print(f"    {file}:{function} {calls}")
     order = reading_order()
-    print(f"\n{'its files in reading order':<36} {len(order):5d} {sum(map(num_lines, order)):6d}")
-    for file in order:
-        print(f"  {file:<40} {num_lines(file):6d}")
+    all_files = list(chain(*order.values()))
+    print(f"\n{'its files in reading order':<36} {len(all_files):5d} {sum(map(num_lines, all_files)):6d}")
+    for part, files in order.items():
+        print(f"  {part + ':':<40} {sum(map(num_lines, files)):6d}")
+        for file in files:
+            print(f"    {file:<38} {num_lines(file):6d}")
     print(f"\nof the core, mention other instances: {' '.join(name_other_instances()) or 'none'}")
 
 

@@ -4,6 +4,7 @@ its commit explains."""
 from __future__ import annotations
 
 import re
+from itertools import chain
 
 import pytest
 
@@ -13,7 +14,9 @@ MAX_FUNCTIONS = 60  # that plan_language enters, comprehensions not counted
 MAX_FILES = 13
 MAX_LINES = 3062
 MAX_ON_LANGUAGE_FUNCTIONS = 51
-MAX_READING_LINES = 5176  # of everything that a mixed step, an encode step and their results run
+MAX_READING_LINES = (
+    5216  # of everything that a mixed step, a start with cached blocks, a vision step and their results run
+)
 MAX_FILES_NAMING_OTHER_INSTANCES = 1
 
 
@@ -35,8 +38,9 @@ def test_no_more_files_of_the_core_mention_other_instances_than_decided() -> Non
 
 
 def test_the_documented_reading_order_is_what_a_step_runs() -> None:
-    assert sum(map(num_lines, reading_order())) <= MAX_READING_LINES
+    order = list(chain(*reading_order().values()))
+    assert sum(map(num_lines, order)) <= MAX_READING_LINES
     page = PAGE.read_text(encoding="utf-8")
     documented = page.partition(BEGIN)[2].partition(END)[0]
     listed = re.findall(r"`([a-z_/]+\.py)`", documented)
-    assert listed == reading_order(), "run `python -m tools.scheduling_step --write`"
+    assert listed == order, "run `python -m tools.scheduling_step --write`"
