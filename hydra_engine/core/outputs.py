@@ -30,9 +30,10 @@ class Departure(StrEnum):
 class DelayCause:
     """A part of the wait for a late token.
 
-    `kind`: prefill or encode (of `request`, the number of a request on this engine, with `amount` tokens or patches),
-    transfer (its KV moved to another instance), preemption (of itself), lost (its instance was lost), step (the step
-    took longer than usual), decode (the decodes of the step alone took longer than the limit) or cpu (no step ran).
+    `kind`: prefill or encode (of `request`, the number of a request on this engine, with `amount` tokens or patches;
+    None: of several, or of one that a caller must not know), transfer (its KV moved to another instance), preemption
+    (of itself), lost (its instance was lost), step (the step took longer than usual), decode (the decodes of the step
+    alone took longer than the limit) or cpu (no step ran).
     """
 
     kind: str
@@ -46,16 +47,16 @@ BLAMES = ("prefill", "encode", "transfer", "preemption", "lost", "step", "decode
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """A span of a request's timeline, in seconds since its arrival.
+    """A span of a request's timeline: seconds since its arrival in a Result, monotonic time before.
 
     `stage`: fetch, preprocess, tokenize, encode_wait, encode, prefill_wait, cached (an instant: prefix cache hit of
     `tokens` tokens), prefill, decode, decode_wait (the gap before a late token, which may overlap other spans),
     preempted, or lost (the unreported time of a lost instance, until another one begins); between instances
     offered_features, offered_kv (computed, not fetched yet), pull_features and pull_kv.
 
-    `lane`: front, vision, language or transfer. `batch`: number of requests in the step, 0 if it is no step. `tokens`:
-    tokens (language) or patches (vision) of this request. `cause`: what a wait was for. `blame`: the causes of a late
-    token's wait, the largest first.
+    `lane`: front, vision, language or transfer. `batch`: number of requests in the step, the mean for a span of several
+    decode steps, 0 if it is no step. `tokens`: tokens of this request, patches for stages preprocess and encode.
+    `cause`: what a wait was for. `blame`: the causes of a late token's wait, the largest first.
     """
 
     stage: str
@@ -71,8 +72,8 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token and image counts. `cached_tokens`: prompt tokens found in the KV cache. `cached_images`: images without an
-    encode of their own."""
+    """Token and image counts. `cached_tokens`: tokens found in the KV cache at the request's start. `num_images` counts
+    pictures and videos, `cached_images` those of which nothing was encoded or loaded for the request itself."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -107,14 +108,18 @@ class SloReport:
 
     @property
     def met(self) -> bool | None:
-        """True if every limit was met; None without limits."""
+        """True if every limit with a verdict was met; None if there is no verdict."""
         verdicts = [met for met in (self.ttft_met, self.tpot_met) if met is not None]
         return all(verdicts) if verdicts else None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Latencies in seconds. `tpot_s` is (last - first token) / (tokens - 1); None for fewer than two tokens."""
+    """Latencies in seconds. `tpot_s` is (last - first token) / (tokens - 1); None for fewer than two tokens.
+
+    `encode_s`, `prefill_s` and `decode_s` are sums of the spans of these stages, `queue_s` of waits
+    for a lane, for blocks or before late tokens, not for images, transfers or another instance.
+    """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -163,7 +168,7 @@ class Result:
         return f"Result({', '.join([repr(text), *self.facts()])})"
 
     def facts(self) -> list[str]:
-        """Short phrases on its cost: finish reason, tokens, images, answers, times."""
+        """Returns phrases for a one-line summary: finish reason, numbers of tokens, images and answers, times."""
         usage, metrics = self.usage, self.metrics
         found = [str(self.finish_reason), f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
         if usage.num_images:
@@ -206,8 +211,8 @@ _FULL_LOGPROBS = 32  # entries with candidates; all of a piece's are built at on
 
 
 def join_last(pieces: deque[Piece], piece: Piece) -> bool:
-    """Merges `piece` into the latest waiting piece of its answer. False if `piece` has a result, if no piece of its
-    answer waits, or if that piece is so large that copying it would cost more than another piece."""
+    """Merges `piece` into the latest of `pieces` of the same answer. False, and no change, if `piece` has a result, if
+    there is none of its answer, or if that one is so large that copying it would cost more than another piece."""
     if piece.result is not None:
         return False
     for place in range(len(pieces) - 1, -1, -1):
@@ -223,6 +228,7 @@ def join_last(pieces: deque[Piece], piece: Piece) -> bool:
 
 
 def _join(first: Piece, second: Piece) -> Piece:
+    """Returns two consecutive pieces of one answer as one. `second` has no result and no values of the prompt."""
     return replace(
         first,
         text=first.text + second.text,

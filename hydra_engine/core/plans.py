@@ -31,15 +31,15 @@ def _slots(block_ids: BlockIds, start: int, count: int, block_size: int) -> Int6
 class LanguageLoad:
     """The work of one language step."""
 
-    num_decodes: int = 0
+    num_decodes: int = 0  # decode rows; chunks of one token are not counted
     decode_context: int = 0  # sum of keys that decodes and chunks of one token read
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # tokens of all chunks
     prefill_pairs: float = 0.0  # (query, key) pairs of chunks of n > 1 tokens: n * start + n * (n + 1) / 2 each
     num_chunks: int = 0  # chunks of more than one token
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens that go through the matrices."""
+        """Number of tokens that the step computes: rows of its matrix products."""
         return self.num_decodes + self.prefill_tokens
 
 
@@ -54,7 +54,8 @@ class VisionLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeItem:
-    """An image to encode: image `image_index` of a request, its features in token order into these cache blocks."""
+    """An image to encode: image `image_index` of a request, whose features are written to these blocks of the image
+    cache in token order."""
 
     request_id: RequestId
     image_index: int
@@ -82,8 +83,8 @@ class VisionPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageSlice:
-    """Features for a chunk: rows [row, row + count) of it take features [offset, offset + count) of an image in the
-    image cache."""
+    """Image features in a chunk: the embeddings of its tokens [row, row + count) are features [offset, offset + count)
+    of an image in the image cache."""
 
     row: int
     count: int
@@ -97,12 +98,12 @@ class ImageSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """The requests of a language step that compute one token each; entry i of every array belongs to row i.
+    """The decode rows of a language step, one token each; entry i of every array belongs to row i.
 
-    A row computes the KV of its token at position `starts` and samples the next one. Token -1 stands for the unread
-    token that an earlier step samples for the same slot; the lane knows it. `num_generated`: tokens that the request
-    had sampled before this step, the counter of the sampler. `seq_slots`: rows in tables of `max_num_seqs` entries; a
-    request keeps its slot from its start until it is preempted or forgotten.
+    A row computes the KV of its token at position `starts` and samples the next one. Token -1 stands for the token that
+    a step in flight samples for the same slot; the lane knows it first. `num_generated`: tokens of the request before
+    the one that this row samples, the counter of the sampler. `seq_slots`: rows in tables of `max_running_requests`
+    entries; a request keeps its slot from its start until it is preempted or forgotten.
 
     The arrays are not changed, except that new blocks of a request appear in its block table behind those that the row
     needs. Plans share unchanged arrays while the same requests decode.
@@ -123,8 +124,9 @@ class DecodeRows:
 class ChunkRow:
     """A prefill chunk: computes KV for `token_ids` at positions [start, start + len(token_ids)).
 
-    `sample`: also sample the token after the last position; set in the last chunk of a prefill. `scored`: also return
-    the log probability of each prompt token that follows one of these positions.
+    `sample`: also sample the token after the last position; set in the last chunk of a prefill. `num_generated`: number
+    of generated tokens before that one. `scored`: also return the log probability of each prompt token that follows one
+    of these positions.
     """
 
     request_id: RequestId
@@ -143,16 +145,16 @@ class ChunkRow:
 class LanguagePlan:
     """A language step. Rows are numbered across both parts: decodes first, then chunks.
 
-    While the step runs, the vision lane may run for `vision_s` seconds and then pauses until the step has ended. On a
-    divided device the step runs on part `partition` of it while the vision lane has work, and vision runs all along on
-    the rest.
+    While the step runs, the vision lane may run for `vision_s` seconds and then pauses until the step has ended. With a
+    `partition` the device is divided while the vision lane has work: the step runs on that part of it, and vision runs
+    on the rest without pauses.
     """
 
     step_id: StepId
     decodes: DecodeRows
     chunks: tuple[ChunkRow, ...]
     vision_s: float = math.inf
-    partition: int = 0  # 0: both lanes on the whole device
+    partition: int = 0  # number of the partition; 0: both lanes on the whole device
 
     @property
     def num_rows(self) -> int:
@@ -164,8 +166,8 @@ class LanguagePlan:
 
     @property
     def load(self) -> LanguageLoad:
-        """The work of the step for the cost model. A chunk of one token, behind KV that was moved or cached, counts as
-        a decode."""
+        """The work of the step for the cost model. A chunk of one token counts in `prefill_tokens`, but what it reads
+        counts in `decode_context`, not in `prefill_pairs`."""
         num_decodes = len(self.decodes.starts)
         context = int(self.decodes.starts.sum()) + num_decodes
         tokens = num_chunks = 0
@@ -183,8 +185,8 @@ class LanguagePlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities of one token under the model's distribution before temperature and filters (as OpenAI
-    and vLLM)."""
+    """Natural log probability of one token, and of the most likely tokens in its place, under the model's distribution
+    before temperature and filters (as OpenAI and vLLM)."""
 
     token_id: int
     logprob: float
@@ -194,7 +196,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class VisionResult:
-    """The result of a VisionPlan. `errors[i]`: the error of item i of the plan, or None."""
+    """The result of a VisionPlan. Times are monotonic seconds. `errors[i]`: the error of item i of the plan, or
+    None."""
 
     step_id: StepId
     started_s: float
@@ -204,11 +207,11 @@ class VisionResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LanguageResult:
-    """The result of a LanguagePlan.
+    """The result of a LanguagePlan. Times are monotonic seconds.
 
     `token_ids[i]`: the token that row i sampled; -1 if it samples none, failed or was deferred. `vision_s`: seconds
     that the vision lane ran beside the step. `deferred`: rows of which nothing was computed, to be planned again; each
-    is a decode, or a chunk of the one missing token of a request.
+    is a decode row, or a chunk of one token of a request that is otherwise prefilled.
     """
 
     step_id: StepId
@@ -224,7 +227,7 @@ class LanguageResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadyResult:
-    """Reports that the resource a request is held for is ready or, with `error`, will never be."""
+    """Reports that what a request is held for (a compiled grammar) is ready or, with `error`, will never be."""
 
     request_id: RequestId
     error: ErrorInfo | None = None
@@ -232,7 +235,7 @@ class ReadyResult:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorResult:
-    """The result of a job that the connector of the scheduler gave to a lane of its own (`transfer/plans.py`)."""
+    """Base class of the results of jobs that the connector submits to lanes of its own (`transfer/plans.py`)."""
 
 
 LaneResult = VisionResult | LanguageResult | ReadyResult | ConnectorResult

@@ -114,22 +114,25 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
+        """Number of prompt tokens, placeholders of images included."""
         return len(self.prompt_token_ids)
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end the request. Under a grammar end-of-sequence is allowed only where the text is complete, and
-        always ends the request; with `ignore_eos` it is allowed only if nothing else is."""
+        """Ids of the tokens that end the request: `stop_token_ids` and end-of-sequence, the latter not with
+        `ignore_eos` unless there is a grammar. A grammar allows end-of-sequence only where the text is complete, with
+        `ignore_eos` only if nothing else is allowed."""
         ignores = self.sampling.ignore_eos and self.sampling.grammar is None
         return frozenset((*(() if ignores else self.eos_token_ids), *self.sampling.stop_token_ids))
 
     @property
     def max_total_tokens(self) -> int:
-        """Maximum number of tokens: the prompt and `max_new_tokens`."""
+        """Maximum number of tokens of prompt and answer."""
         return len(self.prompt_token_ids) + self.max_new_tokens
 
     def finish_reason(self, num_generated: int, token_id: int) -> FinishReason | None:
-        """The reason why token `token_id`, the `num_generated`th, ends the request; None if it continues."""
+        """Returns why token `token_id`, the `num_generated`th, ends the request (STOP or LENGTH); None if it does not.
+        Stop strings are the frontend's."""
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_generated >= self.max_new_tokens else None

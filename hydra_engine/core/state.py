@@ -17,10 +17,10 @@ from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
-# (age, number of arrival at this instance): the smaller one is older. Ages hold for all instances, see `Request.age`.
+# (age, arrival number at this instance): the smaller one is older. Ages hold for all instances, see `Request.age`.
 Order = tuple[int, int]
 
-# (priority, when the first token is due or how much there is to do, order): the smaller one is considered first.
+# (priority, deadline of the first token in seconds or amount of work left, order): the smaller one is considered first.
 Urgency = tuple[int, float, Order]
 
 
@@ -35,16 +35,16 @@ class RequestPhase(Enum):
     A request is PARKED while the connector waits for what it loads or sends, which may be before, between or after all
     of these. Any phase may change to ENDED by an abort or an error.
 
-    A request may be held until the worker has what its sampling needs (a compiled grammar). It is HELD before every
-    other phase, or PARKED: it holds nothing that others could use.
+    A request whose sampling needs something that the worker does not have yet (a compiled grammar) is HELD on arrival,
+    or PARKED if the connector has a part in it. It holds no blocks, so others do not wait for it.
     """
 
     HELD = auto()  # no KV blocks, and no features; nothing is computed for it before it is released
 
     ENCODING = auto()  # no KV blocks; some image has no features yet
     WAITING = auto()  # no KV blocks; has all it needs to start
-    PREFILLING = auto()  # KV blocks; more than one step from its next token, or that step is in flight
-    DECODING = auto()  # KV blocks; one step from its next token
+    PREFILLING = auto()  # KV blocks, and not DECODING
+    DECODING = auto()  # KV blocks; decodes here: a chunk has come back since its start, only its latest token lacks KV
     PARKED = auto()  # the connector decides what it waits for, and whether it has KV blocks
     ENDED = auto()  # forgotten as soon as no plan in flight names it
 
@@ -55,13 +55,13 @@ class ImageProgress(IntEnum):
     WAITING = 0  # has no features, needs them
     ENCODING = 1  # features are being encoded or loaded, for this image or for another one with the same picture
     ENCODED = 2  # features are in the image cache
-    CACHED = 3  # needs no features if the KV of its whole span is still found when the request starts
-    CONSUMED = 4  # the KV of its whole span is in the request's blocks; encode job: its target needs the offer no more
+    CACHED = 3  # needs no features if the KV of its whole span is still found at the start, or is loaded
+    CONSUMED = 4  # the KV of its whole span is in the request's blocks; encode job: features were fetched or refused
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a request: decided, but not carried out while a plan in flight names it."""
+    """Why a request ends. It is decided at once, but the request is forgotten only when no plan in flight names it."""
 
     reason: FinishReason | Departure
     stop_token_id: int | None = None
@@ -81,7 +81,8 @@ class RequestState:
     `num_computed` is `num_prefilled`, which a decoding request does not keep up to date. Preemption sets that to 0 and
     keeps everything else. A request that starts on cached blocks starts with `num_prefilled` behind them.
 
-    `plans_in_flight` counts vision plans, chunks and jobs of the connector; decode rows in flight are counted by slot.
+    `plans_in_flight` counts vision plans, chunks and jobs of the connector; decode rows in flight are counted by slot
+    (`DecodeTable.num_in_flight`).
 
     `stages`: the stages that run here. E alone is an encode job: no prompt and no KV. `connector_state` belongs to the
     connector; None if it has no part in the request.
@@ -101,9 +102,9 @@ class RequestState:
     slot_known: bool = False  # a chunk has been planned since it started last, so the language lane knows its slot
     num_preemptions: int = 0
     preempted: bool = False  # here or in an earlier attempt: it starts only with free blocks for all it can need
-    starts_seen: int | None = None  # `StartedOrders.younger_than` when it began to wait for its start
+    starts_seen: int | None = None  # `StartedOrders.younger_than` when its wait for a start began; None: not counted
     plans_in_flight: int = 0
-    image_wait_since_s: float = 0.0
+    image_wait_since_s: float = 0.0  # since when some image waits for features
     ending: Ending | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)  # of its first full blocks; extended on demand
     num_published: int = 0  # number of its blocks that the prefix cache can find by these hashes
@@ -127,7 +128,8 @@ class RequestState:
         external_images: frozenset[int] = frozenset(),
         external_kv: bool = False,
     ) -> RequestState:
-        """A request that has just arrived; `arrived` is its serial number on this instance."""
+        """Returns the state of a request that arrives on an instance at time `now`; `arrived` is its serial number
+        there. If E is not among its `stages`, all images are external."""
         due_s = math.inf if request.slo.ttft_s is None else request.arrival_s + request.slo.ttft_s
         order = request.age, arrived
         return cls(
@@ -147,11 +149,12 @@ class RequestState:
 
     @property
     def is_encode_job(self) -> bool:
-        """True if its images are encoded, and nothing else."""
+        """True if only its images are encoded here: no prompt is computed and no KV is held."""
         return self.stages == Role.E
 
     def ending_with(self, token_id: int) -> Ending | None:
-        """The Ending that its latest token, `token_id`, leads to; None if it continues."""
+        """Returns the Ending that its latest token, `token_id`, which is in `generated` already, leads to; None if it
+        continues."""
         reason = self.request.finish_reason(self.num_generated, token_id)
         if reason is None:
             return None
@@ -159,6 +162,7 @@ class RequestState:
 
     @property
     def num_computed(self) -> int:
+        """Number of leading positions with KV in the cache, by the results read so far."""
         return self.num_tokens - 1 if self.phase is RequestPhase.DECODING else self.num_prefilled
 
     @property
@@ -168,27 +172,30 @@ class RequestState:
 
     @property
     def num_generated(self) -> int:
+        """Number of generated tokens, those of earlier attempts included."""
         return len(self.generated)
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of the prompt and generated so far."""
         return len(self.request.prompt_token_ids) + len(self.generated)
 
     @property
     def is_decode(self) -> bool:
-        """True if it is one step from its next token and has at least one token."""
+        """True if it has generated a token, and only the latest token has no KV by the results read so far. A prompt
+        of which one token has no KV is a prefill."""
         return bool(self.generated) and self.num_computed == self.num_tokens - 1
 
     @property
     def scores_prompt(self) -> bool:
-        """True while log probabilities of the prompt are wanted and not complete, which is until the first token. Every
-        row of the prompt is computed for that, even if the cache has its KV."""
+        """True while log probabilities of the prompt are wanted and not complete, which is until the first token. All
+        positions of the prompt are computed for them, even if the cache has their KV."""
         return self.request.sampling.prompt_logprobs is not None and not self.generated
 
     @property
     def is_one_token_short(self) -> bool:
-        """True if it is one step from its next token and that step is not planned yet: a decode, or a prefill with one
-        missing token."""
+        """True if only its latest token, a generated one, has no KV, and this instance computes it but has no chunk of
+        the request in flight: a decode, or one whose earlier KV was prefilled again, found or loaded."""
         return self.is_decode and not self.external_kv and not self.num_scheduled
 
     @property
@@ -206,7 +213,7 @@ class RequestState:
 
     @property
     def patches_to_encode(self) -> int:
-        """Patches of its images that wait for an encode on this instance."""
+        """Number of patches of its images that wait for an encode on this instance."""
         images = enumerate(zip(self.request.images, self.images, strict=True))
         waiting = ImageProgress.WAITING
         return sum(image.num_patches for i, (image, p) in images if p == waiting and i not in self.external_images)
@@ -218,12 +225,14 @@ class RequestState:
 
     @property
     def relies_on_prefix_hit(self) -> bool:
-        """True if some image is not encoded because a prefix lookup found its KV."""
+        """True if some image needs no features only as long as the prefix cache has its KV, which the next lookup has
+        to confirm."""
         return ImageProgress.CACHED in self.images and not self.external_kv
 
     @property
     def cached_images(self) -> int:
-        """Number of pictures and videos that are ready without any encode or load for this request."""
+        """Number of pictures and videos that are ready, and of which nothing was encoded or loaded for this request
+        itself: from the image cache, the KV cache or an encode for another request."""
         spans = list(zip(self.request.images, self.images, strict=True))
         late = {image.source for image, progress in spans if progress <= ImageProgress.ENCODING}
         encoded = {self.request.images[index].source for index in self.images_planned}
@@ -231,8 +240,8 @@ class RequestState:
 
     @property
     def num_computable(self) -> int:
-        """Number of leading positions that are computed or can be computed now: up to the first image without features.
-        Equals `num_planned` while the connector loads KV."""
+        """Number of leading positions that are computed, in flight or can be planned now: up to the first image without
+        features. Equals `num_planned` while the connector loads KV."""
         if self.external_kv:
             return self.num_planned
         for image, progress in zip(self.request.images, self.images, strict=True):
