@@ -30,7 +30,7 @@ _ROUNDING_S = 1e-9  # seconds; less is a rounding error
 class _VisionStep:
     started_s: float
     ended_s: float  # infinite while it runs
-    items: Work
+    items: Work  # (request, patches) of each image
     num_patches: int
 
 
@@ -39,8 +39,8 @@ class _LanguageStep:
     started_s: float
     ended_s: float
     load: LanguageLoad
-    chunks: Work
-    vision_s: float
+    chunks: Work  # (request, tokens) of each chunk
+    vision_s: float  # seconds that the vision lane ran beside it
 
     @property
     def duration_s(self) -> float:
@@ -59,8 +59,8 @@ class _Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Away:
-    """A span in which a request had no KV here: from before `reported_s` until `until_s` or, if that is infinite, its
-    next step here."""
+    """Time during which a request has no KV on this instance. It began at `reported_s` or earlier and ends at `until_s`
+    or, if that is infinite, with the request's next step here. `kind`: its kind of DelayCause."""
 
     request_id: RequestId
     kind: str
@@ -69,8 +69,9 @@ class _Away:
 
 
 class _Gap:
-    """The causes of one gap of one request, added up. The request's own chunks and images count as the cause of its
-    absence (`away`). Patches of a vision step count once, however many language steps it delayed."""
+    """Adds up the causes of one token gap of one request. The time of the request's own chunks and images counts as the
+    kind of `away`, the time in the gap without KV here; if that is None, as preemption. Patches of a vision step count
+    once, however many language steps it delayed."""
 
     def __init__(self, request_id: RequestId, tpot_limit_s: float, away: _Away | None) -> None:
         self.request_id = request_id
@@ -82,6 +83,8 @@ class _Gap:
         self._amounts: dict[tuple[str, RequestId | None], int] = {}
 
     def add(self, kind: str, seconds: float, request: RequestId | None = None, amount: int = 0) -> None:
+        """Adds `seconds` to the cause, and `amount` tokens or patches; ignores rounding errors. If the cause is the
+        request itself, its kind becomes `own`, without request and amount."""
         if seconds > _ROUNDING_S:
             if request == self.request_id:
                 kind, request, amount = self.own, None, 0
@@ -89,14 +92,16 @@ class _Gap:
             self._amounts[kind, request] = self._amounts.get((kind, request), 0) + amount
 
     def idle(self, seconds: float) -> None:
-        """Adds time in which no step ran."""
+        """Adds time in which no step ran: to `own` while the request has no KV here, else to "cpu"."""
         self.add(self.own if self.stays else "cpu", seconds)
 
     def requests(self) -> set[RequestId]:
+        """The other requests that caused a part of the gap."""
         return {request for _, request in self._seconds if request is not None}
 
     def causes(self) -> tuple[DelayCause, ...]:
-        """The causes, the largest first, at most `MAX_PARTS`; above that, the smaller ones of a kind are merged."""
+        """The causes, the largest first. If there are more than `MAX_PARTS`, all but the three largest are merged by
+        kind and lose their requests."""
         ordered = self._ordered()
         if len(ordered) > MAX_PARTS:
             for kind, request in ordered[_ALWAYS_WHOLE:]:
@@ -106,16 +111,17 @@ class _Gap:
         return tuple(DelayCause(kind, self._seconds[kind, who], who, self._amounts[kind, who]) for kind, who in ordered)
 
     def _ordered(self) -> list[tuple[str, RequestId | None]]:
+        """The (kind, request) keys of all causes, the largest first."""
         return sorted(self._seconds, key=lambda key: -self._seconds[key])
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The latest answer, valid for every request with the same gap and no part in it: a late step is late for all its
-    decodes."""
+    """The latest answer of `explain`. It holds for every request with the same gap that is not `involved`, since a late
+    step is late for all its decodes."""
 
-    question: tuple[float, float, float, int]
-    involved: set[RequestId]
+    question: tuple[float, float, float, int]  # since_s, until_s, tpot_limit_s, number of reports so far
+    involved: set[RequestId]  # requests among the causes, or with a chunk in a step of the gap
     causes: tuple[DelayCause, ...]
 
 
@@ -124,7 +130,8 @@ class StepHistory(StepObserver):
 
     Steps of a lane are reported in order; a vision step twice, when it is submitted and when it has ended. The oldest
     unfinished vision step is the running one. With a cost `surface` a step's time is split by its predictions, without
-    one by the recent durations of similar steps. The cost of `explain` is linear in the steps of the gap.
+    one by the recent durations of similar steps. `capacity`: steps kept of each lane, and absences of requests.
+    `explain` looks only at those since the gap began.
     """
 
     def __init__(self, surface: CostSurface | None = None, *, capacity: int = 512) -> None:
@@ -190,7 +197,7 @@ class StepHistory(StepObserver):
         return causes
 
     def _absence(self, request_id: RequestId, since_s: float, until_s: float) -> _Away | None:
-        """The absence of the request that was reported in the gap and ends last; None if there is none."""
+        """The absence of the request that was reported between the two times and ends last; None if there is none."""
         found = None
         for away in reversed(self._away):
             if away.reported_s < since_s:
@@ -204,7 +211,7 @@ class StepHistory(StepObserver):
         return found
 
     def _between(self, since_s: float, until_s: float) -> list[_LanguageStep]:
-        """The language steps that ran in the gap, in order."""
+        """The language steps in the history that ran, at least in part, between the two times, in order."""
         found: list[_LanguageStep] = []
         for step in reversed(self._language):
             if step.ended_s <= since_s:
@@ -214,6 +221,8 @@ class StepHistory(StepObserver):
         return found[::-1]
 
     def _explain_gap(self, gap: _Gap, steps: Sequence[_LanguageStep], since_s: float, until_s: float) -> None:
+        """Adds the causes of the time from `since_s` to `until_s`: those of `steps`, which ran in it, and the time
+        between them. Time before the oldest step of a full history counts as "step", or as the absence."""
         clock_s = since_s
         if steps and steps[0] is self._language[0] and len(self._language) == self._language.maxlen:
             # Steps before the oldest one in the history are forgotten.
@@ -228,8 +237,11 @@ class StepHistory(StepObserver):
         gap.idle(until_s - clock_s)
 
     def _charge_step(self, gap: _Gap, step: _LanguageStep, part: float, *, last: bool) -> None:
-        """Adds the causes of a step, `part` (0 to 1) of which lies in the gap. In a step without a token for the
-        request, the decodes' own time counts too."""
+        """Adds the causes of a step, `part` (0 to 1) of which lies in the gap. While the request has no KV here, a step
+        that does not compute it counts as that absence.
+
+        The `last` step computed the late token: the time of its decodes alone counts only if it exceeds the limit. In
+        the steps before it that time counts as well."""
         own = any(request == gap.request_id for request, _ in step.chunks)
         if gap.stays and not own and not last:
             gap.add(gap.own, part * step.duration_s)
@@ -252,7 +264,7 @@ class StepHistory(StepObserver):
 
     def _charge_encodes(self, gap: _Gap, step: _LanguageStep, seconds: float) -> None:
         """Splits `seconds` among the vision steps that ran beside the step, by overlap, and within each among its
-        images, by patches."""
+        images, by patches. If none is known, adds them to "encode" without a request."""
         beside = [
             (min(vision.ended_s, step.ended_s) - max(vision.started_s, step.started_s), vision)
             for vision in self._beside(step)
@@ -268,7 +280,7 @@ class StepHistory(StepObserver):
                 gap.add("encode", seconds * share, request, patches if new else 0)
 
     def _beside(self, step: _LanguageStep) -> Iterator[_VisionStep]:
-        """The vision steps that ran during the language step, the running one included."""
+        """The vision steps that ran during the language step, the running one included, latest first."""
         running = [self._begun[0]] if self._begun else []
         for vision in chain(running, reversed(self._vision)):
             if vision.ended_s <= step.started_s:
@@ -279,7 +291,8 @@ class StepHistory(StepObserver):
     # ---- what a step's time went to
 
     def _shares(self, step: _LanguageStep) -> _Shares:
-        """Splits the duration of a step by prediction or estimate, scaled so that the parts do not exceed it."""
+        """Splits the duration of a step by the cost surface or, without one, by recent steps. Decodes come first; what
+        chunks and vision add is scaled down to what they leave."""
         if self._surface is not None:
             decode_s, prefill_s, encode_s = self._predicted(self._surface, step)
         else:
@@ -292,7 +305,8 @@ class StepHistory(StepObserver):
 
     @staticmethod
     def _predicted(surface: CostSurface, step: _LanguageStep) -> tuple[float, float, float]:
-        """(decode, prefill, encode seconds) as the cost surface predicts them."""
+        """(decode, prefill, encode seconds) as the cost surface predicts them. A step without decodes counts as one
+        with a decode: it reads the weights too."""
         load = step.load
         decode_s = surface.language_s(LanguageLoad(max(load.num_decodes, 1), load.decode_context))
         alone_s = surface.language_s(load)
@@ -301,7 +315,8 @@ class StepHistory(StepObserver):
 
     def _estimated(self, step: _LanguageStep) -> tuple[float, float, float]:
         """(decode, prefill, encode seconds) from recent steps: chunks are charged the recent cost per token, vision the
-        rest, at most the time that it ran. Without any measurement, every row costs the same."""
+        rest, at most the time that it ran. Before any step of decodes alone, every row costs the same; before any step
+        with chunks, these are charged all that the decodes leave."""
         load = step.load
         decode_s = self._typical.decode_s(max(load.num_decodes, 1))
         if decode_s is None:

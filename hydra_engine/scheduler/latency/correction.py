@@ -39,8 +39,8 @@ def kind_of(load: LanguageLoad, vision_s: float) -> Kind:
 
 
 class _Ratios:
-    """A window of the ratios of one kind of step. It starts with `FEW` samples of the normal distribution that the
-    surface's error bars describe."""
+    """A window of the ratios of one kind of step. It starts with `FEW` samples of the normal distribution in which 90 %
+    of the relative errors are at most `error`; `count` leaves these out."""
 
     def __init__(self, error: float) -> None:
         self.window = Window(WINDOW)
@@ -59,7 +59,7 @@ class Correction:
 
     `alone_error` and `corun_error` are the error bars of the surface (90 % of the relative residuals). A step whose
     ratio is above `STALL` times the median of the last `RECENT` ratios was stalled and is not counted; if half of the
-    latest ratios are that high, the median follows.
+    latest ratios are that high, the median follows. Other ratios count as at least `LOWEST` and at most `HIGHEST`.
     """
 
     def __init__(self, alone_error: float, corun_error: float) -> None:
@@ -72,16 +72,17 @@ class Correction:
 
     @property
     def pause_s(self) -> float:
-        """Median seconds between two recent steps."""
+        """Median of the latest `RECENT` pauses between two steps, in seconds; 0.0 before the first."""
         return self._pause_s
 
     def add_pause(self, seconds: float) -> None:
-        """Records the seconds between two steps."""
+        """Records the seconds between two steps; a negative number counts as 0."""
         self._pauses.append(max(0.0, seconds))
         self._pause_s = median(self._pauses)
 
     def add_ratio(self, kind: Kind, ratio: float) -> None:
-        """Records a ratio of measured to predicted seconds; ignores a stalled step."""
+        """Records a ratio of measured to predicted seconds. That of a stalled step moves only the median of the latest
+        ratios."""
         normal = median(self._recent)
         self._recent.append(ratio)
         if ratio <= STALL * normal:
@@ -89,15 +90,16 @@ class Correction:
             self._all.add(_bounded(ratio))
 
     def high(self, kind: Kind) -> float:
-        """Factor on the prediction that 99 % of the steps of this kind stay below."""
+        """Factor on the prediction that 99 % of the recent steps stay below: those of this kind, or of all kinds while
+        it has few."""
         return self._of(kind).quantile(KEPT)
 
     def middle(self, kind: Kind) -> float:
-        """Median factor on the prediction for steps of this kind."""
+        """Median factor on the prediction, of the same steps as in `high`."""
         return self._of(kind).quantile(0.5)
 
     def _of(self, kind: Kind) -> Window:
-        """The ratios of this kind, or of all kinds while these are few."""
+        """The ratios of this kind, or of all kinds while fewer than `FEW` of this kind were measured."""
         ratios = self._kinds[kind]
         return (ratios if ratios.count >= FEW else self._all).window
 

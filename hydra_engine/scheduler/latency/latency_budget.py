@@ -2,8 +2,8 @@
 
 HydraInfer (section 4.2, Algorithm 1) searches a token budget and an image budget once, separately, from the TPOT limit.
 Here both are searched together before every step, for the decodes that run now, on a measured cost surface that
-includes the slowdown of each lane by the other, corrected by the measured steps. The
-limits of the requests are read in `pending_limits.py`. Reads no clock.
+includes the slowdown of each lane by the other, corrected by the measured steps. The limits of the requests are read in
+`pending_limits.py`. Reads no clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OVERRUN_KEPT = 0.9  # share of the steps in which vision overruns by no more tha
 
 
 class _Towards(IntEnum):
-    """The lane that gets the slack."""
+    """The work that gets the slack: the time that decodes leave within the limit of a step."""
 
     BOTH = 0
     PREFILL = 1
@@ -50,8 +50,9 @@ class _Towards(IntEnum):
 
 
 class _Step:
-    """Predicted seconds of the language step that is being filled, by its tokens of prefill and its seconds of vision;
-    monotone in both. All its prefill is assumed to follow the context of the first one."""
+    """Predicts the seconds of a language step with the decodes of `pending`, from its prefill tokens and the seconds of
+    vision beside it; more of either never takes less time. Predictions are not corrected by measured steps. All prefill
+    tokens are assumed to attend as one chunk behind the computed tokens of the first prefill."""
 
     __slots__ = ("_chunk_share", "_context", "_decodes", "_keys_s", "_num_chunks", "_surface", "base")
 
@@ -103,15 +104,16 @@ class LatencyBudgets(Budgets):
 
     With decodes that have a limit, a step is filled until `predicted(tokens, vision seconds) * correction + pause`
     reaches it. `correction` is a factor that 99 % of the latest steps stay below (`correction.py`), `pause` the time
-    between two steps. Without such decodes the budgets are those of `Budgets`, which are upper bounds at all times.
+    between two steps. Without such decodes a step is filled as by `Budgets`. The configured `max_step_tokens` and
+    `image_budget` are upper bounds at all times.
 
     While prefill and vision both have work, the slack that decodes leave is split in proportion to the seconds of work
     that wait on either side, at least a fifth each; what one cannot use goes to the other. If the first token with the
     earliest deadline would then be late, the side that it waits for gets all slack, and the step may last up to the
     smaller of `PendingWork.stretch_s` and four times the limit.
 
-    Neither side starves: vision gets 5 % of the limit beside every step if it has that much work, and after 64 steps
-    with less than 16 tokens a prefill gets as many as take half a limit, at least 16.
+    Neither side starves: vision gets at least 5 % of the limit beside every step if it has that much work, and after 64
+    steps in a row with less than 16 tokens a prefill gets as many as take half a limit, at least 16 if it has them.
 
     On a divided device (`CostSurface.splits`) a step also has a partition, chosen by `PartitionChoice`: on a part of
     the device vision runs beside it all along, and the step gets the prefill that fits the limit there.
@@ -162,7 +164,7 @@ class LatencyBudgets(Budgets):
 
     def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
         """The largest budget whose step stays within `target_s`, its slack given to `towards`; at most `highest`
-        tokens."""
+        tokens. Waiting vision gets `MIN_VISION` of the limit even if the step then takes longer."""
         step, guess = _Step(self._surface, pending), self._guesses[towards]
         tpot_limit_s, want = pending.tpot_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
@@ -190,7 +192,8 @@ class LatencyBudgets(Budgets):
         self, step: _Step, pending: PendingWork, want: int, allowed: float, min_s: float, work: float, towards: _Towards
     ) -> int:
         """Tokens of prefill, at most `want`: as many as leave vision its share of the slack, or more if vision cannot
-        use its share. `work`: seconds of vision that wait; `min_s`: those that it gets in any case."""
+        use its share. `allowed`: predicted seconds that the step may take; `work`: seconds of vision that wait;
+        `min_s`: those that it gets in any case."""
         guess = self._guesses[towards]
         prefill_work = (step.alone_s(want) - step.base) * pending.prefill_tokens / want
         share = min(1 - MIN_SHARE, max(MIN_SHARE, prefill_work / (prefill_work + work)))
@@ -204,8 +207,8 @@ class LatencyBudgets(Budgets):
         return _largest(lambda count: step.corun_s(count, work), allowed, want, low=own, guess=guess)
 
     def _without_starvation(self, pending: PendingWork, budget: StepBudget, want: int) -> StepBudget:
-        """The budget, or after `STARVED_STEPS` steps with too few tokens for a waiting prefill, a budget with a chunk
-        for it."""
+        """The budget or, after `STARVED_STEPS` steps in a row with fewer than `MIN_CHUNK` tokens for prefills that
+        could use more, a budget with a chunk for them. `want`: tokens that could be used."""
         if budget.tokens >= min(MIN_CHUNK, want):
             self._starved = 0
             return budget
@@ -220,7 +223,8 @@ class LatencyBudgets(Budgets):
     # ---- a divided device
 
     def _on_partition(self, pending: PendingWork, whole: StepBudget, want: int) -> StepBudget:
-        """`whole`, the budget on the undivided device, or the budget on the partition with the best rate."""
+        """The budget on the partition that `PartitionChoice` chooses; `whole` is the one on the undivided device. While
+        no image waits, returns `whole` on the latest partition. Another partition changes the image budget."""
         before = self._choice.partition
         if not self._surface.splits or not pending.encode_patches:
             return whole._replace(partition=before) if before else whole
@@ -237,8 +241,8 @@ class LatencyBudgets(Budgets):
         return budgets[chosen]
 
     def _divided(self, pending: PendingWork, whole: StepBudget, want: int, partition: int) -> StepBudget:
-        """The budget on a partition, where vision runs beside the step all along. If the step has to run on the
-        undivided device because an encode there is unfinished, vision gets the seconds of `whole`."""
+        """The budget on a partition, where vision runs beside the step all along; at most `want` tokens. If the step
+        has to run on the undivided device because an encode there is unfinished, vision gets the seconds of `whole`."""
         step = _Step(self._surfaces[partition], pending)
         allowed = self._allowed(Kind.VISION, whole.target_s)
         tokens = _largest(lambda count: step.corun_s(count, math.inf), allowed, want, guess=min(whole.tokens, want))
@@ -251,9 +255,9 @@ class LatencyBudgets(Budgets):
         )
 
     def _rate(self, pending: PendingWork, budget: StepBudget) -> float:
-        """Score of a budget for `PartitionChoice.choose`: waiting work divided by the time until all of it is done,
-        including the time without vision after it has finished. Decodes that keep a limit do not count: they need not
-        be faster."""
+        """Score of a budget for `PartitionChoice.choose`: waiting work, in seconds that it takes alone, divided by the
+        time until all of it is done, including the time without vision after it has finished. Decodes that keep a limit
+        do not count: they need not be faster. 0.0 if the step would take longer than its target."""
         surface = self._surfaces[budget.partition]
         step, tokens = _Step(surface, pending), min(budget.tokens, pending.prefill_tokens)
         vision_s = math.inf if budget.partition else budget.vision_s
@@ -275,7 +279,8 @@ class LatencyBudgets(Budgets):
         return decode_rate + (prefill_work + vision_work) / (both_s + left_s)
 
     def _is_at_risk(self, pending: PendingWork, budget: StepBudget) -> bool:
-        """True if the first token with the earliest deadline comes too late if all steps are like this one."""
+        """True if the first token with the earliest deadline comes too late if all steps are like this one. False
+        without a deadline ahead, or if the step leaves no work out."""
         left = pending.ttft_due_s - pending.now
         if not 0 < left < math.inf or not (budget.more_tokens or budget.more_vision):
             return False
@@ -290,7 +295,8 @@ class LatencyBudgets(Budgets):
         return needed > left
 
     def _allowed(self, kind: Kind, target_s: float) -> float:
-        """Predicted seconds of a step that may take `target_s` with the pause before it: the target, corrected."""
+        """Longest predicted seconds of a step of this kind that is to take at most `target_s`, the pause before it
+        included: (target - pause) / correction."""
         return (target_s - self._correction.pause_s) / self._correction.high(kind)
 
     def predict(self, load: LanguageLoad) -> float | None:
@@ -302,17 +308,19 @@ class LatencyBudgets(Budgets):
         return self._image_budget
 
     def _vision_s(self, num_patches: int) -> float:
-        """Seconds of the vision lane for `num_patches`, slowed by the language lane beside it."""
+        """Predicted seconds of a vision step of pictures like the latest, with language steps beside it all along."""
         load = VisionLoad(num_patches, self._pairs_per_patch * num_patches)
         return self._surface.vision_s(load) * self._vision_slowdown
 
     @property
     def _vision_slowdown(self) -> float:
+        """Factor on a vision step while the language lane runs, on the latest partition."""
         return self._surfaces[self._choice.partition].vision_slowdown
 
     def _best_image_budget(self) -> int:
-        """Patches of a vision step. With a limit: the smallest batch with 95 % of the best throughput, whose slices are
-        short beside the limit, for pictures like the latest (a slice is at least one picture)."""
+        """Maximum patches of a vision step, at most the configured ones. With a TPOT limit the smallest batch with 95 %
+        of the best throughput, for pictures like the latest; less if one of its slices would take more than a quarter
+        of the limit."""
         highest, tpot_limit_s = self._config.image_budget, self._config.tpot_slo
         if tpot_limit_s is None or highest < 1 or not self._vision_s(highest):  # no vision lane: it takes no time
             return highest
@@ -328,7 +336,7 @@ class LatencyBudgets(Budgets):
         return max(1, min(efficient, short, highest))
 
     def on_vision(self, load: VisionLoad) -> None:
-        """Updates the image budget if the size of pictures has changed."""
+        """Updates the image budget if the pairs per patch, which grow with pictures, differ by over 10 %."""
         pairs = load.pairs / max(1, load.num_patches)
         if not math.isclose(pairs, self._pairs_per_patch, rel_tol=0.1):
             self._pairs_per_patch = pairs
@@ -372,8 +380,8 @@ class LatencyBudgets(Budgets):
         return self._surfaces[budget.partition].corun_s(load, math.inf if all_along else vision_s)
 
     def report(self) -> BudgetReport:
-        """The report of the budgets. `token_budget`: what the latest language step could have held had enough prompts
-        waited."""
+        """The report of the budgets. `token_budget`: the prefill tokens that the latest language step could have held
+        had enough prompts waited."""
         config, latest = self._config, self._latest
         tokens = self._latest_tokens
         if latest.num_decodes and latest.tpot_limit_s < math.inf:
@@ -441,9 +449,10 @@ class PartitionChoice:
         self._steps = LOOK
 
     def choose(self, rate: Callable[[int], float]) -> int:
-        """The partition of the step that is being planned. `rate(p)`: work done per second on partition p, the work
-        measured in seconds that it takes alone; 0 if the step would miss its limit. If all rates are 0, it is the
-        undivided device, where vision waits."""
+        """The partition of the step that is being planned: the one with the highest rate if that exceeds the present
+        one's by 5 %. The others are rated only every `LOOK` steps, or at once if the present rate is 0. `rate(p)`: work
+        done per second on partition p, the work measured in seconds that it takes alone; 0 if the step would miss its
+        limit. If all rates are 0, it is the undivided device, where vision waits."""
         self._steps += 1
         present = rate(self.partition)
         if present and self._steps < LOOK:

@@ -13,14 +13,15 @@ SHORT_PROMPT = 64  # tokens of text
 
 
 def best_tpot_s(surface: CostSurface, *, pause_s: float = 0.0) -> float:
-    """Seconds per token of one request with a short context. `pause_s`: seconds between two steps."""
+    """Seconds per token of one request whose context is a short prompt. `pause_s`: seconds between two steps."""
     return surface.language_s(LanguageLoad(num_decodes=1, decode_context=SHORT_PROMPT)) + pause_s
 
 
 def best_ttft_s(
     surface: CostSurface, token_budget: int, *, picture: VisionLoad | None = None, picture_tokens: int = 0
 ) -> float:
-    """Seconds to the first token of a short prompt: its encode, if there is a picture, then its prefill."""
+    """Seconds to the first token of a short prompt: its encode, if there is a picture, then its prefill in chunks of
+    `token_budget` tokens. `picture_tokens`: tokens of the picture in the prompt."""
     seconds = surface.vision_s(picture) if picture is not None else 0.0
     start, end = 0, SHORT_PROMPT + (picture_tokens if picture is not None else 0)
     while start < end:
@@ -41,7 +42,8 @@ def check_limits(
 ) -> list[str]:
     """Messages for the user about limits that not even a single request keeps; empty if all can be kept.
 
-    `picture`: the largest picture of the model; None if it takes none.
+    `picture`: the largest picture of the model, None if it takes none; `picture_tokens`: its tokens in a prompt;
+    `pause_s`: seconds between two steps.
     """
     problems = []
     if config.tpot_slo is not None:

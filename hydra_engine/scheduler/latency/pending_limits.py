@@ -21,7 +21,8 @@ STRETCHED_SHARE = 0.05
 
 def with_limits(pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None) -> PendingWork:
     """`pending` with the limits of the decodes `ready`, and with what has to be computed before the first token of
-    `due`, the request with the earliest deadline. Counts at most `MAX_SEEN` requests of a queue."""
+    `due`, the request with the earliest deadline (None: there is none). Counts at most `MAX_SEEN` requests of a queue.
+    """
     table = requests.decodes
     if table.times.num_limited and len(ready.starts):
         limits_s = table.times.limits(ready.indices)
@@ -34,8 +35,8 @@ def with_limits(pending: PendingWork, requests: RequestTable, ready: Ready, due:
 
 
 def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Int64s, late_gaps: Int64s) -> float:
-    """Longest duration in seconds of the next step with which every running decode still keeps its TPOT limit, for
-    `PendingWork.stretch_s`. Infinite without decodes.
+    """Longest duration in seconds of the next step, with the pause before it, that puts no running decode's TPOT limit
+    at risk, for `PendingWork.stretch_s`. Infinite without decodes.
 
     Entry i of each [B] array belongs to one running decode: its limit (infinite: none), the seconds between its first
     and its latest token, the number of gaps between them, and how many of these were longer than the limit. A request
@@ -52,7 +53,7 @@ def stretch(limits_s: Seconds, elapsed_s: Seconds, num_gaps: Int64s, late_gaps: 
 
 def _before_due(requests: RequestTable, due: RequestState) -> tuple[int, int]:
     """(tokens, patches) to compute before the first token of `due`: for itself, for the running prefills ahead of it
-    and, if it has not started, for more urgent requests."""
+    and, if it has not started, for more urgent requests. No patches if `due` waits for no image."""
     first = [due]
     if due.request.id in requests.kv.tables:
         first += (state for state in islice(requests.prefilling, MAX_SEEN) if state.order < due.order)
