@@ -46,7 +46,7 @@ class OpChoice(NamedTuple):
     """A line of the table that `doctor` and the start-up summary print."""
 
     op: str
-    implementation: str  # "native-amx", "native-avx512bf16", "native-avx512", "native-avx2", "reference"
+    implementation: str  # "native-avx2" (the instruction set), "triton", "cublas", "reference", ..
     reason: str
 
 
@@ -58,8 +58,8 @@ class PagedCache:
     """A block-major cache: a block with all its layers is one contiguous piece of memory.
 
     data: [N, L, X, S, H, D] contiguous. KV cache: X = 2 (K, V), H = Hkv. Image cache: X = 1, H = 1, D = C and L =
-    feature planes per image (1 except for deepstack models). slot = block * S + offset. `memory`: the shared memory
-    that holds `data`, if other processes can map it.
+    feature planes per image (1 except for deepstack models). Slots are numbered over all blocks: block * S + offset.
+    `memory`: the shared memory that holds `data`, None if other processes cannot map it.
 
     Quantized (`quantized`): data is int8 and `scales` float32 [N, L, X, H, S]; an element is int8 * the scale of its
     token and head. Rows are written and gathered in the dtype `rounded_from`. In memory each [S, H, D] of `data` is
@@ -78,7 +78,7 @@ class PagedCache:
     def quantized(
         cls, raw: Tensor, shape: tuple[int, ...], row_dtype: torch.dtype, memory: SharedMemory | None = None
     ) -> PagedCache:
-        """Returns a quantized cache of `shape` (N, L, X, S, H, D) over `raw`, uint8 [N * block bytes].
+        """Returns a quantized cache of `shape` (N, L, X, S, H, D) over `raw`, uint8 [N * L * X * S * H * (D + 4)].
 
         `row_dtype`: of the rows that are written and gathered. Raises ValueError unless S * H * D is a multiple of 4.
         """
@@ -121,8 +121,10 @@ class PagedCache:
         return elements * self.data.element_size() + scales
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer of a KV cache, [N, S, Hkv, D] each. The views are kept, since making them takes as long as
-        a launch."""
+        """Views of K and V of a layer of a KV cache, [N, S, Hkv, D] each; int8 without scales if it is quantized.
+
+        The views are kept, since making them takes as long as a launch.
+        """
         views = self._layers.get(layer)
         if views is None:
             views = self._layers[layer] = self.data[:, layer, 0], self.data[:, layer, 1]
@@ -136,18 +138,19 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The query rows, contexts and blocks of one step, made once by `Ops.plan_attention` and used by every layer.
+    """Queries, contexts and blocks of a step's rows, for all its layers; made by `plan_attention`, `plan_decode` or
+    `plan_mixed` of `Ops`.
 
     Row r of the step has query tokens [cu_q[r], cu_q[r+1]); they are the last of its num_context[r] context tokens, so
-    query i has position num_context[r] - (cu_q[r+1] - cu_q[r]) + i and attends to positions up to its own. Tensors are
-    int32, on the host on CPU backends.
+    its i-th query (from 0) has position num_context[r] - (cu_q[r+1] - cu_q[r]) + i and attends to positions up to its
+    own. Tensors are on the device of the ops.
     """
 
     cu_q: Tensor  # [B + 1] int32
     num_context: Tensor  # [B] int32, after this step's tokens are written
     block_tables: Tensor  # [B, max_blocks] int32; entries beyond ceil(num_context / S) are arbitrary
-    max_q: int
-    max_context: int
+    max_q: int  # queries of a row at most
+    max_context: int  # of a row; 0 if it is read at launch time
     native: Any = None  # the implementation's own data, opaque
     refresh: Refresh | None = None  # set by `plan_decode` if the implementation plans on the host
 
@@ -160,7 +163,7 @@ class MixedRows(NamedTuple):
     """
 
     cu_q: Tensor  # [B + 1]: row r has tokens [cu_q[r], cu_q[r + 1])
-    rest_cu_q: Tensor  # [B + 1]: the same with decodes left empty; the rows of prompts begin where decodes end
+    rest_cu_q: Tensor  # [B + 1]: max(cu_q, number of decodes), so that rows of decodes are empty
     num_context: Tensor  # [B]
     decode_context: Tensor  # [B]: num_context of decodes, 0 for all other rows
     block_tables: Tensor  # [B, W]
@@ -168,10 +171,10 @@ class MixedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
-    """Segments of packed rows, made by `Ops.plan_packed`. Contents are read when an op uses them."""
+    """Segments of packed rows, made by `Ops.plan_packed`. Ops read the contents of `cu_seqlens` at launch time."""
 
     cu_seqlens: Tensor  # [segments + 1] int32
-    max_length: int  # rows
+    max_length: int  # rows of a segment at most
 
 
 Segments = Sequence[int] | PackedPlan  # cu_seqlens: segment i has rows [cu[i], cu[i + 1]); empty ones are legal
@@ -179,10 +182,10 @@ Segments = Sequence[int] | PackedPlan  # cu_seqlens: segment i has rows [cu[i], 
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """The states that recurrent layers (gated delta nets) keep of requests, in N slots; L counts these layers.
+    """The states of requests in L recurrent layers (gated delta nets), in N slots.
 
-    conv: [N, L, K - 1, channels] contiguous of the compute dtype: the inputs before the next token. recurrent: [N, L,
-    Hv, Dk, Dv] contiguous float32.
+    conv: [N, L, K - 1, channels] contiguous of the compute dtype: the last K - 1 inputs of the causal convolution.
+    recurrent: [N, L, Hv, Dk, Dv] contiguous float32: the state S of each head (`Ops.delta_rule`).
     """
 
     conv: Tensor
@@ -198,10 +201,10 @@ class StateRows:
     """The rows of a step for layers with recurrent states, int64 vectors.
 
     Row r has tokens [cu_q[r], cu_q[r + 1]), the first of them at position starts[r] of its request. It continues the
-    state in read_slots[r] (no state if starts[r] is 0, whatever the slot holds) and leaves its state in write_slots[r],
-    which no other row of the step reads or writes.
+    state in read_slots[r] (a state of zeros if starts[r] is 0, whatever the slot holds) and leaves its state in
+    write_slots[r], which no other row of the step reads or writes.
 
-    Built on the host; convert with `Ops.plan_states` before use, or make them by `Ops.plan_decode_states`.
+    Built on the host: ops use what `Ops.plan_states` returns for it, or the result of `Ops.plan_decode_states`.
     """
 
     cu_q: Tensor  # [B + 1]
@@ -211,7 +214,7 @@ class StateRows:
     native: Any = None  # the implementation's own data, opaque
 
     def lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The vectors as lists: cu_q, starts, read_slots, write_slots."""
+        """The vectors as lists: cu_q, starts, read_slots, write_slots. Waits for the device that holds them."""
         return self.cu_q.tolist(), self.starts.tolist(), self.read_slots.tolist(), self.write_slots.tolist()
 
 
@@ -231,14 +234,19 @@ class StepInputs(NamedTuple):
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters of `Ops.sample`, [B] each, on the device of the logits. Numbers are float32, on a CPU also
-    float64. Filters as in worker/language/sampler.py."""
+    """Sampling parameters of `Ops.sample`, [B] each, on the device of the logits; floats are float32 (on a CPU possibly
+    float64).
+
+    Logits are divided by the temperature, then filtered: `top_k` largest (ties with the k-th stay), then the fewest
+    most probable tokens whose probabilities sum to `top_p` (the lowest ids of equals), then those with at least `min_p`
+    of the largest probability.
+    """
 
     temperatures: Tensor  # 0: greedy, the other fields are ignored
     top_k: Tensor  # int32; 0: no limit
     top_p: Tensor  # 1: no limit
     min_p: Tensor  # 0: no limit
-    numbers: Tensor  # in [0, 1): random numbers, the point of the cumulative distribution that is drawn
+    numbers: Tensor  # random numbers in [0, 1): points of the cumulative distribution, whose tokens are drawn
 
 
 LOWEST_LOGIT = float(np.finfo(np.float32).min)  # of masked tokens: their weight is 0, and the logit is finite
@@ -247,7 +255,9 @@ LOWEST_LOGIT = float(np.finfo(np.float32).min)  # of masked tokens: their weight
 class Adjustments(NamedTuple):
     """Biases, penalties and masks that `Ops.adjust_logits` applies, on the device of the logits.
 
-    Order and meaning are in worker/language/sampler.py. Indices into the lists and tables are not checked.
+    In this order: biases are added; logits of tokens in prompt or output are divided by the repetition penalty if
+    positive, else multiplied by it; tokens of the output lose frequency * occurrences + presence; tokens outside of the
+    mask get LOWEST_LOGIT. Indices into the lists and tables are not checked.
     """
 
     bias_begins: Tensor  # [B] int32: row b has the biases [bias_begins[b], bias_ends[b]) of these lists
@@ -264,10 +274,11 @@ class Adjustments(NamedTuple):
 class DeltaInputs(NamedTuple):
     """Inputs of the gated delta rule for T tokens; Hv is a multiple of Hk.
 
-    The decay of a token is exp(-exp(rates) softplus(a + shift)), its strength sigmoid(b), rounded.
+    A token decays the state by exp(-exp(rates) * softplus(a + shift)) (`A_log` and `dt_bias` of checkpoints) and is
+    written with beta = sigmoid(b), rounded to b's dtype.
     """
 
-    q: Tensor  # [T, Hk, Dk]; the rule normalises q and k
+    q: Tensor  # [T, Hk, Dk]; the rule scales q and k to length 1
     k: Tensor  # [T, Hk, Dk]
     v: Tensor  # [T, Hv, Dv]; head h reads key head h // (Hv / Hk)
     a: Tensor  # [T, Hv]
@@ -288,8 +299,8 @@ class HeadNorms(NamedTuple):
 
 
 class DeferredNorm(NamedTuple):
-    """A deferred rms_norm(rows, weight, eps), applied by the op that consumes it. Invalid once `rows` is
-    overwritten."""
+    """The rows of an rms_norm(rows, weight, eps) that is not computed yet; the op that takes it as its input computes
+    it. Invalid once `rows` is overwritten."""
 
     rows: Tensor  # [T, C]
     weight: Tensor  # [C]
@@ -310,13 +321,15 @@ Decode = Callable[[Tensor, Tensor, Tensor, PagedCache, StepInputs], Tensor]
 
 
 class PackedLinear(Protocol):
-    """A weight that `Ops.pack_linear` copied to the memory layout of its implementation."""
+    """A weight with its bias in the memory layout of an implementation, made by its `Ops.pack_linear`."""
 
     num_out: int
     num_in: int
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of weight and bias in that layout."""
+        ...
 
 
 class Ops(Protocol):
@@ -337,19 +350,19 @@ class Ops(Protocol):
     width_step: int  # layers zero-pad the width between two products (that of an MLP) to a multiple of this
 
     def choices(self) -> tuple[OpChoice, ...]:
-        """The implementation of each op on this machine, with the reason."""
+        """The ops that `doctor` lists, each with its implementation on this machine and the reason."""
         ...
 
     # ---- linear algebra
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
     ) -> PackedLinear:
-        """Packs a weight for `linear`. The caller drops its reference to `weight` afterwards.
+        """Packs a weight for `linear`. The result may share the memory of `weight`, which must not change afterwards.
 
         weight: [num_out, K] of a compute dtype, or quantised (backend/quantized.py has the arithmetic of its products,
-        for x of any compute dtype). bias: [num_out] or None. rows: dtype of the x that it will multiply, default that
-        of `weight`. A 16-bit weight of float32 rows may stay in its 16 bits: the product is that of the widened weight,
-        bit for bit.
+        for x of any compute dtype). bias: [num_out] or None. rows: dtype of the x that it will multiply, that of
+        `weight` if None. A 16-bit weight of float32 rows may stay in its 16 bits: the product is that of the widened
+        weight, bit for bit.
         """
         ...
 
@@ -365,8 +378,8 @@ class Ops(Protocol):
         """Returns act(x @ W^T + bias) + residual, [T, num_out].
 
         x: [T, K] of the dtype that the weight was packed for. residual: [T, num_out] of the result's dtype. out_dtype:
-        x's dtype (the default) or float32. Bias, activation and residual act on the float32 sums, which are rounded
-        once.
+        x's dtype (if None) or float32. Bias, activation and residual act on the float32 sums, which are rounded once;
+        on CUDA with many rows, an activation, or a residual beside a bias, acts on the rounded product.
         """
         ...
 
@@ -375,8 +388,8 @@ class Ops(Protocol):
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """Returns `add_rms_norm(linear(x), residual, ..)`: (rms_norm(s), s), s = linear(x) + residual.
 
-        x: [T, K]; residual and both results: [T, C]; weight: [C] of the norm. The norm may be deferred, and `residual`
-        may be overwritten with s.
+        x: [T, K]; residual and both results: [T, C]; weight: [C] of the norm. s is rounded before the norm, which may
+        be deferred; `residual` may be overwritten with s.
         """
         ...
 
@@ -388,7 +401,8 @@ class Ops(Protocol):
 
     # ---- products with the op that follows; `weights` are one weight, or parts whose outputs are concatenated
     def linear_act_and_mul(self, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
-        """Returns `act_and_mul(linear(x))`: x [T, K], 2 * F outputs -> [T, F]."""
+        """Returns `act_and_mul(linear(x), act)`, [T, F], of the 2 * F outputs of `weights`; x: [T, K]. A deferred norm
+        is applied to x first."""
         ...
 
     def linear_rope_and_write(
@@ -403,17 +417,17 @@ class Ops(Protocol):
     ) -> Tensor:
         """Returns `rope_and_write` of `linear`, whose (Hq + 2 Hkv) * D outputs are the heads of q, k and v.
 
-        x: [T, K]; returns rotated q [T, Hq, D]. Other parameters as in `rope_and_write`. Where this is one launch
-        (CUDA), a slot outside of the cache is skipped and never reported.
+        x: [T, K], a deferred norm is applied first; returns rotated q [T, Hq, D]. Other parameters as in
+        `rope_and_write`. If this is one launch (CUDA), a slot outside of the cache is skipped and never reported.
         """
         ...
 
     # ---- element-wise and norms
     def pixel_rows(self, pixels: Tensor, table: Tensor, width: int) -> Tensor:
-        """Looks up pixels in a table of each colour: result[p, k] = table[pixels[p, k], k % 3].
+        """Converts pixels by a table per colour channel: result[p, k] = table[pixels[p, k], k % 3].
 
-        pixels: [P, K] uint8 with the three colours interleaved. table: [256, 3] of a float type. Returns [P, width] of
-        the table's dtype, with zeros in columns K to `width`.
+        pixels: [P, K] uint8, channels interleaved, so K is a multiple of 3. table: [256, 3] of a float type. Returns
+        [P, width] of the table's dtype, with zeros in columns K to `width`.
         """
         ...
 
@@ -426,7 +440,7 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns (rms_norm(x + residual), x + residual), both [T, C]; may write the second into `residual`."""
+        """Returns (rms_norm(s), s), both [T, C], s = x + residual rounded; may overwrite `residual` with s."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -448,7 +462,8 @@ class Ops(Protocol):
         ...
 
     def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-        """Returns rms_norm(x) * silu(gate), both factors rounded: x, gate [T, H, D], weight [D] for all heads."""
+        """Returns rms_norm(x) * silu(gate), [T, H, D]: the norm is rounded, silu stays float32, the product is rounded.
+        x, gate: [T, H, D]; weight: [D] of x's dtype, for all heads."""
         ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -457,28 +472,36 @@ class Ops(Protocol):
 
     # ---- recurrent states
     def plan_states(self, rows: StateRows) -> StateRows:
-        """Prepares the rows of a step for all recurrent layers. `rows` are host tensors; do not reuse them before the
-        step has run, unless the device copies them before this returns (CUDA does)."""
+        """Prepares the rows of a step for all recurrent layers.
+
+        rows: host tensors; do not change them before the step has run, unless the device copies them before this
+        returns (CUDA does). Wrong contents (cu_q, slots) raise ValueError here or in the ops that use the result.
+        """
         ...
 
     def plan_decode_states(self, starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
         """Prepares a step of one token per row from device tensors, [B] int64, which are read at launch time:
         capturable.
 
-        A row whose `write_slots` is -1 leaves no state. Raises ValueError if the implementation plans on the host.
+        A row whose entry in `write_slots` is -1 stores no state. Raises ValueError if the implementation plans on the
+        host.
         """
         ...
 
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-        """Returns silu(sum over j of weight[:, j] * x[t - K + 1 + j]) per channel, with zeros before the first token.
+        """Returns silu(sum over j of weight[:, j] * x[t - K + 1 + j]), [T, channels], j from 0 to K - 1.
 
-        x: [T, channels]; weight: [channels, K] contiguous of x's dtype. Updates `cache.conv`.
+        Inputs before a row's first token come from its state, zeros at the start of a request. x: [T, channels];
+        weight: [channels, K] contiguous of x's dtype. Updates `cache.conv`.
         """
         ...
 
     def delta_rule(self, inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-        """Returns the gated delta rule, [T, Hv, Dv] (formulas in backend/reference/delta_rule.py). Updates
-        `cache.recurrent`."""
+        """Returns the outputs of the gated delta rule, [T, Hv, Dv], and updates `cache.recurrent`.
+
+        A token changes a head's state S [Dk, Dv] and reads it, in float32, with q and k scaled to length 1; decay and
+        beta are in `DeltaInputs`: S = decay * S; S += k (beta (v - S^T k))^T; out = S^T q / sqrt(Dk).
+        """
         ...
 
     # ---- caches
@@ -507,8 +530,8 @@ class Ops(Protocol):
         """Rotates q and k (pairs (i, i + D/2), as Llama), writes rotated k and v to the cache, returns rotated q [T,
         Hq, D].
 
-        q: [T, Hq, D]; k, v: [T, Hkv, D]; slots: [T] int64, -1 skips the row. rotary: angles of each token, sections of
-        M-RoPE already resolved. norms: applied to q and k before the rotation.
+        q: [T, Hq, D]; k, v: [T, Hkv, D]; slots: [T] int64, -1 writes no k and v. rotary: angles of each token, sections
+        of M-RoPE already resolved. norms: applied to q and k before the rotation.
         """
         ...
 
@@ -524,7 +547,7 @@ class Ops(Protocol):
         ...
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """Returns tensor `index` (0 K, 1 V) of `layer` at `slots`: [M, H, D] contiguous in the cache's `row_dtype`.
+        """Returns tensor `index` of `layer` (K or features 0, V 1) at `slots`: [M, H, D] contiguous, of `row_dtype`.
 
         slots: [M] int64. A row whose slot is -1 is uninitialised memory.
         """
@@ -534,7 +557,7 @@ class Ops(Protocol):
         """Copies whole blocks, all layers: target[pairs[i, 1]] = source[pairs[i, 0]]; pairs: [n, 2] int64 on the host.
 
         The order of the pairs is undefined: no pair may write a block that another one reads or writes. Another process
-        may change blocks of the source meanwhile: then their copies have any content, and nothing else breaks.
+        may change blocks of the source meanwhile: then the content of their copies is undefined, nothing else.
         """
         ...
 
@@ -542,8 +565,8 @@ class Ops(Protocol):
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         """Plans a step from host tensors, int32: cu_q [B + 1], num_context [B], block_tables [B, max_blocks].
 
-        Do not reuse the tensors before the step has run, unless the device copies them before this returns (CUDA does).
-        Raises ValueError if a row has more queries than context.
+        Do not change the tensors before the step has run, unless the device copies them before this returns (CUDA
+        does). Raises ValueError if `cu_q` does not rise from 0 or a row has more queries than context.
         """
         ...
 
@@ -551,8 +574,8 @@ class Ops(Protocol):
         """Plans a step of one token per row from device tensors, which are read at launch time: capturable.
 
         num_context: [B], block_tables: [B, W], int32. A context may be as long as W blocks; `max_context` of the plan
-        is 0, since only the cache knows S. If the plan has a `refresh`, ops use the contents of its last call instead.
-        Raises ValueError if the implementation plans on the host and has no `refresh`.
+        is 0, since only the cache knows S. If the plan has a `refresh`, ops use what that was last called with instead
+        of the tensors' contents. Raises ValueError if the implementation plans on the host without a `refresh`.
         """
         ...
 
@@ -568,8 +591,8 @@ class Ops(Protocol):
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
         """Causal attention of the step's queries over their paged context, decodes and prompt chunks alike: [T, Hq, D].
 
-        q: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv). Softmax in float32. A quantized cache computes (q .
-        k) * scale of k, and weights * scale of v.
+        q: [T, Hq, D]; query head h reads KV head h // (Hq / Hkv). Softmax of scale * (q . k) in float32. A quantized
+        cache is dequantized after the products: q . k is multiplied by k's scale, a softmax weight by v's.
         """
         ...
 
@@ -584,17 +607,17 @@ class Ops(Protocol):
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
         """Bidirectional attention within each segment [cu[i], cu[i+1]) of packed rows (vision towers): [P, H, D].
 
-        q, k, v: [P, H, D], may be strided views of one fused projection. If the segments of a `PackedPlan` do not keep
-        what `plan_packed` demands, the result is undefined.
+        q, k, v: [P, H, D], may be strided views of one fused projection. Raises ValueError if a list of segments does
+        not rise from 0 to P. Segments of a `PackedPlan` that do not, or that are too long, give undefined results.
         """
         ...
 
     # ---- whole steps
     def recorded(self, decode: Decode) -> Decode:
-        """Returns `decode`, or an equivalent with the same bits and less host time between ops.
+        """Returns `decode`, or a function with the same results, bit for bit, and less host time between ops.
 
-        For one lane; a result is valid until the next call. `decode` must only call these ops, index rows of tables and
-        concatenate columns, and which calls it makes must depend on the shapes of its inputs alone.
+        Only one lane may call it; its logits are valid until the next call. `decode` must only call these ops, index
+        rows of tables and concatenate columns, and its calls must depend on the shapes of its inputs alone.
         """
         ...
 
@@ -608,9 +631,9 @@ class Ops(Protocol):
         """Draws one token per row of logits [B, V] float32, on a CPU also float64 if the numbers of `sampling` are.
         Returns (tokens [B] int64, finite [B] bool).
 
-        The token is where the cumulative sum of the filtered distribution, in vocabulary order, passes `numbers`; at
-        temperature 0 the lowest id among the largest logits. A row that is not finite gets an arbitrary valid token. A
-        token depends on its own row alone.
+        The token is the first at which the cumulative sum of the filtered distribution, in vocabulary order, exceeds
+        `numbers`; at temperature 0 the lowest id among the largest logits. A row that is not finite gets an arbitrary
+        valid token. A token depends on its own row alone.
         """
         ...
 
@@ -630,8 +653,8 @@ class Ops(Protocol):
         logits: [B, V] float32, on a CPU also float64; tokens: [B] int64, the sampled ones; num_top: [B] int32, at most
         `max_top`, -1 for rows that need no log probabilities. numbers: logit of the token, largest logit, sum of
         exp(logit - largest), then the num_top largest logits. places: rank of the token (1 is best), then the ids of
-        the largest logits. Order: logit descending, id ascending. Entries after num_top, and rows that are not finite,
-        are undefined.
+        the largest logits. Order: logit descending, id ascending. Entries after num_top, and rows that are not finite
+        or have num_top -1, are undefined.
         """
         ...
 
@@ -647,6 +670,6 @@ class Backend:
 
     device: Device
     ops: Ops
-    dtype: torch.dtype
-    threads: int
+    dtype: torch.dtype  # of activations
+    threads: int  # CPU threads of each lane
     notes: tuple[str, ...] = ()  # for the start-up summary, a sentence each
