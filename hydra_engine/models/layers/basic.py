@@ -26,9 +26,10 @@ class Linear:
 
     `scale` names a checkpoint vector with one factor per output (layer scale); it is multiplied into weights and biases
     once, at load. `arrange` joins the parts' weights, and likewise their biases, in place of torch.cat. `num_in` lists
-    all dimensions but the first if the checkpoint's weight has more than two. Any part may be quantised. `spare_out`
-    zero outputs are appended to each part; `spare_in` zero columns are appended to W, for inputs that are zero in every
-    x."""
+    all dimensions but the first if the checkpoint's weight has more than two; such a weight needs an `arrange` that
+    flattens it. Parts may be quantised in the checkpoint if they are matrices; floats are quantised at load if the
+    scope says so. `spare_out` zero outputs are appended to each part; `spare_in` zero columns are appended to W, for
+    inputs that are zero in every x."""
 
     packed: tuple[PackedLinear, ...]  # one for all parts, unless they are quantised in several ways
 
@@ -65,6 +66,7 @@ class Linear:
         scope.register(self)
 
     def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
+        """Returns the outputs of x [T, K]: [T, N], spare ones included, as is `residual`, which is not written."""
         if len(self.packed) == 1:
             return self._ops.linear(x, self.packed[0], act=act, residual=residual)
         cuts = [part.num_out for part in self.packed]
@@ -73,15 +75,18 @@ class Linear:
         return torch.cat([self._ops.linear(x, part, act=act, residual=rest) for part, rest in parts], dim=1)
 
     def _fill_weight(self, name: str, weight: Tensor | QuantizedWeight) -> None:
+        """Keeps the weight of a part, with its spare outputs, until all parts have arrived and are packed."""
         self._weights_arrived[name] = _padded(weight, self._spare_out, 0)
         self._pack_if_complete()
 
     def _fill_vector(self, name: str, tensor: Tensor) -> None:
+        """Keeps a bias or the scale, with zeros for spare outputs, until all parts have arrived and are packed."""
         self._vectors_arrived[name] = pad(tensor, (0, self._spare_out)) if self._spare_out else tensor
         self._pack_if_complete()
 
     def _pack_if_complete(self) -> None:
-        """Packs once all parts have arrived, so that while loading only one layer exists both packed and unpacked."""
+        """Sets `packed` and drops the parts once all have arrived, so that while a model loads only one layer exists
+        both packed and unpacked."""
         weights, vectors = self._weights_arrived, self._vectors_arrived
         if len(weights) < len(self._weights) or len(vectors) < len(self._biases) + (self._scale is not None):
             return
@@ -97,15 +102,15 @@ class Linear:
         self.packed = tuple(map(self._ops.pack_linear, joined, biases, repeat(self._dtype)))
 
     def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
-        """Joins adjacent parts of one quantisation format. With `arrange` all parts must have one format, so a mixture
-        is dequantised first."""
+        """Joins adjacent parts of one quantisation format; returns one weight for each run of them. With `arrange` all
+        parts must have one format, so a mixture is dequantised first."""
         groups = [list(group) for _, group in groupby(parts, _stack_key)]
         if len(groups) > 1 and self._arrange is not _stacked:
             groups = [[part.dequantized(self._dtype) if isinstance(part, QuantizedWeight) else part for part in parts]]
         return [self._join(group) for group in groups]
 
     def _join(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-        """Joins parts of one quantisation format."""
+        """Joins parts of one quantisation format, by `arrange`; that of quantised parts permutes their outputs."""
         weights = [part for part in parts if isinstance(part, QuantizedWeight)]
         if not weights:
             return self._arrange([part for part in parts if isinstance(part, Tensor)])
@@ -116,6 +121,7 @@ class Linear:
 
 
 def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor | QuantizedWeight:
+    """Quantises a float weight to `num_bits`. Without these, or if it is quantised already, it is returned as it is."""
     if num_bits is None or isinstance(weight, QuantizedWeight):
         return weight
     return quantized_matrix(weight, num_bits)
@@ -131,10 +137,12 @@ def _padded(weight: Tensor | QuantizedWeight, num_out: int, num_in: int) -> Tens
 
 
 def _stack_key(weight: Tensor | QuantizedWeight) -> object:
+    """Returns a key of the quantisation format: weights with equal keys can be concatenated. None for floats."""
     return None if isinstance(weight, Tensor) else weight.stack_key
 
 
 def _scaled(weight: Tensor | QuantizedWeight, factors: Tensor) -> Tensor | QuantizedWeight:
+    """Multiplies the weights of output n by factors[n]; values of quantised weights stay, only their scales change."""
     if isinstance(weight, QuantizedWeight):
         return weight.scaled(factors)
     return _scaled_tensor(weight, factors[:, None])
@@ -146,11 +154,13 @@ def _scaled_tensor(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
+    """Concatenates along the first dimension; a single tensor is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Weight:
-    """A tensor of the checkpoint, kept unchanged or as the result of `transform`."""
+    """A tensor of the checkpoint, loaded in `dtype` (None: the compute dtype) and kept as it is or as the result of
+    `transform`."""
 
     packed: tuple[Tensor]
 
@@ -176,7 +186,8 @@ class Weight:
 
 
 class RmsNorm:
-    """RMS norm. `centred`: the checkpoint stores weight - 1; the weight is then kept in float32."""
+    """RMS norm over the last dimension. `centred`: the checkpoint stores weight - 1; the weight is then kept in
+    float32."""
 
     def __init__(self, scope: Scope, num_channels: int, eps: float, *, centred: bool = False) -> None:
         self._ops = scope.ops
@@ -191,7 +202,8 @@ class RmsNorm:
         return self._ops.rms_norm(x, self._weight.tensor, self._eps)
 
     def after_linear(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """Returns (norm(y), y), y = linear(x) + residual. `residual` must not be used afterwards."""
+        """Returns (norm(y), y), y = linear(x) + residual. The norm may be deferred, and `residual` may be overwritten
+        with y, so the caller must not use it again. `linear` has one packed weight."""
         (packed,) = linear.packed
         return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
 
@@ -219,8 +231,8 @@ class LayerNorm:
 
 
 class Head:
-    """The output projection, with logits in float32. The embedding fills a tied head. If matrices are quantised at
-    load, the head gets 8 bits, whatever width they get."""
+    """The output projection, [T, C] -> logits [T, V] float32. A tied head declares no slot: the embedding fills it. If
+    matrices are quantised at load, the head gets 8 bits, whatever width they get."""
 
     packed: tuple[PackedLinear]
 
@@ -232,12 +244,13 @@ class Head:
         return self._ops.linear(x, self.packed[0], out_dtype=torch.float32)
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
+        """Packs the weight, [V, C], in place of one that was packed before."""
         self.packed = (self._ops.pack_linear(_quantized(weight, self._quantize), rows=self._dtype),)
 
 
 class Embedding:
-    """The token table, with rows in the compute dtype. `tied_head` shares its weight, quantised if the checkpoint's is.
-    `substitute`: see `Scope.declare`."""
+    """The token table: token ids [T] -> [T, C] in the compute dtype. The table is never quantised; `tied_head` is
+    filled with the same weight, still quantised if the checkpoint's is. `substitute`: see `Scope.declare`."""
 
     packed: tuple[Tensor]  # [rows, C]
 
@@ -254,6 +267,7 @@ class Embedding:
         return self.packed[0].index_select(0, token_ids).to(self._dtype)
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
+        """Keeps the table, dequantised, and fills the tied head if there is one."""
         self.is_filled = True
         self.packed = (weight.dequantized(self._dtype) if isinstance(weight, QuantizedWeight) else weight,)
         if self._tied_head is not None:
@@ -261,8 +275,8 @@ class Embedding:
 
 
 class GatedMlp:
-    """A gated MLP: down(act(gate(x)) * up(x)) + residual. The inner width is padded with zeros to a multiple of the
-    device's `width_step`."""
+    """A gated MLP: down(act(gate(x)) * up(x)) + residual, with checkpoint names gate_proj, up_proj and down_proj. The
+    inner width is padded with zeros to a multiple of the device's `width_step`."""
 
     def __init__(self, scope: Scope, num_channels: int, num_inner: int, act: str, *, bias: bool = False) -> None:
         self._ops = scope.ops
@@ -280,13 +294,13 @@ class GatedMlp:
         return norm.normalise_sum(self.down, self.inner(x), residual)
 
     def inner(self, x: Tensor | DeferredNorm) -> Tensor:
-        """Returns act(gate(x)) * up(x), the input of `down`."""
+        """Returns act(gate(x)) * up(x), [T, padded inner width], the input of `down`."""
         return self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act)
 
 
 class Mlp:
-    """A two-layer MLP: second(act(first(x))) + residual. `names` are those of the two layers, `scale` is the second
-    layer's (see `Linear`). The inner width is padded with zeros as in `GatedMlp`: act(0) is 0."""
+    """A two-layer MLP: second(act(first(x))) + residual. `names` are the checkpoint names of the two layers, `scale` is
+    the second layer's (see `Linear`). The inner width is padded with zeros as in `GatedMlp`: act(0) is 0."""
 
     def __init__(
         self,

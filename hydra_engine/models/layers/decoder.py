@@ -42,8 +42,9 @@ SCORED_ROWS = 256
 
 
 class Scored(NamedTuple):
-    """Rows of a step that need logits besides those of `logit_rows`. `take` receives slices [<= SCORED_ROWS, V] float32
-    in the order of `rows` and must not keep them."""
+    """Rows of a step that need logits besides those of `logit_rows`. `take` is called during the forward with slices of
+    their logits, [<= SCORED_ROWS, V] float32, in the order of `rows`, and must not keep them: all together may not fit
+    in memory."""
 
     rows: Tensor  # [M] int64, M > 0
     take: Callable[[Tensor], None]
@@ -51,6 +52,8 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LanguageInput:
+    """The inputs of a decoder for a step of T tokens. Tensors are on the decoder's device."""
+
     token_ids: Tensor  # [T] int64; any value at image rows
     # [T] int64 (1-D rotary) or [3, T] (multimodal rotary: time, row, column; alike where a row takes no image feature)
     positions: Tensor
@@ -65,6 +68,9 @@ class LanguageInput:
 
 
 class PagedAttention:
+    """Causal attention over a paged KV cache, without its output projection `out`, which the caller applies. `layer` is
+    its index among the layers with keys and values."""
+
     def __init__(self, scope: Scope, spec: LanguageSpec, layer: int) -> None:
         self._ops = scope.ops
         self._layer = layer
@@ -95,7 +101,8 @@ class PagedAttention:
 
 
 class DeltaNet:
-    """A gated delta net. `layer` is its index among the delta-net layers."""
+    """A gated delta net (linear attention with one recurrent state per request), without its output projection `out`,
+    which the caller applies. `layer` is its index among the delta-net layers."""
 
     def __init__(self, scope: Scope, shape: DeltaShape, hidden_size: int, eps: float, layer: int) -> None:
         self._ops, self._shape, self._eps, self._layer = scope.ops, shape, eps, layer
@@ -117,8 +124,9 @@ class DeltaNet:
     def __call__(
         self, x: Tensor | DeferredNorm, rotary: Rotary, cache: PagedCache, step: StepInputs, rows: Tensor | None = None
     ) -> Tensor:
-        """Returns the input of `out`, [T, Hv * Dv], or only the given rows of it; advances the states of all rows.
-        Ignores `rotary` and `cache`, which attention layers need. Raises ValueError if the step has no states."""
+        """Returns the input of `out`, [T, Hv * Dv], or only the given rows of it; advances the states of all requests
+        by all their tokens. x: [T, C]. Ignores `rotary` and `cache`, which attention layers need. Raises ValueError if
+        the step has no states."""
         if step.states is None:
             raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
         shape, ops, states = self._shape, self._ops, step.states
@@ -141,7 +149,8 @@ class DeltaNet:
 
 
 class GatedAttention:
-    """Causal attention with a sigmoid gate per output. `layer` is its index among the layers with keys and values."""
+    """Causal attention with normed queries and keys and a sigmoid gate per output, without its output projection `out`,
+    which the caller applies. `layer` is its index among the layers with keys and values."""
 
     def __init__(self, scope: Scope, spec: LanguageSpec, layer: int) -> None:
         self._ops, self._layer, self._head_dim, self._eps = scope.ops, layer, spec.head_dim, spec.rms_eps
@@ -175,7 +184,8 @@ class GatedAttention:
         return ops.sigmoid_mul(mixed, gate).flatten(1)
 
     def _arranged(self, parts: list[Tensor]) -> Tensor:
-        """Reorders outputs to queries, keys, values, gates. The checkpoint stores each head's gate after its query."""
+        """Joins the outputs of q_proj, k_proj and v_proj as queries, keys, values and gates: the checkpoint stores each
+        head's gate after its query. Heads of queries and keys are permuted to `_order`."""
         q, k, v = (part.unflatten(0, (-1, self._head_dim)) for part in parts)
         pairs = q.unflatten(0, (-1, 2))
         q, gate = pairs[:, 0], pairs[:, 1]
@@ -187,7 +197,8 @@ class GatedAttention:
 
 
 def paired_order(head_dim: int, rotary_dim: int) -> Tensor:
-    """Permutation of a head, [D] int64, that moves the rotated pairs (i, i + rotary_dim / 2) to a distance of D/2."""
+    """Permutation of a head's columns, [D] int64, that moves the rotated pairs (i, i + rotary_dim / 2) to the first
+    rotary_dim / 2 columns of both halves: D/2 apart."""
     half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
     turning, still = torch.arange(head_dim).split((rotary_dim, head_dim - rotary_dim))
     return torch.cat((turning[:half], still[:rest], turning[half:], still[rest:]))
@@ -220,15 +231,17 @@ class Decoder:
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def _fill_tied_head(self, weight: Tensor | QuantizedWeight) -> None:
-        """Fills the head; if the checkpoint stores the shared tensor only under the head's name, fills the embedding
-        too."""
+        """Fills the head. If the embedding is not filled yet, the checkpoint stores the shared tensor only under the
+        head's name: then fills both."""
         if self._embed.is_filled:
             self._head.fill(weight)
         else:
             self._embed.fill(weight)
 
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
-        """Returns the logits of `batch.logit_rows`, [B', V] float32, valid until the next call."""
+        """Returns the logits of `batch.logit_rows`, [B', V] float32, valid until the next call. Writes keys, values and
+        states of all tokens, and calls `batch.scored.take` before it returns. A step of decodes that wants as many rows
+        as it has must list them in order. Raises ValueError if image rows lack their slots or an image cache."""
         wanted, step = batch.logit_rows, StepInputs(batch.slots, batch.attention, batch.states)
         plain = batch.scored is None and batch.image_rows is None
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:
@@ -255,6 +268,8 @@ class Decoder:
     def _decode(
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
+        """Returns the logits [T, V] of a step of decodes, as a `Decode` that `Ops.recorded` can record. angles: the
+        rotary table."""
         return self._head(self._run(self._embed(token_ids), angles_at(angles, positions), cache, step))
 
     def _run(
@@ -266,8 +281,9 @@ class Decoder:
         wanted: Tensor | None = None,
         merge: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Runs the layers, calling `merge` in each, and the final norm. Returns [T, C], or only the `wanted` rows of
-        it."""
+        """Runs the layers and the final norm. Returns [T, C], or only the `wanted` rows of it; the last layer computes
+        no others after its keys and values. merge(index, residual) is called in each layer and may add to `residual`
+        in place, which adds to the layer's output."""
         hidden: Tensor | DeferredNorm = self._layers[0].input_norm(residual)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -283,9 +299,11 @@ class Decoder:
         return apply_deferred_norm(self._ops, hidden)
 
     def reserve_positions(self, end: int) -> None:
+        """Keeps the rotary table, with positions below `end`, at its address for graphs that are captured with it."""
         self._rotary.reserve(end)
 
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
+        """Returns the embeddings of all tokens, new [T, C], with image features at image rows."""
         if batch.image_rows is None:
             return self._embed(batch.token_ids)
         # Ids of image rows may lie outside the vocabulary; their embeddings are overwritten.
@@ -294,20 +312,21 @@ class Decoder:
         return hidden
 
     def _merge(self, hidden: Tensor, batch: LanguageInput, images: PagedCache | None, *, plane: int) -> None:
-        """Writes features of plane 0 over the image rows; adds those of other planes to them."""
+        """Writes features of plane 0 over the image rows of `hidden` [T, C]; adds those of other planes to them. Raises
+        ValueError without image rows, their slots or an image cache."""
         if images is None or batch.image_rows is None or batch.image_slots is None:
             raise ValueError("image_rows: expected their slots and an image cache to read from")
         self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots, plane)
 
 
 def _num_deep(batch: LanguageInput, images: PagedCache | None) -> int:
-    """Number of layers followed by a DeepStack merge in this step. It is less than the number of layers, so that the
-    last one may drop rows."""
+    """Number of first layers to whose outputs DeepStack features are added in this step; 0 without image rows. Models
+    have more layers, since the last one may drop rows."""
     return 0 if images is None or batch.image_rows is None else images.data.shape[1] - 1
 
 
 def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
-    """Builds the layers; `index` of a layer counts within its kind."""
+    """Builds the layers in order; the index that a layer gets counts layers of its kind."""
     counts: dict[LayerKind, int] = {"attention": 0, "delta": 0}
     for index, scope in enumerate(model.children("layers", spec.num_layers, "num_hidden_layers")):
         kind: LayerKind = spec.layer_kinds[index] if spec.layer_kinds else "attention"
@@ -316,6 +335,8 @@ def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
 
 
 class DecoderLayer:
+    """The parts of one layer, which `Decoder` calls. `index` counts layers of its kind."""
+
     def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
         size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
         self.input_norm = RmsNorm(scope.child("input_layernorm"), size, eps, centred=centred)

@@ -17,8 +17,8 @@ _TABLE_ROWS = 4096
 
 
 class GrowingTable(ABC):
-    """A table with one row per position that grows on demand, for one lane. Subclasses call `__init__` last, since it
-    makes the first rows."""
+    """A table with one row per position that grows on demand. Not thread-safe: for one lane. Subclasses call `__init__`
+    last, since it makes the first rows."""
 
     def __init__(self) -> None:
         self._rows = self._rows_from(0)
@@ -32,7 +32,7 @@ class GrowingTable(ABC):
         grew."""
 
     def with_rows(self, end: int) -> Tensor:
-        """Returns the table with at least `end` rows; grows it if needed."""
+        """Returns the table with at least `end` rows. If it must grow, it is copied to a new address."""
         while end > self._rows.shape[0]:
             self._rows = torch.cat((self._rows, self._rows_from(self._rows.shape[0])))
         return self._rows
@@ -46,8 +46,9 @@ class GrowingTable(ABC):
 
 
 class RotaryTable(GrowingTable):
-    """The cosine and sine table of one decoder: [multiple of _TABLE_ROWS, D], cosines in the first half of the
-    columns."""
+    """The cosine and sine table of one decoder: [multiple of _TABLE_ROWS, D] float32, cosines in the first half of the
+    columns, both multiplied by the config's `attention_factor` if there is one. Pairs beyond `rotary_dim` have angle
+    0."""
 
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self._frequencies = frequencies(spec)
@@ -58,8 +59,8 @@ class RotaryTable(GrowingTable):
         super().__init__()
 
     def __call__(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Returns (cos, sin), each [T, D/2] float32. `positions` is [T], or [3, T] with multimodal axes; `end` is
-        larger than any of them."""
+        """Returns (cos, sin), each [T, D/2] float32. `positions` is [T] int64, or [3, T] if the model has multimodal
+        axes; `end` is larger than any of them."""
         table = self.with_rows(end)
         if self._axes is None:
             return angles_at(table, positions)
@@ -75,14 +76,15 @@ class RotaryTable(GrowingTable):
 
 
 def angles_at(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin), each [T, D/2], for positions [T] that hold for all axes."""
+    """Returns (cos, sin), each [T, D/2], from a table as `RotaryTable` has it, for positions [T] that are the same on
+    all axes."""
     cos, sin = table.index_select(0, positions).chunk(2, dim=1)
     return cos, sin
 
 
 def _axes(spec: LanguageSpec) -> Tensor:
-    """Axis of each pair, [D/2] int64: 0 time, 1 row, 2 column. Contiguous sections (Qwen2-VL), or interleaved, with
-    time in the pairs that rows and columns leave (Qwen3-VL)."""
+    """Axis of `positions` that rotates each pair, [D/2] int64: 0 time, 1 row, 2 column. Sections are contiguous
+    (Qwen2-VL), or interleaved, with time in the pairs that rows and columns leave (Qwen3-VL)."""
     assert spec.rope_sections is not None
     if not spec.rope_interleaved:
         return torch.repeat_interleave(torch.arange(3), torch.tensor(spec.rope_sections))
@@ -93,7 +95,8 @@ def _axes(spec: LanguageSpec) -> Tensor:
 
 
 def frequencies(spec: LanguageSpec) -> Tensor:
-    """Inverse frequencies of the rotated pairs, [rotary_dim / 2] float32, with the arithmetic of transformers."""
+    """Inverse frequencies of the rotated pairs, [rotary_dim / 2] float32, scaled as the config's `rope_type` says, with
+    the arithmetic of transformers. Raises ValueError for an unknown type."""
     dim = spec.rotary_dim or spec.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / (spec.rope_theta**exponents)
@@ -117,8 +120,9 @@ def frequencies(spec: LanguageSpec) -> Tensor:
 
 
 def _yarn_ramp(spec: LanguageSpec) -> Tensor:
-    """YaRN's ramp over the pairs, float32: 0 for pairs that turn more than beta_fast times in the original context, 1
-    for pairs that turn less than beta_slow times."""
+    """YaRN's ramp over the pairs, [rotary_dim / 2] float32: 0 for pairs that turn more than beta_fast times in the
+    original context, 1 for pairs that turn less than beta_slow times, linear in between. With `truncate` these limits
+    are whole pairs."""
     length, base = _number(spec, "original_max_position_embeddings"), spec.rope_theta
     dim = spec.rotary_dim or spec.head_dim
 
@@ -134,6 +138,7 @@ def _yarn_ramp(spec: LanguageSpec) -> Tensor:
 
 
 def _number(spec: LanguageSpec, name: str) -> float:
+    """A field of `rope_parameters` that the spec has checked to be there and a number."""
     value = spec.rope_parameters[name]
     assert isinstance(value, int | float), name
     return value

@@ -42,7 +42,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 def no_checkpoint() -> None:
-    """A checkpoint that does not wait."""
+    """Returns at once: the `checkpoint` of an encode that never waits for language steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,9 @@ class VisionInput:
     temporal patch, as planned by the family's spec. Spans may differ in size. Models that run through transformers get
     `arrays[i]` instead: their processor's tensors by name.
 
-    A tower calls `checkpoint`, which may wait, between its layers. With `piece_rows` it also calls it inside layers and
-    computes at most that many rows of a layer at a time; see `layers/vision.py`."""
+    A tower calls `checkpoint`, which may block (for language steps), between its layers. With `piece_rows` it also
+    calls it inside layers and computes at most that many rows of a layer's products at a time; see
+    `layers/vision.py`."""
 
     pixels: tuple[Tensor, ...]
     sources: tuple[tuple[int, int], ...]  # (width, height) of the picture that the user gave
@@ -67,7 +68,7 @@ class VisionInput:
 
 
 class AttentionPiece(NamedTuple):
-    """Segments [first, last) and heads [head, head_end) of a packed batch."""
+    """The part of a packed batch's attention with segments [first, last) and heads [head, head_end)."""
 
     first: int
     last: int
@@ -76,29 +77,29 @@ class AttentionPiece(NamedTuple):
 
 
 class Slices:
-    """Runs computations in pieces, with `checkpoint` called between them. `piece_rows`: most rows of a layer in one
-    piece; 0: layers are not cut."""
+    """Runs a tower's computations in pieces and calls `checkpoint`, which may block, between them. `piece_rows`: most
+    rows of a layer in one piece; 0: layers are not cut."""
 
     def __init__(self, checkpoint: Callable[[], None], piece_rows: int = 0) -> None:
         self.checkpoint = checkpoint
         self._piece_rows = piece_rows
 
     def with_checkpoints(self, parts: Iterable[T]) -> Iterator[T]:
-        """Yields the parts of a tower, with a checkpoint before each and one after the last: n parts make n + 1 pieces,
-        the work before the first and after the last included."""
+        """Yields the parts of a tower and calls `checkpoint` before each and after the last."""
         for part in parts:
             self.checkpoint()
             yield part
         self.checkpoint()
 
     def rows(self, compute: Callable[..., Tensor], *tensors: Tensor, group: int = 1) -> Tensor:
-        """Computes compute(*tensors) in pieces of nearly equal size. Rows of the result depend only on the same rows of
-        the tensors, or on the same `group` adjacent rows."""
+        """Returns compute(*tensors), computed in pieces of nearly equal numbers of rows. A row of the result must
+        depend only on the same row of each tensor; with `group`, on that many adjacent rows, of which it may make
+        fewer. The number of rows is a multiple of `group`."""
         results = self._pieces(compute, tensors, group)
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def row_pairs(self, compute: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Does what `rows` does, for a function with two results."""
+        """Returns both results of compute(*tensors), computed as in `rows` with a `group` of 1."""
         results = self._pieces(compute, tensors, group=1)
         if len(results) == 1:
             return results[0]
@@ -106,6 +107,7 @@ class Slices:
         return torch.cat(first), torch.cat(second)
 
     def _pieces(self, compute: Callable[..., T], tensors: Sequence[Tensor], group: int) -> list[T]:
+        """Calls `compute` with each piece of the tensors, in order, and returns its results."""
         count = tensors[0].shape[0]
         num_pieces = -(-count // self._piece_rows) if self._piece_rows else 1
         num_pieces = min(num_pieces, count // group)
@@ -120,8 +122,9 @@ class Slices:
         return results
 
     def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
-        """Computes mix(q, k, v, cu_seqlens), [P, H, D], in pieces of segments and heads, which do not interact
-        (`Ops.attention_packed`). Planned segments (`PackedPlan`) are never cut."""
+        """Returns mix(q, k, v, cu_seqlens), [P, H, D], computed in pieces of segments and heads, which do not interact
+        (`Ops.attention_packed`), with a checkpoint before each and after the last. Neither cut nor interrupted if P is
+        at most `piece_rows`, and never with planned segments (`PackedPlan`)."""
         num_rows, num_heads, head_dim = q.shape
         # As much work as products with the 9 C * C weights after attention:
         # R * 9 C * C = pairs * heads * 2 D, with C = H * D.
@@ -140,8 +143,9 @@ class Slices:
 
 
 def attention_pieces(cu_seqlens: Sequence[int], num_heads: int, most: int) -> Iterator[AttentionPiece]:
-    """Yields pieces with at most `most` (query, key) pairs over all their heads, or a single head if one has more. The
-    heads of a run of segments are divided as equally as possible."""
+    """Yields pieces with at most `most` (query, key) pairs over all their heads, or a single head of one segment if
+    that has more. Adjacent segments share a piece if all their heads fit; the heads of one segment are divided as
+    equally as possible."""
     runs: list[tuple[int, int, int]] = []  # segments [first, last) and the pairs of one head
     for segment, (begin, end) in enumerate(pairwise(cu_seqlens)):
         first, pairs = segment, (end - begin) ** 2
@@ -162,8 +166,8 @@ _FILLERS = 2  # pictures of padding at most
 
 
 class Packing(NamedTuple):
-    """The layout of a batch, exact or padded to a capacity. All batches of one capacity have arrays of the same
-    lengths."""
+    """The layout of a batch, exact or padded to a capacity in patches. All batches of one capacity have arrays of the
+    same lengths, so that their launches can be replayed."""
 
     num_patches: int
     num_features: int  # rows of the tower's output, padding last
@@ -187,8 +191,8 @@ class TowerInput:
 def tower_input(
     packing: Packing, batch: VisionInput, cut: Callable[[Sequence[Tensor], Tensor], None], num_values: int
 ) -> TowerInput:
-    """Builds the input of a batch that is computed eagerly: segments stay on the host. `cut` and `num_values` are the
-    tower's."""
+    """Builds the input of a batch that is computed eagerly, without a captured graph: segments stay on the host. Cuts
+    the pixels into new patches by the tower's `cut` and `num_values` (bytes of a patch)."""
     if batch.send is not None:
         indices = batch.send(packing.indices)
     else:
@@ -205,13 +209,15 @@ def tower_input(
 
 
 def spans_in(capacity: int, granule: int) -> int:
-    """Number of segments, padding included, of `capacity` patches in pictures of at least `granule` patches."""
+    """Most segments of a batch padded to `capacity` patches: pictures of at least `granule` patches, limited to 64, and
+    two of padding."""
     return min(capacity // granule, _MAX_SPANS) + _FILLERS
 
 
 def pad_with_grids(grids: Sequence[Grid], capacity: int, merge: int) -> list[Grid] | None:
-    """Appends at most two padding grids, about square, so that all have `capacity` patches together. `capacity` is a
-    multiple of merge * merge, as is every grid's number of patches. None if the grids do not fit."""
+    """Appends up to two padding grids, 4 * `merge` and `merge` patches high, so that all have `capacity` patches
+    together. `capacity` is a multiple of merge * merge, as is every grid's number of patches. None if the grids have
+    more patches, or are more than 64."""
     left = capacity - sum(rows * columns for _, rows, columns in grids)
     if left < 0 or len(grids) > min(capacity // merge**2, _MAX_SPANS):
         return None
@@ -223,7 +229,7 @@ def pad_with_grids(grids: Sequence[Grid], capacity: int, merge: int) -> list[Gri
 
 
 def cumulative_lengths(lengths: Sequence[int] | Int64s, capacity: int = 0) -> Int64s | None:
-    """Returns cu_seqlens of segments of these lengths, padded with empty segments to `capacity` of them (0: no
+    """Returns cu_seqlens of segments of these lengths, padded with empty segments to `capacity` segments (0: no
     padding). None if there are more."""
     count = len(lengths)
     if capacity and count > capacity:
@@ -235,9 +241,9 @@ def cumulative_lengths(lengths: Sequence[int] | Int64s, capacity: int = 0) -> In
 
 
 def pack_pictures(grids: Sequence[Grid], capacity: int, merge: int) -> tuple[list[Grid], Packing] | None:
-    """Packs pictures of any size, one segment each, padded to `capacity` patches (0: no padding); `indices` are left
-    empty. Sides are multiples of `merge` patches, and merge * merge patches make a feature. None if the pictures do
-    not fit."""
+    """Packs pictures of any size, one segment each, padded to `capacity` patches (0: no padding). Returns their grids,
+    padding included, and the packing, whose `indices` are left empty. Sides are multiples of `merge` patches, and
+    merge * merge patches make a feature. None if the pictures do not fit."""
     fitted = pad_with_grids(grids, capacity, merge) if capacity else list(grids)
     if fitted is None:
         return None
@@ -257,7 +263,7 @@ def sizes_of(grids: Sequence[Grid]) -> list[int]:
 
 
 def longest_side(capacity: int, merge: int) -> int:
-    """Longest side, in patches, of a picture that fills the capacity: one row of tokens."""
+    """Longest side of a picture that fills the capacity, in patches: that of a picture `merge` patches high."""
     return capacity // merge
 
 
@@ -268,7 +274,8 @@ def in_merge_order(grid: Tensor, merges: Sequence[int]) -> Tensor:
 
 
 def _in_levels(grid: Tensor, merges: Sequence[int]) -> Tensor:
-    """Returns `in_merge_order` as a view, with two dimensions for each level of merging."""
+    """Views a grid [rows, columns, ..] with a (row, column) pair of dimensions for the merged grid and one for each
+    merge, the last merge first: flattened, they are `in_merge_order`."""
     count = len(merges)
     levels = grid.unflatten(1, (-1, *merges)).unflatten(0, (-1, *merges))
     pairs = [axis for level in range(count + 1) for axis in (level, count + 1 + level)]
@@ -280,7 +287,8 @@ def cut_in_merge_order(
     pixels: Sequence[Tensor], patches: Tensor, patch_size: int, merges: Sequence[int], depth: int = 1
 ) -> None:
     """Cuts uint8 [pictures, height, width, 3] of each span into `patches`, uint8 [P, depth * patch * patch * 3]
-    contiguous, with one copy per span. A single picture is repeated in all `depth` temporal positions."""
+    contiguous, in the order of `in_merge_order`, with one copy per span. A span has `depth` pictures, the temporal
+    positions of a patch, or a single one, which is repeated in all of them."""
     begin = 0
     for pictures in pixels:
         cut = pictures.unflatten(2, (-1, patch_size)).unflatten(1, (-1, patch_size))
@@ -295,7 +303,7 @@ _QK_NORM_EPS = 1e-6  # no config names it
 
 
 class PackedAttention:
-    """Bidirectional attention within packed segments: a row attends to all rows of its own segment.
+    """Bidirectional attention within packed segments, out(mix(project(x))): a row attends to all rows of its segment.
 
     `qkv` names the checkpoint's input projections, one (fused) or three, with biases if `qkv_bias`; `out` names the
     output projection, which always has a bias. `qk_norm` names two RMS norms of whole queries and keys, applied before
@@ -323,8 +331,8 @@ class PackedAttention:
         self.out = Linear(scope, {out: num_channels}, num_channels, bias=True, scale=out_scale)
 
     def mix(self, projected: Tensor, cu_seqlens: Segments, rotary: Rotary | None, slices: Slices) -> Tensor:
-        """Attention on the output of `project`, [P, 3 * C] -> [P, C], the input of `out`. `rotary` is applied to
-        queries and keys, in one launch unless they are normalised."""
+        """Returns attention on the output of `project`, [P, 3 * C] -> [P, C], the input of `out`. Queries and keys are
+        normalised if the layer has such norms, then rotated if there is a `rotary`."""
         q, k, v = projected.unflatten(1, (3, self._num_heads, -1)).unbind(1)  # each [P, H, D]
         if self._norms:
             q, k = (norm(part.flatten(1)).view(q.shape) for norm, part in zip(self._norms, (q, k), strict=True))
@@ -340,15 +348,15 @@ class PackedAttention:
 
 
 def normalise_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
-    """Returns (x * rescale - mean) / std of uint8 [..., 3] in float32, with the product rounded once, exactly as
-    transformers' processors do. On the CPU."""
+    """Returns (x * rescale - mean) / std of uint8 [..., 3] on the CPU, in float32: the product is computed in float64
+    and rounded, then each operation is, exactly as in transformers' processors."""
     mean, std = (torch.tensor(colours, dtype=torch.float32) for colours in (spec.mean, spec.std))
     return pixels.to(torch.float64).mul_(spec.rescale).to(torch.float32).sub_(mean).div_(std)
 
 
 class PixelRows:
-    """Normalised patches as rows of the compute dtype, zero-padded to `width`. The normalised values of all 256 bytes
-    of each colour are tabulated once, on the host."""
+    """Converts patches to rows of normalised pixels in the compute dtype, zero-padded to `width`, by a table of the
+    normalised values of all 256 bytes of each colour."""
 
     def __init__(self, scope: Scope, preprocess: PreprocessSpec, width: int) -> None:
         self._ops, self._width = scope.ops, width
@@ -356,13 +364,13 @@ class PixelRows:
         self._table = normalise_pixels(colours, preprocess).to(scope.dtype).to(scope.device)
 
     def __call__(self, patches: Tensor) -> Tensor:
-        """Converts uint8 [P, pixels * 3] to [P, width]."""
+        """Returns the rows [P, width] of patches, uint8 [P, pixels * 3]."""
         return self._ops.pixel_rows(patches, self._table, self._width)
 
 
 class PatchProjection:
     """The patch embedding: a convolution whose stride is its kernel size, as one matrix product over normalised
-    patches. Rows are zero-padded to a multiple of the device's `width_step`."""
+    patches. Their width, `num_values`, is zero-padded to a multiple of the device's `width_step`."""
 
     def __init__(
         self,
@@ -382,12 +390,13 @@ class PatchProjection:
         )
 
     def __call__(self, patches: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Projects uint8 [P, num_values] to [P, C]."""
+        """Projects uint8 [P, num_values] to [P, C] and adds `residual`, [P, C], if there is one."""
         return self._linear(self._rows(patches), residual=residual)
 
 
 def _as_in_memory(parts: list[Tensor]) -> Tensor:
-    """Reorders a kernel [C, 3, *kernel] to [C, kernel * 3], the order of pixels in memory. A bias [C] is unchanged."""
+    """Flattens the one part, a kernel [C, 3, *kernel], to [C, pixels * 3], the order of a patch's bytes. A bias [C] is
+    returned as it is."""
     (tensor,) = parts
     return tensor if tensor.dim() == 1 else tensor.movedim(1, -1).flatten(1)
 
@@ -415,7 +424,8 @@ class PatchEmbeddings:
         self.num_values = self._project.num_values
 
     def __call__(self, patches: Tensor, slices: Slices) -> Tensor:
-        """Embeds the patches that `cut` wrote: [I * rows per picture, C]."""
+        """Embeds the patches that `cut` wrote: [I * (1 + patches of a picture), C] for I pictures, the class token
+        first in each."""
         size = self._spec.hidden_size
         positions = self._positions.tensor.view(-1, size)
         projected = slices.rows(self._project, patches).view(-1, self._spec.num_patches, size)
@@ -434,7 +444,7 @@ class PatchEmbeddings:
 
 class LayerNames(NamedTuple):
     """Checkpoint names of one tower layer. `scales` are factors of the outputs of attention and MLP (layer scale; CaiT,
-    section 2.1). `mlp` is ignored by a gated MLP, which has fixed names."""
+    section 2.1). A gated MLP has fixed names and no scale: it ignores `mlp` and scales[1]."""
 
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
     attention: str = "self_attn"
@@ -495,25 +505,28 @@ class VisionLayer:
         return x, normed
 
     def _project_and_mlp(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Returns the layer's output for some rows: `mixed` of attention before its projection, and the layer's
+        input."""
         normed, x = self._norm2.normalise_sum(self._attention.out, mixed, residual)
         return self._mlp(normed, residual=x)
 
     def _with_norm(self, norm: LayerNorm | RmsNorm, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (norm(y), y), y = what `_project_and_mlp` returns."""
         normed, x = self._norm2.normalise_sum(self._attention.out, mixed, residual)
         return self._mlp.with_norm(norm, normed, residual=x)
 
 
 def link_norms(layers: Sequence[VisionLayer]) -> Sequence[VisionLayer]:
-    """Links each layer to the first norm of the next, so that a residual sum and the norm after it can be one
-    launch."""
+    """Sets `then` of each layer but the last to the first norm of the next, so that a residual sum and the norm after
+    it can be one launch. Returns the layers."""
     for layer, behind in pairwise(layers):
         layer.then = behind.norm1
     return layers
 
 
 class PatchMerger:
-    """Concatenates the rows of one token and applies an MLP. The norm is of the concatenated rows if `norm_merged`,
-    else of each single row."""
+    """Concatenates the rows of each token, `width` values in all, and applies a norm and an MLP. The norm is of the
+    concatenated rows if `norm_merged`, else of each single row before they are concatenated."""
 
     def __init__(self, norm: LayerNorm | RmsNorm, mlp: Mlp, width: int, *, norm_merged: bool) -> None:
         self._norm, self._mlp, self._width, self._norm_merged = norm, mlp, width, norm_merged
@@ -576,7 +589,8 @@ class SquareVision:
             self._embed.cut(pictures, rows)
 
     def _states(self, inputs: TowerInput) -> Tensor:
-        """Runs the tower with one segment per picture: [I, rows per picture, C * feature layers]."""
+        """Returns the hidden states that the projector reads, [I, rows per picture, C * feature layers] of I pictures,
+        normed if the tower has a final norm, and without the class token unless the spec keeps it."""
         slices, (cu_seqlens,), spec = inputs.slices, inputs.segments, self._spec.tower
         state = self._embed(inputs.patches, slices)  # [I * rows, C]
         if self._pre_norm is not None:
